@@ -1,0 +1,41 @@
+"""Settings of all tests, of those in `tests/` and of the chapters that nbval runs.
+
+It stands at the root because pytest reads a `conftest.py` only for files beside or below it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import build  # notebooks/build.py
+import pytest
+from hypothesis import Phase, settings
+
+GPU = build.has_gpu()
+# Before anything imports torch or triton: threads, no network, Triton's interpreter on a CPU.
+build.run_environment(Path(__file__).parent, GPU)
+
+settings.register_profile("book", deadline=None, derandomize=True, database=None)
+# A mutated package must fail a test; there is no need to find the smallest example of it.
+settings.register_profile(
+    "mutation", settings.get_profile("book"), phases=[Phase.explicit, Phase.generate]
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "book"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Name our marker, and find nbval's rules from any working directory."""
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU, skipped where there is none")
+    rules = getattr(config.option, "nbval_sanitize_with", None)
+    if rules:
+        config.option.nbval_sanitize_with = str(config.rootpath / rules)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu`, and cells of a chapter tagged so, on a machine without a GPU."""
+    skip = pytest.mark.skip(reason="no GPU")
+    for item in items:
+        tags = getattr(item, "cell", {}).get("metadata", {}).get("tags", [])
+        if not GPU and ("gpu" in tags or item.get_closest_marker("gpu")):
+            item.add_marker(skip)

@@ -1,0 +1,119 @@
+"""The shape of a ragged batch: row pointers, lengths and pages, computed on the host.
+
+Generated from notebooks/04_attention.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from minisgl.core import IntArray, Phase
+
+
+def indptr(lengths: IntArray) -> IntArray:
+    """Row pointers int32 [n + 1] of n ragged rows: row i is `[indptr[i], indptr[i + 1])`."""
+    out = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=out[1:])
+    return out
+
+
+def ragged_arange(starts: IntArray, lengths: IntArray) -> IntArray:
+    """`arange(start, start + length)` of every row, end to end: int32 [sum of lengths]."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    shift = np.repeat(starts - (ends - lengths), lengths)
+    return (np.arange(total) + shift).astype(np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMetadata:
+    """Who attends to what in one forward pass: host arrays, int32, one entry per request.
+
+    `kv_indices` and `slots_of` read the page table when they are asked: plan before a row changes.
+    """
+
+    phase: Phase
+    page_size: int
+    table_idx: IntArray  # [bs] row of the page table
+    extend_lens: IntArray  # [bs] tokens to compute now
+    seq_lens: IntArray  # [bs] tokens to attend to: cached and new ones
+    qo_indptr: IntArray  # [bs + 1] rows of q and of the output
+    kv_indptr: IntArray  # [bs + 1] pages, end to end
+    last_page_len: IntArray  # [bs] tokens in each last page, 1 .. page_size
+    page_table: IntArray  # [rows, max_len] position to slot, the host's table
+
+    @cached_property
+    def kv_indices(self) -> IntArray:
+        """Pages of all requests end to end, int32 [kv_indptr[-1]]."""
+        num_pages = np.diff(self.kv_indptr)
+        rows = np.repeat(self.table_idx, num_pages)
+        positions = ragged_arange(np.zeros_like(num_pages), num_pages) * self.page_size
+        return (self.page_table[rows, positions] // self.page_size).astype(np.int32)
+
+    def slots_of(self, i: int) -> IntArray:
+        """Slots of request i by position, int32 [seq_lens[i]]; a view of the page table."""
+        return self.page_table[self.table_idx[i], : self.seq_lens[i]]
+
+    @property
+    def batch_size(self) -> int:
+        """Number of requests."""
+        return len(self.table_idx)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of q: new tokens of all requests."""
+        return int(self.qo_indptr[-1])
+
+    @property
+    def max_extend_len(self) -> int:
+        """Most new tokens of one request."""
+        return int(self.extend_lens.max(initial=0))
+
+    @property
+    def max_seq_len(self) -> int:
+        """Length of the longest request."""
+        return int(self.seq_lens.max(initial=0))
+
+    @property
+    def no_prefix(self) -> bool:
+        """True when nothing is cached: queries and keys are the same tokens."""
+        return bool((self.extend_lens == self.seq_lens).all())
+
+
+def build_metadata(
+    phase: Phase,
+    table_idx: IntArray,
+    extend_lens: IntArray,
+    seq_lens: IntArray,
+    page_table: IntArray,
+    page_size: int,
+) -> AttentionMetadata:
+    """Metadata of a batch; host arithmetic only, a handful of numpy calls for any batch size.
+
+    Raises ValueError unless `0 < extend_lens <= seq_lens`, and in decode all extend by one.
+    """
+    table_idx, extend_lens, seq_lens = (
+        np.asarray(a, dtype=np.int32) for a in (table_idx, extend_lens, seq_lens)
+    )
+    if not table_idx.shape == extend_lens.shape == seq_lens.shape:
+        shapes = f"{table_idx.shape}, {extend_lens.shape}, {seq_lens.shape}"
+        raise ValueError(f"table_idx, extend_lens, seq_lens: one entry per request, got {shapes}")
+    if ((extend_lens < 1) | (extend_lens > seq_lens)).any():
+        raise ValueError(f"extend_lens: must be in 1 .. seq_lens, got {extend_lens}, {seq_lens}")
+    if phase is Phase.DECODE and (extend_lens != 1).any():
+        raise ValueError(f"extend_lens: a decode step extends each request by 1, got {extend_lens}")
+    num_pages = (seq_lens + page_size - 1) // page_size
+    return AttentionMetadata(
+        phase=phase,
+        page_size=page_size,
+        table_idx=table_idx,
+        extend_lens=extend_lens,
+        seq_lens=seq_lens,
+        qo_indptr=indptr(extend_lens),
+        kv_indptr=indptr(num_pages),
+        last_page_len=seq_lens - (num_pages - 1) * page_size,
+        page_table=page_table,
+    )

@@ -1,0 +1,288 @@
+"""Attention with plain PyTorch: the oracle on every device and the fast path on a CPU.
+
+Generated from notebooks/04_attention.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl.attention.base import AttentionPlan, GraphPlan
+from minisgl.attention.metadata import AttentionMetadata, indptr
+from minisgl.core import IntArray, Phase
+from minisgl.kvcache.page_table import TableManager
+from minisgl.kvcache.pool import KVPool
+
+
+def grouped_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """Attention of q [n, qo_heads, d] over k, v [m, kv_heads, d]: [n, qo_heads, d].
+
+    Query head h reads KV head `h // group`; KV heads are broadcast, never copied.
+    `mask` is bool [n, m], True where attention is allowed.
+    """
+    num_kv_heads = k.shape[1]
+    group = q.shape[1] // num_kv_heads
+    queries = q.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
+    keys = k.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+    values = v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+    out = F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, is_causal=causal, scale=scale
+    )
+    return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def causal_mask(extend_len: int, seq_len: int, device: torch.device) -> Tensor:
+    """Bool [extend_len, seq_len]: the new tokens are the last ones, and each looks back only."""
+    cached_len = seq_len - extend_len
+    positions = torch.arange(seq_len, device=device)
+    return positions <= (cached_len + torch.arange(extend_len, device=device))[:, None]
+
+
+class PerRequestPlan:
+    """One attention call per request: prefill, and decode where nothing faster is at hand."""
+
+    def __init__(
+        self, pool: KVPool, meta: AttentionMetadata, out_loc: Tensor, scale: float
+    ) -> None:
+        self.pool = pool
+        self.out_loc = out_loc
+        self.scale = scale
+        self.bounds = meta.qo_indptr.tolist()
+        self.hits = [self.hit(meta, i) for i in range(meta.batch_size)]
+
+    def hit(self, meta: AttentionMetadata, i: int) -> tuple[Tensor, Tensor | None] | None:
+        """Slots and mask of a request that has cached tokens; None for one that has none."""
+        extend_len, seq_len = int(meta.extend_lens[i]), int(meta.seq_lens[i])
+        if extend_len == seq_len:
+            return None
+        device = self.out_loc.device
+        slots = torch.tensor(meta.slots_of(i), dtype=torch.int64, device=device)
+        return slots, None if extend_len == 1 else causal_mask(extend_len, seq_len, device)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
+        """Store k and v, then attend request by request; returns a tensor of q's shape."""
+        self.pool.store_kv(k, v, self.out_loc, layer_id)
+        k_slots = self.pool.k_cache(layer_id).flatten(0, 1)
+        v_slots = self.pool.v_cache(layer_id).flatten(0, 1)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for start, stop, hit in zip(self.bounds[:-1], self.bounds[1:], self.hits, strict=True):
+            rows = slice(start, stop)
+            if hit is None:
+                keys, values, mask = k[rows], v[rows], None
+            else:
+                slots, mask = hit
+                keys, values = k_slots.index_select(0, slots), v_slots.index_select(0, slots)
+            out[rows] = grouped_attention(
+                q[rows], keys, values, scale=self.scale, mask=mask, causal=hit is None
+            )
+        return out
+
+
+MIN_SHARED = 32  # tokens; below this, reading a shared prefix apart costs more than it saves
+
+
+def shared_prefix(meta: AttentionMetadata) -> int:
+    """Leading positions at which all requests of a decode batch name the same slots.
+
+    At least one position of every request is its own, and 0 is the answer for less than
+    `MIN_SHARED` tokens or a single request.
+    """
+    limit = int(meta.seq_lens.min()) - 1
+    if meta.batch_size == 1 or limit < MIN_SHARED:
+        return 0
+    slots = meta.page_table[meta.table_idx, :limit]
+    differs = (slots != slots[0]).any(axis=0)
+    shared = int(differs.argmax()) if differs.any() else limit
+    return shared if shared >= MIN_SHARED else 0
+
+
+def rows_read(meta: AttentionMetadata, skip: int, num_kv_heads: int, num_qo_heads: int) -> IntArray:
+    """Rows of the pool seen as [slots * kv_heads, d] that each query head of each request reads.
+
+    Positions before `skip` are left out; int32 [sum of (seq_lens - skip) * qo_heads].
+    """
+    group = num_qo_heads // num_kv_heads
+    out = np.empty(int((meta.seq_lens - skip).sum()) * num_qo_heads, dtype=np.int32)
+    heads = np.arange(num_kv_heads, dtype=np.int32)[:, None, None]
+    start = 0
+    for i, length in enumerate((meta.seq_lens - skip).tolist()):
+        stop = start + length * num_qo_heads
+        view = out[start:stop].reshape(num_kv_heads, group, length)
+        view[:] = meta.slots_of(i)[skip:] * num_kv_heads + heads
+        start = stop
+    return out
+
+
+def sampled_pattern(starts: Tensor, columns: Tensor, num_columns: int) -> Tensor:
+    """A sparse CSR matrix with zeros at `columns`, one row per query head."""
+    size = (len(starts) - 1, num_columns)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls its CSR layout a beta
+        return torch.sparse_csr_tensor(
+            starts, columns, torch.zeros(len(columns)), size, check_invariants=False
+        )
+
+
+class RaggedDecodePlan:
+    """Decode on a CPU, all requests at once, with no padding and no copy of a key or a value.
+
+    One list names, for every query head of every request, the rows of the pool that it reads.
+    Scores are dot products sampled at the list, outputs are weighted sums of the rows it names.
+    A prefix that the whole batch shares is read once, by matrix products.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        meta: AttentionMetadata,
+        out_loc: Tensor,
+        num_qo_heads: int,
+        scale: float,
+    ) -> None:
+        self.pool, self.out_loc, self.scale = pool, out_loc, scale
+        num_pages, page_size, num_kv_heads, _ = pool.k_cache(0).shape
+        self.heads = (num_kv_heads, num_qo_heads // num_kv_heads)
+        self.shared = shared_prefix(meta)
+        self.shared_slots = torch.tensor(meta.slots_of(0)[: self.shared], dtype=torch.int64)
+        lengths = np.repeat(meta.seq_lens, num_qo_heads)
+        columns = rows_read(meta, self.shared, num_kv_heads, num_qo_heads)
+        self.columns = torch.from_numpy(columns)
+        self.starts = torch.from_numpy(indptr(lengths - self.shared))
+        num_rows = num_pages * page_size * num_kv_heads
+        self.sampled = sampled_pattern(self.starts, self.columns, num_rows)
+        positions = np.arange(meta.max_seq_len)
+        own = (positions >= self.shared) & (positions < lengths[:, None])
+        self.places = torch.from_numpy(np.flatnonzero(own))
+        self.scores = torch.full(own.shape, float("-inf"))
+
+    def score_shared(self, q: Tensor, k_slots: Tensor) -> None:
+        """Scores of all queries against the shared prefix, one matrix product per KV head."""
+        num_kv_heads, group = self.heads
+        keys = k_slots.index_select(0, self.shared_slots).permute(1, 2, 0)
+        queries = q.unflatten(1, self.heads).transpose(0, 1).reshape(num_kv_heads, -1, q.shape[-1])
+        scores = torch.bmm(queries, keys).mul_(self.scale)
+        target = self.scores[:, : self.shared].view(-1, num_kv_heads, group, self.shared)
+        target.copy_(scores.unflatten(1, (-1, group)).transpose(0, 1))
+
+    def sum_shared(self, weights: Tensor, v_slots: Tensor) -> Tensor:
+        """What the shared prefix adds to the output of every query: [bs, kv_heads, group, d]."""
+        num_kv_heads, group = self.heads
+        values = v_slots.index_select(0, self.shared_slots).transpose(0, 1)
+        of_heads = weights[:, : self.shared].unflatten(0, (-1, num_kv_heads, group)).transpose(0, 1)
+        out = torch.bmm(of_heads.flatten(1, 2), values)
+        return out.unflatten(1, (-1, group)).transpose(0, 1)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
+        """Store k and v, then three passes: scores, softmax, weighted sums; returns q's shape."""
+        self.pool.store_kv(k, v, self.out_loc, layer_id)
+        k_slots = self.pool.k_cache(layer_id).flatten(0, 1)
+        v_slots = self.pool.v_cache(layer_id).flatten(0, 1)
+        dim = q.shape[-1]
+        torch.sparse.sampled_addmm(
+            self.sampled,
+            q.reshape(-1, dim),
+            k_slots.view(-1, dim).T,
+            beta=0.0,
+            alpha=self.scale,
+            out=self.sampled,
+        )
+        self.scores.view(-1).index_copy_(0, self.places, self.sampled.values())
+        if self.shared:
+            self.score_shared(q, k_slots)
+        weights = self.scores.softmax(-1)
+        out = F.embedding_bag(
+            self.columns,
+            v_slots.view(-1, dim),
+            self.starts,
+            mode="sum",
+            per_sample_weights=weights.view(-1).index_select(0, self.places),
+            include_last_offset=True,
+        ).view(q.shape)
+        if self.shared:
+            out.unflatten(1, self.heads).add_(self.sum_shared(weights, v_slots))
+        return out
+
+
+class TorchGraphPlan:
+    """Decode at a fixed batch size: reads whole rows of the device's page table and masks them."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        tables: TableManager,
+        batch_size: int,
+        out_loc: Tensor,
+        scale: float,
+    ) -> None:
+        self.pool = pool
+        self.page_table = tables.device_page_table
+        self.out_loc = out_loc
+        self.scale = scale
+        device = out_loc.device
+        self.rows = torch.full((batch_size,), tables.dummy_row, dtype=torch.int64, device=device)
+        self.seq_lens = torch.ones(batch_size, dtype=torch.int64, device=device)
+        self.positions = torch.arange(self.page_table.shape[1], device=device)
+
+    def update(self, meta: AttentionMetadata) -> None:
+        """Write rows and lengths in place; raises ValueError for a batch of another size."""
+        if meta.batch_size != len(self.rows):
+            raise ValueError(f"batch_size: must be {len(self.rows)}, got {meta.batch_size}")
+        self.rows.copy_(torch.from_numpy(meta.table_idx))
+        self.seq_lens.copy_(torch.from_numpy(meta.seq_lens))
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
+        """Store k and v, then attend over `max_len` positions of every request, masked."""
+        self.pool.store_kv(k, v, self.out_loc, layer_id)
+        k_slots = self.pool.k_cache(layer_id).flatten(0, 1)
+        v_slots = self.pool.v_cache(layer_id).flatten(0, 1)
+        slots = self.page_table.index_select(0, self.rows)
+        masks = self.positions < self.seq_lens[:, None]
+        slots = slots * masks  # a row beyond its length may hold anything: read slot 0 instead
+        out = []
+        for i in range(len(self.rows)):
+            keys, values = k_slots.index_select(0, slots[i]), v_slots.index_select(0, slots[i])
+            out.append(
+                grouped_attention(
+                    q[i : i + 1], keys, values, scale=self.scale, mask=masks[i : i + 1]
+                )
+            )
+        return torch.cat(out)
+
+
+class TorchBackend:
+    """Attention in plain PyTorch over a paged pool."""
+
+    name = "torch"
+
+    def __init__(
+        self, pool: KVPool, tables: TableManager, num_qo_heads: int, sm_scale: float
+    ) -> None:
+        self.pool = pool
+        self.tables = tables
+        self.num_qo_heads = num_qo_heads
+        self.scale = sm_scale
+        cache = pool.k_cache(0)
+        self.ragged = cache.device.type == "cpu" and cache.dtype == torch.float32
+
+    def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> AttentionPlan:
+        """The ragged plan for decode in float32 on a CPU, else one call per request."""
+        if self.ragged and meta.phase is Phase.DECODE:
+            return RaggedDecodePlan(self.pool, meta, out_loc, self.num_qo_heads, self.scale)
+        return PerRequestPlan(self.pool, meta, out_loc, self.scale)
+
+    def graph_plan(self, batch_size: int, out_loc: Tensor) -> GraphPlan:
+        """Static buffers for decode at one batch size."""
+        return TorchGraphPlan(self.pool, self.tables, batch_size, out_loc, self.scale)

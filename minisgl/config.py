@@ -1,0 +1,757 @@
+"""Frozen configurations: what a model is, what an engine may use, and every wrong value refused
+by name.
+
+Generated from notebooks/01_config.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+Rule = Callable[[str, Any], Any]  # field name and value to the value's final form, or ValueError
+
+
+def refuse(name: str, must: str, got: object) -> ValueError:
+    """The one form of all complaints: which field, what it must be, what it was."""
+    return ValueError(f"{name}: must be {must}, got {got!r}")
+
+
+def integer(low: int, high: int | None = None) -> Rule:
+    """Rule for an integer in [low, high]; it comes out as a plain `int`, and a bool is refused."""
+    known = {0: "a non-negative integer", 1: "a positive integer"}
+    must = known.get(low, f"an integer of at least {low}") + (f" up to {high}" if high else "")
+
+    def rule(name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise refuse(name, must, value)
+        found = int(value)
+        if found < low or (high is not None and found > high):
+            raise refuse(name, must, value)
+        return found
+
+    return rule
+
+
+def number(low: float, high: float = math.inf, *, above: bool = False) -> Rule:
+    """Rule for a finite number in [low, high]; `above` excludes `low` itself; bools are refused."""
+    must = f"a finite number {'above' if above else 'of at least'} {low:g}"
+    must += "" if high == math.inf else f" and at most {high:g}"
+
+    def rule(name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise refuse(name, must, value)
+        found = float(value)
+        if not math.isfinite(found) or not low <= found <= high or (above and found == low):
+            raise refuse(name, must, value)
+        return found
+
+    return rule
+
+
+def flag(name: str, value: Any) -> bool:
+    """Rule for True or False, and nothing that merely looks like it."""
+    if not isinstance(value, bool):
+        raise refuse(name, "True or False", value)
+    return value
+
+
+def text(name: str, value: Any) -> str:
+    """Rule for a string that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise refuse(name, "a non-empty string", value)
+    return value
+
+
+def word(*choices: str) -> Rule:
+    """Rule for one of a few words."""
+
+    def rule(name: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in choices:
+            raise refuse(name, f"one of {', '.join(choices)}", value)
+        return value
+
+    return rule
+
+
+def optional(inner: Rule) -> Rule:
+    """Rule for None, or what the inner rule takes."""
+    return lambda name, value: None if value is None else inner(name, value)
+
+
+def several(inner: Rule, what: str) -> Rule:
+    """Rule for a list or tuple of what the inner rule takes; it comes out as a tuple."""
+
+    def rule(name: str, value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple):
+            raise refuse(name, f"a list of {what}", value)
+        return tuple(inner(name, item) for item in value)
+
+    return rule
+
+
+def apply_rules(config: object, rules: Mapping[str, Rule], shown: Mapping[str, str]) -> None:
+    """Put every field into its final form; `shown` gives other names for the complaint."""
+    for name, rule in rules.items():
+        value = rule(shown.get(name, name), getattr(config, name))
+        object.__setattr__(config, name, value)  # the only write that a frozen config ever sees
+
+
+ROPE_KINDS = ("llama3", "yarn", "linear")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How the rotary angles are stretched beyond the length of pretraining, `factor` times.
+
+    `llama3` also reads the two `*_freq_factor` and `original_max_position` (tokens); `yarn` reads
+    `original_max_position` and what follows it; None means the value of the YaRN paper.
+    """
+
+    kind: Literal["llama3", "yarn", "linear"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values."""
+        apply_rules(self, SCALING_RULES, SCALING_NAMES)
+        check_scaling_order(self)
+
+
+SCALING_RULES: dict[str, Rule] = {
+    "kind": word(*ROPE_KINDS),
+    "factor": number(1),
+    "low_freq_factor": number(0, above=True),
+    "high_freq_factor": number(0, above=True),
+    "original_max_position": integer(0),
+    "beta_fast": number(0, above=True),
+    "beta_slow": number(0, above=True),
+    "attention_factor": optional(number(0)),
+    "mscale": optional(number(0)),
+    "mscale_all_dim": optional(number(0)),
+    "truncate": flag,
+}
+SCALING_NAMES = {name: f"rope_scaling.{name}" for name in SCALING_RULES} | {
+    "kind": "rope_scaling.rope_type",
+    "original_max_position": "rope_scaling.original_max_position_embeddings",
+}
+
+
+def check_scaling_order(s: RopeScaling) -> None:
+    """Raise ValueError if fields that are fine alone do not fit together."""
+    if s.kind != "linear":
+        integer(1)(SCALING_NAMES["original_max_position"], s.original_max_position)
+    if s.kind == "llama3" and s.high_freq_factor <= s.low_freq_factor:
+        must = f"above low_freq_factor {s.low_freq_factor:g}"
+        raise refuse("rope_scaling.high_freq_factor", must, s.high_freq_factor)
+    if s.kind == "yarn" and s.beta_fast < s.beta_slow:
+        must = f"at least beta_slow {s.beta_slow:g}"
+        raise refuse("rope_scaling.beta_fast", must, s.beta_fast)
+
+
+@dataclass(frozen=True)
+class RotaryConfig:
+    """Rotary position embedding of one head; `max_position` is the window in tokens."""
+
+    head_dim: int
+    base: float
+    max_position: int
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values."""
+        apply_rules(self, ROTARY_RULES, {"base": "rope_theta"})
+        if self.head_dim % 2:
+            raise refuse("head_dim", "even, because rotary embedding turns pairs", self.head_dim)
+
+
+def rope_scaling_or_none(name: str, value: Any) -> RopeScaling | None:
+    """Rule for the field `scaling`."""
+    if value is not None and not isinstance(value, RopeScaling):
+        raise refuse(name, "a RopeScaling or None", value)
+    return value
+
+
+ROTARY_RULES: dict[str, Rule] = {
+    "head_dim": integer(1),
+    "base": number(0, above=True),
+    "max_position": integer(1),
+    "scaling": rope_scaling_or_none,
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What a decoder-only transformer is; every size is that of the whole model, not of a rank.
+
+    `sliding_window` is None, or the number of tokens up to which full attention is exact.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rotary: RotaryConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    hidden_act: str = "silu"
+    dtype: str = "bfloat16"
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values."""
+        apply_rules(self, MODEL_RULES, HF_NAMES)
+        check_model(self)
+
+    def kv_heads_per_rank(self, tp_size: int) -> int:
+        """KV heads that one of `tp_size` ranks holds; fewer heads than ranks are copied."""
+        integer(1)("tp_size", tp_size)
+        if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
+            must = f"a divisor or a multiple of num_key_value_heads {self.num_kv_heads}"
+            raise refuse("tp_size", must, tp_size)
+        return max(1, self.num_kv_heads // tp_size)
+
+    def check_tp(self, tp_size: int) -> None:
+        """Raise ValueError if the model cannot be split over `tp_size` ranks."""
+        self.kv_heads_per_rank(tp_size)
+        inner = "moe_intermediate_size" if self.num_experts else "intermediate_size"
+        sizes = {"num_attention_heads": self.num_qo_heads, inner: getattr(self, inner)}
+        for name, size in sizes.items():
+            if size % tp_size:
+                raise refuse("tp_size", f"a divisor of {name} {size}", tp_size)
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the whole model; a tied output head counts once."""
+        hidden, head_dim = self.hidden_size, self.head_dim
+        q_width, kv_width = self.num_qo_heads * head_dim, self.num_kv_heads * head_dim
+        attention = 2 * hidden * q_width + 2 * hidden * kv_width
+        attention += (q_width + 2 * kv_width) * self.qkv_bias + 2 * head_dim * self.qk_norm
+        if self.num_experts:
+            mlp = self.num_experts * (3 * hidden * self.moe_intermediate_size + hidden)
+        else:
+            mlp = 3 * hidden * self.intermediate_size
+        layers = self.num_layers * (attention + mlp + 2 * hidden)  # two norms a layer
+        tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
+        return layers + tables + hidden
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Build from the contents of a `config.json`; ValueError names the field at fault."""
+        if not isinstance(config, Mapping):
+            raise refuse("config", "a JSON object", config)
+        architecture = read_architecture(config)
+        family = FAMILIES[architecture]
+        refuse_unsupported(config)
+        heads = read_heads(config, family)
+        eos = config.get("eos_token_id")
+        eos = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+        dtype = config.get("dtype") or config.get("torch_dtype")
+        direct = ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps")
+        return cls(
+            architecture=architecture,
+            num_layers=required(config, "num_hidden_layers"),
+            **{name: required(config, name) for name in direct},
+            **heads,
+            rotary=read_rotary(config, heads["head_dim"]),
+            tie_word_embeddings=config.get("tie_word_embeddings", False),
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
+            hidden_act=config.get("hidden_act", "silu"),
+            dtype=str(dtype or "float32").removeprefix("torch."),
+            eos_token_ids=eos,
+            bos_token_id=config.get("bos_token_id"),
+            **(read_experts(config) if family.moe else {}),
+            sliding_window=read_window(config, family),
+        )
+
+    @classmethod
+    def from_path(cls, path: str | Path) -> ModelConfig:
+        """Build from a model folder or hub id; the stop tokens of `generation_config.json` win."""
+        folder = resolve_model_path(path)
+        config = read_json(folder / "config.json")
+        if (folder / "generation_config.json").exists():
+            eos = read_json(folder / "generation_config.json").get("eos_token_id")
+            config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
+        return cls.from_hf(config)
+
+
+DTYPES = ("float32", "float16", "bfloat16")
+HF_NAMES = {  # our names to those of config.json
+    "architecture": "architectures",
+    "num_layers": "num_hidden_layers",
+    "num_qo_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "eos_token_ids": "eos_token_id",
+}
+
+
+def rotary_config(name: str, value: Any) -> RotaryConfig:
+    """Rule for the field `rotary`."""
+    if not isinstance(value, RotaryConfig):
+        raise refuse(name, "a RotaryConfig", value)
+    return value
+
+
+MODEL_RULES: dict[str, Rule] = {
+    "architecture": text,
+    **dict.fromkeys(("num_layers", "hidden_size", "intermediate_size"), integer(1)),
+    **dict.fromkeys(("num_qo_heads", "num_kv_heads", "head_dim", "vocab_size"), integer(1)),
+    "rms_norm_eps": number(0, above=True),
+    "rotary": rotary_config,
+    **dict.fromkeys(("tie_word_embeddings", "qkv_bias", "qk_norm", "norm_topk_prob"), flag),
+    "hidden_act": word("silu"),
+    "dtype": word(*DTYPES),
+    "eos_token_ids": several(integer(0), "token ids"),
+    "bos_token_id": optional(integer(0)),
+    **dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), integer(0)),
+    "sliding_window": optional(integer(1)),
+}
+
+
+def check_model(m: ModelConfig) -> None:
+    """Raise ValueError if fields that are fine alone do not fit together."""
+    if m.num_qo_heads % m.num_kv_heads:
+        must = f"a divisor of num_attention_heads {m.num_qo_heads}"
+        raise refuse("num_key_value_heads", must, m.num_kv_heads)
+    if m.rotary.head_dim != m.head_dim:
+        raise refuse("rotary.head_dim", f"the model's head_dim {m.head_dim}", m.rotary.head_dim)
+    specials = {"eos_token_id": m.eos_token_ids, "bos_token_id": (m.bos_token_id or 0,)}
+    for name, tokens in specials.items():
+        for token in tokens:
+            integer(0, m.vocab_size - 1)(name, token)
+    if m.num_experts:
+        integer(1, m.num_experts)("num_experts_per_tok", m.num_experts_per_tok)
+        integer(1)("moe_intermediate_size", m.moe_intermediate_size)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What an architecture implies without saying it in its config.json."""
+
+    model_type: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    moe: bool = False
+    default_head_dim: int | None = None  # None: hidden_size // num_attention_heads
+    window: Literal["never", "always", "flag"] = "never"  # whether sliding_window counts
+
+
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family("llama"),
+    "MistralForCausalLM": Family("mistral", window="always"),
+    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, window="flag"),
+    "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, default_head_dim=128, window="flag"),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, moe=True, window="flag"),
+}
+
+
+def required(config: Mapping[str, Any], name: str, where: str = "") -> Any:
+    """A field that has no sensible default; `where` names the dictionary it lies in."""
+    if config.get(name) is None:
+        raise ValueError(f"{where}{name}: missing from the model's config")
+    return config[name]
+
+
+def read_architecture(config: Mapping[str, Any]) -> str:
+    """Name of the model class: `architectures`, or what `model_type` implies without it."""
+    named = config.get("architectures")
+    if named is not None:
+        if not isinstance(named, list | tuple) or len(named) != 1:
+            raise refuse("architectures", "a list of one name", named)
+        return str(word(*FAMILIES)("architectures", named[0]))
+    by_type = {family.model_type: name for name, family in FAMILIES.items()}
+    return by_type[word(*by_type)("model_type", required(config, "model_type"))]
+
+
+def refuse_unsupported(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a feature that changes the result and that we do not compute."""
+    features: dict[str, tuple[object, str]] = {  # the values that are fine, and what to say
+        "attention_bias": ((None, False), "false: only Qwen2 has biases here"),
+        "mlp_bias": ((None, False), "false: our MLP has no biases"),
+        "quantization_config": ((None,), "absent: we read plain checkpoints"),
+        "decoder_sparse_step": ((None, 1), "1: experts in every layer"),
+        "mlp_only_layers": ((None, []), "empty: experts in every layer"),
+        "partial_rotary_factor": ((None, 1), "1: whole heads are turned"),
+    }
+    for name, (fine, must) in features.items():
+        if config.get(name) not in fine:  # type: ignore[operator]
+            raise refuse(name, must, config[name])
+
+
+def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """All rotary fields in one dictionary, from the old spelling or the new one."""
+    old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    for name, found in (("rope_scaling", old), ("rope_parameters", new)):
+        if not isinstance(found, Mapping):
+            raise refuse(name, "an object", found)
+        if any(isinstance(value, Mapping) for value in found.values()):
+            raise refuse(name, "one set of values for all layers", dict(found))
+    if old and new and old != new:
+        raise refuse("rope_scaling", "absent beside rope_parameters", dict(old))
+    rope = {"rope_theta": config.get("rope_theta"), **old, **new}
+    refuse_unsupported({"partial_rotary_factor": rope.get("partial_rotary_factor")})
+    return {name: value for name, value in rope.items() if value is not None}
+
+
+def read_rotary(config: Mapping[str, Any], head_dim: int) -> RotaryConfig:
+    """Rotary settings; a missing base is the 10,000 of the original paper."""
+    rope = rope_fields(config)
+    window = integer(1)("max_position_embeddings", required(config, "max_position_embeddings"))
+    scaling = read_scaling(rope, window)
+    if scaling is not None and scaling.kind == "yarn":
+        window = max(window, round(scaling.original_max_position * scaling.factor))
+    return RotaryConfig(head_dim, rope.get("rope_theta", 10_000.0), window, scaling)
+
+
+def read_scaling(rope: Mapping[str, Any], window: int) -> RopeScaling | None:
+    """The scaling in a rope dictionary, or None; `window` is YaRN's default original length."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if word("default", *ROPE_KINDS)("rope_scaling.rope_type", kind) == "default":
+        return None
+    where = "rope_scaling."
+    found = {"factor": required(rope, "factor", where)}
+    original = rope.get("original_max_position_embeddings")
+    if kind == "llama3":
+        for name in ("low_freq_factor", "high_freq_factor"):
+            found[name] = required(rope, name, where)
+        found["original_max_position"] = required(rope, "original_max_position_embeddings", where)
+    if kind == "yarn":
+        found["original_max_position"] = window if original is None else original
+        names = (
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        )
+        found |= {name: rope[name] for name in names if name in rope}
+    return RopeScaling(kind=kind, **found)
+
+
+def read_window(config: Mapping[str, Any], family: Family) -> int | None:
+    """Tokens of the sliding window, or None when every layer sees the whole text."""
+    kinds = config.get("layer_types") or ()
+    for kind in kinds:
+        word("full_attention", "sliding_attention")("layer_types", kind)
+    if family.window == "never":
+        return None
+    if family.window == "flag":
+        if not flag("use_sliding_window", config.get("use_sliding_window", False)):
+            return None
+        if kinds and "sliding_attention" not in kinds:
+            return None
+        full_layers = 0 if family.moe else config.get("max_window_layers", 0)
+        if not kinds and full_layers >= required(config, "num_hidden_layers"):
+            return None
+    window: int | None = config.get("sliding_window")
+    return window
+
+
+def read_heads(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Head counts and head size; missing ones follow the conventions of the file format."""
+    hidden = integer(1)("hidden_size", required(config, "hidden_size"))
+    heads = integer(1)("num_attention_heads", required(config, "num_attention_heads"))
+    head_dim = config.get("head_dim") or family.default_head_dim
+    if head_dim is None and hidden % heads:
+        raise refuse("num_attention_heads", f"a divisor of hidden_size {hidden}", heads)
+    # Llama 1 and 2 have no such field: one KV head for each query head. Elsewhere it is a fact.
+    absent = "num_key_value_heads" not in config and family.model_type != "llama"
+    read = required if absent else Mapping.get
+    kv_heads = read(config, "num_key_value_heads")
+    return {
+        "num_qo_heads": heads,
+        "num_kv_heads": heads if kv_heads is None else kv_heads,
+        "head_dim": integer(1)("head_dim", hidden // heads if head_dim is None else head_dim),
+    }
+
+
+def read_experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a mixture of experts, in both spellings of the number of experts."""
+    count = {"num_experts": config.get("num_experts", config.get("num_local_experts"))}
+    return {
+        "num_experts": integer(1)("num_experts", required(count, "num_experts")),
+        "num_experts_per_tok": required(config, "num_experts_per_tok"),
+        "moe_intermediate_size": required(config, "moe_intermediate_size"),
+        "norm_topk_prob": config.get("norm_topk_prob", False),
+    }
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """One JSON object from a file; every failure is a ValueError that names the file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path.name}: no such file in {path.parent}") from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"{path.name}: not valid JSON, {error.msg} at {where}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path.name}: cannot be read from {path.parent}: {error}") from error
+    if not isinstance(found, dict):
+        raise refuse(path.name, "a JSON object", found)
+    return found
+
+
+def resolve_model_path(model: str | Path | None) -> Path:
+    """Folder of a model: None is the embedded one, then an existing folder, then a hub id."""
+    if model is None:
+        return Path(str(files("minisgl"))) / "tiny" / "model"
+    if not isinstance(model, str | Path) or not str(model):
+        raise refuse("model_path", "a folder, a hub id or None", model)
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise refuse("model_path", "a folder with a config.json, not a file", str(model))
+    if isinstance(model, Path) or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model):
+        raise ValueError(f"model_path: no such folder, and not a hub id either, got {str(model)!r}")
+    return download(model)
+
+
+def download(model: str) -> Path:
+    """Folder of a hub model, downloaded on first use; ValueError when it cannot be had."""
+    from huggingface_hub import snapshot_download  # slow to import, and most users need no hub
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=wanted))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+        problem = f"no such folder, and the hub does not deliver it ({reason})"
+        raise ValueError(f"model_path: {problem}, got {model!r}") from error
+
+
+@dataclass(frozen=True)
+class TPInfo:
+    """Place of this process among the tensor-parallel ranks."""
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse a rank outside the group."""
+        integer(1)("tp.size", self.size)
+        if integer(0)("tp.rank", self.rank) >= self.size:
+            raise refuse("tp.rank", f"below tp.size {self.size}", self.rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine may use; "auto" and None stand for a choice that is made later.
+
+    `memory_ratio` is the part of free memory for weights and KV cache, `distributed_timeout` is in
+    seconds, `*_bs` are batch sizes in requests, `max_seq_len_override` is in tokens.
+    """
+
+    model_path: str | None = None
+    tp: TPInfo = TPInfo()
+    dtype: str = "auto"
+    device: str = "auto"
+    max_running_req: int = 256
+    attention_backend: str = "auto"
+    moe_backend: str = "auto"
+    cuda_graph_bs: tuple[int, ...] | None = None
+    cuda_graph_max_bs: int | None = None
+    page_size: int | None = None
+    memory_ratio: float = 0.9
+    distributed_timeout: float = 60.0
+    use_dummy_weight: bool = False
+    max_seq_len_override: int | None = None
+    num_page_override: int | None = None
+    torch_compile_max_bs: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values."""
+        apply_rules(self, RULES[type(self)], {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(EngineConfig):
+    """An engine's config and how steps are filled.
+
+    `max_extend_tokens` is the budget of one prefill step, in tokens.
+    """
+
+    max_extend_tokens: int = 8192
+    cache_type: Literal["radix", "hash", "naive"] = "radix"
+    overlap: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(SchedulerConfig):
+    """A scheduler's config and where to serve; port 0 is any free one.
+
+    `num_tokenizer` counts tokenizer processes; 0 means that the detokenizer's process does both.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 1919
+    num_tokenizer: int = 0
+    served_model_name: str | None = None
+    api_key: str | None = None
+
+
+BACKENDS = ("torch", "triton", "fi")
+MAX_SEED = 2**63 - 1
+
+
+def path_text(name: str, value: Any) -> str:
+    """Rule for a path; it comes out as a string."""
+    return text(name, str(value) if isinstance(value, Path) else value)
+
+
+def tp_info(name: str, value: Any) -> TPInfo:
+    """Rule for the field `tp`."""
+    if not isinstance(value, TPInfo):
+        raise refuse(name, "a TPInfo", value)
+    return value
+
+
+def device_name(name: str, value: Any) -> str:
+    """Rule for a device."""
+    if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+        raise refuse(name, "auto, cpu, cuda or cuda:N", value)
+    return value
+
+
+def backend_name(name: str, value: Any) -> str:
+    """Rule for "auto", one attention backend, or a pair for prefill and decode."""
+    parts = value.split(",") if isinstance(value, str) else []
+    if value != "auto" and not (len(parts) in (1, 2) and all(part in BACKENDS for part in parts)):
+        raise refuse(name, f"auto, one of {', '.join(BACKENDS)}, or a pair like fi,triton", value)
+    return str(value)
+
+
+ENGINE_RULES: dict[str, Rule] = {
+    "model_path": optional(path_text),
+    "tp": tp_info,
+    "dtype": word("auto", *DTYPES),
+    "device": device_name,
+    "max_running_req": integer(1),
+    "attention_backend": backend_name,
+    "moe_backend": word("auto", "torch", "triton"),
+    "cuda_graph_bs": optional(several(integer(1), "batch sizes")),
+    "cuda_graph_max_bs": optional(integer(0)),
+    "page_size": optional(integer(1)),
+    "memory_ratio": number(0, 1, above=True),
+    "distributed_timeout": number(0, above=True),
+    "use_dummy_weight": flag,
+    "max_seq_len_override": optional(integer(2)),
+    "num_page_override": optional(integer(1)),
+    "torch_compile_max_bs": integer(0),
+    "seed": integer(0, MAX_SEED),
+}
+
+SCHEDULER_RULES: dict[str, Rule] = {
+    **ENGINE_RULES,
+    "max_extend_tokens": integer(1),
+    "cache_type": word("radix", "hash", "naive"),
+    "overlap": flag,
+}
+SERVER_RULES: dict[str, Rule] = {
+    **SCHEDULER_RULES,
+    "host": text,
+    "port": integer(0, 65535),
+    "num_tokenizer": integer(0),
+    "served_model_name": optional(text),
+    "api_key": optional(text),
+}
+RULES: dict[type, dict[str, Rule]] = {
+    EngineConfig: ENGINE_RULES,
+    SchedulerConfig: SCHEDULER_RULES,
+    ServerConfig: SERVER_RULES,
+}
+
+
+def max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
+    """Longest text in tokens, prompt and answer together; ValueError if the model cannot do it."""
+    window = model.rotary.max_position
+    override = config.max_seq_len_override
+    if override is not None and override > window:
+        raise refuse("max_seq_len_override", f"at most the model's window of {window}", override)
+    length = window if override is None else override
+    if model.sliding_window is not None and length > model.sliding_window:
+        raise ValueError(
+            f"sliding_window: full attention is exact only up to {model.sliding_window} tokens, "
+            f"got a window of {length}; set max_seq_len_override={model.sliding_window} or less"
+        )
+    return length
+
+
+def choose_device(device: str, rank: int) -> str:
+    """The device that "auto" means here; ranks take the GPUs of one host in order."""
+    if device == "auto":
+        import torch  # only here: reading a config must not cost the import of torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return f"cuda:{rank}" if device == "cuda" else device
+
+
+def choose_dtype(dtype: str, device: str, model: ModelConfig) -> str:
+    """The dtype that "auto" means: a CPU computes in float32, a GPU in 16 bits."""
+    if dtype != "auto":
+        return dtype
+    if device == "cpu":
+        return "float32"
+    return "bfloat16" if model.dtype == "float32" else model.dtype
+
+
+def choose_backend(backend: str, device: str) -> str:
+    """The attention backend that "auto" means on a device; ValueError if a named one cannot run."""
+    if backend == "auto":
+        fastest = "fi" if find_spec("flashinfer") is not None else "triton"
+        return "torch" if device == "cpu" else fastest
+    if device == "cpu" and "fi" in backend.split(","):
+        raise refuse("attention_backend", "torch or triton on device cpu", backend)
+    return backend
+
+
+C = TypeVar("C", bound=EngineConfig)
+DEFAULT_PAGE_SIZE = 16
+
+
+def resolve(config: C, model: ModelConfig) -> C:
+    """A new config in which device, dtype, backends and page size are settled and fit the model."""
+    model.check_tp(config.tp.size)
+    max_seq_len(config, model)
+    device = choose_device(config.device, config.tp.rank)
+    moe = "torch" if device == "cpu" else "triton"
+    return replace(
+        config,
+        device=device,
+        dtype=choose_dtype(config.dtype, device, model),
+        attention_backend=choose_backend(config.attention_backend, device),
+        moe_backend=moe if config.moe_backend == "auto" else config.moe_backend,
+        page_size=DEFAULT_PAGE_SIZE if config.page_size is None else config.page_size,
+    )

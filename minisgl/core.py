@@ -1,0 +1,206 @@
+"""One request and its life as three integers; how it chooses tokens; who runs in a step.
+
+Generated from notebooks/01_config.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minisgl.config import (
+    MAX_SEED,
+    Rule,
+    apply_rules,
+    flag,
+    integer,
+    number,
+    optional,
+    refuse,
+    several,
+    text,
+)
+
+MAX_LOGPROBS = 20
+
+
+def stop_strings(name: str, value: Any) -> tuple[str, ...]:
+    """Rule for nothing, one string or several; it comes out as a tuple."""
+    listed = (value,) if isinstance(value, str) else value
+    each = several(text, "non-empty strings")
+    found: tuple[str, ...] = each(name, () if listed is None else listed)
+    return found
+
+
+def stop_tokens(name: str, value: Any) -> tuple[int, ...]:
+    """Rule for nothing or several token ids; it comes out as a tuple."""
+    found: tuple[int, ...] = several(integer(0), "token ids")(name, () if value is None else value)
+    return found
+
+
+def top_k(name: str, value: Any) -> int:
+    """Rule for -1 or a positive integer."""
+    if integer(-1)(name, value) == 0:
+        raise refuse(name, "-1 (off) or a positive integer", value)
+    return int(value)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request chooses its tokens and when it stops.
+
+    temperature 0 is greedy; top_k -1 and top_p 1 are off; max_tokens None is up to the window;
+    logprobs None is off, n gives the n most likely tokens besides the chosen one.
+    """
+
+    temperature: float = 0.0
+    top_k: int = -1
+    top_p: float = 1.0
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values."""
+        apply_rules(self, SAMPLING_RULES, {})
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if the most likely token is taken, so that no random number is needed."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+
+SAMPLING_RULES: dict[str, Rule] = {
+    "temperature": number(0),
+    "top_k": top_k,
+    "top_p": number(0, 1, above=True),
+    "max_tokens": optional(integer(1)),
+    "ignore_eos": flag,
+    "stop": stop_strings,
+    "stop_token_ids": stop_tokens,
+    "seed": optional(integer(0, MAX_SEED)),
+    "logprobs": optional(integer(0, MAX_LOGPROBS)),
+}
+
+IntArray = NDArray[np.int32]
+
+
+class Req:
+    """One generation: what is cached, what the next pass reaches, where it must end.
+
+    `0 <= cached_len < device_len <= max_device_len` holds whenever the request is in a batch.
+    Compared and hashed by identity.
+    """
+
+    __slots__ = ("_ids", "cache_handle", "cached_len", "device_len", "host_len", "matched_len",
+                 "max_device_len", "prompt_len", "sampling_params", "table_idx", "uid")  # fmt: skip
+
+    def __init__(
+        self, *, uid: int, input_ids: IntArray, sampling_params: SamplingParams,
+        max_new_tokens: int, table_idx: int = -1, cache_handle: Any = None,
+    ) -> None:  # fmt: skip
+        """`input_ids` is the prompt, [prompt_len] token ids; it is copied."""
+        prompt = np.asarray(input_ids)
+        if prompt.ndim != 1 or prompt.size == 0:
+            raise refuse("input_ids", "a list of one token id or more", prompt.tolist())
+        self.uid, self.sampling_params = uid, sampling_params
+        self.table_idx, self.cache_handle = table_idx, cache_handle
+        self.prompt_len = self.host_len = self.device_len = int(prompt.size)
+        self.max_device_len = self.prompt_len + integer(1)("max_new_tokens", max_new_tokens)
+        self.cached_len = self.matched_len = 0  # matched: came from the prefix cache at admission
+        self._ids = np.empty(self.max_device_len, dtype=np.int32)
+        self._ids[: self.prompt_len] = prompt
+
+    @property
+    def input_ids(self) -> IntArray:
+        """Every token the host knows, prompt and answer: a view [host_len], int32."""
+        return self._ids[: self.host_len]
+
+    @property
+    def output_ids(self) -> IntArray:
+        """The answer as far as the host knows it: a view [host_len - prompt_len], int32."""
+        return self._ids[self.prompt_len : self.host_len]
+
+    def append(self, token: int) -> None:
+        """Tell the host one more token of the answer."""
+        assert self.host_len < self.max_device_len, (self.host_len, self.max_device_len)
+        self._ids[self.host_len] = token
+        self.host_len += 1
+
+    @property
+    def extend_len(self) -> int:
+        """Tokens that the next pass computes."""
+        return self.device_len - self.cached_len
+
+    @property
+    def remain_len(self) -> int:
+        """Tokens that the device may still add."""
+        return self.max_device_len - self.device_len
+
+    @property
+    def can_decode(self) -> bool:
+        """True if another pass would give a token that is still wanted."""
+        return self.device_len < self.max_device_len
+
+    @property
+    def is_chunked(self) -> bool:
+        """True if the next pass ends inside the prompt, so that nothing is sampled from it."""
+        return self.device_len < self.prompt_len
+
+    def schedule(self, device_len: int) -> None:
+        """Set where the next pass ends: the end of the prompt, or of a chunk of it."""
+        lengths = (self.cached_len, device_len, self.max_device_len)
+        assert 0 <= self.cached_len < device_len <= self.max_device_len, lengths
+        self.device_len = device_len
+
+    def advance(self) -> None:
+        """After a pass was launched: all is cached, and past the prompt one more token exists."""
+        lengths = (self.cached_len, self.device_len, self.max_device_len)
+        assert 0 <= self.cached_len < self.device_len <= self.max_device_len, lengths
+        self.cached_len = self.device_len
+        if self.device_len >= self.prompt_len:
+            assert self.can_decode, lengths  # this pass was one too many
+            self.device_len += 1
+
+    def __repr__(self) -> str:
+        """The three integers at a glance."""
+        lengths = f"{self.cached_len}, {self.device_len}, {self.max_device_len}"
+        return f"Req(uid={self.uid}, row={self.table_idx}, lengths=({lengths}))"
+
+
+class Phase(enum.Enum):
+    """Prefill computes prompts (or chunks of them), decode one token for each request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(eq=False)
+class Batch:
+    """The requests of one pass; `padded_reqs` adds dummies at the end where they are needed."""
+
+    reqs: list[Req]
+    phase: Phase
+    padded_reqs: list[Req] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Without padding both lists are one."""
+        self.padded_reqs = self.padded_reqs or self.reqs
+
+    @property
+    def size(self) -> int:
+        """Requests that want a token."""
+        return len(self.reqs)
+
+    @property
+    def padded_size(self) -> int:
+        """Requests with the dummies."""
+        return len(self.padded_reqs)

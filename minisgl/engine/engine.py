@@ -1,0 +1,298 @@
+"""Wires the parts of the book into one object that turns batches into tokens.
+
+Generated from notebooks/08_engine.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor, nn
+
+from minisgl.attention.base import AttentionBackend, ForwardBatch
+from minisgl.attention.factory import create_backend
+from minisgl.config import EngineConfig, ModelConfig, max_seq_len, resolve, resolve_model_path
+from minisgl.core import Batch, Phase, Req, SamplingParams
+from minisgl.distributed.comm import Comm, SingleRank
+from minisgl.engine.graph import GraphRunner, choose_sizes
+from minisgl.engine.memory import (
+    bytes_per_page,
+    cap_on_cpu,
+    pages_by_peak,
+    pages_by_ratio,
+    require_balance,
+    require_pages,
+)
+from minisgl.engine.sampler import Sampler
+from minisgl.engine.staging import Staging
+from minisgl.engine.step import ForwardInput, ForwardOutput, build_forward_input
+from minisgl.kvcache.page_table import TableManager
+from minisgl.kvcache.pool import KVPool
+from minisgl.models.registry import build_model
+from minisgl.models.weights import load_dummy_weights, load_weights
+
+
+@dataclass(eq=False)
+class Engine:
+    """One rank's model, memory and stream. It knows rows and slots, and no request's fate."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    model: nn.Module
+    pool: KVPool
+    tables: TableManager
+    backend: AttentionBackend
+    sampler: Sampler
+    max_seq_len: int
+    num_pages: int
+    page_size: int
+    device: torch.device
+    stream: torch.cuda.Stream | None = None
+    graph: GraphRunner | None = None
+
+    def __post_init__(self) -> None:
+        self.staging = Staging(self.device)
+        greedy = SamplingParams(max_tokens=1)
+        self.dummy_req = Req(
+            uid=-1, input_ids=np.zeros(1, np.int32), sampling_params=greedy, max_new_tokens=1,
+            table_idx=self.tables.dummy_row,
+        )  # fmt: skip
+        if self.stream is not None:  # the weights came on another stream: wait for them once
+            torch.cuda.synchronize(self.device)
+
+    def on_stream(self) -> AbstractContextManager[object]:
+        """All that the engine does on a GPU is in one stream, in the order of the calls."""
+        return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
+
+    @torch.inference_mode()
+    def prepare(self, batch: Batch) -> ForwardInput:
+        """Pad a decode batch to a captured size, if there is one, and lay the step out."""
+        use_graph = self.graph is not None and self.graph.can_replay(batch.phase, batch.size)
+        if use_graph and self.graph is not None:
+            missing = self.graph.bucket(batch.size) - batch.size
+            batch.padded_reqs = batch.reqs + [self.dummy_req] * missing
+        with self.on_stream():
+            return build_forward_input(batch, self.tables, self.page_size, self.sampler, use_graph)
+
+    @torch.inference_mode()
+    def step(self, fi: ForwardInput) -> ForwardOutput:
+        """Start one step: gather, forward, sample, scatter, copy back. Waits for nothing."""
+        with self.on_stream():
+            self.tables.flush()
+            tokens = self.tables.token_pool.view(-1)
+            width = self.tables.token_pool.shape[1]
+            gather, scatter, positions, out_loc, last = self.staging.upload(
+                fi.token_rows.astype(np.int64) * width + fi.positions,
+                fi.write_rows.astype(np.int64) * width + fi.write_positions,
+                *(part.astype(np.int64) for part in (fi.positions, fi.out_loc, fi.last_idx)),
+            )  # fmt: skip
+            logits = self.forward(fi, tokens.index_select(0, gather), positions, out_loc, last)
+            out = self.sampler.sample(logits[: len(fi.sampled)], fi.sampling)
+            tokens.index_copy_(0, scatter, out.next_ids)
+            return ForwardOutput(out)
+
+    def forward(
+        self, fi: ForwardInput, input_ids: Tensor, positions: Tensor, out_loc: Tensor, last: Tensor
+    ) -> Tensor:
+        """Logits, float [rows, vocab_size]: by replaying a graph, or layer by layer."""
+        if fi.use_graph and self.graph is not None:
+            return self.graph.replay(input_ids, positions, out_loc, fi.meta)
+        one_each = fi.batch.phase is Phase.DECODE and len(last) == len(input_ids)
+        plan = self.backend.plan(fi.meta, out_loc)
+        fb = ForwardBatch(
+            phase=fi.batch.phase, input_ids=input_ids, positions=positions, out_loc=out_loc,
+            last_idx=None if one_each else last, attn=plan,
+        )  # fmt: skip
+        logits: Tensor = self.model(fb)
+        return logits
+
+    def shutdown(self) -> None:
+        """Wait for the device and let go of the graphs, which hold addresses of everything else."""
+        if self.stream is not None:
+            self.stream.synchronize()
+        self.graph = None
+
+
+def start_device(config: EngineConfig) -> torch.device:
+    """The device of a resolved config, made current."""
+    device = torch.device(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def free_bytes(device: torch.device, comm: Comm) -> int:
+    """Free memory for this rank in bytes; ranks on a CPU share one memory."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available // comm.size
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def agree_on_free(device: torch.device, comm: Comm) -> int:
+    """The least free memory of all ranks: one minimum over `[free, -free]` gives both ends."""
+    comm.barrier()
+    free = free_bytes(device, comm)
+    lowest, minus_highest = comm.min_ints([free, -free])
+    return require_balance(lowest, -minus_highest) if device.type == "cuda" else lowest
+
+
+def load_model(
+    config: EngineConfig, model_config: ModelConfig, path: Path, comm: Comm, progress: bool
+) -> nn.Module:
+    """The model with its weights on the device: shapes first, values afterwards."""
+    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+    model = build_model(model_config, comm, dtype=dtype, device="meta")
+    if config.use_dummy_weight:
+        load_dummy_weights(model, device=device, dtype=dtype, seed=config.seed)
+    else:
+        load_weights(model, path, comm, device=device, dtype=dtype, progress=progress)
+    return model.eval()
+
+
+def tensor_bytes(model: nn.Module) -> int:
+    """Bytes of all weights and tables of a model."""
+    return sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
+
+
+def assemble(
+    config: EngineConfig, model_config: ModelConfig, model: nn.Module, comm: Comm, *,
+    num_pages: int, window: int, stream: torch.cuda.Stream | None,
+) -> Engine:  # fmt: skip
+    """Everything around a loaded model: pool, tables, attention, sampler; no graphs yet."""
+    device, page_size = torch.device(config.device), config.page_size or 1
+    pool = KVPool(
+        num_layers=model_config.num_layers, num_pages=num_pages, page_size=page_size,
+        num_kv_heads=model_config.kv_heads_per_rank(comm.size), head_dim=model_config.head_dim,
+        dtype=getattr(torch, config.dtype), device=device,
+    )  # fmt: skip
+    tables = TableManager(config.max_running_req, window, page_size, pool.dummy_page, device)
+    backend = create_backend(
+        config.attention_backend, pool=pool, tables=tables,
+        num_qo_heads=model_config.num_qo_heads // comm.size,
+    )  # fmt: skip
+    sampler = Sampler(model_config.vocab_size, device, config.seed)
+    return Engine(
+        config, model_config, model, pool, tables, backend, sampler,
+        window, num_pages, page_size, device, stream,
+    )  # fmt: skip
+
+
+def trial_batch(engine: Engine, num_tokens: int) -> Batch:
+    """A prefill of `num_tokens` tokens that belongs to nobody: all of it lies in the dummy row."""
+    reqs = []
+    while num_tokens > 0:
+        length = min(num_tokens, engine.max_seq_len)
+        req = Req(
+            uid=-1, input_ids=np.zeros(length, np.int32), max_new_tokens=1,
+            sampling_params=SamplingParams(), table_idx=engine.tables.dummy_row,
+        )  # fmt: skip
+        reqs.append(req)
+        num_tokens -= length
+    return Batch(reqs=reqs, phase=Phase.PREFILL)
+
+
+def measure_peak(engine: Engine, num_tokens: int) -> tuple[int, int]:
+    """Bytes that torch holds on the GPU before a trial prefill, and at its peak; 0, 0 on a CPU."""
+    batch = trial_batch(engine, num_tokens)
+    if engine.device.type != "cuda":
+        engine.step(engine.prepare(batch)).wait()
+        return 0, 0
+    torch.cuda.reset_peak_memory_stats(engine.device)
+    current = torch.cuda.memory_allocated(engine.device)
+    engine.step(engine.prepare(batch)).wait()
+    return current, torch.cuda.max_memory_allocated(engine.device)
+
+
+def page_bytes_of(config: EngineConfig, model_config: ModelConfig, comm: Comm) -> int:
+    """Bytes of one page on this rank, for a resolved config."""
+    itemsize = getattr(torch, config.dtype).itemsize
+    return bytes_per_page(model_config, config.page_size or 1, itemsize, comm.size)
+
+
+def settle_pages(
+    config: EngineConfig, model_config: ModelConfig, comm: Comm, pages: int, window: int
+) -> int:
+    """The number of pages that all ranks can have; raises `NotEnoughMemory` if it is too small."""
+    sizes = {
+        "page_bytes": page_bytes_of(config, model_config, comm),
+        "page_size": config.page_size or 1,
+        "max_seq_len": window,
+    }
+    if torch.device(config.device).type == "cpu":
+        pages = cap_on_cpu(pages, max_running_req=config.max_running_req, **sizes)
+    return require_pages(comm.min_ints([pages])[0], **sizes)
+
+
+def capture_graphs(engine: Engine, free_before: int, progress: bool) -> GraphRunner | None:
+    """Recorded decode steps; on a CPU only on request, for there they save nothing."""
+    config = engine.config
+    if engine.device.type == "cpu" and config.cuda_graph_bs is None:
+        return None
+    sizes = choose_sizes(
+        config.cuda_graph_bs, config.cuda_graph_max_bs, config.max_running_req, free_before
+    )
+    if not sizes:
+        return None
+    runner = GraphRunner(
+        forward=engine.model, backend=engine.backend, tables=engine.tables, sizes=sizes,
+        device=engine.device, vocab_size=engine.model_config.vocab_size, stream=engine.stream,
+    )  # fmt: skip
+    runner.capture(progress=progress)
+    return runner
+
+
+def count_pages(
+    config: EngineConfig, model_config: ModelConfig, comm: Comm, free_before: int,
+    model: nn.Module, build: Callable[..., Engine], trial_tokens: int,
+) -> int:  # fmt: skip
+    """Pages that fit on this rank, by the ratio rule, or by the peak of a trial prefill."""
+    page_bytes = page_bytes_of(config, model_config, comm)
+    if trial_tokens <= 0:
+        return pages_by_ratio(
+            free_before=free_before, model_bytes=tensor_bytes(model),
+            memory_ratio=config.memory_ratio, page_bytes=page_bytes,
+        )  # fmt: skip
+    current, peak = measure_peak(build(num_pages=1), trial_tokens)
+    return pages_by_peak(
+        free_now=agree_on_free(torch.device(config.device), comm), peak_bytes=peak,
+        current_bytes=current, utilization=config.memory_ratio, page_bytes=page_bytes,
+    )  # fmt: skip
+
+
+def build_engine(
+    config: EngineConfig,
+    comm: Comm | None = None,
+    *,
+    progress: bool = True,
+    trial_tokens: int = 0,
+) -> Engine:
+    """An engine from a config, part by part; each size is settled before it is needed.
+
+    trial_tokens above 0 sizes the KV cache by the peak of a trial prefill of so many tokens.
+    """
+    comm = SingleRank() if comm is None else comm
+    path = resolve_model_path(config.model_path)
+    model_config = ModelConfig.from_path(path)
+    config = resolve(config, model_config)
+    device = start_device(config)
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    free_before = agree_on_free(device, comm)
+    model = load_model(config, model_config, path, comm, progress)
+    window = max_seq_len(config, model_config)
+    build = partial(assemble, config, model_config, model, comm, window=window, stream=stream)
+    num_pages = config.num_page_override
+    if num_pages is None:
+        wanted = count_pages(config, model_config, comm, free_before, model, build, trial_tokens)
+        num_pages = settle_pages(config, model_config, comm, wanted, window)
+    engine = build(num_pages=num_pages)
+    engine.graph = capture_graphs(engine, free_before, progress)
+    return engine

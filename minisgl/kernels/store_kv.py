@@ -1,0 +1,57 @@
+"""Triton kernel that writes new keys and values into their slots.
+
+Generated from notebooks/04_attention.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+@triton.jit
+def store_kv_kernel(
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_stride, v_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per token: copy its `WIDTH` numbers of K and of V; slot -1 writes nothing."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    if slot >= 0:
+        column = tl.arange(0, BLOCK)
+        inside = column < WIDTH
+        k = tl.load(k_ptr + token * k_stride + column, mask=inside)
+        v = tl.load(v_ptr + token * v_stride + column, mask=inside)
+        tl.store(k_cache_ptr + slot * WIDTH + column, k, mask=inside)
+        tl.store(v_cache_ptr + slot * WIDTH + column, v, mask=inside)
+
+
+def rows_contiguous(x: Tensor) -> Tensor:
+    """`x` [n, heads, dim] with each token's numbers side by side; tokens may lie further apart."""
+    heads_packed = x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
+    return x if heads_packed else x.contiguous()
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_loc: Tensor) -> None:
+    """Write k, v [n, kv_heads, head_dim] to slots `out_loc` int64 [n]; slot -1 is skipped.
+
+    The caches are contiguous, [pages, page_size, kv_heads, head_dim].
+    """
+    width = k.shape[1] * k.shape[2]
+    k, v = rows_contiguous(k), rows_contiguous(v)
+    store_kv_kernel[(k.shape[0],)](
+        k, v, k_cache, v_cache, out_loc, k.stride(0), v.stride(0),
+        WIDTH=width, BLOCK=triton.next_power_of_2(width),
+    )  # fmt: skip
+
+
+def store_kv_reference(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_loc: Tensor
+) -> None:
+    """What `store_kv` must do, in plain torch: the oracle of its tests."""
+    wanted = torch.nonzero(out_loc >= 0).flatten()
+    k_cache.flatten(0, 1)[out_loc[wanted]] = k[wanted].to(k_cache.dtype)
+    v_cache.flatten(0, 1)[out_loc[wanted]] = v[wanted].to(v_cache.dtype)

@@ -1,0 +1,74 @@
+"""The pool that holds K and V of every token, and the arithmetic of its size.
+
+Generated from notebooks/02_kv_cache.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minisgl.config import ModelConfig, integer
+
+
+def kv_bytes_per_token(model: ModelConfig, itemsize: int, tp_size: int = 1) -> int:
+    """Bytes of K and V that one token costs on one rank, in all layers; `itemsize` is in bytes."""
+    integer(1)("itemsize", itemsize)
+    heads = model.kv_heads_per_rank(tp_size)
+    return 2 * model.num_layers * heads * model.head_dim * itemsize
+
+
+class KVPool:
+    """K and V of one rank: [2, layers, pages + 1, page_size, kv_heads, head_dim].
+
+    The extra page, `dummy_page`, belongs to nobody: padding writes there and masked reads find it.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """`num_kv_heads` is the number on this rank; the pool starts with zeros."""
+        sizes = {
+            "num_layers": num_layers,
+            "num_pages": num_pages,
+            "page_size": page_size,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+        }
+        for name, size in sizes.items():
+            integer(1)(name, size)
+        self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
+        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.dummy_page, self.num_slots = num_pages, num_pages * page_size
+        self.dummy_slot = self.num_slots
+        shape = (2, num_layers, num_pages + 1, page_size, num_kv_heads, head_dim)
+        self.buffer = torch.zeros(shape, dtype=dtype, device=device)
+        self._pages = self.buffer.unbind(1)
+        self._slots = self.buffer.flatten(2, 3).unbind(1)
+
+    def k_cache(self, layer_id: int) -> Tensor:
+        """Keys of one layer by page: a view [num_pages + 1, page_size, kv_heads, head_dim]."""
+        return self._pages[layer_id][0]
+
+    def v_cache(self, layer_id: int) -> Tensor:
+        """Values of one layer by page: a view [num_pages + 1, page_size, kv_heads, head_dim]."""
+        return self._pages[layer_id][1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole pool, the dummy page included."""
+        return self.buffer.nbytes
+
+    def store_kv(self, k: Tensor, v: Tensor, out_loc: Tensor, layer_id: int) -> None:
+        """Write k, v [n, kv_heads, head_dim] of one layer into the slots `out_loc` [n], int64."""
+        keys, values = self._slots[layer_id]
+        keys.index_copy_(0, out_loc, k)
+        values.index_copy_(0, out_loc, v)

@@ -1,0 +1,65 @@
+"""The vocabulary cut over ranks: token ids to vectors, and vectors to logits.
+
+Generated from notebooks/05_model.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from minisgl.layers.placement import Piece, Placement
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Vectors of token ids: int64 [n] to [n, hidden]; each rank holds an equal range of ids.
+
+    The vocabulary is padded to a multiple of the number of ranks; padding rows are zero.
+    """
+
+    def __init__(self, vocab_size: int, hidden: int, place: Placement) -> None:
+        super().__init__()
+        self.vocab_size, self.hidden, self.comm = vocab_size, hidden, place.comm
+        self.rows = -(-vocab_size // self.comm.size)  # rounded up
+        self.start = self.comm.rank * self.rows
+        self.weight = place.parameter(self.rows, hidden)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.rows == self.vocab_size:
+            return F.embedding(ids, self.weight)
+        local = ids - self.start
+        mine = (local >= 0) & (local < self.rows)
+        vectors = F.embedding(local.clamp_(0, self.rows - 1), self.weight)
+        return self.comm.all_reduce(vectors.mul_(mine.unsqueeze(-1)))
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        stop = min(self.start + self.rows, self.vocab_size)
+        real = slice(min(self.start, stop), stop)  # empty on a rank that holds padding alone
+        target = (slice(0, real.stop - real.start),)
+        yield Piece(f"{path}.weight", (self.vocab_size, self.hidden), (real,), target)
+
+
+class LMHead(VocabParallelEmbedding):
+    """Logits: x [n, hidden] to [n, vocab_size] on every rank; `tied` lends its weight instead."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden: int,
+        place: Placement,
+        tied: VocabParallelEmbedding | None = None,
+    ) -> None:
+        super().__init__(vocab_size, hidden, place)
+        self.tied = tied is not None
+        if tied is not None:
+            self.weight = tied.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.comm.all_gather(F.linear(x, self.weight))
+        return logits[:, : self.vocab_size]
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        return iter(()) if self.tied else super().pieces(path)

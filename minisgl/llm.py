@@ -1,0 +1,226 @@
+"""The engine as a Python object: prompts in, dictionaries out.
+
+Generated from notebooks/09_scheduler.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from minisgl.config import SchedulerConfig, resolve_model_path
+from minisgl.core import IntArray, SamplingParams
+from minisgl.scheduler.channel import InProcessChannel
+from minisgl.scheduler.messages import AbortMsg, ErrorReply, TokenReply, UserMsg
+from minisgl.scheduler.scheduler import (
+    Refusal,
+    build_scheduler,
+    check_params,
+    check_prompt,
+    token_array,
+)
+from minisgl.tokenizer import DecodeStatus, Tokenizer
+
+
+class Answer:
+    """What one request has been answered so far; text only if there is a tokenizer."""
+
+    def __init__(
+        self, prompt_ids: IntArray, params: SamplingParams, tokenizer: Tokenizer | None
+    ) -> None:
+        stop = tuple(params.stop)
+        self.status = (
+            None if tokenizer is None else DecodeStatus(tokenizer, prompt_ids.tolist(), stop)
+        )
+        self.done = False
+        self.logprobs: list[dict[str, Any]] | None = None if params.logprobs is None else []
+        self.out: dict[str, Any] = {
+            "text": "", "token_ids": [], "finish_reason": None,
+            "prompt_tokens": len(prompt_ids), "cached_tokens": 0,
+        }  # fmt: skip
+
+    def push(self, reply: TokenReply) -> bool:
+        """Take in a reply; True if the text met a stop string, so that the rest is not wanted."""
+        self.out["cached_tokens"] = reply.cached_tokens
+        if reply.notice is not None:
+            self.out["notice"] = reply.notice
+        ended = reply.finish_reason == "stop"  # by an end token, which is not text
+        if reply.token is not None:
+            self.out["token_ids"].append(reply.token)
+            if self.logprobs is not None:
+                chosen = {"token_id": reply.token, "logprob": reply.logprob}
+                self.logprobs.append(chosen | {"top_logprobs": reply.top_logprobs or []})
+            if self.status is not None and not ended:
+                self.out["text"] += self.status.push(reply.token)
+        if self.status is not None and self.status.stopped:
+            self.close("stop")
+            return not reply.finished
+        if reply.finished:
+            self.close(reply.finish_reason)
+        return False
+
+    def close(self, reason: str | None) -> None:
+        """No more tokens: release what the text still held back."""
+        self.done = True
+        self.out["finish_reason"] = reason
+        if self.status is not None and not self.status.stopped:
+            self.out["text"] += self.status.finish()
+        if self.logprobs is not None:
+            self.out["logprobs"] = self.logprobs
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a model folder; None if there is none, then prompts must be token ids."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    return Tokenizer(folder) if any((folder / name).is_file() for name in names) else None
+
+
+class LLM:
+    """A model that answers in this process. Prefixes stay cached from one call to the next.
+
+    `model_path` is a folder, a hub id, or None for the embedded model. All other fields of
+    `SchedulerConfig` may be given by name; `num_pages` is `num_page_override`.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path | None = None,
+        *,
+        num_pages: int | None = None,
+        progress: bool = False,
+        **fields: Any,
+    ) -> None:
+        for name in ("device", "dtype"):
+            if name in fields:  # torch.device and torch.dtype are welcome too
+                fields[name] = str(fields[name]).removeprefix("torch.")
+        folder = resolve_model_path(model_path)
+        self.config = SchedulerConfig(
+            model_path=str(folder), **{"num_page_override": num_pages, **fields}
+        )
+        self.tokenizer = load_tokenizer(folder)
+        self.channel = InProcessChannel()
+        self.scheduler = build_scheduler(self.config, self.channel, progress=progress)
+        if self.tokenizer is not None and not self.scheduler.eos_token_ids:
+            self.scheduler.eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
+        self.next_uid = 0
+
+    def encode(self, index: int, prompt: Prompt, params: SamplingParams) -> IntArray:
+        """Token ids of prompt number `index`; ValueError says which prompt is wrong, and why."""
+        try:
+            check_params(params)
+            if self.tokenizer is None and (isinstance(prompt, str) or params.stop):
+                what = "text" if isinstance(prompt, str) else "stop strings"
+                raise Refusal(f"{what}: {self.config.model_path} has no tokenizer")
+            if isinstance(prompt, str) and self.tokenizer is not None:
+                prompt = self.tokenizer.encode(prompt)
+            ids = token_array(prompt)
+            check_prompt(ids, self.scheduler.limits)
+        except Refusal as no:
+            raise ValueError(f"prompts[{index}]: {no.message}") from None
+        return ids
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | IntArray | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[dict[str, Any]]:
+        """Answer prompts, all at once; a dictionary for each, in their order.
+
+        Keys: text, token_ids, finish_reason ("stop" or "length"), prompt_tokens, cached_tokens;
+        logprobs if asked for; notice if `max_tokens` was clamped. Raises ValueError for the first
+        prompt that cannot be answered, before anything runs.
+        """
+        listed = as_prompts(prompts)
+        params = as_params(sampling_params, len(listed))
+        ids = [self.encode(index, *pair) for index, pair in enumerate(zip(listed, params))]
+        answers = [Answer(*pair, self.tokenizer) for pair in zip(ids, params)]
+        uids = range(self.next_uid, self.next_uid + len(answers))
+        self.next_uid = uids.stop
+        self.channel.put(*(UserMsg(u, i.tolist(), p) for u, i, p in zip(uids, ids, params)))
+        self.answer(dict(zip(uids, answers)), progress)
+        return [answer.out for answer in answers]
+
+    def answer(self, answers: dict[int, Answer], progress: bool) -> None:
+        """Run the scheduler until all answers are complete; a failure leaves nothing behind."""
+        turn = self.scheduler.turn_overlap if self.config.overlap else self.scheduler.turn
+        bar = tqdm(total=len(answers), desc="requests", disable=not progress)
+        try:
+            while self.channel.waiting or self.scheduler.has_work:
+                turn()
+                for reply in self.channel.take():
+                    self.take_in(reply, answers[reply.uid])
+                bar.update(sum(answer.done for answer in answers.values()) - bar.n)
+        finally:
+            bar.close()
+            self.channel.recv(block=False)
+            for uid in answers:
+                self.scheduler.abort(uid)
+            self.channel.take()
+
+    def take_in(self, reply: TokenReply | ErrorReply, answer: Answer) -> None:
+        """Hand a reply to its answer; a text that met its stop string needs no more tokens."""
+        if isinstance(reply, ErrorReply):
+            raise RuntimeError(f"uid {reply.uid}: {reply.message}")
+        if not answer.done and answer.push(reply):
+            self.channel.put(AbortMsg(reply.uid))
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[dict[str, Any]]:
+        """Answer one conversation, or a list of them; each is a list of role and content."""
+        if self.tokenizer is None:
+            raise ValueError(f"messages: {self.config.model_path} has no tokenizer")
+        single = len(messages) > 0 and isinstance(messages[0], Mapping)
+        talks: Sequence[Any] = [messages] if single else messages
+        prompts = [self.tokenizer.apply_chat([dict(m) for m in talk]) for talk in talks]
+        return self.generate(prompts, sampling_params, progress=progress)
+
+    def shutdown(self) -> None:
+        """Wait for the device and give the engine up; the object must not be used any more."""
+        self.scheduler.stop()
+        self.scheduler.engine.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+
+Prompt = str | Sequence[int] | IntArray
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or several, as a list: a string, and a flat list or array of ids, is one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype.kind in "iu":
+        return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray):
+        raise ValueError(f"prompts: must be text, token ids or a list of them, got {prompts!r}")
+    if len(prompts) and isinstance(prompts[0], int | np.integer):
+        return [prompts]
+    return list(prompts)
+
+
+def as_params(params: Any, count: int) -> list[SamplingParams]:
+    """Sampling parameters of each prompt, from none, one or a list of equal length."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    found = list(params)
+    if len(found) != count:
+        raise ValueError(f"sampling_params: {count} prompts need {count}, got {len(found)}")
+    return found
+
+
+Messages = Sequence[Mapping[str, Any]]

@@ -1,0 +1,70 @@
+"""Small tools of the notebooks: grow a class over several cells, one palette, pictures.
+
+Generated from notebooks/B_workshop.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+Member = TypeVar("Member")
+
+
+def member_name(member: Any) -> str:
+    """Name of a function, a property or a cached property."""
+    for inner in (member, getattr(member, "fget", None), getattr(member, "func", None)):
+        if hasattr(inner, "__name__"):
+            return str(inner.__name__)
+    raise TypeError(f"add_to: {member!r} has no name; decorate a function or a property")
+
+
+def add_to(cls: type) -> Callable[[Member], Member]:
+    """Decorate a function or property to make it a member of `cls`; for use in notebooks only.
+
+    The exporter writes the member inside the class, so the package never calls this.
+    """
+
+    def put(member: Member) -> Member:
+        name = member_name(member)
+        setattr(cls, name, member)
+        if hasattr(member, "__set_name__"):
+            member.__set_name__(cls, name)
+        abc.update_abstractmethods(cls)
+        before: Member = getattr(member, "__globals__", {}).get(name, member)
+        return before
+
+    return put
+
+
+palette: dict[str, str] = {
+    "free": "#E8E8E8",  # nobody's
+    "cached": "#56B4E9",  # in the prefix cache
+    "owned": "#E69F00",  # one request's
+    "new": "#009E73",  # written by this step
+    "dummy": "#CC79A7",  # padding
+    "text": "#222222",
+    "edge": "#666666",
+}
+
+
+def draw_slots(
+    ax: Any, rows: Sequence[tuple[str, Sequence[str], Sequence[object]]], page_size: int = 0
+) -> None:
+    """Draw rows of slots into matplotlib axes.
+
+    A row is its label, the kinds of its slots (keys of `palette`) and the texts in them. A thicker
+    line closes each page if `page_size` is given.
+    """
+    for y, (_, kinds, texts) in enumerate(rows):
+        for x, (kind, text) in enumerate(zip(kinds, texts, strict=True)):
+            ax.barh(y, 1, left=x, height=0.8, color=palette[kind], edgecolor=palette["edge"])
+            ax.text(x + 0.5, y, str(text), ha="center", va="center", color=palette["text"])
+        for x in range(0, len(kinds) + 1, page_size) if page_size else ():
+            ax.plot([x, x], [y - 0.4, y + 0.4], color=palette["text"], linewidth=2)
+    ax.set_yticks(range(len(rows)), [label for label, _, _ in rows])
+    ax.set_xticks([])
+    ax.invert_yaxis()
+    ax.set_frame_on(False)
+    ax.tick_params(length=0)

@@ -1,0 +1,64 @@
+"""How messages reach a scheduler and replies leave it; the simplest way, inside one process.
+
+Generated from notebooks/09_scheduler.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from minisgl.scheduler.messages import Msg, Reply
+
+
+class Channel(Protocol):
+    """The scheduler's two ends: messages come in, replies go out, both in order."""
+
+    def recv(self, block: bool) -> list[Msg]:
+        """All messages that wait, oldest first; with `block`, wait until there is one."""
+        ...
+
+    def send(self, replies: Sequence[Reply]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def drain(source: queue.SimpleQueue) -> Iterator:
+    """Everything that is in a queue now."""
+    while True:
+        try:
+            yield source.get_nowait()
+        except queue.Empty:
+            return
+
+
+class InProcessChannel:
+    """Two queues in one process. The caller `put`s messages and `take`s replies."""
+
+    def __init__(self) -> None:
+        self._inbox: queue.SimpleQueue[Msg] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+
+    def put(self, *messages: Msg) -> None:
+        for message in messages:
+            self._inbox.put(message)
+
+    def take(self) -> list[Reply]:
+        return list(drain(self._outbox))
+
+    def recv(self, block: bool) -> list[Msg]:
+        first = [self._inbox.get()] if block else []
+        return first + list(drain(self._inbox))
+
+    def send(self, replies: Sequence[Reply]) -> None:
+        for reply in replies:
+            self._outbox.put(reply)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    @property
+    def waiting(self) -> bool:
+        """True if there are messages that nobody has received."""
+        return not self._inbox.empty()

@@ -1,0 +1,64 @@
+"""What is said to a scheduler and what it answers: typed, validated messages.
+
+Generated from notebooks/09_scheduler.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from minisgl.core import SamplingParams
+
+
+class UserMsg(msgspec.Struct, tag=True):
+    """A new request: `uid` is the caller's number for it, unused by any other live request."""
+
+    uid: int
+    input_ids: list[int]
+    sampling_params: SamplingParams
+
+
+class AbortMsg(msgspec.Struct, tag=True):
+    """The caller of `uid` has lost interest. Unknown and finished uids are ignored."""
+
+    uid: int
+
+
+class ExitMsg(msgspec.Struct, tag=True):
+    """Stop: what is still running is aborted."""
+
+
+class TokenReply(msgspec.Struct, tag=True, kw_only=True):
+    """One token of a request. The last reply of a request, and no other, has `finished` set.
+
+    token is None if the request was aborted. finish_reason: "stop" (an end token), "length" or
+    "abort". notice: something the caller should know, such as a clamped `max_tokens`; in the first
+    reply. stop: the request's stop strings, for whoever turns tokens into text; in every reply.
+    """
+
+    uid: int
+    token: int | None
+    finished: bool = False
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    logprob: float | None = None
+    top_logprobs: list[tuple[int, float]] | None = None
+    notice: str | None = None
+    stop: tuple[str, ...] = ()
+
+
+class ErrorReply(msgspec.Struct, tag=True, kw_only=True):
+    """A request that was refused; it is the only reply that this request gets.
+
+    code: "context_length_exceeded" or "invalid_request". param: the field at fault.
+    """
+
+    uid: int
+    message: str
+    code: str = "invalid_request"
+    param: str | None = None
+
+
+Msg = UserMsg | AbortMsg | ExitMsg
+Reply = TokenReply | ErrorReply

@@ -1,0 +1,118 @@
+"""Who may start: admission by two budgets, in order of arrival, and prompts cut into chunks.
+
+Generated from notebooks/09_scheduler.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from minisgl.core import Batch, Phase, Req
+from minisgl.kvcache.cache_manager import CacheManager
+from minisgl.kvcache.page_table import TableManager
+from minisgl.scheduler.decode import DecodeManager, pages_to_come
+
+
+class PrefillAdder:
+    """Fills one prefill step: counts down tokens of the step and pages of the pool."""
+
+    def __init__(
+        self, cache: CacheManager, tables: TableManager, page_size: int, budget: int, reserved: int
+    ) -> None:
+        self.cache = cache
+        self.tables = tables
+        self.page_size = page_size
+        self.budget = budget  # tokens that this step may still compute
+        self.reserved = reserved  # pages promised to requests admitted so far
+        self.reqs: list[Req] = []
+
+    def pages_left(self) -> int:
+        """Pages that are free or evictable, and promised to nobody."""
+        return self.cache.available_tokens // self.page_size - self.reserved
+
+    def add_chunk(self, req: Req) -> None:
+        """Compute as much of an admitted prompt as the step's budget allows."""
+        length = min(self.budget, req.prompt_len - req.cached_len)
+        req.schedule(req.cached_len + length)
+        self.budget -= length
+        self.reqs.append(req)
+
+    def try_admit(self, req: Req) -> bool:
+        """Give a waiting request its prefix, its row and a promise of pages, or change nothing."""
+        if self.budget <= 0 or self.tables.free_rows == 0:
+            return False
+        handle = self.cache.match_req(req.input_ids)
+        req.cached_len = handle.cached_len
+        # Locked pages are not evictable any more: lock first, then count what is left.
+        self.cache.lock(handle)
+        needed = pages_to_come(req, self.page_size)
+        if needed > self.pages_left():
+            self.cache.unlock(handle)
+            req.cached_len = 0
+            return False
+        req.cache_handle, req.matched_len = handle, handle.cached_len
+        req.table_idx = self.tables.allocate()
+        self.tables.write(req.table_idx, 0, handle.slots())
+        self.tables.write_tokens(req.table_idx, 0, req.input_ids)
+        self.reserved += needed
+        self.add_chunk(req)
+        return True
+
+
+class PrefillManager:
+    """Requests that wait, in order of arrival, and the one whose prompt is half done."""
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        tables: TableManager,
+        decode: DecodeManager,
+        *,
+        page_size: int,
+        max_extend_tokens: int,
+    ) -> None:
+        self.cache = cache
+        self.tables = tables
+        self.decode = decode
+        self.page_size = page_size
+        self.max_extend_tokens = max_extend_tokens
+        self.waiting: deque[Req] = deque()
+        self.chunked: Req | None = None
+
+    def add(self, req: Req) -> None:
+        self.waiting.append(req)
+
+    def remove(self, req: Req) -> None:
+        """Forget a request, wherever it stands; what it holds is released by the caller."""
+        if req is self.chunked:
+            self.chunked = None
+        elif req.table_idx < 0:  # not admitted yet
+            self.waiting.remove(req)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting) or self.chunked is not None
+
+    def adder(self) -> PrefillAdder:
+        """A fresh step: a full token budget; what running requests may still need is set aside."""
+        reserved = self.decode.pages_to_come(self.page_size)
+        if self.chunked is not None:
+            reserved += pages_to_come(self.chunked, self.page_size)
+        return PrefillAdder(
+            self.cache, self.tables, self.page_size, self.max_extend_tokens, reserved
+        )
+
+    def schedule(self) -> Batch | None:
+        """The next prefill step: the half-done prompt first, then whoever waited longest."""
+        if not self.has_work:
+            return None
+        adder = self.adder()
+        if self.chunked is not None:
+            adder.add_chunk(self.chunked)
+        while self.waiting and adder.try_admit(self.waiting[0]):
+            self.waiting.popleft()
+        if not adder.reqs:
+            return None
+        last = adder.reqs[-1]  # only the last one can have met the end of the budget
+        self.chunked = last if last.is_chunked else None
+        return Batch(reqs=adder.reqs, phase=Phase.PREFILL)

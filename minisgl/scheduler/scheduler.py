@@ -1,0 +1,361 @@
+"""The loop: receive, decide, launch, finish, release; one after the other, or overlapped.
+
+Generated from notebooks/09_scheduler.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from minisgl.config import SchedulerConfig
+from minisgl.core import Batch, IntArray, Phase, Req, SamplingParams
+from minisgl.distributed.comm import Comm
+from minisgl.engine.engine import Engine, build_engine
+from minisgl.engine.step import ForwardInput, ForwardOutput, SampledTokens
+from minisgl.kvcache.cache_manager import CacheManager
+from minisgl.scheduler.channel import Channel
+from minisgl.scheduler.decode import DecodeManager
+from minisgl.scheduler.messages import AbortMsg, ErrorReply, Reply, TokenReply, UserMsg
+from minisgl.scheduler.prefill import PrefillManager
+
+
+class Limits(NamedTuple):
+    """What a request must keep to: window and pool, both in tokens, and vocabulary."""
+
+    max_seq_len: int
+    pool_tokens: int
+    vocab_size: int
+
+    @property
+    def total(self) -> int:
+        """Most tokens, prompt and answer together, that one request can ever have."""
+        return min(self.max_seq_len, self.pool_tokens)
+
+
+class Refusal(ValueError):
+    """Why a request cannot be served: a message for people, a code and a field for programs."""
+
+    def __init__(self, message: str, code: str = "invalid_request", param: str = "prompt") -> None:
+        super().__init__(message)
+        self.message, self.code, self.param = message, code, param
+
+
+def check_prompt(ids: IntArray, limits: Limits) -> None:
+    """Raise `Refusal` if no answer can be computed for this prompt; ids is one-dimensional."""
+    count = len(ids)
+    if count == 0:
+        raise Refusal("prompt: must hold at least one token, got an empty prompt")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= limits.vocab_size:
+        wrong = low if low < 0 else high
+        raise Refusal(f"prompt: token ids must be in 0..{limits.vocab_size - 1}, got {wrong}")
+    if count < limits.total:
+        return
+    what = "model's context window is" if count >= limits.max_seq_len else "KV cache holds"
+    size = limits.max_seq_len if count >= limits.max_seq_len else limits.pool_tokens
+    raise Refusal(
+        f"prompt: {count} tokens are too many, the {what} {size} tokens and the answer needs at "
+        "least one",
+        "context_length_exceeded",
+    )
+
+
+def token_array(ids: object) -> IntArray:
+    """Token ids as int32 [n]; raises `Refusal` for anything that is not a flat list of integers."""
+    try:
+        array = np.asarray(ids)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Refusal(f"prompt: must be a flat list of token ids, {error}") from None
+    if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
+        raise Refusal(f"prompt: must be a flat list of integers, got {array.dtype} {array.shape}")
+    if array.size and (array.max() > 2**31 - 1 or array.min() < -1):
+        wrong = next(int(i) for i in array if not -1 <= i <= 2**31 - 1)
+        raise Refusal(f"prompt: no token has the id {wrong}")
+    return array.astype(np.int32)
+
+
+def check_params(params: object) -> SamplingParams:
+    """Raise `Refusal` for sampling parameters that got past their constructor."""
+    if not isinstance(params, SamplingParams):
+        raise Refusal(
+            f"sampling_params: must be SamplingParams, got {params!r}", param="sampling_params"
+        )
+    try:
+        return replace(params)  # a copy runs the constructor's checks again
+    except ValueError as error:
+        raise Refusal(str(error), param=str(error).partition(":")[0]) from None
+
+
+def clamp_max_tokens(prompt_len: int, wanted: int | None, limits: Limits) -> tuple[int, str | None]:
+    """How many tokens a request gets, and a notice if that is fewer than it asked for."""
+    room = limits.total - prompt_len
+    if wanted is None or wanted <= room:
+        return (room if wanted is None else wanted), None
+    what = "context window" if limits.total == limits.max_seq_len else "KV cache"
+    return room, (
+        f"max_tokens: clamped from {wanted} to {room}, the prompt has {prompt_len} tokens and the "
+        f"{what} holds {limits.total}"
+    )
+
+
+def finish_reason(req: Req, token: int, eos_token_ids: frozenset[int]) -> str | None:
+    """Why `token`, appended already, is the last one; None if it is not."""
+    params = req.sampling_params
+    if token in eos_token_ids and not params.ignore_eos:
+        return "stop"
+    if token in params.stop_token_ids:
+        return "stop"
+    return "length" if len(req.input_ids) >= req.max_device_len else None
+
+
+class TraceEvent(NamedTuple):
+    """Something the scheduler did: from when to when, in seconds of `time.perf_counter`."""
+
+    name: str  # receive, schedule, launch, wait, process
+    start: float
+    end: float
+    step: int  # of the step that it was done for
+
+
+class Launched(NamedTuple):
+    """A step on its way."""
+
+    step: int
+    inputs: ForwardInput
+    output: ForwardOutput
+
+
+class Scheduler:
+    """Owns every request from its message to its last reply; the parts it works with are given."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        cache: CacheManager,
+        prefill: PrefillManager,
+        decode: DecodeManager,
+        channel: Channel,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        trace: Callable[[TraceEvent], None] | None = None,
+        check_every: float = 1.0,
+    ) -> None:
+        self.engine, self.cache, self.prefill, self.decode = engine, cache, prefill, decode
+        self.channel = channel
+        self.tables = engine.tables
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.trace = trace
+        self.limits = Limits(
+            engine.max_seq_len, engine.num_pages * engine.page_size, engine.model_config.vocab_size
+        )
+        self.reqs: dict[int, Req] = {}  # every request that has not had its last reply, by uid
+        self.notices: dict[int, str] = {}
+        self.in_flight: Launched | None = None
+        self.step = 0
+        self.exiting = False
+        self.check_every, self.checked_at = check_every, 0.0
+
+    @contextmanager
+    def span(self, name: str, step: int) -> Iterator[None]:
+        """Report how long the block took, if somebody listens."""
+        if self.trace is None:
+            yield
+            return
+        start = time.perf_counter()
+        yield
+        self.trace(TraceEvent(name, start, time.perf_counter(), step))
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request is owed a reply or a step is on its way."""
+        return bool(self.reqs) or self.in_flight is not None
+
+    def receive(self, block: bool) -> None:
+        """Take in what was said. With nothing to do, check that all is in place and wait."""
+        idle = block and not self.has_work
+        if idle:
+            self.check_integrity()
+        with self.span("receive", self.step):
+            for msg in self.channel.recv(idle):
+                if isinstance(msg, UserMsg):
+                    self.welcome(msg)
+                elif isinstance(msg, AbortMsg):
+                    self.abort(msg.uid)
+                else:
+                    self.exiting = True
+
+    def check_integrity(self) -> None:
+        """When idle, every page is home; a lost one raises. Once in `check_every` seconds."""
+        now = time.monotonic()
+        if now - self.checked_at >= self.check_every:
+            self.cache.check_integrity(
+                live=[req for req in self.reqs.values() if req.table_idx >= 0]
+            )
+            self.checked_at = now
+
+    def welcome(self, msg: UserMsg) -> None:
+        """Queue a request, or refuse it: one bad request never harms the others."""
+        try:
+            req, notice = self.make_req(msg)
+        except Refusal as no:
+            error = ErrorReply(uid=msg.uid, message=no.message, code=no.code, param=no.param)
+            self.channel.send([error])
+            return
+        if notice is not None:
+            self.notices[req.uid] = notice
+        self.reqs[req.uid] = req
+        self.prefill.add(req)
+
+    def make_req(self, msg: UserMsg) -> tuple[Req, str | None]:
+        """The request that a message asks for, and a notice about it; raises `Refusal`."""
+        if msg.uid in self.reqs:
+            raise Refusal(f"uid: {msg.uid} belongs to a request that is still running", param="uid")
+        ids = token_array(msg.input_ids)
+        check_prompt(ids, self.limits)
+        params = check_params(msg.sampling_params)
+        max_new_tokens, notice = clamp_max_tokens(len(ids), params.max_tokens, self.limits)
+        req = Req(uid=msg.uid, input_ids=ids, sampling_params=params, max_new_tokens=max_new_tokens)
+        return req, notice
+
+    def next_step(self) -> Batch | None:
+        """Who runs now: prompts first, so that new requests join the decode batch soon."""
+        with self.span("schedule", self.step):
+            return self.prefill.schedule() or self.decode.schedule()
+
+    def launch(self, batch: Batch) -> Launched:
+        """Start a step and move its requests on, as if it were done: the device keeps the order."""
+        with self.span("launch", self.step):
+            self.cache.allocate_paged(batch.reqs)
+            inputs = self.engine.prepare(batch)
+            output = self.engine.step(inputs)
+            for req in batch.reqs:
+                req.advance()
+            if batch.phase is Phase.PREFILL:
+                for req in inputs.sampled:
+                    self.cache.cache_req(req, finished=False)
+            self.decode.update(batch.reqs)
+            self.step += 1
+            return Launched(self.step - 1, inputs, output)
+
+    def finish(self, launched: Launched) -> None:
+        """Wait for a step's tokens, hand them out, release the requests that had their last one."""
+        with self.span("wait", launched.step):
+            tokens = launched.output.wait()
+        with self.span("process", launched.step):
+            replies: list[Reply] = []
+            for index, (req, token) in enumerate(zip(launched.inputs.sampled, tokens.ids)):
+                # Aborted or stopped while this step was on its way: its token is dropped.
+                if self.reqs.get(req.uid) is not req:
+                    continue
+                req.append(token)
+                reason = finish_reason(req, token, self.eos_token_ids)
+                replies.append(self.reply(req, token, reason, tokens, index))
+                if reason is not None:
+                    self.release(req)
+            self.channel.send(replies)
+
+    def reply(
+        self, req: Req, token: int, reason: str | None, tokens: SampledTokens, index: int
+    ) -> TokenReply:
+        """The message for one token."""
+        reply = TokenReply(
+            uid=req.uid, token=token, finished=reason is not None, finish_reason=reason,
+            prompt_tokens=req.prompt_len, cached_tokens=req.matched_len,
+            stop=tuple(req.sampling_params.stop),
+        )  # fmt: skip
+        if self.notices:
+            reply.notice = self.notices.pop(req.uid, None)
+        wanted = req.sampling_params.logprobs
+        if wanted is not None and tokens.logprobs is not None:
+            reply.logprob = tokens.logprobs[index]
+            if wanted and tokens.top_ids is not None and tokens.top_logprobs is not None:
+                pairs = zip(tokens.top_ids[index], tokens.top_logprobs[index])
+                reply.top_logprobs = list(pairs)[:wanted]
+        return reply
+
+    def release(self, req: Req) -> None:
+        """Forget a request and give back all it holds; called once for each, whatever its state."""
+        del self.reqs[req.uid]
+        self.notices.pop(req.uid, None)
+        self.prefill.remove(req)
+        self.decode.remove(req)
+        if req.table_idx >= 0:
+            self.cache.cache_req(req, finished=True)
+            self.tables.free(req.table_idx)
+            req.table_idx = -1
+
+    def abort(self, uid: int) -> None:
+        """End a request now, whatever it is doing. Too late is no error."""
+        req = self.reqs.get(uid)
+        if req is None:
+            return
+        self.release(req)
+        reply = TokenReply(
+            uid=uid, token=None, finished=True, finish_reason="abort",
+            prompt_tokens=req.prompt_len, cached_tokens=req.matched_len,
+            stop=tuple(req.sampling_params.stop),
+        )  # fmt: skip
+        self.channel.send([reply])
+
+    def turn(self, block: bool = False) -> None:
+        """One turn of the plain loop: nothing happens while the device works, and the reverse."""
+        self.receive(block)
+        batch = self.next_step()
+        if batch is not None:
+            self.finish(self.launch(batch))
+
+    def run(self) -> None:
+        """The plain loop, until an `ExitMsg`."""
+        while not self.exiting:
+            self.turn(block=True)
+        self.stop()
+
+    def turn_overlap(self, block: bool = False) -> None:
+        """One turn of the overlapped loop: launch step n + 1, then finish step n while it runs."""
+        self.receive(block)
+        batch = self.next_step()
+        launched = self.launch(batch) if batch is not None else None
+        before, self.in_flight = self.in_flight, launched
+        if before is not None:
+            self.finish(before)
+
+    def run_overlap(self) -> None:
+        """The overlapped loop, until an `ExitMsg`."""
+        while not self.exiting:
+            self.turn_overlap(block=True)
+        self.stop()
+
+    def stop(self) -> None:
+        """Finish what is on its way, abort the rest, and see that every page is home."""
+        if self.in_flight is not None:
+            self.finish(self.in_flight)
+            self.in_flight = None
+        for uid in list(self.reqs):
+            self.abort(uid)
+        self.cache.check_integrity()
+
+
+def build_scheduler(
+    config: SchedulerConfig,
+    channel: Channel,
+    comm: Comm | None = None,
+    *,
+    trace: Callable[[TraceEvent], None] | None = None,
+    progress: bool = False,
+) -> Scheduler:
+    """An engine and everything that feeds it; each part is given what it works with."""
+    engine = build_engine(config, comm, progress=progress)
+    cache = CacheManager(engine.num_pages, engine.page_size, engine.tables, config.cache_type)
+    decode = DecodeManager()
+    prefill = PrefillManager(
+        cache, engine.tables, decode,
+        page_size=engine.page_size, max_extend_tokens=config.max_extend_tokens,
+    )  # fmt: skip
+    eos = engine.model_config.eos_token_ids
+    return Scheduler(engine, cache, prefill, decode, channel, eos_token_ids=eos, trace=trace)

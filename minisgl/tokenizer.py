@@ -1,0 +1,194 @@
+"""Text to token ids and back: chat templates, and text that grows token by token.
+
+Generated from notebooks/06_sampler.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minisgl.core import IntArray
+
+
+def check_unicode(name: str, text: object) -> str:
+    """Return `text` if it is a string that UTF-8 can carry; ValueError says what is wrong."""
+    if not isinstance(text, str):
+        raise ValueError(f"{name}: must be a string, got {type(text).__name__}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise ValueError(
+            f"{name}: not valid Unicode, unpaired surrogate U+{code:04X} at character {error.start}"
+        ) from None
+    return text
+
+
+class Tokenizer:
+    """A model's tokenizer, read from its folder: encode, render a chat, decode."""
+
+    def __init__(self, path: str | Path) -> None:
+        from transformers import AutoTokenizer  # takes seconds: only who needs it pays
+
+        self.hf: Any = AutoTokenizer.from_pretrained(str(path))
+        self.backend: Any = getattr(self.hf, "backend_tokenizer", None)
+        if self.backend is None:
+            raise ValueError(f"tokenizer: {path} has no tokenizer.json that can be used")
+        self.vocab_size: int = len(self.hf)  # ids are below it, added tokens included
+        eos = self.hf.eos_token_id
+        self.eos_token_ids: tuple[int, ...] = () if eos is None else (int(eos),)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> IntArray:
+        """Token ids of a prompt, int32 [n], with BOS where the model wants one."""
+        check_unicode("prompt", text)
+        ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return np.array(ids, dtype=np.int32)
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        """Text of token ids; special tokens are no text, broken UTF-8 becomes U+FFFD."""
+        return str(self.backend.decode([int(token) for token in ids], skip_special_tokens=True))
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The conversation as the model was trained to see it, up to where the answer begins."""
+        checked = check_messages(messages)
+        if not self.hf.chat_template:
+            raise ValueError("messages: this model's tokenizer has no chat template")
+        try:
+            text = self.hf.apply_chat_template(checked, tokenize=False, add_generation_prompt=True)
+        except (
+            Exception
+        ) as error:  # a template is code of the model's author and refuses as it likes
+            raise ValueError(f"messages: refused by the chat template: {error}") from error
+        return str(text)
+
+    def apply_chat(self, messages: Sequence[Mapping[str, Any]]) -> IntArray:
+        """Token ids of a rendered conversation, int32 [n]; BOS comes from the template alone."""
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation as a list of dicts with a role and a content; ValueError says which is not."""
+    if isinstance(messages, str | Mapping) or len(messages) == 0:
+        raise ValueError("messages: must be a non-empty list of {role, content}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            kind = type(message).__name__
+            raise ValueError(f"messages[{index}]: must be {{role, content}}, got {kind}")
+        for name in ("role", "content"):
+            check_unicode(f"messages[{index}].{name}", message.get(name))
+    return [dict(message) for message in messages]
+
+
+REPLACEMENT = "\ufffd"  # stands for bytes that are no character, or not yet
+MAX_PENDING = 32
+
+
+class TextStream:
+    """Token ids in, text out: what is complete at once, the rest of a character when it comes.
+
+    `prefix` holds the last tokens that were sent in full, `pending` those after them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
+        self.decode = tokenizer.decode
+        self.prefix = [int(token) for token in prompt_ids[-16:]]
+        self.prefix_text = self.decode(self.prefix)
+        self.pending: list[int] = []
+        self.sent = 0  # characters of the pending tokens that are out already
+
+    def fresh(self) -> str:
+        """Text of the pending tokens, as it reads after the prefix."""
+        text = self.decode(self.prefix + self.pending)
+        if text.startswith(self.prefix_text):
+            return text[len(self.prefix_text) :]
+        self.prefix, self.prefix_text = [], ""
+        return self.decode(self.pending)
+
+    def push(self, token_id: int) -> str:
+        """Take one token; return the text that is now certain."""
+        self.pending.append(int(token_id))
+        text = self.fresh()
+        open_bytes = len(text) - len(text.rstrip(REPLACEMENT))
+        held = 0 if len(self.pending) > MAX_PENDING else min(open_bytes, 3)
+        new = text[self.sent : len(text) - held]
+        self.sent = max(self.sent, len(text) - held)
+        if held == 0:
+            self.settle()
+        return new
+
+    def settle(self) -> None:
+        """Everything pending is out: it becomes the prefix."""
+        self.prefix, self.prefix_text = self.pending, self.decode(self.pending)
+        self.pending, self.sent = [], 0
+
+    def finish(self) -> str:
+        """The rest: a character that will never be complete, as U+FFFD."""
+        rest = self.fresh()[self.sent :] if self.pending else ""
+        self.settle()
+        return rest
+
+
+class StopFilter:
+    """Passes text on up to the first stop string; holds back what may be the start of one."""
+
+    def __init__(self, stop: Sequence[str] = ()) -> None:
+        if any(not text for text in stop):
+            raise ValueError("stop: must not contain an empty string")
+        self.stop = tuple(stop)
+        self.held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """Take new text; return what can no longer be part of a stop string."""
+        if self.stopped:
+            return ""
+        text = self.held + text
+        found = [(at + len(s), at) for s in self.stop if (at := text.find(s)) >= 0]
+        if found:
+            self.held, self.stopped = "", True
+            return text[: min(found)[1]]
+        keep = max((overlap(text, s) for s in self.stop), default=0)
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with, shorter than `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class DecodeStatus:
+    """The text of one request: token ids go in, text comes out as soon as nothing can change it."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+    ) -> None:
+        self.skipped = frozenset(tokenizer.eos_token_ids)
+        self.stream = TextStream(tokenizer, prompt_ids)
+        self.filter = StopFilter(stop)
+
+    @property
+    def stopped(self) -> bool:
+        """True once a stop string was found; the text ends before it."""
+        return self.filter.stopped
+
+    def push(self, token_id: int) -> str:
+        """Take the next token; return the new text, perhaps none. An EOS token is not text."""
+        if self.stopped or token_id in self.skipped:
+            return ""
+        return self.filter.push(self.stream.push(token_id))
+
+    def finish(self) -> str:
+        """The text that was held back, now that no token follows."""
+        rest = self.filter.push(self.stream.finish())
+        held, self.filter.held = self.filter.held, ""
+        return rest + held

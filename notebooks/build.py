@@ -1,0 +1,880 @@
+#!/usr/bin/env python3
+"""Build the book: export marked cells into the package, pair and run the notebooks, check it all.
+
+A chapter is a pair of files, `notebooks/NN_name.md` (edited) and `NN_name.ipynb` (with outputs).
+Every file under `minisgl/` is made here from the cells that begin with `#| export`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import tokenize
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import nbformat
+from jupytext.config import load_jupytext_config
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbformat import NotebookNode
+from tqdm import tqdm
+
+PACKAGE = "minisgl"
+CHAPTER = re.compile(r"(\d\d|[A-Z])_\w+")
+KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+MODEL_DATA = Path("tiny/model")  # the one folder of the package that may hold files not made here
+DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class BuildError(Exception):
+    """The book breaks one of the exporter's rules; the message says where and what to do."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One exported code cell: its text without directives, and where it stands in the book."""
+
+    chapter: str
+    number: int  # among the code cells of the chapter, from 1
+    source: str
+
+    def error(self, message: str) -> BuildError:
+        """An error that says where the cell is."""
+        head = next((line for line in self.source.splitlines() if line.strip()), "")
+        return BuildError(f"{self.chapter}, code cell {self.number} ({head[:60]!r}): {message}")
+
+
+@dataclass
+class Chapter:
+    """What one chapter gives to the package."""
+
+    stem: str
+    promise: str = ""
+    modules: dict[str, list[Cell]] = field(default_factory=dict)
+    docs: dict[str, str] = field(default_factory=dict)
+
+
+# --------------------------------------------------------------------------- chapters and pairs
+
+
+def chapter_stems(root: Path) -> list[str]:
+    """Names of all chapters in the order of the book: 00 ... 13, then the appendices A, B."""
+    folder = root / "notebooks"
+    files = [*folder.glob("*.md"), *folder.glob("*.ipynb")]
+    return sorted({path.stem for path in files if CHAPTER.fullmatch(path.stem)})
+
+
+def select(root: Path, wanted: Sequence[str]) -> list[str]:
+    """Chapters named by number (`03`), letter (`A`) or full name; all of them for no name."""
+    stems = chapter_stems(root)
+    chosen = []
+    for name in wanted:
+        key = Path(name).stem if name.endswith((".md", ".ipynb")) else name
+        found = [stem for stem in stems if key in (stem, stem.split("_")[0])]
+        if not found:
+            raise BuildError(f"chapter: no {name!r} among {', '.join(stems) or 'no chapters'}")
+        chosen += found
+    return chosen if wanted else stems
+
+
+def pair(root: Path, stem: str) -> tuple[Path, Path]:
+    """The two halves of a chapter: the Markdown text and the notebook."""
+    return root / "notebooks" / f"{stem}.md", root / "notebooks" / f"{stem}.ipynb"
+
+
+def read_text_half(path: Path) -> NotebookNode:
+    """Parse a MyST Markdown chapter; the notebook has no outputs."""
+    return jupytext.reads(path.read_text(encoding="utf-8"), fmt="md:myst")
+
+
+def read_notebook_half(path: Path) -> NotebookNode:
+    """Read a stored notebook, outputs included."""
+    return nbformat.read(path, as_version=4)
+
+
+def read_chapter(root: Path, stem: str) -> NotebookNode:
+    """The chapter's cells, from the Markdown half if there is one."""
+    text, notebook = pair(root, stem)
+    return read_text_half(text) if text.exists() else read_notebook_half(notebook)
+
+
+def as_text(root: Path, stem: str, nb: NotebookNode) -> str:
+    """The Markdown half that belongs to a notebook, byte for byte."""
+    metadata = {"kernelspec": KERNEL, "language_info": {"pygments_lexer": "ipython3"}}
+    clean = nbformat.from_dict({**nb, "metadata": metadata})
+    config = load_jupytext_config(str(pair(root, stem)[1]))
+    return jupytext.writes(clean, fmt="md:myst", config=config)
+
+
+def write_atomically(path: Path, text: str) -> bool:
+    """Replace a file in one step, so that nobody reads half of it; False if nothing changed."""
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".build-", suffix=path.suffix)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.chmod(temporary, 0o644)
+    os.replace(temporary, path)
+    return True
+
+
+# --------------------------------------------------------------------------- reading directives
+
+
+def split_directives(source: str) -> tuple[dict[str, str], str]:
+    """Separate the `#| name value` lines at the head of a cell from its code."""
+    lines = source.splitlines()
+    found: dict[str, str] = {}
+    while lines and (match := re.match(r"#\|\s*(\w*)\s*(.*)$", lines[0])):
+        found[match[1]] = match[2].strip()
+        lines.pop(0)
+    return found, "\n".join(lines)
+
+
+def chapter_promise(nb: NotebookNode) -> str:
+    """The first block quote of a chapter: the sentence that says what it is for."""
+    for cell in nb.cells:
+        if cell.cell_type != "markdown":
+            continue
+        match = re.search(r"^(>.*(?:\n>.*)*)", cell.source, re.MULTILINE)
+        if match:
+            return " ".join(line.lstrip("> ").strip() for line in match[1].splitlines()).strip()
+    return ""
+
+
+def parse_chapter(root: Path, stem: str) -> Chapter:
+    """Sort the exported cells of a chapter by the module that they go to."""
+    nb = read_chapter(root, stem)
+    chapter = Chapter(stem, chapter_promise(nb))
+    default: str | None = None
+    code = [cell for cell in nb.cells if cell.cell_type == "code"]
+    for number, raw in enumerate(code, start=1):
+        directives, source = split_directives(raw.source)
+        cell = Cell(stem, number, source)
+        unknown = directives.keys() - {"default_exp", "export", "doc"}
+        if unknown:
+            raise cell.error(f"unknown directive #| {sorted(unknown)[0]}")
+        if "default_exp" in directives:
+            default = module_name(cell, directives["default_exp"])
+        if "export" in directives:
+            target = directives["export"]
+            if not target and default is None:
+                raise cell.error("#| export stands before any #| default_exp")
+            name = module_name(cell, target) if target else str(default)
+            chapter.modules.setdefault(name, []).append(cell)
+            if "doc" in directives:
+                chapter.docs.setdefault(name, directives["doc"])
+        elif "doc" in directives:
+            raise cell.error("#| doc belongs into a cell with #| export")
+    return chapter
+
+
+def module_name(cell: Cell, target: str) -> str:
+    """Check the dotted name behind a directive; it is relative to the package."""
+    name = target.removeprefix(f"{PACKAGE}.")
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name):
+        raise cell.error(f"not a module name: {target!r}")
+    return name
+
+
+# --------------------------------------------------------------------------- cells to a module
+
+
+@dataclass
+class Block:
+    """A piece of a module: one statement with the comments above it."""
+
+    text: str
+    members: set[str] | None = None  # names defined in the body, when it is a class
+
+
+def statements(cell: Cell) -> Iterable[tuple[ast.stmt | None, str]]:
+    """Cut a cell into top-level statements, each with the blank lines and comments before it."""
+    try:
+        tree = ast.parse(cell.source)
+    except SyntaxError as error:
+        raise cell.error(f"line {error.lineno}: {error.msg}") from error
+    lines = cell.source.splitlines()
+    position = 0
+    for stmt in tree.body:
+        if first_line(stmt) <= position:
+            raise cell.error("two statements on one line")
+        end = stmt.end_lineno or stmt.lineno
+        for index in range(end, len(lines)):  # comments that close an indented body stay with it
+            if re.match(r"\s+#", lines[index]):
+                end = index + 1
+            elif lines[index].strip():
+                break
+        yield stmt, "\n".join(lines[position:end])
+        position = end
+    if any(line.strip() for line in lines[position:]):
+        yield None, "\n".join(lines[position:])
+
+
+def first_line(stmt: ast.stmt) -> int:
+    """First line of a statement, its decorators included, from 1."""
+    return min([stmt.lineno, *(d.lineno for d in getattr(stmt, "decorator_list", []))])
+
+
+def defined_names(stmt: ast.stmt) -> list[str]:
+    """Names that a statement binds; an `@overload` or a property's setter defines nothing new."""
+    if isinstance(stmt, DEFINITION):
+        shown = [ast.unparse(d).split("(")[0].split(".")[-1] for d in stmt.decorator_list]
+        again = {"overload", "setter", "getter", "deleter"}
+        return [] if again.intersection(shown) else [stmt.name]
+    if isinstance(stmt, ast.Assign):
+        return [target.id for target in stmt.targets if isinstance(target, ast.Name)]
+    if isinstance(stmt, ast.AnnAssign) and isinstance(stmt.target, ast.Name):
+        return [stmt.target.id]
+    return []
+
+
+def add_to_decorator(stmt: ast.stmt | None) -> ast.Call | None:
+    """The `@add_to(Class)` of a function, if it carries one."""
+    for decorator in getattr(stmt, "decorator_list", []):
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "add_to":
+            return decorator
+    return None
+
+
+def is_type_checking(stmt: ast.stmt) -> bool:
+    """True for a block `if TYPE_CHECKING:`."""
+    return isinstance(stmt, ast.If) and ast.unparse(stmt.test) in (
+        "TYPE_CHECKING",
+        "typing.TYPE_CHECKING",
+    )
+
+
+def indent_code(text: str) -> str:
+    """Indent by four spaces, except the lines that lie inside a string of several lines."""
+    inside: set[int] = set()
+    opened: list[int] = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind = tokenize.tok_name[token.type]
+        if kind == "STRING":
+            inside.update(range(token.start[0] + 1, token.end[0] + 1))
+        elif kind in ("FSTRING_START", "TSTRING_START"):
+            opened.append(token.start[0])
+        elif kind in ("FSTRING_END", "TSTRING_END"):
+            inside.update(range(opened.pop() + 1, token.end[0] + 1))
+    return "\n".join(
+        "    " + line if line.strip() and number not in inside else line
+        for number, line in enumerate(text.splitlines(), start=1)
+    )
+
+
+class ModuleSource:
+    """Assembles one module from the cells exported to it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.imports: dict[str, str] = {}  # normalised statement to the text as written
+        self.typing_blocks: dict[str, str] = {}
+        self.blocks: list[Block] = []
+        self.names: set[str] = set()
+        self.classes: dict[str, Block] = {}
+
+    def add_cell(self, cell: Cell) -> None:
+        """Take in one cell, statement by statement."""
+        fresh = True
+        for stmt, text in statements(cell):
+            decorator = add_to_decorator(stmt)
+            if stmt is None:
+                self.blocks.append(Block(text))
+            elif isinstance(stmt, ast.Import | ast.ImportFrom):
+                self.add_import(cell, stmt, text)
+            elif is_type_checking(stmt):
+                self.typing_blocks.setdefault(ast.unparse(stmt), text.strip("\n"))
+            elif decorator is not None:
+                self.fold(cell, stmt, decorator, text)
+            else:
+                self.add_block(cell, stmt, "\n" + text.strip("\n") if fresh else text)
+                fresh = False
+
+    def add_import(self, cell: Cell, stmt: ast.Import | ast.ImportFrom, text: str) -> None:
+        """Hoist an import; `add_to` is a tool of the notebook and stays out of the module."""
+        if isinstance(stmt, ast.ImportFrom):
+            if stmt.level or any(alias.name == "*" for alias in stmt.names):
+                raise cell.error("exported imports are absolute and name what they take")
+            if stmt.module == "__future__":
+                return
+            if stmt.module == f"{PACKAGE}.{self.name}":
+                raise cell.error(f"{stmt.module} imports itself")
+            kept = [alias for alias in stmt.names if alias.name != "add_to"]
+            if stmt.module == f"{PACKAGE}.notebook" and len(kept) < len(stmt.names):
+                if not kept:
+                    return
+                text = ast.unparse(ast.ImportFrom(stmt.module, kept, 0))
+        self.imports.setdefault(ast.unparse(stmt), text.strip("\n"))
+
+    def add_block(self, cell: Cell, stmt: ast.stmt, text: str) -> None:
+        """Take in an ordinary statement and remember what it defines."""
+        for name in defined_names(stmt):
+            if name in self.names:
+                raise cell.error(f"{name} is defined twice in {PACKAGE}.{self.name}")
+            self.names.add(name)
+        block = Block(text)
+        if isinstance(stmt, ast.ClassDef):
+            block.members = {name for inner in stmt.body for name in defined_names(inner)}
+            self.classes[stmt.name] = block
+        self.blocks.append(block)
+
+    def fold(self, cell: Cell, stmt: ast.stmt, decorator: ast.Call, text: str) -> None:
+        """Put a function marked `@add_to(Class)` at the end of the body of its class."""
+        owner = ast.unparse(decorator.args[0]) if len(decorator.args) == 1 else "?"
+        block = self.classes.get(owner)
+        if block is None or block.members is None or not isinstance(stmt, FUNCTION):
+            where = f"{PACKAGE}.{self.name}"
+            raise cell.error(f"add_to({owner}): {where} has no class {owner} before this cell")
+        for node in ast.walk(stmt):
+            if isinstance(node, ast.Call) and ast.unparse(node) == "super()":
+                raise cell.error(f"super() fails in a notebook: write super({owner}, self)")
+        for name in defined_names(stmt):
+            if name in block.members:
+                raise cell.error(f"{owner}.{name} is defined twice in {PACKAGE}.{self.name}")
+            block.members.add(name)
+        lines = text.splitlines()
+        start = first_line(stmt) - 1
+        offset = len(lines) - len(text.strip("\n").splitlines())  # blank lines before the comments
+        head = cell_line_of(cell, text, start)
+        cut = range(decorator.lineno - 1 - head, (decorator.end_lineno or decorator.lineno) - head)
+        kept = [line for index, line in enumerate(lines) if index not in cut and index >= offset]
+        block.text = drop_placeholder(block.text) + "\n\n" + indent_code("\n".join(kept))
+
+    def render(self, doc: str, source: str) -> str:
+        """The module as text, not yet formatted."""
+        sentence = textwrap.fill(doc, 95).replace("\\", "\\\\").replace('"""', "'''")
+        parts = [f'"""{sentence}\n\nGenerated from {source}: edit there.\n"""']
+        if self.imports or self.blocks or self.typing_blocks:
+            parts.append("from __future__ import annotations")
+        parts.append("\n".join(self.imports.values()))
+        parts += self.typing_blocks.values()
+        parts.append("\n".join(block.text for block in self.blocks))
+        if "main" in self.names:
+            parts.append('\nif __name__ == "__main__":\n    raise SystemExit(main())')
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def cell_line_of(cell: Cell, text: str, start: int) -> int:
+    """Index in the cell of the first line of the piece `text` that holds line `start`."""
+    lines, piece = cell.source.splitlines(), text.splitlines()
+    for head in range(start, -1, -1):
+        if lines[head : head + len(piece)] == piece:
+            return head
+    raise cell.error("the exporter lost track of its lines")
+
+
+def drop_placeholder(text: str) -> str:
+    """Remove the `pass` or `...` of a class whose methods follow in later cells."""
+    body = ast.parse(text.strip("\n")).body[0]
+    assert isinstance(body, ast.ClassDef)
+    last = body.body[-1]
+    documented = ast.get_docstring(body, clean=False) is not None
+    placeholder = isinstance(last, ast.Pass) or ast.unparse(last) == "..."
+    if not placeholder or len(body.body) > 1 + documented:
+        return text
+    lines = text.strip("\n").splitlines()
+    if last.lineno == body.lineno:  # class A: ...
+        lines[last.lineno - 1] = lines[last.lineno - 1][: last.col_offset].rstrip()
+    else:
+        del lines[last.lineno - 1]
+    return "\n" + "\n".join(lines)
+
+
+# --------------------------------------------------------------------------- the whole package
+
+
+@dataclass
+class Package:
+    """What the chapters say the package must be: path below `minisgl/` to text."""
+
+    files: dict[Path, str] = field(default_factory=dict)
+    owner: dict[Path, str] = field(default_factory=dict)  # the chapter of each file
+    errors: dict[str, str] = field(default_factory=dict)  # chapter to what is wrong with it
+
+
+def module_path(name: str) -> Path:
+    """File of a module below the package folder."""
+    return Path(*name.split(".")).with_suffix(".py")
+
+
+def generate(root: Path) -> Package:
+    """Make the text of every file of the package; a broken chapter is reported and left out."""
+    package = Package()
+    for stem in chapter_stems(root):
+        try:
+            chapter = parse_chapter(root, stem)
+            made = {name: assemble(chapter, name) for name in chapter.modules}
+            for name in made:
+                other = package.owner.get(module_path(name))
+                if other:
+                    raise BuildError(f"{stem}: {PACKAGE}.{name} is already fed by {other}")
+        except BuildError as error:
+            package.errors[stem] = str(error)
+            continue
+        except Exception as error:  # a chapter that cannot be read must not stop the others
+            package.errors[stem] = f"{stem}: cannot be read: {type(error).__name__}: {error}"
+            continue
+        for name, text in made.items():
+            package.files[module_path(name)] = text
+            package.owner[module_path(name)] = stem
+    add_package_files(package)
+    format_files(root, package)
+    return package
+
+
+def assemble(chapter: Chapter, name: str) -> str:
+    """The unformatted text of one module."""
+    module = ModuleSource(name)
+    for cell in chapter.modules[name]:
+        module.add_cell(cell)
+    doc = chapter.docs.get(name) or chapter.promise
+    if not doc:
+        raise BuildError(f"{chapter.stem}: no `> promise` line and no #| doc for {PACKAGE}.{name}")
+    return module.render(doc, f"notebooks/{chapter.stem}.ipynb")
+
+
+def add_package_files(package: Package) -> None:
+    """Give every folder an `__init__.py`, and the package its mark that it is typed."""
+    package.files[Path("py.typed")] = ""
+    for path in list(package.files):
+        for folder in path.parents:
+            if folder.parts and folder.with_suffix(".py") in package.files:
+                stem = package.owner.get(path, "?")
+                package.errors[stem] = f"{stem}: {folder} is both a module and a folder of modules"
+            name = ".".join([PACKAGE, *folder.parts])
+            text = f'"""The package `{name}`.\n\nGenerated by notebooks/build.py.\n"""\n'
+            package.files.setdefault(folder / "__init__.py", text)
+
+
+def format_files(root: Path, package: Package) -> None:
+    """Sort imports and format all modules with ruff, in one call each."""
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder) / PACKAGE
+        for path, text in package.files.items():
+            (base / path).parent.mkdir(parents=True, exist_ok=True)
+            (base / path).write_text(text, encoding="utf-8")
+        config = root / "pyproject.toml"
+        common = ["--quiet", "--no-cache", *(["--config", str(config)] if config.exists() else [])]
+        ruff(["check", "--select", "I", "--fix", "--exit-zero", *common, str(base)])
+        ruff(["format", *common, str(base)])
+        for path in package.files:
+            package.files[path] = (base / path).read_text(encoding="utf-8")
+
+
+def ruff(arguments: list[str]) -> None:
+    """Run ruff; say what it said when it fails."""
+    command = [sys.executable, "-m", "ruff", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"ruff {arguments[0]} failed:\n{done.stdout}{done.stderr}")
+
+
+def present_files(root: Path) -> set[Path]:
+    """Files under `minisgl/`, caches aside."""
+    base = root / PACKAGE
+    found = {path.relative_to(base) for path in base.rglob("*") if path.is_file()}
+    return {p for p in found if "__pycache__" not in p.parts and not p.name.startswith(".build-")}
+
+
+def model_data_problems(root: Path) -> tuple[set[Path], list[str]]:
+    """Data files that the manifest of the shipped model allows, and those that do not fit it."""
+    folder = root / PACKAGE / MODEL_DATA
+    manifest = folder / "MANIFEST.json"
+    if not manifest.exists():
+        return set(), []
+    listed: dict[str, str] = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+    allowed = {MODEL_DATA / "MANIFEST.json"}
+    problems = []
+    for name, expected in listed.items():
+        allowed.add(MODEL_DATA / name)
+        path = folder / name
+        actual = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "no such file"
+        if actual != expected:
+            problems.append(f"{PACKAGE}/{MODEL_DATA / name}: sha256 is {actual}, not {expected}")
+    return allowed, problems
+
+
+# --------------------------------------------------------------------------- command: export
+
+
+def export(root: Path, wanted: Sequence[str]) -> int:
+    """Write the package; for named chapters only their own modules, and nothing is removed."""
+    stems = select(root, wanted)
+    package = generate(root)
+    changed = 0
+    for path, text in sorted(package.files.items()):
+        owner = package.owner.get(path)
+        if owner is None:  # with a broken chapter, what is there may be that chapter's
+            wanted_here = not package.errors or not (root / PACKAGE / path).exists()
+        else:
+            wanted_here = owner in stems
+        if not wanted_here:
+            continue
+        if write_atomically(root / PACKAGE / path, text):
+            changed += 1
+            print(f"wrote {PACKAGE}/{path}")
+    if not wanted and not package.errors:
+        allowed, _ = model_data_problems(root)
+        for path in sorted(present_files(root) - package.files.keys() - allowed):
+            if MODEL_DATA in path.parents:
+                print(f"kept  {PACKAGE}/{path} (not in its MANIFEST.json)")
+                continue
+            (root / PACKAGE / path).unlink()
+            changed += 1
+            print(f"removed {PACKAGE}/{path}: no chapter exports it")
+    for stem, message in package.errors.items():
+        print(f"{'error' if stem in stems else 'warning'}: {message}", file=sys.stderr)
+    print(f"export: {changed} files changed")
+    return int(any(stem in stems for stem in package.errors))
+
+
+# --------------------------------------------------------------------------- command: sync
+
+
+def merge_outputs(stem: str, fresh: NotebookNode, stored: NotebookNode | None) -> NotebookNode:
+    """Cells of `fresh`; ids of `stored` where cells correspond, outputs where code is unchanged."""
+    old = list(stored.cells) if stored is not None else []
+    new = list(fresh.cells)
+    taken: set[str] = set()
+    matcher = difflib.SequenceMatcher(
+        None, [(c.cell_type, c.source) for c in old], [(c.cell_type, c.source) for c in new], False
+    )
+    partner: dict[int, NotebookNode] = {}
+    for tag, old_from, old_to, new_from, new_to in matcher.get_opcodes():
+        if tag == "equal" or (tag == "replace" and old_to - old_from == new_to - new_from):
+            for before, after in zip(old[old_from:old_to], range(new_from, new_to), strict=True):
+                if before.cell_type == new[after].cell_type:
+                    partner[after] = before
+    taken = {cell["id"] for cell in partner.values() if "id" in cell}
+    for index, cell in enumerate(new):
+        tags = cell.metadata.get("tags")
+        cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
+        before = partner.get(index)
+        if before is not None and "id" in before:
+            cell["id"] = before["id"]
+        else:
+            cell["id"] = fresh_id(f"{stem}\n{cell.source}", taken)
+            taken.add(cell["id"])
+        if cell.cell_type == "code" and before is not None and before.source == cell.source:
+            cell.outputs, cell.execution_count = before.outputs, before.execution_count
+    fresh.metadata = nbformat.from_dict({"kernelspec": KERNEL})
+    fresh.nbformat, fresh.nbformat_minor = 4, 5
+    return fresh
+
+
+def fresh_id(seed: str, taken: set[str]) -> str:
+    """A cell id made from the cell's text, so that the same edit gives the same file anywhere."""
+    salt = 0
+    while (name := hashlib.sha1(f"{salt}{seed}".encode()).hexdigest()[:8]) in taken:
+        salt += 1
+    return name
+
+
+def notebook_text(nb: NotebookNode) -> str:
+    """A notebook as the text of its file."""
+    return nbformat.writes(nb).rstrip("\n") + "\n"
+
+
+def sync_chapter(root: Path, stem: str, from_notebook: bool = False) -> NotebookNode:
+    """Bring both halves of a chapter to the same content and return the notebook."""
+    text, notebook = pair(root, stem)
+    stored = read_notebook_half(notebook) if notebook.exists() else None
+    if stored is not None and (from_notebook or not text.exists()):
+        source = nbformat.from_dict(stored)
+    else:
+        source = read_text_half(text)
+    nb = merge_outputs(stem, nbformat.from_dict(source), stored)
+    nbformat.validate(nb)
+    if write_atomically(notebook, notebook_text(nb)):
+        print(f"wrote notebooks/{notebook.name}")
+    if write_atomically(text, as_text(root, stem, nb)):
+        print(f"wrote notebooks/{text.name}")
+    return nb
+
+
+def sync(root: Path, wanted: Sequence[str], from_notebook: bool) -> int:
+    """Pair the chapters."""
+    failed = 0
+    for stem in select(root, wanted):
+        try:
+            sync_chapter(root, stem, from_notebook)
+        except Exception as error:  # one unreadable chapter must not stop the others
+            failed += 1
+            print(f"error: {stem}: {type(error).__name__}: {error}", file=sys.stderr)
+    return int(failed > 0)
+
+
+# --------------------------------------------------------------------------- command: run
+
+
+def has_gpu() -> bool:
+    """True if an NVIDIA driver lists a GPU; asked without importing torch."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False)
+    return listed.returncode == 0 and "GPU 0" in listed.stdout
+
+
+def run_environment(root: Path, gpu: bool) -> None:
+    """Set what kernels inherit: few threads, no network, Triton's interpreter without a GPU."""
+    defaults = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    defaults["PYTHONHASHSEED"] = "0"
+    if not gpu:
+        defaults["TRITON_INTERPRET"] = "1"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+
+
+def number_cells(nb: NotebookNode) -> None:
+    """Give the n-th code cell the execution count n; a cell that never ran keeps none."""
+    for number, cell in enumerate(code_cells(nb), start=1):
+        if cell.execution_count is None:
+            continue
+        cell.execution_count = number
+        for output in cell.outputs:
+            if output.output_type == "execute_result":
+                output.execution_count = number
+
+
+def code_cells(nb: NotebookNode) -> list[NotebookNode]:
+    """Code cells that hold code; Jupyter does not execute empty ones."""
+    return [cell for cell in nb.cells if cell.cell_type == "code" and cell.source.strip()]
+
+
+def run_chapter(root: Path, stem: str, gpu: bool) -> float:
+    """Execute a chapter from top to bottom, store its outputs, return the seconds it took."""
+    nb = sync_chapter(root, stem)
+    bar = tqdm(total=len(nb.cells), desc=stem, unit="cell", leave=False)
+    client = NotebookClient(
+        nb,
+        timeout=900,
+        kernel_name=KERNEL["name"],
+        record_timing=False,
+        resources={"metadata": {"path": str(root / "notebooks")}},
+        skip_cells_with_tag="" if gpu else "gpu",
+        on_cell_complete=lambda **_: bar.update(),
+    )
+    start = time.perf_counter()
+    try:
+        client.execute()
+    finally:
+        bar.close()
+    number_cells(nb)
+    nb.metadata = nbformat.from_dict({"kernelspec": KERNEL})
+    seconds = time.perf_counter() - start
+    write_atomically(pair(root, stem)[1], notebook_text(nb))
+    return seconds
+
+
+def run(root: Path, wanted: Sequence[str]) -> int:
+    """Execute chapters one after another; a failing one keeps its former outputs."""
+    gpu = has_gpu()
+    run_environment(root, gpu)
+    if not gpu:
+        print("run: no GPU, cells tagged `gpu` keep their stored outputs")
+    failed = 0
+    for stem in select(root, wanted):
+        try:
+            seconds = run_chapter(root, stem, gpu)
+            print(f"ran {stem}: {seconds:.1f} s")
+        except CellExecutionError as error:
+            failed += 1
+            print(f"error: {stem}:\n{error}", file=sys.stderr)
+    return int(failed > 0)
+
+
+# --------------------------------------------------------------------------- command: check
+
+
+def show_diff(before: str, after: str, old: str, new: str) -> str:
+    """A unified diff, at most 60 lines of it."""
+    pieces = before.splitlines(), after.splitlines()
+    lines = list(difflib.unified_diff(*pieces, old, new, lineterm=""))
+    more = [f"... and {len(lines) - 60} more lines"] if len(lines) > 60 else []
+    return "\n".join(lines[:60] + more)
+
+
+def package_problems(root: Path, stems: list[str], everything: bool) -> list[str]:
+    """Differences between the package on disk and what the chapters export."""
+    package = generate(root)
+    problems = [message for stem, message in package.errors.items() if stem in stems]
+    for path, text in sorted(package.files.items()):
+        if not everything and package.owner.get(path) not in stems:
+            continue
+        name, disk = f"{PACKAGE}/{path}", root / PACKAGE / path
+        if not disk.exists():
+            problems.append(f"{name}: missing; build.py export writes it")
+        elif (actual := disk.read_text(encoding="utf-8")) != text:
+            problems.append(show_diff(actual, text, name, f"export of {package.owner.get(path)}"))
+    if everything:
+        allowed, wrong_data = model_data_problems(root)
+        problems += wrong_data
+        for path in sorted(present_files(root) - package.files.keys() - allowed):
+            problems.append(f"{PACKAGE}/{path}: no chapter exports this file")
+    return problems
+
+
+def pair_problems(root: Path, stem: str) -> list[str]:
+    """Differences between the two halves of a chapter."""
+    text, notebook = pair(root, stem)
+    for path in (text, notebook):
+        if not path.exists():
+            return [f"notebooks/{path.name}: missing; build.py sync {stem} writes it"]
+    expected = as_text(root, stem, read_notebook_half(notebook))
+    actual = text.read_text(encoding="utf-8")
+    if actual == expected:
+        return []
+    names = f"notebooks/{notebook.name} as text", f"notebooks/{text.name}"
+    return [show_diff(expected, actual, *names)]
+
+
+def metadata_problems(path: Path) -> list[str]:
+    """Metadata that a run or an editor left behind; read raw, because nbformat mends some of it."""
+    nb = nbformat.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    problems = []
+    if dict(nb.metadata) != {"kernelspec": KERNEL}:
+        problems.append(f"notebook metadata is not clean: {sorted(nb.metadata)}")
+    for number, cell in enumerate(nb.cells):
+        extra = sorted(set(cell.metadata) - {"tags"})
+        if extra:
+            problems.append(f"cell {number} carries metadata {extra}")
+    ids = [cell.get("id") for cell in nb.cells]
+    if None in ids or len(set(ids)) < len(ids):
+        problems.append("cell ids are missing or not unique")
+    return problems
+
+
+def execution_problems(root: Path, nb: NotebookNode) -> list[str]:
+    """Cells never executed, executed out of order, or stored with an error."""
+    problems = []
+    for number, cell in enumerate(code_cells(nb), start=1):
+        tags = cell.metadata.get("tags", [])
+        head = cell.source.splitlines()[0][:60]
+        where = f"code cell {number} ({head!r})"
+        if "gpu" in tags and cell.execution_count is None:
+            if not cell.outputs and "gpu-pending" not in tags:
+                problems.append(f"{where}: tagged gpu, never run on one (or tag it gpu-pending)")
+        elif cell.execution_count is None:
+            problems.append(f"{where}: never executed")
+        elif cell.execution_count != number:
+            problems.append(f"{where}: executed out of order, as number {cell.execution_count}")
+        for output in cell.outputs:
+            if output.output_type == "error":
+                problems.append(f"{where}: stored output is an error, {output.get('ename')}")
+            elif str(root) in json.dumps(output):
+                problems.append(f"{where}: output shows the path {root} of this machine")
+    return problems
+
+
+def find_problems(root: Path, wanted: Sequence[str]) -> list[str]:
+    """Everything that is wrong with the book, one text for each fault."""
+    stems = select(root, wanted)
+    problems = package_problems(root, stems, everything=not wanted)
+    for stem in stems:
+        try:
+            problems += pair_problems(root, stem)
+            notebook = pair(root, stem)[1]
+            if notebook.exists():
+                nb = read_notebook_half(notebook)
+                found = metadata_problems(notebook) + execution_problems(root, nb)
+                problems += [f"notebooks/{notebook.name}: {problem}" for problem in found]
+        except Exception as error:
+            problems.append(f"{stem}: {type(error).__name__}: {error}")
+    return problems
+
+
+def check(root: Path, wanted: Sequence[str]) -> int:
+    """Print what differs; 1 if anything does."""
+    start = time.perf_counter()
+    problems = find_problems(root, wanted)
+    print("\n\n".join(problems) if problems else "check: the book and the package agree")
+    took = time.perf_counter() - start
+    print(f"check: {len(select(root, wanted))} chapters, {len(problems)} problems, {took:.1f} s")
+    return int(bool(problems))
+
+
+# --------------------------------------------------------------------------- command line
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=textwrap.dedent(
+            """\
+            NN names a chapter: 03, 03_radix_cache, or A for an appendix. Without NN: all of them.
+            Author's loop: edit notebooks/NN_name.md, then
+              python notebooks/build.py sync NN      # the notebook follows the text
+              python notebooks/build.py export       # the package follows the notebook
+              python notebooks/build.py run NN       # outputs follow the code
+              python notebooks/build.py check        # everything agrees, or a diff"""
+        ),
+    )
+    here = Path(__file__).resolve().parents[1]
+    parser.add_argument(
+        "--root", type=Path, default=here, help="the checkout to work on (default: this one)"
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    helps: dict[str, str] = {
+        "export": "write minisgl/ from the cells marked `#| export`; "
+        "without NN also remove files that no chapter exports",
+        "sync": "make NN.ipynb follow NN.md; "
+        "ids of cells stay, outputs stay where the code is unchanged",
+        "run": "sync, execute from top to bottom, store the outputs; "
+        "without a GPU, cells tagged `gpu` are skipped and keep their stored outputs",
+        "check": "fail with a diff if package, text and notebook disagree, or if a cell is not "
+        "run, run out of order, stored with an error or with unclean metadata",
+    }
+    for name, text in helps.items():
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("chapters", nargs="*", metavar="NN", help="a chapter (default: all)")
+        if name == "sync":
+            command.add_argument(
+                "--from-notebook",
+                action="store_true",
+                help="the other way round: NN.md follows NN.ipynb",
+            )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    options: Any = arguments().parse_args(argv)
+    try:
+        if options.command == "export":
+            return export(options.root, options.chapters)
+        if options.command == "sync":
+            return sync(options.root, options.chapters, options.from_notebook)
+        if options.command == "run":
+            return run(options.root, options.chapters)
+        return check(options.root, options.chapters)
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,166 @@
+"""An engine without a model: the scheduler's logic in microseconds.
+
+`FakeEngine` keeps real tables and gives tokens that depend on the prompt and the position alone,
+so every schedule must give the same answer. It checks what a device would rely on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from minisgl.core import Batch, Req, SamplingParams
+from minisgl.engine.step import SampledTokens, build_forward_input
+from minisgl.kvcache.cache_manager import CacheManager
+from minisgl.kvcache.page_table import TableManager
+from minisgl.scheduler.channel import InProcessChannel
+from minisgl.scheduler.decode import DecodeManager
+from minisgl.scheduler.messages import Reply, TokenReply, UserMsg
+from minisgl.scheduler.prefill import PrefillManager
+from minisgl.scheduler.scheduler import Scheduler
+
+VOCAB = 1000
+EOS = 999
+
+
+def fake_token(prompt: Sequence[int], index: int) -> int:
+    """Token number `index` of the answer to a prompt; one prompt in three ends by itself."""
+    total = int(sum(prompt))
+    if total % 3 == 0 and index == total % 7:
+        return EOS
+    return (total * 31 + index * 17) % 997
+
+
+def expected(prompt: Sequence[int], max_tokens: int, ignore_eos: bool = False) -> list[int]:
+    """The whole answer to a prompt."""
+    out: list[int] = []
+    for index in range(max_tokens):
+        out.append(fake_token(prompt, index))
+        if out[-1] == EOS and not ignore_eos:
+            break
+    return out
+
+
+@dataclass
+class Step:
+    """What one step was asked to do, for a test to look at."""
+
+    phase: str
+    uids: list[int]
+    extend: list[int]
+    sampled: list[int]
+    seq_lens: list[int]
+
+
+@dataclass
+class FakeEngine:
+    """The part of `Engine` that a scheduler sees."""
+
+    num_pages: int = 64
+    page_size: int = 4
+    max_seq_len: int = 128
+    max_running_req: int = 8
+    steps: list[Step] = field(default_factory=list)
+    model_config: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=VOCAB))
+
+    def __post_init__(self) -> None:
+        self.tables = TableManager(
+            self.max_running_req, self.max_seq_len, self.page_size, self.num_pages, "cpu"
+        )
+
+    def prepare(self, batch: Batch) -> Any:
+        inputs = build_forward_input(batch, self.tables, self.page_size)
+        writes = inputs.out_loc
+        assert len(np.unique(writes)) == len(writes), "two tokens of a step share a slot"
+        assert writes.max() < self.num_pages * self.page_size, "a request writes the dummy page"
+        self.steps.append(
+            Step(
+                batch.phase.value,
+                [r.uid for r in batch.reqs],
+                [r.extend_len for r in batch.reqs],
+                [r.uid for r in inputs.sampled],
+                [r.device_len for r in batch.reqs],
+            )
+        )
+        return inputs
+
+    def step(self, inputs: Any) -> Any:
+        ids = [
+            fake_token(r.input_ids[: r.prompt_len].tolist(), r.device_len - r.prompt_len)
+            for r in inputs.sampled
+        ]
+        return SimpleNamespace(wait=lambda: SampledTokens(ids))
+
+
+class Driver:
+    """A scheduler over a fake engine, and a record of all that it says."""
+
+    def __init__(
+        self,
+        *,
+        overlap: bool = False,
+        cache_type: str = "radix",
+        budget: int = 64,
+        engine: Any = None,
+        trace: Callable[[Any], None] | None = None,
+        **sizes: int,
+    ) -> None:
+        self.engine = FakeEngine(**sizes) if engine is None else engine
+        tables = self.engine.tables
+        page_size = self.engine.page_size
+        self.cache = CacheManager(self.engine.num_pages, page_size, tables, cache_type)
+        decode = DecodeManager()
+        prefill = PrefillManager(
+            self.cache, tables, decode, page_size=page_size, max_extend_tokens=budget
+        )
+        self.channel = InProcessChannel()
+        self.scheduler = Scheduler(
+            self.engine, self.cache, prefill, decode, self.channel,
+            eos_token_ids=[EOS], trace=trace, check_every=0.0,
+        )  # fmt: skip
+        self.turn = self.scheduler.turn_overlap if overlap else self.scheduler.turn
+        self.replies: dict[int, list[Reply]] = {}
+
+    def ask(self, uid: int, prompt: Sequence[int], **params: Any) -> None:
+        """Send a request."""
+        self.channel.put(UserMsg(uid, list(prompt), SamplingParams(**params)))
+
+    def go(self, turns: int = 1) -> None:
+        """Take turns, and collect what is said; every turn leaves all pages where they belong."""
+        for _ in range(turns):
+            self.turn()
+            for reply in self.channel.take():
+                self.replies.setdefault(reply.uid, []).append(reply)
+            self.check()
+
+    def live(self) -> list[Req]:
+        return [r for r in self.scheduler.reqs.values() if r.table_idx >= 0]
+
+    def check(self) -> None:
+        """Pages and rows are where they belong, and nobody heard anything after the last word."""
+        self.cache.check_integrity(live=self.live())
+        assert self.engine.tables.free_rows == self.engine.max_running_req - len(self.live())
+        for said in self.replies.values():
+            assert not any(getattr(r, "finished", True) for r in said[:-1])
+
+    def drain(self, limit: int = 2000) -> None:
+        """Turn until nothing is left to do; fails if that never comes."""
+        while self.channel.waiting or self.scheduler.has_work:
+            self.go()
+            limit -= 1
+            assert limit > 0, "the scheduler never becomes idle"
+        assert self.cache.available_tokens == self.engine.num_pages * self.engine.page_size
+
+    def tokens(self, uid: int) -> list[int]:
+        """The answer so far."""
+        said = self.replies.get(uid, [])
+        return [r.token for r in said if isinstance(r, TokenReply) and r.token is not None]
+
+    def reason(self, uid: int) -> str | None:
+        """How it ended: a finish reason, or the code of an error; None if it has not."""
+        last = self.replies[uid][-1] if uid in self.replies else None
+        return None if last is None else getattr(last, "finish_reason", getattr(last, "code", None))

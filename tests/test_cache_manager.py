@@ -1,0 +1,479 @@
+"""Who owns each page: whole lives of requests in pools that are too small, read back through rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from minisgl.core import IntArray, Req, SamplingParams
+from minisgl.kvcache.cache_manager import CacheManager, create_prefix_cache
+from minisgl.kvcache.page_table import OutOfPages, TableManager
+from minisgl.kvcache.prefix_cache import IntegrityError
+
+PAGE_SIZES = [1, 4, 16]
+KINDS = ["radix", "hash", "naive"]
+
+
+class World:
+    """A manager, its tables, and a pool in which a slot's "K/V" is a fingerprint of its prefix.
+
+    Reading a request's fingerprints through its row is the oracle: any page that was lost, shared
+    by mistake, freed too early or never computed shows as a wrong fingerprint.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, kind: str = "radix", max_len: int = 128
+    ) -> None:
+        self.tables = TableManager(8, max_len, page_size, num_pages, "cpu")
+        self.cache = CacheManager(num_pages, page_size, self.tables, kind)
+        self.kv = np.zeros((num_pages + 1) * page_size, np.int64)
+        self.truth: dict[Req, list[int]] = {}  # what the device knows, ahead of the host
+        self.uid = 0
+
+    @property
+    def live(self) -> list[Req]:
+        return list(self.truth)
+
+    def admit(self, prompt: Any, new_tokens: int = 8) -> Req | None:
+        """Match, lock, then ask for room: what a prefill adder does. None if there is none."""
+        params = SamplingParams()
+        ids = np.asarray(prompt, np.int32)
+        req = Req(uid=self.uid, input_ids=ids, sampling_params=params, max_new_tokens=new_tokens)
+        handle = self.cache.match_req(req.input_ids)
+        assert handle.cached_len < req.prompt_len, "nothing left to compute"
+        self.cache.lock(handle)
+        if self.cache.available_tokens < req.prompt_len - handle.cached_len:
+            self.cache.unlock(handle)
+            return None
+        self.uid += 1
+        req.cache_handle, req.table_idx = handle, self.tables.allocate()
+        req.cached_len = req.matched_len = handle.cached_len
+        self.tables.write(req.table_idx, 0, handle.slots())
+        self.truth[req] = ids.tolist()
+        return req
+
+    def row(self, req: Req) -> IntArray:
+        row: IntArray = self.tables.page_table[req.table_idx]
+        return row
+
+    def launch(self, req: Req) -> None:
+        """Compute [cached_len, device_len); a complete prompt gives one more token on the device."""
+        self.cache.allocate_paged([req])
+        known = self.truth[req]
+        for place in range(req.cached_len, req.device_len):
+            self.kv[self.row(req)[place]] = hash(tuple(known[: place + 1]))
+        sampled = not req.is_chunked
+        req.advance()
+        if sampled:
+            known.append(hash(tuple(known)) % 3)
+
+    def see(self, req: Req, behind: int = 0) -> None:
+        """Tell the host the tokens of all steps but the last `behind`."""
+        while len(req.input_ids) < len(self.truth[req]) - behind:
+            req.append(self.truth[req][len(req.input_ids)])
+
+    def prefill(self, req: Req) -> None:
+        req.schedule(req.prompt_len)
+        self.launch(req)
+        self.cache.cache_req(req, finished=False)
+        self.see(req)
+
+    def finish(self, req: Req) -> None:
+        del self.truth[req]
+        self.cache.cache_req(req, finished=True)
+        self.tables.free(req.table_idx)
+
+    def check(self) -> None:
+        for req in self.live:
+            known = self.truth[req]
+            found = self.kv[self.row(req)[: req.cached_len]]
+            expected = [hash(tuple(known[: place + 1])) for place in range(req.cached_len)]
+            assert found.tolist() == expected, f"req {req.uid} reads K/V of others"
+        self.cache.check_integrity(self.live)
+
+
+# ------------------------------------------------------------------ random lives
+
+
+class Lives(RuleBasedStateMachine):
+    """Requests arrive, compute in chunks, decode ahead of the host, finish or are aborted."""
+
+    kind = "radix"
+    page_size = 4
+
+    @initialize(num_pages=st.integers(6, 14))
+    def start(self, num_pages: int) -> None:
+        self.num_pages = num_pages * max(1, 4 // self.page_size)
+        self.world = World(self.num_pages, self.page_size, self.kind)
+
+    def pick(self, number: int) -> Req:
+        return self.world.live[number % len(self.world.live)]
+
+    @precondition(lambda self: len(self.world.truth) < 4)
+    @rule(pages=st.lists(st.integers(0, 1), max_size=4), tail=st.integers(0, 3), twin=st.booleans())
+    def arrive(self, pages: list[int], tail: int, twin: bool) -> None:
+        """Prompts that share pages; a twin is admitted before the first has computed anything."""
+        prompt = [kind for kind in pages for _ in range(self.page_size)] + [1] * tail or [0]
+        for _ in range(1 + twin):
+            self.world.admit(prompt)
+
+    def launch(self, req: Req) -> bool:
+        """One pass; a request that finds no pages is aborted, and nobody else notices."""
+        before = self.world.cache.available_tokens
+        try:
+            self.world.launch(req)
+        except OutOfPages:
+            assert self.world.cache.available_tokens == before
+            self.world.finish(req)
+            return False
+        return True
+
+    @precondition(lambda self: self.world.truth)
+    @rule(number=st.integers(0, 3), share=st.floats(0.1, 1))
+    def prefill(self, number: int, share: float) -> None:
+        req = self.pick(number)
+        if req.cached_len >= req.prompt_len:
+            return
+        left = req.prompt_len - req.cached_len
+        req.schedule(req.cached_len + max(1, round(share * left)))
+        if self.launch(req):
+            self.world.cache.cache_req(req, finished=False)
+
+    @precondition(lambda self: self.world.truth)
+    @rule(number=st.integers(0, 3), behind=st.integers(0, 1))
+    def decode(self, number: int, behind: int) -> None:
+        req = self.pick(number)
+        if req.prompt_len <= req.cached_len < req.device_len <= req.max_device_len:
+            self.world.see(req, behind=1)
+            if self.launch(req):
+                self.world.see(req, behind)
+
+    @precondition(lambda self: self.world.truth)
+    @rule(number=st.integers(0, 3), scheduled=st.booleans())
+    def finish(self, number: int, scheduled: bool) -> None:
+        """Also in mid-prefill, also with pages for a pass that is never launched."""
+        req = self.pick(number)
+        if scheduled and req.cached_len < req.prompt_len:
+            req.schedule(req.prompt_len)
+            try:
+                self.world.cache.allocate_paged([req])
+            except OutOfPages:
+                pass
+        self.world.finish(req)
+
+    @invariant()
+    def agree(self) -> None:
+        self.world.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        for req in self.world.live:
+            self.world.finish(req)
+        self.world.cache.check_integrity()
+        assert self.world.cache.available_tokens == self.num_pages * self.page_size
+        assert self.world.tables.free_rows == 8
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_page_is_lost_or_shared_in_any_sequence_of_lives(kind: str, page_size: int) -> None:
+    machine = type("Machine", (Lives,), {"kind": kind, "page_size": page_size})
+    health = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+    test_case = machine.TestCase  # type: ignore[attr-defined]
+    test_case.settings = settings(
+        max_examples=20, stateful_step_count=40, deadline=None, suppress_health_check=health
+    )
+    test_case("runTest").runTest()
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_random_run_in_a_tight_pool(kind: str, page_size: int) -> None:
+    """The same rules from a fixed seed: what the mutations are held against."""
+    rng = np.random.default_rng(page_size)
+    lives = Lives()
+    lives.kind, lives.page_size = kind, page_size
+    lives.start(num_pages=10)
+    for _ in range(200):
+        number = int(rng.integers(0, 4))
+        action = rng.integers(0, 10)
+        if action < 3 and len(lives.world.truth) < 4:
+            lives.arrive(rng.integers(0, 2, rng.integers(0, 5)).tolist(), number, bool(action))
+        elif action < 6 and lives.world.truth:
+            lives.prefill(number, float(rng.random()))
+        elif action < 9 and lives.world.truth:
+            lives.decode(number, int(rng.integers(0, 2)))
+        elif lives.world.truth:
+            lives.finish(number, bool(rng.integers(0, 2)))
+        lives.agree()
+    lives.teardown()
+
+
+# ------------------------------------------------------------------ named cases
+
+
+def test_create_prefix_cache_knows_three_names() -> None:
+    assert [type(create_prefix_cache(kind, 4)).__name__ for kind in KINDS] == [
+        "RadixCache",
+        "HashCache",
+        "NaiveCache",
+    ]
+    with pytest.raises(ValueError, match="cache_type.*'lru'"):
+        create_prefix_cache("lru", 4)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("kind", ["radix", "hash"])
+def test_a_full_hit_leaves_one_token(kind: str, page_size: int) -> None:
+    """Pitfall 7: logits come from computing the last token, so it must not be matched."""
+    world = World(40, page_size, kind)
+    prompt = list(range(2 * page_size))
+    first = world.admit(prompt)
+    assert first is not None
+    world.prefill(first)
+    world.finish(first)
+    again = world.admit(prompt)
+    assert again is not None
+    assert again.matched_len == page_size * ((2 * page_size - 1) // page_size)
+    world.prefill(again)
+    world.check()
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_pitfall_01_the_row_follows_when_its_duplicates_are_freed(kind: str, page_size: int) -> None:
+    world = World(12, page_size, kind)
+    prompt = [5] * (3 * page_size) + [6]
+    twins = [world.admit(prompt), world.admit(prompt)]  # both see an empty cache
+    for req in twins:
+        assert req is not None
+        world.prefill(req)
+    first, second = twins
+    assert first is not None and second is not None
+    shared = 3 * page_size if kind != "naive" else 0
+    same = world.row(first)[:shared].tolist() == world.row(second)[:shared].tolist()
+    assert same, "the row of the second still names its freed duplicates"
+    third = world.admit([8] * (4 * page_size))  # takes whatever pages were freed
+    assert third is not None
+    world.prefill(third)
+    world.check()
+    pages = {int(slot) // page_size for slot in world.row(second)[: second.cached_len]}
+    assert not pages & set(world.cache.allocator.free_set().tolist()), "a live row names a free slot"
+
+
+def manager_with_two_requests() -> tuple[World, Req, Req]:
+    world = World(20, 4)
+    first = world.admit(range(10))
+    assert first is not None
+    world.prefill(first)
+    second = world.admit([*range(8), 50, 51, 52])
+    assert second is not None
+    world.prefill(second)
+    world.check()
+    return world, first, second
+
+
+def row_names_a_free_slot(world: World, req: Req) -> None:
+    world.row(req)[8] = int(world.cache.allocator.free_set()[0]) * 4
+
+
+def row_names_a_page_of_another(world: World, req: Req) -> None:
+    other = next(one for one in world.live if one is not req)
+    world.row(req)[8:12] = world.row(other)[8:12]
+
+
+def row_names_no_page(world: World, req: Req) -> None:
+    world.row(req)[8:12] = np.arange(4) + 4 * 99
+
+
+def row_left_the_tree(world: World, req: Req) -> None:
+    world.row(req)[0:4] = world.row(req)[4:8]
+
+
+def row_cuts_a_page(world: World, req: Req) -> None:
+    world.row(req)[9] = world.row(req)[8]
+
+
+def page_is_lost(world: World, req: Req) -> None:
+    world.cache.allocator.allocate(1)
+
+
+def page_is_free_and_used(world: World, req: Req) -> None:
+    world.cache.allocator.free(world.row(req)[8:9] // 4)
+
+
+def page_is_free_and_cached(world: World, req: Req) -> None:
+    world.cache.allocator.free(world.row(req)[0:1] // 4)
+
+
+def lock_was_dropped(world: World, req: Req) -> None:
+    world.cache.unlock(req.cache_handle)
+
+
+def lock_was_forgotten(world: World, req: Req) -> None:
+    world.cache.lock(req.cache_handle)
+
+
+def request_is_dead(world: World, req: Req) -> None:
+    del world.truth[req]
+
+
+def row_is_shared(world: World, req: Req) -> None:
+    req.table_idx = world.live[0].table_idx
+
+
+def row_is_gone(world: World, req: Req) -> None:
+    req.table_idx = -1
+
+
+FAULTS = [
+    (row_names_a_free_slot, "whole pages"),
+    (row_names_a_page_of_another, "owned by req 0 and by req 1"),
+    (row_names_no_page, "do not exist"),
+    (row_left_the_tree, "differs from the slots of its cached prefix"),
+    (row_cuts_a_page, "whole pages"),
+    (page_is_lost, "lost"),
+    (page_is_free_and_used, "owned by the free list and by req 1"),
+    (page_is_free_and_cached, "owned by the free list and by the prefix cache"),
+    (lock_was_dropped, "locks"),
+    (lock_was_forgotten, "locks"),
+    (request_is_dead, "locks"),
+    (row_is_shared, "row"),
+    (row_is_gone, "no row"),
+]
+
+
+@pytest.mark.parametrize(("fault", "words"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
+def test_pitfall_02_check_integrity_checks(fault: Any, words: str) -> None:
+    world, _, second = manager_with_two_requests()
+    fault(world, second)
+    with pytest.raises(IntegrityError, match=words):
+        world.cache.check_integrity(world.live)
+
+
+def test_pitfall_02_pages_of_a_request_that_nobody_names() -> None:
+    world = World(20, 4, "naive")
+    req = world.admit(range(10))
+    assert req is not None
+    world.prefill(req)
+    with pytest.raises(IntegrityError, match="req 0: has pages but is not live"):
+        world.cache.check_integrity()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_is_released_once(kind: str) -> None:
+    world = World(8, 4, kind)
+    req = world.admit(range(10))
+    assert req is not None
+    world.prefill(req)
+    world.finish(req)
+    with pytest.raises(RuntimeError, match="req 0: holds no cache handle"):
+        world.cache.cache_req(req, finished=True)
+    world.cache.check_integrity()
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_pitfall_06_a_lock_between_match_and_finish(page_size: int) -> None:
+    """The prefix of a running request stays when others press for pages."""
+    world = World(8, page_size, max_len=8 * page_size)
+    first = world.admit([1] * (4 * page_size))
+    assert first is not None
+    world.prefill(first)
+    world.finish(first)
+    second = world.admit([1] * (4 * page_size) + [2])  # holds four cached pages
+    assert second is not None and second.matched_len == 4 * page_size
+    assert world.cache.available_tokens == 4 * page_size  # after the lock: the four free ones
+    assert world.admit([3] * (5 * page_size)) is None
+    world.prefill(second)
+    third = world.admit([3] * (3 * page_size))
+    assert third is not None
+    world.prefill(third)
+    world.check()
+
+
+def test_allocation_gives_all_or_nothing() -> None:
+    world = World(6, 4)
+    first, second = world.admit(range(9)), world.admit(range(50, 70))
+    assert first is not None and second is not None
+    before = world.tables.page_table.copy()
+    with pytest.raises(OutOfPages, match="8 wanted, 6 free and 0 evictable"):
+        world.cache.allocate_paged([first, second])
+    assert world.cache.available_tokens == 24 and (world.tables.page_table == before).all()
+    world.cache.allocate_paged([first])
+    world.cache.allocate_paged([first])  # again: nothing is missing, nothing is taken
+    assert world.cache.available_tokens == 12
+    world.check()
+
+
+def test_allocation_names_a_request_that_is_not_ready() -> None:
+    world = World(6, 4, max_len=16)
+    req = Req(uid=7, input_ids=np.arange(20), sampling_params=SamplingParams(), max_new_tokens=1)
+    with pytest.raises(ValueError, match="req 7: has no cache handle"):
+        world.cache.allocate_paged([req])
+    req.cache_handle = world.cache.match_req(req.input_ids)
+    with pytest.raises(ValueError, match="req 7: row -1"):
+        world.cache.allocate_paged([req])
+    req.table_idx = 0
+    with pytest.raises(ValueError, match="req 7: row 0 has no position 19"):
+        world.cache.allocate_paged([req])
+    assert world.cache.available_tokens == 24
+
+
+def test_only_computed_tokens_are_cached() -> None:
+    """The last sampled token has no K/V; under overlap the host may even know fewer."""
+    world = World(10, 4)
+    req = world.admit(range(7))
+    assert req is not None
+    world.prefill(req)  # K/V of 7 tokens, 8 tokens known
+    world.cache.cache_req(req, finished=False)
+    assert req.cache_handle.cached_len == 4
+    for _ in range(2):  # two passes that the host has not seen: K/V of 9 tokens, 8 known
+        world.launch(req)
+    assert (req.cached_len, len(req.input_ids)) == (9, 8)
+    known = req.input_ids.copy()
+    world.finish(req)
+    assert world.cache.match_req(np.append(known, [99, 99, 99])).cached_len == 8
+    world.check()
+    assert world.cache.allocator.free_pages == 8
+
+
+def test_an_abort_before_anything_was_allocated() -> None:
+    world = World(10, 4)
+    first = world.admit(range(12))
+    assert first is not None
+    world.prefill(first)
+    world.finish(first)
+    second = world.admit(range(12))
+    assert second is not None and second.matched_len == 8
+    world.finish(second)
+    third = world.admit(range(12))
+    assert third is not None
+    third.cached_len = 0  # a scheduler that had only matched and locked
+    world.finish(third)
+    world.cache.check_integrity()
+    assert world.cache.available_tokens == 40
+
+
+def test_rows_are_written_through_the_tables() -> None:
+    """What allocation and the row rewrite change reaches the device at the next flush."""
+    tables = TableManager(2, 32, 4, 8, "cpu", share_memory=False)
+    manager = CacheManager(8, 4, tables)
+    twins = []
+    for uid in range(2):
+        req = Req(uid=uid, input_ids=[1] * 9, sampling_params=SamplingParams(), max_new_tokens=4)
+        req.cache_handle, req.table_idx = manager.match_req(req.input_ids), tables.allocate()
+        manager.lock(req.cache_handle)
+        twins.append(req)
+    manager.allocate_paged(twins)
+    for req in twins:
+        req.advance()
+        manager.cache_req(req, finished=False)
+    tables.flush()
+    assert tables.device_page_table.numpy().tolist() == tables.page_table.tolist()
+    assert (tables.page_table[0, :8] == tables.page_table[1, :8]).all()

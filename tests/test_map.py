@@ -1,0 +1,91 @@
+"""The order of the chapters is the order of the imports; nothing in the package is global state."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import build
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# The package's own `__init__` hands out the public names lazily, so it may name any chapter.
+EXCEPTIONS = {"minisgl"}
+
+
+def dotted(path: Path) -> str:
+    """Module name of a file below `minisgl/`."""
+    parts = ["minisgl", *path.with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def chapter_of_modules(root: Path) -> dict[str, str]:
+    """Which chapter exports each module; folders without a chapter of their own come first."""
+    package = build.generate(root)
+    return {
+        dotted(path): package.owner.get(path, "") for path in package.files if path.suffix == ".py"
+    }
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and module of every import at any depth, except for type checkers only."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:  # `from minisgl import core` names a module, too
+                yield node.lineno, f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.If) and build.is_type_checking(node):
+            yield from (found for other in node.orelse for found in imports(other))
+        else:
+            yield from imports(node)
+
+
+def violations(sources: dict[str, str], chapters: dict[str, str]) -> list[str]:
+    """What breaks the map, a line each: globals, and imports of a later chapter."""
+    found = []
+    for name, source in sorted(sources.items()):
+        tree = ast.parse(source)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Global):
+                found.append(f"{name}:{node.lineno}: global {', '.join(node.names)}")
+        if name in EXCEPTIONS:
+            continue
+        for line, target in imports(tree):
+            module = target if target in chapters else target.rpartition(".")[0]
+            if chapters.get(module, "") > chapters[name] and module not in EXCEPTIONS:
+                later = f"{module} of chapter {chapters[module]}"
+                found.append(f"{name}:{line} of chapter {chapters[name]} imports {later}")
+    return found
+
+
+def test_the_package_follows_the_map() -> None:
+    chapters = chapter_of_modules(ROOT)
+    files = list((ROOT / "minisgl").rglob("*.py"))
+    sources = {dotted(p.relative_to(ROOT / "minisgl")): p.read_text() for p in files}
+    assert sources.keys() == chapters.keys()
+    assert violations(sources, chapters) == []
+
+
+CHAPTERS = {"minisgl": "", "minisgl.core": "01_config", "minisgl.llm": "09_scheduler"}
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "message"),
+    [
+        ("minisgl.core", "from minisgl.llm import LLM", "chapter 01_config imports minisgl.llm"),
+        ("minisgl.core", "from minisgl import llm", "imports minisgl.llm"),
+        ("minisgl.core", "def f():\n    import minisgl.llm", ":2 of chapter"),
+        ("minisgl.core", "try:\n    import minisgl.llm\nexcept ImportError:\n    pass", ":2 of"),
+        ("minisgl.llm", "from minisgl.core import Req", None),
+        ("minisgl.core", "if TYPE_CHECKING:\n    from minisgl.llm import LLM", None),
+        ("minisgl", "def __getattr__(n):\n    import minisgl.llm", None),
+        ("minisgl", "def f():\n    global x\n    x = 1", "global x"),
+    ],
+)
+def test_violations_are_found(module: str, source: str, message: str | None) -> None:
+    found = violations({module: source}, CHAPTERS)
+    assert len(found) == (message is not None)
+    if message:
+        assert message in found[0]

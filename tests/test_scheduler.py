@@ -1,0 +1,676 @@
+"""The scheduler without a model: admission, chunks, both loops, aborts, refusals."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from minisgl.core import Req, SamplingParams
+from minisgl.kvcache.prefix_cache import IntegrityError
+from minisgl.scheduler.channel import InProcessChannel
+from minisgl.scheduler.decode import DecodeManager, pages_to_come
+from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, Msg, Reply, UserMsg
+from minisgl.scheduler.scheduler import (
+    Limits,
+    Refusal,
+    check_prompt,
+    clamp_max_tokens,
+    finish_reason,
+    token_array,
+)
+from tests.fakes import EOS, VOCAB, Driver, FakeEngine, expected
+
+LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+
+
+def make_req(prompt_len: int, max_new: int, **fields: Any) -> Req:
+    return Req(
+        uid=1,
+        input_ids=np.ones(prompt_len, np.int32),
+        sampling_params=SamplingParams(**fields),
+        max_new_tokens=max_new,
+    )
+
+
+# ------------------------------------------------------------------ arithmetic and refusals
+
+
+@pytest.mark.parametrize(
+    ("ids", "message", "code"),
+    [
+        ([], "at least one token", "invalid_request"),
+        ([3, -1], "0..999, got -1", "invalid_request"),
+        ([3, 1000], "0..999, got 1000", "invalid_request"),
+        ([1] * 128, "window is 128 tokens", "context_length_exceeded"),
+        ([1] * 130, "130 tokens", "context_length_exceeded"),
+        ([1] * 100, "the KV cache holds 64 tokens", "context_length_exceeded"),
+    ],
+)  # fmt: skip
+def test_prompts_are_refused_with_reasons(ids: list[int], message: str, code: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        check_prompt(token_array(ids), Limits(128, 64, VOCAB))
+    assert message in caught.value.message and caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    "ids", [[[1], [2]], [1.5], "text", [None], [1, [2]], [2**40], [-(2**40)], [2**70], 5, [True]]
+)
+def test_token_arrays_are_flat_and_integer(ids: Any) -> None:
+    with pytest.raises(Refusal):
+        array = token_array(ids)
+        check_prompt(array, Limits(128, 128, VOCAB))
+
+
+def test_token_arrays_keep_their_values() -> None:
+    for ids in ([1, 2, 3], (1, 2, 3), np.array([1, 2, 3]), np.array([1, 2, 3], np.uint8)):
+        assert token_array(ids).tolist() == [1, 2, 3]
+        assert token_array(ids).dtype == np.int32
+
+
+def test_the_longest_prompt_leaves_one_token() -> None:
+    limits = Limits(max_seq_len=10, pool_tokens=64, vocab_size=VOCAB)
+    check_prompt(token_array([1] * 9), limits)
+    assert clamp_max_tokens(9, None, limits) == (1, None)
+    assert clamp_max_tokens(9, 1, limits) == (1, None)
+    count, notice = clamp_max_tokens(9, 5, limits)
+    assert count == 1 and notice is not None and "from 5 to 1" in notice and "window" in notice
+    count, notice = clamp_max_tokens(3, 100, limits._replace(pool_tokens=8))
+    assert count == 5 and notice is not None and "KV cache holds 8" in notice
+
+
+@pytest.mark.parametrize(
+    ("token", "fields", "reason"),
+    [
+        (EOS, {}, "stop"),
+        (EOS, {"ignore_eos": True}, None),
+        (7, {}, None),
+        (7, {"stop_token_ids": [7, 8]}, "stop"),
+        (EOS, {"ignore_eos": True, "stop_token_ids": [EOS]}, "stop"),
+    ],
+)
+def test_finish_reasons(token: int, fields: dict[str, Any], reason: str | None) -> None:
+    req = make_req(3, 2, **fields)
+    req.append(token)
+    assert finish_reason(req, token, frozenset([EOS])) == reason
+    req.append(token)
+    assert finish_reason(req, token, frozenset([EOS])) == (reason or "length")
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([1, 4, 16]))
+def test_promised_pages_are_exactly_what_a_life_takes(prompt: int, new: int, size: int) -> None:
+    """Follow a request step by step: the promise plus what it has never changes, and ends at 0."""
+    req = make_req(prompt, new)
+    total = pages_to_come(req, size)
+    assert total == math.ceil((prompt + new - 1) / size)
+    while True:
+        req.schedule(req.device_len)
+        owned = math.ceil(req.device_len / size)
+        req.advance()
+        assert owned + pages_to_come(req, size) == total
+        if not req.can_decode:
+            break
+    assert pages_to_come(req, size) == 0
+
+
+def test_messages_survive_the_wire() -> None:
+    params = SamplingParams(temperature=0.5, stop=("a", "b"), stop_token_ids=(3,), seed=7)
+    for message in (UserMsg(1, [1, 2], params), AbortMsg(1), ExitMsg()):
+        again = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Msg)
+        assert again == message
+    error = ErrorReply(uid=1, message="no", code="invalid_request", param="prompt")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(error), type=Reply) == error
+    bad = msgspec.msgpack.encode({"type": "UserMsg", "uid": "x"})
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(bad, type=Msg)
+
+
+# ------------------------------------------------------------------ one request, then many
+
+
+@LOOPS
+def test_one_request(overlap: bool) -> None:
+    d = Driver(overlap=overlap)
+    d.ask(7, [1, 2, 2], max_tokens=4)
+    d.drain()
+    assert d.tokens(7) == expected([1, 2, 2], 4)
+    assert d.reason(7) == "length"
+    assert [s.phase for s in d.engine.steps] == ["prefill"] + ["decode"] * 3
+    assert [r.finished for r in d.replies[7]] == [False, False, False, True]
+    assert all(r.prompt_tokens == 3 for r in d.replies[7])
+
+
+@LOOPS
+def test_end_token_stops_and_the_extra_token_is_dropped(overlap: bool) -> None:
+    prompt = [3, 3, 3]  # the answer ends at its third token
+    d = Driver(overlap=overlap)
+    d.ask(1, prompt, max_tokens=20)
+    d.ask(2, prompt, max_tokens=20, ignore_eos=True)
+    d.drain()
+    assert d.tokens(1)[-1] == EOS and len(d.tokens(1)) == 3
+    assert d.reason(1) == "stop" and d.reason(2) == "length"
+    assert d.tokens(2) == expected(prompt, 20, ignore_eos=True)
+    # The overlapped loop learns of the end one step late, and only then.
+    computed = sum(1 in s.sampled for s in d.engine.steps)
+    assert computed == (4 if overlap else 3)
+
+
+@LOOPS
+def test_one_token_answers(overlap: bool) -> None:
+    """A request whose first token is its last never enters a decode batch."""
+    d = Driver(overlap=overlap)
+    for uid in range(5):
+        d.ask(uid, [1 + uid], max_tokens=1)
+    d.drain()
+    assert all(d.tokens(u) == expected([1 + u], 1) for u in range(5))
+    assert [s.phase for s in d.engine.steps] == ["prefill"]
+
+
+@LOOPS
+def test_more_requests_than_rows(overlap: bool) -> None:
+    d = Driver(overlap=overlap, max_running_req=2)
+    for uid in range(10):
+        d.ask(uid, [uid + 1] * 3, max_tokens=3)
+    d.drain()
+    assert all(d.tokens(u) == expected([u + 1] * 3, 3) for u in range(10))
+    assert max(len(s.uids) for s in d.engine.steps) == 2
+
+
+def test_decode_batches_keep_the_order_of_arrival() -> None:
+    d = Driver(budget=8)
+    for uid in (5, 3, 9, 1):
+        d.ask(uid, [uid, uid, uid, uid], max_tokens=6, ignore_eos=True)
+    d.drain()
+    orders = {tuple(s.uids) for s in d.engine.steps if s.phase == "decode" and len(s.uids) == 4}
+    assert orders == {(5, 3, 9, 1)}
+    assert isinstance(DecodeManager().running, dict)
+
+
+@LOOPS
+def test_a_second_request_finds_the_prefix(overlap: bool) -> None:
+    d = Driver(overlap=overlap, page_size=4)
+    prompt = [1] * 11
+    d.ask(1, prompt, max_tokens=2)
+    d.drain()
+    d.ask(2, prompt, max_tokens=2)
+    d.drain()
+    assert d.replies[1][-1].cached_tokens == 0
+    assert d.replies[2][-1].cached_tokens == 8
+    assert d.tokens(1) == d.tokens(2)
+    prefills = [s for s in d.engine.steps if s.phase == "prefill"]
+    assert [s.extend for s in prefills] == [[11], [3]]
+
+
+# ------------------------------------------------------------------ budgets and chunks
+
+
+def test_pitfall_07_chunks_of_1200_at_256() -> None:
+    d = Driver(budget=256, num_pages=400, max_seq_len=1400)
+    d.ask(1, [i % 990 for i in range(1200)], max_tokens=2)
+    d.drain()
+    chunks = [s for s in d.engine.steps if s.phase == "prefill"]
+    assert [s.extend for s in chunks] == [[256]] * 4 + [[176]]
+    assert [s.seq_lens for s in chunks] == [[256], [512], [768], [1024], [1200]]
+    assert [s.sampled for s in chunks] == [[], [], [], [], [1]]
+    assert len(d.tokens(1)) == 2
+
+
+def test_pitfall_07_a_full_match_leaves_one_token_to_compute() -> None:
+    for size in (1, 4):
+        d = Driver(page_size=size)
+        for uid in (1, 2, 3):
+            d.ask(uid, [1] * 8, max_tokens=1)
+            d.drain()
+        computed = [s.extend[0] for s in d.engine.steps]
+        assert computed == ([8, 1, 1] if size == 1 else [8, 4, 4])
+
+
+def test_budget_is_shared_and_the_chunk_goes_first() -> None:
+    d = Driver(budget=10)
+    d.ask(1, [1] * 6, max_tokens=3, ignore_eos=True)
+    d.ask(2, [2] * 12, max_tokens=3, ignore_eos=True)
+    d.ask(3, [4] * 3, max_tokens=3, ignore_eos=True)
+    d.drain()
+    first, second = d.engine.steps[:2]
+    assert (first.uids, first.extend) == ([1, 2], [6, 4])
+    assert (second.uids, second.extend) == ([2, 3], [8, 2])  # 3 is cut in its turn
+    assert first.sampled == [1] and second.sampled == [2]
+    assert all(sum(s.extend) <= 10 for s in d.engine.steps if s.phase == "prefill")
+
+
+@LOOPS
+def test_a_chunked_request_reserves_its_pages_from_the_start(overlap: bool) -> None:
+    """Others are admitted beside a half-done prompt only if its end still fits."""
+    d = Driver(overlap=overlap, budget=4, num_pages=8, page_size=4)
+    d.ask(1, list(range(20)), max_tokens=9, ignore_eos=True)  # 28 tokens with K and V: 7 pages
+    d.ask(2, [50] * 5, max_tokens=4, ignore_eos=True)  # 2 pages: must wait
+    d.ask(3, [60] * 3, max_tokens=2, ignore_eos=True)  # 1 page: fits, but stands behind 2
+    d.drain()
+    order = [u for s in d.engine.steps if s.phase == "prefill" for u in s.sampled]
+    assert order == [1, 2, 3]
+    assert d.tokens(1) == expected(range(20), 9, ignore_eos=True)
+
+
+def test_a_large_request_is_not_overtaken_for_ever() -> None:
+    """Small requests keep coming; the large one waits for pages, and nobody passes it."""
+    d = Driver(num_pages=8, page_size=4)
+    for uid in range(4):
+        d.ask(uid, [uid] * 5, max_tokens=8, ignore_eos=True)
+    d.go()
+    d.ask(100, [9] * 20, max_tokens=10, ignore_eos=True)  # 8 pages: the whole pool
+    for turn in range(60):
+        d.ask(200 + turn, [turn] * 4, max_tokens=2, ignore_eos=True)
+        d.go()
+        if d.tokens(100):
+            break
+    assert d.tokens(100), "the large request starved"
+    large = next(i for i, s in enumerate(d.engine.steps) if s.uids[0] == 100)
+    assert all(max(s.uids) < 200 for s in d.engine.steps[:large])
+    d.drain()
+
+
+def test_a_matched_prefix_is_locked_before_pages_are_counted() -> None:
+    """All pages are cached and evictable; the match makes some of them unavailable."""
+    d = Driver(num_pages=8, page_size=4, cache_type="radix")
+    d.ask(1, list(range(31)), max_tokens=2, ignore_eos=True)  # fills the pool, then is cached
+    d.drain()
+    d.ask(2, [*range(24), *([700] * 3)], max_tokens=2, ignore_eos=True)  # 6 matched + 1 new page
+    d.go()
+    d.ask(3, [*range(4), *([800] * 4)], max_tokens=2, ignore_eos=True)  # 1 matched + 2: 1 too many
+    d.drain()
+    assert d.tokens(3) == expected([*range(4), *([800] * 4)], 2, ignore_eos=True)
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+@LOOPS
+def test_pages_are_rounded_right(overlap: bool, size: int) -> None:
+    """A request that fits to the last page is served; the pool never runs dry in mid-answer."""
+    for extra in range(size + 1):
+        d = Driver(overlap=overlap, page_size=size, num_pages=4, max_seq_len=200)
+        prompt, new = [7] * (2 * size + extra), size
+        if len(prompt) + new > 4 * size:
+            new = 4 * size - len(prompt)
+        d.ask(1, prompt, max_tokens=new, ignore_eos=True)
+        d.ask(2, [8] * size, max_tokens=2 * size, ignore_eos=True)
+        d.drain()
+        assert len(d.tokens(1)) == new and len(d.tokens(2)) == 2 * size
+
+
+# ------------------------------------------------------------------ refusals reach their caller
+
+
+@LOOPS
+def test_pitfall_10_larger_than_the_pool(overlap: bool) -> None:
+    d = Driver(overlap=overlap, num_pages=8, page_size=4, max_seq_len=128)
+    d.ask(1, [1] * 4, max_tokens=6, ignore_eos=True)
+    d.ask(2, [2] * 32, max_tokens=1)
+    d.ask(3, [4] * 31, max_tokens=50)
+    d.drain()
+    assert d.reason(2) == "context_length_exceeded" and len(d.replies[2]) == 1
+    assert "KV cache holds 32" in d.replies[2][0].message
+    assert len(d.tokens(3)) == 1 and "from 50 to 1" in d.replies[3][0].notice
+    assert d.tokens(1) == expected([1] * 4, 6, ignore_eos=True)
+
+
+@LOOPS
+def test_pitfall_11_longer_than_the_window(overlap: bool) -> None:
+    d = Driver(overlap=overlap, max_seq_len=16)
+    d.ask(1, [1] * 16, max_tokens=1)
+    d.ask(2, [1] * 15, max_tokens=1)
+    d.drain()
+    assert d.reason(1) == "context_length_exceeded"
+    assert "16 tokens are too many" in d.replies[1][0].message
+    assert d.replies[1][0].param == "prompt"
+    assert len(d.tokens(2)) == 1
+
+
+def broken_params(**fields: Any) -> SamplingParams:
+    """Parameters whose checks somebody got around."""
+    params = SamplingParams()
+    for name, value in fields.items():
+        object.__setattr__(params, name, value)
+    return params
+
+
+@LOOPS
+def test_pitfall_12_bad_requests_harm_nobody(overlap: bool) -> None:
+    d = Driver(overlap=overlap)
+    d.ask(0, [1, 2, 3], max_tokens=8, ignore_eos=True)
+    bad = {
+        1: UserMsg(1, [], SamplingParams()),
+        2: UserMsg(2, [1, -5], SamplingParams()),
+        3: UserMsg(3, [VOCAB], SamplingParams()),
+        4: UserMsg(4, [1], broken_params(max_tokens=-3)),
+        5: UserMsg(5, [1], broken_params(temperature=math.nan)),
+        6: UserMsg(6, [1], broken_params(top_p=-1.0)),
+        7: UserMsg(7, [1.5], SamplingParams()),  # type: ignore[list-item]
+        8: UserMsg(8, [2**80], SamplingParams()),
+        9: UserMsg(9, [1], None),  # type: ignore[arg-type]
+        0: UserMsg(0, [1], SamplingParams()),
+    }
+    d.go(2)
+    for uid in range(1, 10):
+        d.channel.put(bad[uid])
+        d.go()
+    d.drain()
+    for uid in range(1, 10):
+        assert len(d.replies[uid]) == 1 and isinstance(d.replies[uid][0], ErrorReply), uid
+    assert d.replies[4][0].param == "max_tokens" and "-3" in d.replies[4][0].message
+    assert d.replies[5][0].param == "temperature"
+    assert d.tokens(0) == expected([1, 2, 3], 8, ignore_eos=True)
+
+
+def test_a_uid_belongs_to_one_request_at_a_time() -> None:
+    d = Driver()
+    d.ask(1, [1, 1], max_tokens=5, ignore_eos=True)
+    d.channel.put(UserMsg(1, [2, 2], SamplingParams()))
+    d.turn()
+    errors = [r for r in d.channel.take() if isinstance(r, ErrorReply)]
+    assert len(errors) == 1 and errors[0].param == "uid"
+    d.drain()
+    d.ask(1, [2, 2], max_tokens=2, ignore_eos=True)  # free again
+    d.replies.clear()
+    d.drain()
+    assert d.tokens(1) == expected([2, 2], 2, ignore_eos=True)
+
+
+# ------------------------------------------------------------------ aborts
+
+
+def spy_releases(d: Driver) -> list[int]:
+    """Uids in the order of their release."""
+    released: list[int] = []
+    original = d.cache.cache_req
+
+    def cache_req(req: Req, finished: bool) -> None:
+        if finished:
+            released.append(req.uid)
+        original(req, finished)
+
+    d.cache.cache_req = cache_req  # type: ignore[method-assign]
+    return released
+
+
+@LOOPS
+@pytest.mark.parametrize("turns", range(12))
+def test_abort_at_every_moment(overlap: bool, turns: int) -> None:
+    """Queued, in mid-prefill, decoding, on its way, finished: one last word, one release."""
+    d = Driver(overlap=overlap, budget=4)
+    released = spy_releases(d)
+    d.ask(1, [5] * 3, max_tokens=8, ignore_eos=True)
+    d.ask(2, list(range(14)), max_tokens=4, ignore_eos=True)
+    d.ask(3, [6] * 3, max_tokens=4, ignore_eos=True)
+    d.go(turns)
+    d.channel.put(AbortMsg(2), AbortMsg(2), AbortMsg(77))
+    d.drain()
+    assert d.tokens(1) == expected([5] * 3, 8, ignore_eos=True)
+    assert d.tokens(3) == expected([6] * 3, 4, ignore_eos=True)
+    answer = expected(range(14), 4, ignore_eos=True)
+    assert d.tokens(2) == answer[: len(d.tokens(2))]
+    assert d.reason(2) in ("abort", "length")
+    assert sum(r.finished for r in d.replies.get(2, [])) == 1
+    assert released.count(2) <= 1 and sorted(set(released)) == sorted(released)
+    assert 77 not in d.replies
+
+
+def test_pitfall_03_aborted_in_flight_is_released_once() -> None:
+    d = Driver(overlap=True)
+    released = spy_releases(d)
+    d.ask(1, [1, 1, 2], max_tokens=20, ignore_eos=True)
+    d.go(3)
+    flying = d.scheduler.in_flight
+    assert flying is not None and [r.uid for r in flying.inputs.sampled] == [1]
+    d.channel.put(AbortMsg(1))
+    d.go()
+    assert released == [1]
+    d.drain()
+    assert released == [1] and d.reason(1) == "abort"
+    # The same for the step that is under way when the end token is seen.
+    d.ask(2, [3, 3, 3], max_tokens=20)
+    d.drain()
+    assert released == [1, 2]
+
+
+def test_pitfall_03_a_new_request_with_an_old_uid_is_another_request() -> None:
+    """The old request's token, still on its way, must not reach the new one."""
+    d = Driver(overlap=True)
+    d.ask(1, [1, 1, 2], max_tokens=20, ignore_eos=True)
+    d.go(3)
+    d.channel.put(AbortMsg(1))
+    d.channel.put(UserMsg(1, [9, 9], SamplingParams(max_tokens=3, ignore_eos=True)))
+    d.turn()
+    before = d.channel.take()
+    assert [getattr(r, "finish_reason", None) for r in before] == ["abort"]
+    d.replies.clear()
+    d.drain()
+    assert d.tokens(1) == expected([9, 9], 3, ignore_eos=True)
+
+
+def test_abort_in_mid_prefill_keeps_the_prefix() -> None:
+    d = Driver(budget=8, page_size=4)
+    d.ask(1, list(range(30)), max_tokens=4)
+    d.go(2)
+    assert d.scheduler.prefill.chunked is not None
+    d.channel.put(AbortMsg(1))
+    d.drain()
+    assert d.scheduler.prefill.chunked is None
+    d.ask(2, list(range(30)), max_tokens=1)
+    d.drain()
+    assert d.replies[2][-1].cached_tokens == 16
+
+
+# ------------------------------------------------------------------ rows that name freed slots
+
+
+@LOOPS
+@pytest.mark.parametrize("cache_type", ["radix", "hash"])
+def test_pitfall_01_rows_follow_their_prefix(overlap: bool, cache_type: str) -> None:
+    """Twins prefilled together: the second frees its copies and must name the first one's slots."""
+    d = Driver(overlap=overlap, cache_type=cache_type, page_size=4)
+    prompt = list(range(12))
+    for uid in range(3):
+        d.ask(uid, prompt, max_tokens=6, ignore_eos=True)
+    d.go(2)
+    rows = [r.table_idx for r in d.live()]
+    table = d.engine.tables.page_table
+    assert len(rows) == 3
+    assert all(np.array_equal(table[rows[0], :12], table[row, :12]) for row in rows)
+    free = set(d.cache.allocator.free_set().tolist())
+    for req in d.live():
+        used = table[req.table_idx, : req.cached_len] // 4
+        assert not free & set(used.tolist())
+    d.drain()
+    assert all(d.tokens(u) == expected(prompt, 6, ignore_eos=True) for u in range(3))
+
+
+# ------------------------------------------------------------------ the loops
+
+
+@pytest.mark.parametrize("cache_type", ["radix", "hash", "naive"])
+@pytest.mark.parametrize("seed", range(4))
+def test_both_loops_give_the_same_tokens(cache_type: str, seed: int) -> None:
+    answers = []
+    for overlap in (False, True):
+        r = random.Random(seed)
+        d = Driver(
+            overlap=overlap, cache_type=cache_type, budget=7, num_pages=12, max_running_req=3
+        )
+        for uid in range(25):
+            prompt = [5] * r.randrange(6) + [r.randrange(4) for _ in range(r.randrange(1, 20))]
+            d.ask(uid, prompt, max_tokens=r.randrange(1, 12))
+            if r.random() < 0.5:
+                d.go()
+        d.drain()
+        answers.append({uid: (d.tokens(uid), d.reason(uid)) for uid in range(25)})
+    assert answers[0] == answers[1]
+
+
+@LOOPS
+def test_run_until_told_to_exit(overlap: bool) -> None:
+    """The blocking loop, fed from another thread, as a server does it."""
+    d = Driver(overlap=overlap)
+    loop = d.scheduler.run_overlap if overlap else d.scheduler.run
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
+    said: list[Any] = []
+    for uid in range(3):
+        d.ask(uid, [uid + 1] * 2, max_tokens=3, ignore_eos=True)
+        while sum(r.uid == uid and r.finished for r in said) == 0:
+            said += d.channel.take()
+    d.ask(9, [4] * 2, max_tokens=100, ignore_eos=True)
+    d.channel.put(ExitMsg())
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+    said += d.channel.take()
+    assert [r.finish_reason for r in said if r.uid == 9][-1] == "abort"
+    assert d.cache.available_tokens == d.engine.num_pages * d.engine.page_size
+
+
+@LOOPS
+def test_idle_checks_that_no_page_is_lost(overlap: bool) -> None:
+    d = Driver(overlap=overlap)
+    d.ask(1, [1, 2], max_tokens=2)
+    d.drain()
+    d.cache.allocator.allocate(1)  # a page that nobody owns
+    with pytest.raises(IntegrityError, match="lost"):
+        d.turn(block=True)
+
+
+def test_idle_blocks_and_work_does_not() -> None:
+    asked: list[bool] = []
+
+    class Channel(InProcessChannel):
+        def recv(self, block: bool) -> list[Msg]:
+            asked.append(block)
+            return super().recv(block=False)
+
+    d = Driver()
+    d.scheduler.channel = d.channel = Channel()
+    d.ask(1, [1, 2], max_tokens=2, ignore_eos=True)
+    for _ in range(4):
+        d.scheduler.turn(block=True)
+    assert asked == [True, False, True, True]
+
+
+def test_channel_blocks_until_there_is_a_message() -> None:
+    channel = InProcessChannel()
+    threading.Timer(0.05, lambda: channel.put(AbortMsg(1), AbortMsg(2))).start()
+    got = channel.recv(block=True)
+    got += channel.recv(block=False) if len(got) == 1 else []
+    assert got == [AbortMsg(1), AbortMsg(2)]
+    assert channel.recv(block=False) == []
+
+
+def test_trace_tells_what_was_done_for_which_step() -> None:
+    events: list[Any] = []
+    d = Driver(trace=events.append)
+    d.ask(1, [1, 1], max_tokens=3, ignore_eos=True)
+    d.drain()
+    names = [e.name for e in events]
+    assert names[:5] == ["receive", "schedule", "launch", "wait", "process"]
+    assert {e.step for e in events} == {0, 1, 2}
+    assert all(e.start <= e.end for e in events)
+    assert all(a.end <= b.start for a, b in itertools.pairwise(events))
+
+
+def test_overlap_launches_before_it_waits() -> None:
+    events: list[Any] = []
+    d = Driver(trace=events.append, overlap=True)
+    d.ask(1, [1, 1], max_tokens=4, ignore_eos=True)
+    d.drain()
+    order = [(e.name, e.step) for e in events if e.name in ("launch", "wait")]
+    assert order.index(("launch", 1)) < order.index(("wait", 0))
+    assert order.index(("launch", 2)) < order.index(("wait", 1))
+
+
+def test_host_work_is_linear_in_the_batch() -> None:
+    """Bookkeeping of the decode order costs a dictionary entry, and no search."""
+    d = Driver(max_running_req=256, num_pages=2048, max_seq_len=64, budget=4096)
+    for uid in range(256):
+        d.ask(uid, [uid] * 4, max_tokens=8, ignore_eos=True)
+    while d.channel.waiting or d.scheduler.has_work:
+        d.turn()
+    assert max(len(s.uids) for s in d.engine.steps) == 256
+    assert len(d.engine.steps) == 8
+
+
+# ------------------------------------------------------------------ any sequence of events
+
+
+class Events(RuleBasedStateMachine):
+    """Requests and aborts at any time, in any order, on a tight pool."""
+
+    @initialize(
+        overlap=st.booleans(),
+        cache_type=st.sampled_from(["radix", "hash", "naive"]),
+        budget=st.sampled_from([3, 8, 64]),
+        page_size=st.sampled_from([1, 4, 16]),
+        pages=st.integers(3, 10),
+        rows=st.integers(1, 4),
+    )
+    def start(self, **how: Any) -> None:
+        how["num_pages"] = how.pop("pages") * (4 if how["page_size"] == 1 else 1)
+        how["max_running_req"] = how.pop("rows")
+        self.d = Driver(max_seq_len=48, **how)
+        self.wanted: dict[int, list[int]] = {}
+        self.aborted: set[int] = set()
+
+    @rule(same=st.integers(0, 12), own=st.lists(st.integers(0, 2), min_size=1, max_size=12),
+          new=st.integers(1, 12), ignore=st.booleans())  # fmt: skip
+    def ask(self, same: int, own: list[int], new: int, ignore: bool) -> None:
+        prompt = [4] * same + own
+        limit = self.d.scheduler.limits.total
+        uid = len(self.wanted)
+        room = limit - len(prompt)
+        self.wanted[uid] = expected(prompt, min(new, room), ignore) if room > 0 else []
+        self.d.ask(uid, prompt, max_tokens=new, ignore_eos=ignore)
+
+    @precondition(lambda self: getattr(self, "wanted", None))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        uid = data.draw(st.integers(0, len(self.wanted) - 1))
+        self.aborted.add(uid)
+        self.d.channel.put(AbortMsg(uid))
+
+    @rule(turns=st.integers(1, 4))
+    def turn(self, turns: int) -> None:
+        self.d.go(turns)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "d"):
+            return
+        self.d.drain()
+        for uid, wanted in self.wanted.items():
+            got = self.d.tokens(uid)
+            assert got == wanted or (uid in self.aborted and got == wanted[: len(got)])
+            last = self.d.replies[uid][-1]
+            assert isinstance(last, ErrorReply) or last.finished
+
+
+TestEvents = Events.TestCase
+TestEvents.settings = settings(
+    max_examples=80, stateful_step_count=25, deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
+
+
+def test_fake_engine_notices_shared_slots() -> None:
+    """The oracle itself: two rows that write one slot are an error."""
+    engine = FakeEngine()
+    reqs = [make_req(2, 2), make_req(2, 2)]
+    for row, req in enumerate(reqs):
+        req.table_idx = row
+        engine.tables.write(row, 0, np.array([4, 5], np.int32))
+    batch = SimpleNamespace(reqs=reqs, padded_reqs=reqs, phase=SimpleNamespace(value="prefill"))
+    with pytest.raises(AssertionError, match="share a slot"):
+        engine.prepare(batch)  # type: ignore[arg-type]

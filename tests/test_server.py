@@ -1,0 +1,628 @@
+"""The server: messages, queues, text worker, frontend, API, processes and the shell."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import openai
+import psutil
+import pytest
+import uvicorn
+
+from minisgl.config import ServerConfig
+from minisgl.core import SamplingParams
+from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
+from minisgl.server.api import ApiSettings, create_app
+from minisgl.server.channels import QueueBox, SchedulerChannel, ZmqInbox, ZmqOutbox
+from minisgl.server.cli import build_parser, config_from, main, sampling_defaults, settings_for
+from minisgl.server.frontend import Frontend, RequestFailed
+from minisgl.server.launch import ThreadedServer
+from minisgl.server.messages import Codec, TokenizeMsg, UserReply
+from minisgl.server.schemas import ChatRequest
+from minisgl.server.shell import Shell
+from minisgl.server.worker import TextWorker
+from minisgl.tokenizer import Tokenizer
+from tests.checkpoints import make_checkpoint
+
+PAGES, WINDOW = 64, 256
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(
+        tmp_path_factory.mktemp("model"), tokenizer=True, max_position_embeddings=WINDOW
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path) -> Tokenizer:
+    return Tokenizer(checkpoint)
+
+
+class Live:
+    """A real uvicorn on a real socket, over the scheduler of a random model, in threads."""
+
+    def __init__(self, checkpoint: Path, **fields: Any) -> None:
+        config = ServerConfig(model_path=str(checkpoint), num_page_override=PAGES, **fields)
+        self.server = ThreadedServer(config)
+        app = create_app(self.server.frontend, settings_for(config, checkpoint))
+        self.http = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        self.sock = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}"
+        self.thread = threading.Thread(target=self.http.run, args=([self.sock],), daemon=True)
+
+    def __enter__(self) -> Live:
+        self.server.__enter__()
+        self.thread.start()
+        wait_for(lambda: self.http.started, "uvicorn to start")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.should_exit = True
+        self.thread.join(timeout=10)
+        self.server.__exit__()
+
+    def assert_pages_home(self) -> None:
+        """No request left, and every page free or in the tree."""
+        scheduler = self.server.scheduler
+        wait_for(lambda: not scheduler.has_work, "the scheduler to be idle")
+        scheduler.cache.check_integrity()
+        assert scheduler.cache.available_tokens == PAGES * scheduler.engine.page_size
+        assert scheduler.tables.free_rows == scheduler.engine.config.max_running_req
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def live(checkpoint: Path) -> Iterator[Live]:
+    with Live(checkpoint) as running:
+        yield running
+
+
+def chat(live: Live, **fields: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, **fields}
+    return httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=30)
+
+
+# Messages and queues
+
+
+def test_codec_returns_what_it_was_given() -> None:
+    codec = Codec()
+    params = SamplingParams(temperature=0.5, stop="END", seed=3, logprobs=2)
+    messages = [
+        TokenizeMsg(uid=1, sampling_params=params, messages=[{"role": "user", "content": "ä🙂"}]),
+        UserMsg(uid=2, input_ids=[1, 2], sampling_params=params),
+        AbortMsg(uid=3),
+        ExitMsg(),
+        TokenReply(uid=4, token=5, stop=("a",), top_logprobs=[(1, -0.5)]),
+        ErrorReply(uid=5, message="no", param="prompt"),
+        UserReply(uid=6, text="x", token_ids=[1]),
+    ]
+    assert [codec.decode(codec.encode(m)) for m in messages] == messages
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"type": "AbortMsg", "uid": "x"}, {"type": "Nothing"}, {"uid": 1}, [1, 2], None],
+)
+def test_codec_refuses_what_is_not_a_message(wrong: object) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        Codec().decode(msgspec.msgpack.encode(wrong))
+
+
+def test_socket_keeps_order_and_waits_for_its_reader(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/box"
+    outbox = ZmqOutbox(address)  # before the reader exists
+    for uid in range(100):
+        outbox.put(AbortMsg(uid=uid))
+    inbox = ZmqInbox(address)
+    got: list[Any] = []
+    wait_for(lambda: bool(got.extend(inbox.get_all(0.1)) or len(got) == 100), "100 messages")
+    assert [m.uid for m in got] == list(range(100))
+    inbox.close()
+    outbox.close()
+
+
+def test_channel_leaves_when_its_parent_is_gone() -> None:
+    channel = SchedulerChannel(QueueBox(), QueueBox(), alive=lambda: False)
+    assert channel.recv(block=True) == [ExitMsg()]
+    assert channel.recv(block=False) == []
+
+
+# Text worker
+
+
+class Bench:
+    """A text worker whose surroundings are two lists."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.to_scheduler, self.to_frontend = QueueBox(), QueueBox()
+        self.worker = TextWorker(tokenizer, self.to_scheduler, self.to_frontend)
+
+    def tokens(self, uid: int, ids: list[int], stop: tuple[str, ...] = (), end: bool = True) -> None:
+        for i, token in enumerate(ids):
+            last = end and i == len(ids) - 1
+            reason = "length" if last else None
+            self.worker.handle(
+                TokenReply(uid=uid, token=token, stop=stop, finished=last, finish_reason=reason)
+            )
+
+    def replies(self) -> list[Any]:
+        return self.to_frontend.get_all(0.0)
+
+
+def test_text_worker_gives_whole_characters_and_all_text(tokenizer: Tokenizer) -> None:
+    bench, text = Bench(tokenizer), "Ünïcode 🙂 日本"
+    bench.tokens(1, tokenizer.encode(text).tolist())
+    replies = bench.replies()
+    assert "".join(r.text for r in replies) == text
+    assert "\ufffd" not in "".join(r.text for r in replies[:-1])
+    assert [r.finished for r in replies] == [False] * (len(replies) - 1) + [True]
+    assert replies[-1].completion_tokens == len(replies)
+
+
+def test_text_worker_stops_at_a_stop_string(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer)
+    bench.tokens(1, tokenizer.encode("one two END three").tolist(), stop=("END",), end=False)
+    replies = bench.replies()
+    assert "".join(r.text for r in replies) == "one two "
+    assert replies[-1].finished and replies[-1].finish_reason == "stop"
+    assert sum(r.finished for r in replies) == 1
+    assert bench.to_scheduler.get_all(0.0) == [AbortMsg(uid=1)]
+    # The scheduler confirms; a later request may use the same uid.
+    bench.worker.handle(TokenReply(uid=1, token=None, finished=True, finish_reason="abort"))
+    assert bench.replies() == []
+    bench.tokens(1, tokenizer.encode("END").tolist())
+    assert "".join(r.text for r in bench.replies()) == "END"
+
+
+def test_text_worker_answers_a_bad_prompt_and_lives(tokenizer: Tokenizer) -> None:
+    bench, params = Bench(tokenizer), SamplingParams()
+    bench.worker.handle(TokenizeMsg(uid=1, sampling_params=params, messages=[{"role": "user"}]))
+    bench.worker.handle(TokenizeMsg(uid=2, sampling_params=params, text="\ud800"))
+    errors = bench.replies()
+    assert [(e.uid, e.param) for e in errors] == [(1, "messages"), (2, "prompt")]
+    bench.worker.handle(TokenizeMsg(uid=3, sampling_params=params, text="fine"))
+    assert [m.uid for m in bench.to_scheduler.get_all(0.0)] == [3]
+
+
+# API
+
+
+def test_chat_answer_has_the_fields_that_clients_read(live: Live) -> None:
+    reply = chat(live).json()
+    assert reply["object"] == "chat.completion" and reply["id"].startswith("chatcmpl-")
+    choice = reply["choices"][0]
+    assert choice["message"]["role"] == "assistant" and choice["finish_reason"] == "length"
+    usage = reply["usage"]
+    assert usage["completion_tokens"] == 8
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 8
+
+
+def test_stream_equals_whole(live: Live) -> None:
+    whole = chat(live, seed=1).json()
+    text = chat(live, seed=1, stream=True, stream_options={"include_usage": True}).text
+    events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 8
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    deltas = [chunk["choices"][0] for chunk in chunks[:-1]]
+    assert deltas[0]["delta"]["role"] == "assistant"
+    assert all("role" not in d["delta"] for d in deltas[1:])
+    assert [d["finish_reason"] for d in deltas[:-1]] == [None] * (len(deltas) - 1)
+    assert deltas[-1]["finish_reason"] == "length"
+    said = "".join(d["delta"]["content"] for d in deltas)
+    assert said == whole["choices"][0]["message"]["content"]
+    assert len({(c["id"], c["created"], c["object"]) for c in chunks}) == 1
+
+
+def test_openai_sdk_works(live: Live) -> None:
+    client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="any")
+    name = client.models.list().data[0].id
+    whole = client.chat.completions.create(
+        model=name, messages=[{"role": "user", "content": "hi"}], max_completion_tokens=5, seed=0
+    )
+    assert whole.usage is not None and whole.usage.completion_tokens == 5
+    stream = client.chat.completions.create(
+        model=name, messages=[{"role": "user", "content": "hi"}], max_tokens=5, seed=0, stream=True
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in stream)
+    assert text == whole.choices[0].message.content
+    done = client.completions.create(model=name, prompt=["a", "b"], max_tokens=2, n=2)
+    assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
+    with pytest.raises(openai.BadRequestError, match="context"):
+        client.completions.create(model=name, prompt=[5] * (WINDOW + 1))
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "choices"), [("hello", 1), ([5, 6, 7], 1), (["a", "b"], 2), ([[5], [6, 7]], 2)]
+)
+def test_completion_takes_every_spelling_of_a_prompt(live: Live, prompt: Any, choices: int) -> None:
+    body = {"prompt": prompt, "max_tokens": 3}
+    reply = httpx.post(f"{live.url}/v1/completions", json=body, timeout=30).json()
+    assert [c["index"] for c in reply["choices"]] == list(range(choices))
+    assert reply["usage"]["completion_tokens"] == 3 * choices
+
+
+def test_nulls_mean_defaults_and_unknown_fields_are_ignored(live: Live) -> None:
+    nulls = dict.fromkeys(
+        ["temperature", "top_p", "top_k", "stop", "seed", "n", "stream", "tools", "logprobs"]
+    )
+    assert chat(live, **nulls, made_up=1, response_format={"type": "text"}).status_code == 200
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "negative max_tokens": ({"max_tokens": -1}, "max_tokens"),
+    "zero max_tokens": ({"max_tokens": 0}, "max_tokens"),
+    "negative temperature": ({"temperature": -0.5}, "temperature"),
+    "top_p above one": ({"top_p": 1.5}, "top_p"),
+    "top_k text": ({"top_k": "many"}, "top_k"),
+    "no answers": ({"n": 0}, "n"),
+    "no messages": ({"messages": []}, "messages"),
+    "role": ({"messages": [{"role": "king", "content": "x"}]}, "messages"),
+    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    "tools": ({"tools": [{"type": "function"}]}, "tools"),
+    "schema": ({"response_format": {"type": "json_schema"}}, "response_format"),
+    "seed": ({"seed": "lucky"}, "seed"),
+    "stop": ({"stop": [1, 2]}, "stop"),
+    "empty stop": ({"stop": ""}, "stop"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_field_is_named_and_the_server_lives(live: Live, name: str) -> None:
+    fields, param = BAD[name]
+    response = chat(live, **fields)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == param, error
+    assert set(error) == {"message", "type", "param", "code"} and param in error["message"]
+    assert chat(live).status_code == 200
+
+
+def test_nan_and_broken_json_are_refused(live: Live) -> None:
+    url, headers = f"{live.url}/v1/chat/completions", {"content-type": "application/json"}
+    nan = b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}'
+    for content in (b"{not json", b"", b"[]", b"\xff\xfe", nan):
+        response = httpx.post(url, content=content, headers=headers)
+        assert response.status_code == 400, content
+        assert response.json()["error"]["message"]
+    assert httpx.get(f"{live.url}/nowhere").json()["error"]["code"] == "http_404"
+    assert httpx.get(url).status_code == 405
+
+
+def test_pitfall_10_11_12_prompts_that_can_never_run_get_an_answer(live: Live) -> None:
+    """Too long for the window, larger than the pool, empty, unknown ids: an error each, at once."""
+    cases = {
+        "window": ([5] * (WINDOW + 1), "context_length_exceeded"),
+        "empty": ([], "invalid_request"),
+        "unknown id": ([5, 10_000], "invalid_request"),
+        "huge id": ([2**40], "invalid_value"),
+        "negative id": ([-1], "invalid_value"),
+    }
+    for name, (prompt, code) in cases.items():
+        response = httpx.post(f"{live.url}/v1/completions", json={"prompt": prompt}, timeout=10)
+        assert response.status_code == 400, name
+        assert response.json()["error"]["code"] == code, name
+    stream = httpx.post(
+        f"{live.url}/v1/completions", json={"prompt": [5] * 999, "stream": True}, timeout=10
+    )
+    assert stream.status_code == 400  # not a broken stream
+    live.assert_pages_home()
+
+
+def test_pool_smaller_than_a_prompt(checkpoint: Path) -> None:
+    config = ServerConfig(model_path=str(checkpoint), num_page_override=4)
+    with ThreadedServer(config) as server:
+        app = create_app(server.frontend, settings_for(config, checkpoint))
+
+        async def both() -> tuple[httpx.Response, httpx.Response]:
+            transport = httpx.ASGITransport(app)
+            async with (
+                app.router.lifespan_context(app),
+                httpx.AsyncClient(transport=transport, base_url="http://t", timeout=20) as client,
+            ):
+                large = client.post("/v1/completions", json={"prompt": [5] * 80})
+                small = client.post("/v1/completions", json={"prompt": [5] * 8, "max_tokens": 4})
+                return await large, await small
+
+        large, small = asyncio.run(both())
+    assert large.status_code == 400 and "KV cache" in large.json()["error"]["message"]
+    assert small.json()["usage"]["completion_tokens"] == 4
+
+
+def test_pitfall_14_a_client_that_leaves_frees_its_pages(live: Live) -> None:
+    """Hang up while streaming, while waiting for a whole answer, and while queued."""
+    long = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True}
+    with httpx.stream("POST", f"{live.url}/v1/completions", json={**long, "stream": True}) as reply:
+        next(reply.iter_lines())
+    live.assert_pages_home()
+    for _ in range(3):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{live.url}/v1/completions", json={**long, "n": 3}, timeout=0.05)
+    live.assert_pages_home()
+
+
+def test_many_clients_at_once_get_what_each_alone_would_get(live: Live) -> None:
+    prompts = [f"request {i} " * (i % 5 + 1) for i in range(12)]
+
+    async def ask(client: httpx.AsyncClient, prompt: str) -> str:
+        body = {"prompt": prompt, "max_tokens": 6, "temperature": 0}
+        return (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+
+    async def all_at_once() -> list[str]:
+        async with httpx.AsyncClient(base_url=live.url, timeout=30) as client:
+            return await asyncio.gather(*(ask(client, prompt) for prompt in prompts))
+
+    async def one_by_one() -> list[str]:
+        async with httpx.AsyncClient(base_url=live.url, timeout=30) as client:
+            return [await ask(client, prompt) for prompt in prompts]
+
+    assert asyncio.run(all_at_once()) == asyncio.run(one_by_one())
+    live.assert_pages_home()
+
+
+def test_stop_string_over_http(live: Live) -> None:
+    free = httpx.post(
+        f"{live.url}/v1/completions", json={"prompt": "abc", "max_tokens": 40, "temperature": 0}
+    ).json()["choices"][0]["text"]
+    stop = free[3:5]
+    cut = httpx.post(
+        f"{live.url}/v1/completions",
+        json={"prompt": "abc", "max_tokens": 40, "temperature": 0, "stop": [stop]},
+    ).json()["choices"][0]
+    assert cut["text"] == free[: free.index(stop)] and cut["finish_reason"] == "stop"
+    live.assert_pages_home()
+
+
+def test_key_and_model_name_are_checked() -> None:
+    frontend = Frontend([QueueBox()], QueueBox())
+    app = create_app(frontend, ApiSettings("mine", 128, api_key="secret"))
+
+    async def codes() -> list[int]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+            good = {"authorization": "Bearer secret"}
+            body = {"model": "other", "prompt": "x"}
+            return [
+                (await client.get("/v1/models")).status_code,
+                (await client.get("/v1/models", headers=good)).status_code,
+                (await client.post("/v1/completions", json=body, headers=good)).status_code,
+                (await client.get("/health")).status_code,
+            ]
+
+    assert asyncio.run(codes()) == [401, 200, 404, 200]
+
+
+def test_dead_worker_is_a_503_for_all() -> None:
+    async def run() -> None:
+        frontend = Frontend([QueueBox()], QueueBox())
+        stream = frontend.generate(SamplingParams(), text="x")
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0.01)
+        frontend.fail_all("the scheduler died")
+        with pytest.raises(RequestFailed, match="died"):
+            await waiting
+        app = create_app(frontend, ApiSettings("mine", 128))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+            assert (await client.get("/health")).status_code == 503
+            response = await client.post("/v1/completions", json={"prompt": "x"})
+            assert response.status_code == 503 and "died" in response.json()["error"]["message"]
+
+    asyncio.run(run())
+
+
+def test_defaults_come_from_the_model(tmp_path: Path) -> None:
+    assert sampling_defaults(tmp_path) == {"temperature": 1.0}
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    assert sampling_defaults(tmp_path) == {"temperature": 0.6, "top_k": 20}
+    body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "top_k": 5})
+    assert body.sampling_params(sampling_defaults(tmp_path)).top_k == 5
+    (tmp_path / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
+    assert sampling_defaults(tmp_path) == {"temperature": 0.0}
+
+
+# Shell
+
+
+def test_shell_keeps_a_conversation(checkpoint: Path) -> None:
+    config = ServerConfig(model_path=str(checkpoint), num_page_override=PAGES)
+    said: list[str] = []
+
+    async def talk(server: ThreadedServer) -> Shell:
+        shell = Shell(server.frontend, SamplingParams(max_tokens=6), said.append)
+        await server.frontend.start()
+        assert await shell.handle("hello")
+        assert await shell.handle("   ")
+        assert await shell.handle("again")
+        assert [m["role"] for m in shell.history] == ["user", "assistant"] * 2
+        assert await shell.handle("long " * 300)  # refused, and the history stays
+        assert len(shell.history) == 4
+        assert await shell.handle("/reset") and shell.history == []
+        assert not await shell.handle("/exit")
+        await server.frontend.stop()
+        return shell
+
+    with ThreadedServer(config) as server:
+        asyncio.run(talk(server))
+    assert any("/reset" in text for text in said)
+
+
+# Command line and processes
+
+
+def test_help_explains_every_flag() -> None:
+    text = build_parser().format_help()
+    for flag in (
+        "--model-path --model --dtype --tensor-parallel-size --tp --max-running-requests "
+        "--max-seq-len-override --memory-ratio --num-pages --page-size --cuda-graph-max-bs "
+        "--max-prefill-length --attention-backend --attn --cache-type --num-tokenizer "
+        "--dummy-weight --device --disable-overlap --shell --host --port"
+    ).split():
+        assert flag in text
+
+
+def test_flags_reach_the_config() -> None:
+    flags = "--page-size 4 --attn triton --cache-type hash --disable-overlap --num-pages 9 --tp 2"
+    config = config_from(build_parser().parse_args(flags.split()))
+    assert (config.page_size, config.attention_backend, config.cache_type) == (4, "triton", "hash")
+    assert (config.overlap, config.num_page_override, config.tp.size) == (False, 9, 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--page-size", "0"], "page_size"),
+        (["--model", "/no/such/folder"], "/no/such/folder"),
+        (["--memory-ratio", "nan"], "memory_ratio"),
+        (["--dtype", "float7"], "dtype"),
+    ],
+)
+def test_wrong_flag_is_one_clear_line(
+    flags: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags) == 2
+    error = capsys.readouterr().err
+    assert word in error and "Traceback" not in error and error.startswith("minisgl: ")
+
+
+def test_taken_port_is_said_before_a_model_loads(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--model", str(checkpoint), "--port", str(port)]) == 2
+    assert f"{port}" in capsys.readouterr().err
+
+
+class Served:
+    """`python -m minisgl` as a user starts it."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.folder = folder
+        self.started = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "minisgl", "--port", "0", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(folder)},
+            start_new_session=True,
+        )
+
+    def ready(self) -> str:
+        """Wait for the one line with the URL; return the URL."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        self.seconds = time.monotonic() - self.started
+        assert "http://" in line, line + (self.process.communicate()[1] if not line else "")
+        return line.split()[-1]
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+def test_served_process_answers_and_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    served = Served(tmp_path, "--model", str(checkpoint), "--num-tokenizer", "1")
+    url = served.ready()
+    children = served.children()
+    assert len(children) >= 3 and list(tmp_path.glob("minisgl-*/*"))
+    reply = httpx.post(f"{url}/completions", json={"prompt": "hi", "max_tokens": 4}, timeout=30)
+    assert reply.json()["usage"]["completion_tokens"] == 4
+    os.killpg(served.process.pid, signal.SIGINT)  # Ctrl-C reaches the whole group
+    _, errors = served.process.communicate(timeout=20)
+    assert served.process.returncode == 0 and "Traceback" not in errors, errors
+    wait_for(lambda: not any(child.is_running() for child in children), "workers to leave")
+    assert not list(tmp_path.glob("minisgl-*"))
+
+
+def test_dead_scheduler_is_noticed_and_killed_parent_takes_workers_along(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    served = Served(tmp_path, "--model", str(checkpoint))
+    root = served.ready().removesuffix("/v1")
+    children = served.children()
+    worker = next(c for c in children if "spawn_main" in " ".join(c.cmdline()))
+    worker.kill()
+    wait_for(lambda: httpx.get(f"{root}/health").status_code == 503, "the 503")
+    served.process.kill()
+    served.process.communicate()
+    wait_for(lambda: not any(child.is_running() for child in children), "workers to leave")
+
+
+def test_shell_over_a_pipe(checkpoint: Path, tmp_path: Path) -> None:
+    served = subprocess.run(
+        [sys.executable, "-m", "minisgl", "--shell", "--model", str(checkpoint)],
+        input="hello\n/reset\n/exit\n",
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert served.returncode == 0 and "forgotten" in served.stdout, served.stderr
+    assert not list(tmp_path.glob("minisgl-*"))
+
+
+def test_unstartable_model_is_one_clear_line(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "broken", tokenizer=True, drop=("model.norm.weight",))
+    done = subprocess.run(
+        [sys.executable, "-m", "minisgl", "--port", "0", "--model", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 2
+    assert "model.norm.weight" in done.stderr.splitlines()[-1]
+
+
+def test_uids_are_spread_but_a_request_keeps_its_worker() -> None:
+    """An abort must travel the way of its prompt, or it overtakes it."""
+
+    async def run() -> list[list[Any]]:
+        boxes = [QueueBox(), QueueBox()]
+        frontend = Frontend(boxes, QueueBox())
+        for _ in range(4):
+            stream = frontend.generate(SamplingParams(), text="x")
+            task = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return [box.get_all(0.0) for box in boxes]
+
+    boxes = asyncio.run(run())
+    kinds = [[(type(m).__name__, m.uid) for m in box] for box in boxes]
+    assert kinds[0] == [("TokenizeMsg", 0), ("AbortMsg", 0), ("TokenizeMsg", 2), ("AbortMsg", 2)]
+    assert [uid for _, uid in kinds[1]] == [1, 1, 3, 3]
+
+
+def test_pitfall_13_no_second_bos_over_http(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer)
+    messages = [{"role": "user", "content": "hi"}]
+    bench.worker.handle(TokenizeMsg(uid=1, sampling_params=SamplingParams(), messages=messages))
+    (sent,) = bench.to_scheduler.get_all(0.0)
+    rendered = tokenizer.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+    expected = rendered["input_ids"] if hasattr(rendered, "keys") else rendered
+    assert np.array_equal(sent.input_ids, expected)

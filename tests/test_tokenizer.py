@@ -1,0 +1,298 @@
+"""The tokenizer: chat templates, text that grows token by token, stop strings, clear errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from minisgl.tokenizer import DecodeStatus, StopFilter, TextStream, Tokenizer
+
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "hello world, this is a small text about numbers: 12 + 30 = 42",
+    "你好，世界！今天天气很好。 — “quotes”, naïve café",
+]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'clown' %}"
+    "{{ raise_exception('no clowns') }}{% endif %}"
+    "<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>"]
+TEXT = "hello 世界 😀👩‍👩‍👧 café — 12 + 30 = 42\n"
+
+
+def byte_level() -> Backend:
+    """GPT-2's kind: every byte has a token, and a token may hold half a character."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(CORPUS * 4, trainer)
+    return backend
+
+
+def byte_fallback() -> Backend:
+    """Llama 2's kind: pieces with a sign for the space, and bytes where no piece fits."""
+    names = [*SPECIAL, *(f"<0x{i:02X}>" for i in range(256))]
+    names += [*"▁helowrdtxas,.12", "he", "ll", "hell", "hello", "▁hello"]
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("▁", "hello")]
+    vocab = {name: i for i, name in enumerate(names)}
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
+    steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence(steps)
+    strip = decoders.Strip(" ", 1, 0)
+    space = decoders.Replace("▁", " ")
+    backend.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), strip])
+    backend.add_special_tokens(SPECIAL)
+    return backend
+
+
+def save(folder: Path, backend: Backend, **config: object) -> Path:
+    """A model folder's tokenizer files; encoding a plain text puts BOS in front, as Llama does."""
+    bos = backend.token_to_id("<s>")
+    backend.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", bos)])
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    settings_ = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": TEMPLATE,
+    } | config
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings_))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tokenizers")
+
+
+@pytest.fixture(scope="module")
+def level(folder: Path) -> Tokenizer:
+    return Tokenizer(save(folder / "level", byte_level()))
+
+
+@pytest.fixture(scope="module")
+def fallback(folder: Path) -> Tokenizer:
+    return Tokenizer(save(folder / "fallback", byte_fallback()))
+
+
+def pieces(stream: TextStream | DecodeStatus, ids: list[int]) -> list[str]:
+    """What each token adds, then what the end adds."""
+    return [stream.push(token) for token in ids] + [stream.finish()]
+
+
+# ------------------------------------------------------------------------------ encode, chat
+
+
+def test_facts(level: Tokenizer) -> None:
+    assert level.vocab_size == level.backend.get_vocab_size() > 256
+    assert level.eos_token_ids == (SPECIAL.index("</s>"),)
+    ids = level.encode("hello")
+    assert ids.dtype.name == "int32" and ids[0] == 0 and level.decode(ids) == "hello"
+    assert level.encode("", add_special_tokens=False).shape == (0,)
+
+
+def test_pitfall_13_a_chat_gets_one_bos(level: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    text = level.render_chat(messages)
+    assert text == "<s><|user|>hello\n<|assistant|>"
+    ids = level.apply_chat(messages).tolist()
+    assert ids.count(0) == 1 and ids[0] == 0
+    assert level.encode(text).tolist() == [0, *ids], "encoded as plain text there are two"
+    assert ids[-1] == SPECIAL.index("<|assistant|>")
+
+
+def test_chat_is_what_transformers_makes_of_it(level: Tokenizer) -> None:
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": TEXT},
+        {"role": "assistant", "content": "ok"},
+        {"role": "user", "content": "again"},
+    ]
+    want = level.hf.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert level.apply_chat(messages).tolist() == list(want)
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "non-empty list"),
+        ("hello", "non-empty list"),
+        ({"role": "user", "content": "x"}, "non-empty list"),
+        (["hello"], r"messages\[0\]: must be"),
+        ([{"role": "user"}], r"messages\[0\].content: must be a string, got NoneType"),
+        ([{"role": "user", "content": "a"}, {"content": "b"}], r"messages\[1\].role"),
+        ([{"role": "user", "content": "a\ud800"}], r"messages\[0\].content: not valid Unicode"),
+        ([{"role": "clown", "content": "a"}], "refused by the chat template: no clowns"),
+    ],
+)
+def test_bad_messages_are_refused(level: Tokenizer, messages: object, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        level.apply_chat(messages)  # type: ignore[arg-type]
+
+
+def test_bad_prompts_are_refused(level: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"prompt: .*unpaired surrogate U\+DC80 at character 2"):
+        level.encode("ab\udc80")
+    with pytest.raises(ValueError, match="prompt: must be a string, got bytes"):
+        level.encode(b"ab")  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_without_template_says_so(folder: Path) -> None:
+    plain = Tokenizer(save(folder / "plain", byte_level(), chat_template=None))
+    with pytest.raises(ValueError, match="no chat template"):
+        plain.apply_chat([{"role": "user", "content": "x"}])
+
+
+def test_special_words_in_the_content_are_text_of_the_user(level: Tokenizer) -> None:
+    """Known and accepted: a rendered template cannot tell them apart, here as everywhere."""
+    ids = level.apply_chat([{"role": "user", "content": "</s>"}]).tolist()
+    assert SPECIAL.index("</s>") in ids
+
+
+# ------------------------------------------------------------------------------ streaming
+
+
+@pytest.mark.parametrize("name", ["level", "fallback"])
+def test_characters_come_whole(name: str, request: pytest.FixtureRequest) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(name)
+    ids = tokenizer.encode(TEXT, add_special_tokens=False).tolist()
+    parts = pieces(TextStream(tokenizer), ids)
+    assert "".join(parts) == TEXT
+    assert not any("\ufffd" in part for part in parts)
+    assert "😀" in parts, "a character is sent when it is complete"
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_pieces_are_the_whole_text(level: Tokenizer, data: st.DataObject) -> None:
+    """Byte level: for any ids at all, also those that make no UTF-8."""
+    ids = data.draw(st.lists(st.integers(0, level.vocab_size - 1), max_size=40))
+    split = data.draw(st.integers(0, len(ids)))
+    assert "".join(pieces(TextStream(level), ids)) == level.decode(ids)
+    prompt, answer = ids[:split], ids[split:]
+    whole, before = level.decode(ids), level.decode(prompt)
+    if whole.startswith(before):  # no character lies across the border
+        assert before + "".join(pieces(TextStream(level, prompt), answer)) == whole
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(st.sampled_from("hello wrd,.12é你😀\n"), max_size=30), data=st.data())
+def test_pieces_are_the_whole_text_with_byte_fallback(
+    fallback: Tokenizer, text: str, data: st.DataObject
+) -> None:
+    """Byte fallback: for the ids of any text. Where bytes are broken, what was sent stays sent."""
+    ids = fallback.encode(text, add_special_tokens=False).tolist()
+    assert "".join(pieces(TextStream(fallback), ids)) == fallback.decode(ids)
+    prompt = fallback.encode("hello", add_special_tokens=False).tolist()
+    want = fallback.decode(prompt + ids).removeprefix("hello")
+    assert "".join(pieces(TextStream(fallback, prompt), ids)) == want
+    junk = data.draw(st.lists(st.integers(0, fallback.vocab_size - 1), max_size=20))
+    got = "".join(pieces(TextStream(fallback), junk))
+    whole = fallback.decode(junk)
+    if "\ufffd" not in whole:
+        assert got == whole
+
+
+def test_the_first_word_keeps_its_space_after_a_prompt(fallback: Tokenizer) -> None:
+    ids = fallback.encode("hello", add_special_tokens=False).tolist()
+    assert "".join(pieces(TextStream(fallback, ids), ids)) == " hello"
+    assert "".join(pieces(TextStream(fallback), ids)) == "hello"
+
+
+def test_special_tokens_and_unknown_ids_are_no_text(level: Tokenizer) -> None:
+    hello = level.encode("hello", add_special_tokens=False).tolist()
+    assert "".join(pieces(DecodeStatus(level), [0, *hello, 1, 2, 10**6, *hello])) == "hellohello"
+
+
+def test_a_broken_end_is_flushed(level: Tokenizer) -> None:
+    ids = level.encode("a😀", add_special_tokens=False).tolist()[:-1]
+    stream = TextStream(level)
+    assert [stream.push(token) for token in ids][0] == "a"
+    assert stream.finish() == "\ufffd" and stream.finish() == ""
+
+
+def test_cost_per_token_does_not_grow(level: Tokenizer) -> None:
+    """The work is what is decoded: a bounded window, however long the text, broken or not."""
+    lengths: list[int] = []
+    stream = TextStream(level, list(range(300)))
+    decode = stream.decode
+    stream.decode = lambda ids: lengths.append(len(ids)) or decode(ids)  # type: ignore
+    broken = level.encode("😀", add_special_tokens=False).tolist()[:1]
+    for ids in (level.encode(TEXT * 20).tolist(), broken * 200):
+        for token in ids:
+            stream.push(token)
+    assert max(lengths) <= 70
+
+
+# ------------------------------------------------------------------------------ stop strings
+
+
+def stop_oracle(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
+    """The text up to the stop string that is complete first, found one character at a time."""
+    for end in range(len(text) + 1):
+        starts = [end - len(s) for s in stop if text[:end].endswith(s)]
+        if starts:
+            return text[: min(starts)], True
+    return text, False
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.text("ab\n", max_size=4), max_size=12),
+    st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
+)
+def test_stop_strings_cut_where_they_begin(parts: list[str], stop: list[str]) -> None:
+    filter_ = StopFilter(stop)
+    sent = ""
+    for part in parts:
+        sent += filter_.push(part)
+        want, stopped = stop_oracle("".join(parts), tuple(stop))
+        assert want.startswith(sent)
+        if not filter_.stopped:
+            held = filter_.held
+            assert any(s.startswith(held) for s in stop) or not held
+    got = sent if filter_.stopped else sent + filter_.held
+    assert (got, filter_.stopped) == (want, stopped) if parts else got == ""
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(st.sampled_from("ab你😀 "), max_size=20), stop=st.text("ab你 ", min_size=1,
+       max_size=3))  # fmt: skip
+def test_stop_strings_that_span_tokens(level: Tokenizer, text: str, stop: str) -> None:
+    ids = level.encode(text, add_special_tokens=False).tolist()
+    status = DecodeStatus(level, stop=(stop,))
+    got = "".join(pieces(status, ids))
+    assert got == text.split(stop)[0]
+    assert status.stopped == (stop in text)
+
+
+def test_stop_is_held_back_only_while_it_may_match(level: Tokenizer) -> None:
+    status = DecodeStatus(level, stop=("###",))
+    ids = [level.encode(c, add_special_tokens=False).tolist()[0] for c in "a##b#"]
+    assert [status.push(token) for token in ids] == ["a", "", "", "##b", ""]
+    assert status.finish() == "#" and not status.stopped
+
+
+def test_after_a_stop_there_is_no_text(level: Tokenizer) -> None:
+    status = DecodeStatus(level, stop=("b", "abc"))
+    ids = [level.encode(c, add_special_tokens=False).tolist()[0] for c in "abcab"]
+    assert pieces(status, ids) == ["", "a", "", "", "", ""], "b is complete before abc is"
+    assert status.stopped
+
+
+def test_an_empty_stop_string_is_refused(level: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="stop: must not contain an empty string"):
+        DecodeStatus(level, stop=("",))
