@@ -23,3 +23,8 @@ def __getattr__(name: str) -> Any:
     if name not in PLACES:
         raise AttributeError(f"module 'minisgl' has no attribute {name!r}")
     return getattr(importlib.import_module(PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """What there is to find."""
+    return sorted(__all__)

@@ -5,9 +5,7 @@ Generated from notebooks/12_server.ipynb: edit there.
 
 from __future__ import annotations
 
-import sys
-
 from minisgl.server.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

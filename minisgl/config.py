@@ -1,5 +1,4 @@
-"""Frozen configurations: what a model is, what an engine may use, and every wrong value refused
-by name.
+"""Frozen configurations of model and engine; every wrong value is refused by name.
 
 Generated from notebooks/01_config.ipynb: edit there.
 """
@@ -134,12 +133,13 @@ class RopeScaling:
         check_scaling_order(self)
 
 
+MAX_POSITION = 2**31 - 1  # positions and slots are int32
 SCALING_RULES: dict[str, Rule] = {
     "kind": word(*ROPE_KINDS),
-    "factor": number(1),
+    "factor": number(1, 1e6),
     "low_freq_factor": number(0, above=True),
     "high_freq_factor": number(0, above=True),
-    "original_max_position": integer(0),
+    "original_max_position": integer(0, MAX_POSITION),
     "beta_fast": number(0, above=True),
     "beta_slow": number(0, above=True),
     "attention_factor": optional(number(0)),
@@ -156,7 +156,8 @@ SCALING_NAMES = {name: f"rope_scaling.{name}" for name in SCALING_RULES} | {
 def check_scaling_order(s: RopeScaling) -> None:
     """Raise ValueError if fields that are fine alone do not fit together."""
     if s.kind != "linear":
-        integer(1)(SCALING_NAMES["original_max_position"], s.original_max_position)
+        name = SCALING_NAMES["original_max_position"]
+        integer(1, MAX_POSITION)(name, s.original_max_position)
     if s.kind == "llama3" and s.high_freq_factor <= s.low_freq_factor:
         must = f"above low_freq_factor {s.low_freq_factor:g}"
         raise refuse("rope_scaling.high_freq_factor", must, s.high_freq_factor)
@@ -176,7 +177,7 @@ class RotaryConfig:
 
     def __post_init__(self) -> None:
         """Refuse impossible values."""
-        apply_rules(self, ROTARY_RULES, {"base": "rope_theta"})
+        apply_rules(self, ROTARY_RULES, ROTARY_NAMES)
         if self.head_dim % 2:
             raise refuse("head_dim", "even, because rotary embedding turns pairs", self.head_dim)
 
@@ -188,10 +189,11 @@ def rope_scaling_or_none(name: str, value: Any) -> RopeScaling | None:
     return value
 
 
+ROTARY_NAMES = {"base": "rope_theta", "max_position": "max_position_embeddings"}
 ROTARY_RULES: dict[str, Rule] = {
     "head_dim": integer(1),
     "base": number(0, above=True),
-    "max_position": integer(1),
+    "max_position": integer(1, MAX_POSITION),
     "scaling": rope_scaling_or_none,
 }
 
@@ -425,7 +427,8 @@ def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 def read_rotary(config: Mapping[str, Any], head_dim: int) -> RotaryConfig:
     """Rotary settings; a missing base is the 10,000 of the original paper."""
     rope = rope_fields(config)
-    window = integer(1)("max_position_embeddings", required(config, "max_position_embeddings"))
+    name = "max_position_embeddings"
+    window = integer(1, MAX_POSITION)(name, required(config, name))
     scaling = read_scaling(rope, window)
     if scaling is not None and scaling.kind == "yarn":
         window = max(window, round(scaling.original_max_position * scaling.factor))
@@ -446,23 +449,15 @@ def read_scaling(rope: Mapping[str, Any], window: int) -> RopeScaling | None:
         found["original_max_position"] = required(rope, "original_max_position_embeddings", where)
     if kind == "yarn":
         found["original_max_position"] = window if original is None else original
-        names = (
-            "beta_fast",
-            "beta_slow",
-            "attention_factor",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        )
-        found |= {name: rope[name] for name in names if name in rope}
+        names = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+        found |= {name: rope[name] for name in (*names, "truncate") if name in rope}
     return RopeScaling(kind=kind, **found)
 
 
 def read_window(config: Mapping[str, Any], family: Family) -> int | None:
     """Tokens of the sliding window, or None when every layer sees the whole text."""
-    kinds = config.get("layer_types") or ()
-    for kind in kinds:
-        word("full_attention", "sliding_attention")("layer_types", kind)
+    kind = word("full_attention", "sliding_attention")
+    kinds = several(kind, "layer types")("layer_types", config.get("layer_types") or ())
     if family.window == "never":
         return None
     if family.window == "flag":
@@ -470,9 +465,10 @@ def read_window(config: Mapping[str, Any], family: Family) -> int | None:
             return None
         if kinds and "sliding_attention" not in kinds:
             return None
-        full_layers = 0 if family.moe else config.get("max_window_layers", 0)
-        if not kinds and full_layers >= required(config, "num_hidden_layers"):
-            return None
+        layers = integer(1)("num_hidden_layers", required(config, "num_hidden_layers"))
+        below = optional(integer(0))("max_window_layers", config.get("max_window_layers"))
+        if not kinds and not family.moe and (below or 0) >= layers:
+            return None  # the first `below` layers see everything, and those are all
     window: int | None = config.get("sliding_window")
     return window
 
@@ -484,10 +480,9 @@ def read_heads(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     head_dim = config.get("head_dim") or family.default_head_dim
     if head_dim is None and hidden % heads:
         raise refuse("num_attention_heads", f"a divisor of hidden_size {hidden}", heads)
-    # Llama 1 and 2 have no such field: one KV head for each query head. Elsewhere it is a fact.
-    absent = "num_key_value_heads" not in config and family.model_type != "llama"
-    read = required if absent else Mapping.get
-    kv_heads = read(config, "num_key_value_heads")
+    kv_heads = config.get("num_key_value_heads")
+    if "num_key_value_heads" not in config and family.model_type != "llama":
+        required(config, "num_key_value_heads")  # only Llama means something by leaving it out
     return {
         "num_qo_heads": heads,
         "num_kv_heads": heads if kv_heads is None else kv_heads,

@@ -15,8 +15,9 @@ Member = TypeVar("Member")
 def member_name(member: Any) -> str:
     """Name of a function, a property or a cached property."""
     for inner in (member, getattr(member, "fget", None), getattr(member, "func", None)):
-        if hasattr(inner, "__name__"):
-            return str(inner.__name__)
+        name = getattr(inner, "__name__", None)
+        if name is not None:
+            return str(name)
     raise TypeError(f"add_to: {member!r} has no name; decorate a function or a property")
 
 

@@ -206,8 +206,22 @@ class Block:
     members: set[str] | None = None  # names defined in the body, when it is a class
 
 
-def statements(cell: Cell) -> Iterable[tuple[ast.stmt | None, str]]:
-    """Cut a cell into top-level statements, each with the blank lines and comments before it."""
+@dataclass(frozen=True)
+class Piece:
+    """A top-level statement of a cell with the blank lines and comments before it."""
+
+    stmt: ast.stmt | None  # None for comments after the last statement
+    lines: list[str]
+    head: int  # lines of the cell above this piece
+
+    @property
+    def text(self) -> str:
+        """The piece as it stands in the cell."""
+        return "\n".join(self.lines)
+
+
+def pieces(cell: Cell) -> Iterable[Piece]:
+    """Cut a cell into its top-level statements."""
     try:
         tree = ast.parse(cell.source)
     except SyntaxError as error:
@@ -223,10 +237,10 @@ def statements(cell: Cell) -> Iterable[tuple[ast.stmt | None, str]]:
                 end = index + 1
             elif lines[index].strip():
                 break
-        yield stmt, "\n".join(lines[position:end])
+        yield Piece(stmt, lines[position:end], position)
         position = end
     if any(line.strip() for line in lines[position:]):
-        yield None, "\n".join(lines[position:])
+        yield Piece(None, lines[position:], position)
 
 
 def first_line(stmt: ast.stmt) -> int:
@@ -295,7 +309,8 @@ class ModuleSource:
     def add_cell(self, cell: Cell) -> None:
         """Take in one cell, statement by statement."""
         fresh = True
-        for stmt, text in statements(cell):
+        for piece in pieces(cell):
+            stmt, text = piece.stmt, piece.text
             decorator = add_to_decorator(stmt)
             if stmt is None:
                 self.blocks.append(Block(text))
@@ -304,7 +319,7 @@ class ModuleSource:
             elif is_type_checking(stmt):
                 self.typing_blocks.setdefault(ast.unparse(stmt), text.strip("\n"))
             elif decorator is not None:
-                self.fold(cell, stmt, decorator, text)
+                self.fold(cell, stmt, decorator, piece)
             else:
                 self.add_block(cell, stmt, "\n" + text.strip("\n") if fresh else text)
                 fresh = False
@@ -337,7 +352,7 @@ class ModuleSource:
             self.classes[stmt.name] = block
         self.blocks.append(block)
 
-    def fold(self, cell: Cell, stmt: ast.stmt, decorator: ast.Call, text: str) -> None:
+    def fold(self, cell: Cell, stmt: ast.stmt, decorator: ast.Call, piece: Piece) -> None:
         """Put a function marked `@add_to(Class)` at the end of the body of its class."""
         owner = ast.unparse(decorator.args[0]) if len(decorator.args) == 1 else "?"
         block = self.classes.get(owner)
@@ -351,13 +366,11 @@ class ModuleSource:
             if name in block.members:
                 raise cell.error(f"{owner}.{name} is defined twice in {PACKAGE}.{self.name}")
             block.members.add(name)
-        lines = text.splitlines()
-        start = first_line(stmt) - 1
-        offset = len(lines) - len(text.strip("\n").splitlines())  # blank lines before the comments
-        head = cell_line_of(cell, text, start)
-        cut = range(decorator.lineno - 1 - head, (decorator.end_lineno or decorator.lineno) - head)
-        kept = [line for index, line in enumerate(lines) if index not in cut and index >= offset]
-        block.text = drop_placeholder(block.text) + "\n\n" + indent_code("\n".join(kept))
+        first, last = decorator.lineno, decorator.end_lineno or decorator.lineno
+        lines = list(piece.lines)
+        del lines[first - 1 - piece.head : last - piece.head]
+        method = "\n".join(lines).strip("\n")
+        block.text = drop_placeholder(block.text) + "\n\n" + indent_code(method)
 
     def render(self, doc: str, source: str) -> str:
         """The module as text, not yet formatted."""
@@ -368,18 +381,9 @@ class ModuleSource:
         parts.append("\n".join(self.imports.values()))
         parts += self.typing_blocks.values()
         parts.append("\n".join(block.text for block in self.blocks))
-        if "main" in self.names:
+        if "main" in self.names or self.name == "__main__":
             parts.append('\nif __name__ == "__main__":\n    raise SystemExit(main())')
         return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def cell_line_of(cell: Cell, text: str, start: int) -> int:
-    """Index in the cell of the first line of the piece `text` that holds line `start`."""
-    lines, piece = cell.source.splitlines(), text.splitlines()
-    for head in range(start, -1, -1):
-        if lines[head : head + len(piece)] == piece:
-            return head
-    raise cell.error("the exporter lost track of its lines")
 
 
 def drop_placeholder(text: str) -> str:
@@ -472,20 +476,21 @@ def format_files(root: Path, package: Package) -> None:
         for path, text in package.files.items():
             (base / path).parent.mkdir(parents=True, exist_ok=True)
             (base / path).write_text(text, encoding="utf-8")
-        config = root / "pyproject.toml"
-        common = ["--quiet", "--no-cache", *(["--config", str(config)] if config.exists() else [])]
-        ruff(["check", "--select", "I", "--fix", "--exit-zero", *common, str(base)])
-        ruff(["format", *common, str(base)])
+        run_ruff(root, base)
         for path in package.files:
             package.files[path] = (base / path).read_text(encoding="utf-8")
 
 
-def ruff(arguments: list[str]) -> None:
-    """Run ruff; say what it said when it fails."""
-    command = [sys.executable, "-m", "ruff", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BuildError(f"ruff {arguments[0]} failed:\n{done.stdout}{done.stderr}")
+def run_ruff(root: Path, target: Path) -> None:
+    """Sort imports and format; say what ruff said when it fails."""
+    config = root / "pyproject.toml"
+    common = ["--quiet", "--no-cache", *(["--config", str(config)] if config.exists() else [])]
+    sort_imports = ["check", "--select", "I", "--fix", "--exit-zero"]
+    for arguments in (sort_imports, ["format"]):
+        command = [sys.executable, "-m", "ruff", *arguments, *common, str(target)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BuildError(f"ruff {arguments[0]} failed:\n{done.stdout}{done.stderr}")
 
 
 def present_files(root: Path) -> set[Path]:
@@ -501,7 +506,7 @@ def model_data_problems(root: Path) -> tuple[set[Path], list[str]]:
     manifest = folder / "MANIFEST.json"
     if not manifest.exists():
         return set(), []
-    listed: dict[str, str] = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+    listed: dict[str, str] = json.loads(manifest.read_text(encoding="utf-8")).get("sha256", {})
     allowed = {MODEL_DATA / "MANIFEST.json"}
     problems = []
     for name, expected in listed.items():
@@ -623,6 +628,21 @@ def sync(root: Path, wanted: Sequence[str], from_notebook: bool) -> int:
     return int(failed > 0)
 
 
+def format_chapters(root: Path, wanted: Sequence[str]) -> int:
+    """Sort imports and format the code cells of both halves."""
+    stems = select(root, wanted)
+    for stem in stems:
+        sync_chapter(root, stem)
+        notebook = pair(root, stem)[1]
+        with tempfile.TemporaryDirectory() as folder:  # a copy: the file itself changes in one step
+            copy = Path(shutil.copy(notebook, folder))
+            run_ruff(root, copy)
+            changed = write_atomically(notebook, copy.read_text(encoding="utf-8"))
+        if changed:
+            sync_chapter(root, stem, from_notebook=True)
+    return 0
+
+
 # --------------------------------------------------------------------------- command: run
 
 
@@ -639,6 +659,8 @@ def run_environment(root: Path, gpu: bool) -> None:
     """Set what kernels inherit: few threads, no network, Triton's interpreter without a GPU."""
     defaults = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     defaults["PYTHONHASHSEED"] = "0"
+    # A hint about Jupyter widgets that would store this machine's paths in a chapter.
+    defaults["PYTHONWARNINGS"] = "ignore:IProgress not found"
     if not gpu:
         defaults["TRITON_INTERPRET"] = "1"
     for name, value in defaults.items():
@@ -769,6 +791,7 @@ def metadata_problems(path: Path) -> list[str]:
 def execution_problems(root: Path, nb: NotebookNode) -> list[str]:
     """Cells never executed, executed out of order, or stored with an error."""
     problems = []
+    never = []
     for number, cell in enumerate(code_cells(nb), start=1):
         tags = cell.metadata.get("tags", [])
         head = cell.source.splitlines()[0][:60]
@@ -777,7 +800,7 @@ def execution_problems(root: Path, nb: NotebookNode) -> list[str]:
             if not cell.outputs and "gpu-pending" not in tags:
                 problems.append(f"{where}: tagged gpu, never run on one (or tag it gpu-pending)")
         elif cell.execution_count is None:
-            problems.append(f"{where}: never executed")
+            never.append(str(number))
         elif cell.execution_count != number:
             problems.append(f"{where}: executed out of order, as number {cell.execution_count}")
         for output in cell.outputs:
@@ -785,6 +808,8 @@ def execution_problems(root: Path, nb: NotebookNode) -> list[str]:
                 problems.append(f"{where}: stored output is an error, {output.get('ename')}")
             elif str(root) in json.dumps(output):
                 problems.append(f"{where}: output shows the path {root} of this machine")
+    if never:
+        problems.insert(0, f"code cells never executed: {', '.join(never)}; build.py run does it")
     return problems
 
 
@@ -843,6 +868,7 @@ def arguments() -> argparse.ArgumentParser:
         "without NN also remove files that no chapter exports",
         "sync": "make NN.ipynb follow NN.md; "
         "ids of cells stay, outputs stay where the code is unchanged",
+        "format": "sort the imports and format the code of a chapter with ruff, in both halves",
         "run": "sync, execute from top to bottom, store the outputs; "
         "without a GPU, cells tagged `gpu` are skipped and keep their stored outputs",
         "check": "fail with a diff if package, text and notebook disagree, or if a cell is not "
@@ -868,6 +894,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return export(options.root, options.chapters)
         if options.command == "sync":
             return sync(options.root, options.chapters, options.from_notebook)
+        if options.command == "format":
+            return format_chapters(options.root, options.chapters)
         if options.command == "run":
             return run(options.root, options.chapters)
         return check(options.root, options.chapters)

@@ -107,6 +107,7 @@ class Driver:
         budget: int = 64,
         engine: Any = None,
         trace: Callable[[Any], None] | None = None,
+        min_shared: int = 32,
         **sizes: int,
     ) -> None:
         self.engine = FakeEngine(**sizes) if engine is None else engine
@@ -115,8 +116,9 @@ class Driver:
         self.cache = CacheManager(self.engine.num_pages, page_size, tables, cache_type)
         decode = DecodeManager()
         prefill = PrefillManager(
-            self.cache, tables, decode, page_size=page_size, max_extend_tokens=budget
-        )
+            self.cache, tables, decode, page_size=page_size, max_extend_tokens=budget,
+            min_shared=min_shared if cache_type != "naive" else 0,
+        )  # fmt: skip
         self.channel = InProcessChannel()
         self.scheduler = Scheduler(
             self.engine, self.cache, prefill, decode, self.channel,

@@ -90,7 +90,9 @@ class Oracle:
         protected = len(self.protected()) * self.page_size
         assert cache.protected_tokens == protected
         assert cache.evictable_tokens == len(self.page) * self.page_size - protected
-        expected = [p * self.page_size + i for p in self.page.values() for i in range(self.page_size)]
+        expected = [
+            p * self.page_size + i for p in self.page.values() for i in range(self.page_size)
+        ]
         assert sorted(cache.cached_slots().tolist()) == sorted(expected)
         cache.check_integrity([handle for handle, _ in self.locks])
 

@@ -93,7 +93,7 @@ def make_world(shape: Shape, dtype: torch.dtype = torch.float32, device: str = D
     free = list(rng.permutation(pool.num_pages))
     shared = [free.pop() for _ in range(shape.shared_pages)]
     rows, new_slots, new_kv, dense = [], [], [], []
-    for (cached, new), total in zip(shape.lens, totals, strict=True):
+    for (cached, _), total in zip(shape.lens, totals, strict=True):
         common = min(shape.shared_pages, cached // page)
         own = [free.pop() for _ in range(-(-total // page) - common)]
         pages = np.array(shared[:common] + own)
@@ -323,14 +323,28 @@ def test_triton_split_and_merge(case: str) -> None:
     assert_close(got, dense_oracle(world))
 
 
+def test_triton_pads_its_work_items() -> None:
+    """A captured grid has room to spare: what is not used is marked, and tiles stay in order."""
+    from minisgl.attention.triton_backend import kernel_args
+
+    world = make_world(CASES["decode"])
+    tiles = world.backend("triton").tiles(world.meta)  # type: ignore[attr-defined]
+    args = kernel_args(world.meta, tiles, num_items=6, num_tiles=5)
+    chunk, rows, qo_indptr, seq_lens, request, qo_tile, kv_tile, tile_indptr = args
+    assert chunk.tolist() == [128] and rows.tolist() == world.meta.table_idx.tolist()
+    assert request.tolist() == [0, 1, 2, -1, -1, -1]
+    assert qo_tile[:3].tolist() == kv_tile[:3].tolist() == [0, 0, 0]
+    assert tile_indptr.tolist() == [0, 1, 2, 3, 3, 3]
+    assert qo_indptr.tolist() == [0, 1, 2, 3] and seq_lens.tolist() == [7, 1, 4]
+
+
 def test_triton_on_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cuda":
         pytest.skip("there is a GPU")
-    import triton
-
     from minisgl.attention import triton_backend
 
-    monkeypatch.setattr(triton_backend, "attention_kernel", triton.JITFunction(lambda: None))
+    compiled = type(triton_backend.attention_kernel)  # as if the kernels were to be compiled
+    monkeypatch.setattr(triton_backend.triton, "JITFunction", compiled)
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
         make_world(CASES["decode"]).backend("triton")
 
@@ -648,6 +662,15 @@ def test_factory_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
         make_world(CASES["decode"]).backend("fi")
 
 
+def test_factory_says_that_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [m for m in sys.modules if m.startswith("minisgl.kernels")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delitem(sys.modules, "minisgl.attention.triton_backend", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ImportError, match="attention_backend: 'triton' needs triton"):
+        make_world(CASES["decode"]).backend("triton")
+
+
 def test_sm_scale_reaches_the_backend() -> None:
     world = make_world(CASES["partial"])
     heads = world.q.shape[1]
@@ -658,3 +681,145 @@ def test_sm_scale_reaches_the_backend() -> None:
         got = backend.plan(world.meta, world.out_loc).run(world.q, world.k, world.v, 1)
         seen = world.dense[0][1][:5].repeat_interleave(2, dim=1)  # all weights are equal
         assert_close(got[0], seen.mean(dim=0), 1e-5)
+
+
+# ---------------------------------------------------------------- FlashInfer's wrappers, faked
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the library is replaced by wrappers that compute with torch."""
+    if DEVICE == "cuda":
+        pytest.skip("the real library is tested")
+    from tests import fake_flashinfer
+
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("case", CASES)
+def test_flashinfer_plan_describes_the_batch(case: str) -> None:
+    world = make_world(CASES[case])
+    assert_close(world.attend("fi"), dense_oracle(world))
+
+
+@pytest.mark.usefixtures("fake")
+def test_flashinfer_graph_plan_equals_eager_plan() -> None:
+    check_graph_plan("fi", batches_of_one_size())
+
+
+@pytest.mark.usefixtures("fake")
+def test_pitfall_04_flashinfer_plans_alternate_host_buffers() -> None:
+    world = make_world(CASES["decode"])
+    backend = world.backend("fi")
+    order: list[str] = []
+
+    class Logged:
+        def synchronize(self) -> None:
+            order.append("waited")
+
+    backend.workspace.events = [Logged(), Logged()]  # type: ignore[attr-defined]
+    for _ in range(4):
+        backend.plan(world.meta, world.out_loc)
+    used = backend.decode.hosts_used  # type: ignore[attr-defined]
+    assert used[0] != used[1] and used[:2] == used[2:]
+    assert order == ["waited", "waited"]  # each buffer's old copy, before it is filled again
+
+
+# ------------------------------------------------------------------------------- on a real GPU
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+GPU_SHAPES = {
+    "decode": Shape(
+        lens=((700, 1), (0, 1), (2050, 1), (64, 1)),
+        page_size=16, kv_heads=8, group=2, head_dim=128,
+    ),
+    "wide group": Shape(
+        lens=((300, 1), (4000, 1)), page_size=16, kv_heads=2, group=8, head_dim=64
+    ),
+    "prefill": Shape(
+        lens=((0, 200), (0, 33)), page_size=16, kv_heads=2, group=4, head_dim=128
+    ),
+    "partial": Shape(
+        lens=((512, 77), (0, 64), (48, 1)), page_size=16, kv_heads=2, group=4, head_dim=128
+    ),
+    "page 1": Shape(lens=((90, 3), (5, 40)), page_size=1, kv_heads=2, group=2, head_dim=64),
+}  # fmt: skip
+
+
+@gpu
+@pytest.mark.parametrize("name", ["torch", "triton", "fi"])
+@pytest.mark.parametrize("case", GPU_SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gpu_backends_agree(name: str, case: str, dtype: torch.dtype) -> None:
+    if name == "fi":
+        pytest.importorskip("flashinfer")
+    world = make_world(GPU_SHAPES[case], dtype=dtype)
+    want = per_request_float32(world)
+    assert_close(world.attend(name), want, 0.03 if dtype == torch.bfloat16 else 0.005)
+
+
+def per_request_float32(world: World) -> Tensor:
+    """The oracle for long requests: one dense product per request, in float32 on the CPU."""
+    out, row = [], 0
+    for (cached, new), (keys, values) in zip(world.shape.lens, world.dense, strict=True):
+        q = world.q[row : row + new].float().cpu()
+        mask = torch_backend.causal_mask(new, cached + new, torch.device("cpu"))
+        out.append(
+            torch_backend.grouped_attention(
+                q,
+                keys.float().cpu(),
+                values.float().cpu(),
+                mask=mask,
+                scale=world.shape.head_dim**-0.5,
+            )
+        )
+        row += new
+    return torch.cat(out)
+
+
+@gpu
+@pytest.mark.parametrize("name", ["torch", "triton", "fi"])
+def test_gpu_graph_replay_equals_eager(name: str) -> None:
+    """Capture once with dummies, replay other batches: values in place, addresses unchanged."""
+    if name == "fi":
+        pytest.importorskip("flashinfer")
+    world = make_world(GPU_SHAPES["decode"], dtype=torch.bfloat16)
+    backend = world.backend(name)
+    bs = world.meta.batch_size
+    out_loc = torch.full((bs,), world.pool.dummy_slot, dtype=torch.int64, device=DEVICE)
+    plan = backend.graph_plan(bs, out_loc)
+    q, k, v = (torch.zeros_like(t) for t in (world.q, world.k, world.v))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        plan.run(q, k, v, 1)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = plan.run(q, k, v, 1)
+        eager = world.attend(name)
+        for static, value in ((q, world.q), (k, world.k), (v, world.v), (out_loc, world.out_loc)):
+            static.copy_(value)
+        plan.update(world.meta)
+        graph.replay()
+        stream.synchronize()
+    assert_close(out, eager, 0.02)
+    assert_close(out, per_request_float32(world), 0.03)
+
+
+@gpu
+def test_gpu_plans_in_flight_do_not_disturb_each_other() -> None:
+    """Many plans are made while the device is busy; each gives its own batch's answer."""
+    worlds = [make_world(Shape(lens=((300 + i, 1), (10 * i, 1)), seed=i)) for i in range(6)]
+    want = [dense_oracle(w) for w in worlds]
+    big = torch.randn(8192, 8192, device=DEVICE)
+    backends = [w.backend("triton") for w in worlds]
+    ring = backends[0].ring  # type: ignore[attr-defined]
+    for backend in backends:
+        backend.ring = ring  # type: ignore[attr-defined]
+    got = []
+    for world, backend in zip(worlds, backends, strict=True):
+        big = big @ big.T / 8192
+        plan = backend.plan(world.meta, world.out_loc)
+        got.append(plan.run(world.q, world.k, world.v, 1))
+    for g, w in zip(got, want, strict=True):
+        assert_close(g, w, 1e-3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from minisgl.models.registry import MODELS, build_model
 from minisgl.models.weights import WeightError, load_dummy_weights, load_weights
 from tests.checkpoints import ARCHITECTURES, LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE, make_checkpoint
 from tests.dense import dense_batch
+from tests.plain_model import plain_logits
 
 PROMPTS = [[5, 9, 200, 31, 7, 7, 280, 14], [3], list(range(40, 75))]
 
@@ -58,6 +60,31 @@ def assert_equal_to_transformers(folder: Path, **changes: Any) -> None:
         assert theirs.std() > 0.5  # the comparison means something
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
         torch.testing.assert_close(last[row], ours[-1], atol=1e-5, rtol=0)
+
+
+PLAIN = {
+    "llama3": ("llama", {"rope_scaling": LLAMA3_ROPE, "rope_theta": 500.0}),
+    "linear": ("llama", {"rope_scaling": LINEAR_ROPE, "tie_word_embeddings": True}),
+    "yarn": ("qwen2", {"rope_scaling": YARN_ROPE, "rope_theta": 500.0, "head_dim": 24}),
+    "default": ("qwen3", {"num_key_value_heads": 1}),
+    "mistral": ("mistral", {"num_key_value_heads": 4}),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_logits_equal_plain_arithmetic(tmp_path: Path, name: str) -> None:
+    """Against loops in float64 that share nothing with us; also the oracle of the mutations."""
+    arch, fields = PLAIN[name]
+    folder = make_checkpoint(tmp_path, arch, **fields)
+    config = json.loads((folder / "config.json").read_text())
+    model = open_model(folder)
+    with torch.inference_mode():
+        parts = model(dense_batch(PROMPTS)).split([len(ids) for ids in PROMPTS])
+        last = model(dense_batch(PROMPTS, last_only=True))
+    for row, ids in enumerate(PROMPTS):
+        plain = plain_logits(folder, config, ids)
+        torch.testing.assert_close(parts[row].double(), plain, atol=1e-4, rtol=0)
+        torch.testing.assert_close(last[row].double(), plain[-1], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -290,6 +317,13 @@ def test_rotation_keeps_length_and_depends_on_distance_only() -> None:
     near = (turned(x, 7) * turned(y, 3)).sum()
     far = (turned(x, 57) * turned(y, 53)).sum()
     torch.testing.assert_close(near, far, atol=1e-4, rtol=1e-4)
+
+
+def test_rotation_is_counted_from_the_first_half() -> None:
+    """Both wrong ways would give the same attention; other people's kernels see the difference."""
+    table = RotaryTable(RotaryConfig(head_dim=2, base=100.0, max_position=4))
+    turned = apply_rotary(torch.tensor([[[1.0, 0.0]]]), *table(torch.tensor([1])))
+    torch.testing.assert_close(turned[0, 0], torch.tensor([math.cos(1), math.sin(1)]))
 
 
 def test_rotation_in_bfloat16_is_computed_in_float32() -> None:

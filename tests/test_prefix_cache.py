@@ -214,7 +214,7 @@ def test_page_size_is_checked(kind: str, page_size: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_evict_refuses_what_it_cannot_do(kind: str) -> None:
     cache = make(kind, 4)
-    with pytest.raises(ValueError, match="num_tokens.*-1"):
+    with pytest.raises(ValueError, match=r"num_tokens.*-1"):
         cache.evict(-1)
     with pytest.raises(NotEvictable, match="asked to evict 4, but only 0"):
         cache.evict(4)
@@ -266,6 +266,16 @@ def test_a_match_counts_as_a_use(kind: str) -> None:
     cache.match_prefix(ids(1, 1, 5))
     assert cache.evict(2).tolist() == [2, 3]
     assert cache.evict(2).tolist() == [0, 1]
+
+
+def test_a_split_alone_keeps_the_order_of_use() -> None:
+    """A parent must never be evicted before its child, not even before the walk touches it."""
+    cache = RadixCache(2)
+    put(cache, np.arange(8), 0)
+    put(cache, np.arange(50, 58), 10)
+    for node in list(cache.nodes()):
+        cache.split(node, 4)
+        cache.check_integrity([])
 
 
 @pytest.mark.parametrize("kind", REMEMBERING)
@@ -560,7 +570,9 @@ def test_pitfall_17_cost_of_an_eviction_at_100_000_nodes(page_size: int) -> None
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("turns", [1, 64])
-def test_a_match_of_4096_tokens_takes_less_than_300_microseconds(page_size: int, turns: int) -> None:
+def test_a_match_of_4096_tokens_takes_less_than_300_microseconds(
+    page_size: int, turns: int
+) -> None:
     """In one node, and in a conversation of 64 turns, that is a chain of 64 nodes."""
     cache = grown(10_000, page_size)
     prompt = np.random.default_rng(1).integers(0, 30000, 4096).astype(np.int32)

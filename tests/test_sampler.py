@@ -48,7 +48,9 @@ def draw_many(logits: torch.Tensor, count: int, **params: object) -> np.ndarray:
     return out.next_ids.numpy()
 
 
-def exact(logits: np.ndarray, temperature: float, top_k: int = -1, top_p: float = 1.0) -> np.ndarray:
+def exact(
+    logits: np.ndarray, temperature: float, top_k: int = -1, top_p: float = 1.0
+) -> np.ndarray:
     """Probabilities [vocab] by the definition, in float64."""
     order = np.argsort(-logits, kind="stable")
     p = np.exp((logits - logits.max()) / temperature)
@@ -418,7 +420,12 @@ def test_bfloat16_logits() -> None:
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize(
     "params",
-    [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.5}],
+    [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_k": 3},
+        {"temperature": 1.0, "top_p": 0.5},
+    ],
     ids=str,
 )
 def test_broken_rows_give_a_valid_id_and_harm_nobody(bad: float, params: dict[str, float]) -> None:

@@ -261,6 +261,17 @@ def test_a_chunked_request_reserves_its_pages_from_the_start(overlap: bool) -> N
     assert d.tokens(1) == expected(range(20), 9, ignore_eos=True)
 
 
+@LOOPS
+def test_a_half_done_prompt_keeps_its_pages(overlap: bool) -> None:
+    """Its last chunk leaves budget for another, whose pages are free, but promised."""
+    d = Driver(overlap=overlap, budget=16, num_pages=8, page_size=4)
+    d.ask(1, list(range(20)), max_tokens=13, ignore_eos=True)  # 8 pages, 4 of them later
+    d.go()
+    d.ask(2, [60] * 9, max_tokens=4, ignore_eos=True)
+    d.drain()
+    assert d.tokens(1) == expected(range(20), 13, ignore_eos=True)
+
+
 def test_a_large_request_is_not_overtaken_for_ever() -> None:
     """Small requests keep coming; the large one waits for pages, and nobody passes it."""
     d = Driver(num_pages=8, page_size=4)
@@ -304,6 +315,35 @@ def test_pages_are_rounded_right(overlap: bool, size: int) -> None:
         d.ask(2, [8] * size, max_tokens=2 * size, ignore_eos=True)
         d.drain()
         assert len(d.tokens(1)) == new and len(d.tokens(2)) == 2 * size
+
+
+def test_a_beginning_that_is_being_computed_is_waited_for() -> None:
+    """Eight requests with one system prompt arrive together: it is computed once."""
+    d = Driver(budget=500, num_pages=200, max_running_req=16)
+    for uid in range(8):
+        d.ask(uid, [5] * 40 + [uid] * 3, max_tokens=2)
+    d.ask(8, [6] * 3, max_tokens=2)
+    d.drain()
+    first, second = d.engine.steps[:2]
+    assert (first.uids, first.extend) == ([0], [43])
+    assert (second.uids, second.extend) == ([1, 2, 3, 4, 5, 6, 7, 8], [3] * 8)
+    assert [d.replies[uid][-1].cached_tokens for uid in range(9)] == [0] + [40] * 7 + [0]
+
+
+@pytest.mark.parametrize(
+    ("shared", "own", "cache_type"),
+    [(31, 9, "radix"), (40, 3, "naive"), (0, 40, "radix"), (40, 0, "hash")],
+)
+def test_waiting_has_to_be_worth_it(shared: int, own: int, cache_type: str) -> None:
+    """Short common beginnings, or a cache that does not remember: all of them at once."""
+    d = Driver(budget=500, num_pages=200, cache_type=cache_type)
+    for uid in range(4):
+        d.ask(uid, [5] * shared + [uid + 6] * own, max_tokens=2)
+    d.drain()
+    at_once = len(d.engine.steps[0].uids)
+    assert at_once == (1 if (shared, own) == (40, 0) else 4)
+    # Twins: the second step computes the last page of all others, not one a step.
+    assert len([s for s in d.engine.steps if s.phase == "prefill"]) == (2 if own == 0 else 1)
 
 
 # ------------------------------------------------------------------ refusals reach their caller
@@ -591,6 +631,17 @@ def test_overlap_launches_before_it_waits() -> None:
     order = [(e.name, e.step) for e in events if e.name in ("launch", "wait")]
     assert order.index(("launch", 1)) < order.index(("wait", 0))
     assert order.index(("launch", 2)) < order.index(("wait", 1))
+
+
+def test_overlap_is_idle_only_when_nothing_flies() -> None:
+    """The step after an end token is still on its way when the last reply is out."""
+    d = Driver(overlap=True)
+    d.ask(1, [3, 3, 3], max_tokens=20)
+    while not d.tokens(1) or d.tokens(1)[-1] != EOS:
+        d.go()
+    assert d.scheduler.in_flight is not None and d.scheduler.has_work
+    d.drain()
+    assert d.scheduler.in_flight is None
 
 
 def test_host_work_is_linear_in_the_batch() -> None:

@@ -30,8 +30,8 @@ from minisgl.server.api import ApiSettings, create_app
 from minisgl.server.channels import QueueBox, SchedulerChannel, ZmqInbox, ZmqOutbox
 from minisgl.server.cli import build_parser, config_from, main, sampling_defaults, settings_for
 from minisgl.server.frontend import Frontend, RequestFailed
-from minisgl.server.launch import ThreadedServer
 from minisgl.server.messages import Codec, TokenizeMsg, UserReply
+from minisgl.server.scheduler_part import ThreadedServer
 from minisgl.server.schemas import ChatRequest
 from minisgl.server.shell import Shell
 from minisgl.server.worker import TextWorker
@@ -159,7 +159,9 @@ class Bench:
         self.to_scheduler, self.to_frontend = QueueBox(), QueueBox()
         self.worker = TextWorker(tokenizer, self.to_scheduler, self.to_frontend)
 
-    def tokens(self, uid: int, ids: list[int], stop: tuple[str, ...] = (), end: bool = True) -> None:
+    def tokens(
+        self, uid: int, ids: list[int], stop: tuple[str, ...] = (), end: bool = True
+    ) -> None:
         for i, token in enumerate(ids):
             last = end and i == len(ids) - 1
             reason = "length" if last else None
@@ -179,6 +181,13 @@ def test_text_worker_gives_whole_characters_and_all_text(tokenizer: Tokenizer) -
     assert "\ufffd" not in "".join(r.text for r in replies[:-1])
     assert [r.finished for r in replies] == [False] * (len(replies) - 1) + [True]
     assert replies[-1].completion_tokens == len(replies)
+
+
+def test_text_worker_gives_what_it_held_back(tokenizer: Tokenizer) -> None:
+    """The start of a stop string that never came is text after all."""
+    bench = Bench(tokenizer)
+    bench.tokens(1, tokenizer.encode("the END").tolist(), stop=("END!",))
+    assert "".join(r.text for r in bench.replies()) == "the END"
 
 
 def test_text_worker_stops_at_a_stop_string(tokenizer: Tokenizer) -> None:
@@ -424,7 +433,7 @@ def test_dead_worker_is_a_503_for_all() -> None:
         await asyncio.sleep(0.01)
         frontend.fail_all("the scheduler died")
         with pytest.raises(RequestFailed, match="died"):
-            await waiting
+            await asyncio.wait_for(waiting, timeout=2)
         app = create_app(frontend, ApiSettings("mine", 128))
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
@@ -474,14 +483,35 @@ def test_shell_keeps_a_conversation(checkpoint: Path) -> None:
 # Command line and processes
 
 
+FLAGS = (
+    "--model-path",
+    "--model",
+    "--dtype",
+    "--tensor-parallel-size",
+    "--tp",
+    "--max-running-requests",
+    "--max-seq-len-override",
+    "--memory-ratio",
+    "--num-pages",
+    "--page-size",
+    "--cuda-graph-max-bs",
+    "--max-prefill-length",
+    "--attention-backend",
+    "--attn",
+    "--cache-type",
+    "--num-tokenizer",
+    "--dummy-weight",
+    "--device",
+    "--disable-overlap",
+    "--shell",
+    "--host",
+    "--port",
+)
+
+
 def test_help_explains_every_flag() -> None:
     text = build_parser().format_help()
-    for flag in (
-        "--model-path --model --dtype --tensor-parallel-size --tp --max-running-requests "
-        "--max-seq-len-override --memory-ratio --num-pages --page-size --cuda-graph-max-bs "
-        "--max-prefill-length --attention-backend --attn --cache-type --num-tokenizer "
-        "--dummy-weight --device --disable-overlap --shell --host --port"
-    ).split():
+    for flag in FLAGS:
         assert flag in text
 
 
@@ -559,14 +589,28 @@ def test_served_process_answers_and_leaves_nothing(checkpoint: Path, tmp_path: P
     assert not list(tmp_path.glob("minisgl-*"))
 
 
+def test_two_ranks_answer_as_one_does(live: Live, checkpoint: Path, tmp_path: Path) -> None:
+    served = Served(tmp_path, "--model", str(checkpoint), "--tp", "2", "--device", "cpu")
+    url = served.ready()
+    children = served.children()
+    body = {"prompt": "one and two", "max_tokens": 12, "temperature": 0}
+    two = httpx.post(f"{url}/completions", json=body, timeout=30).json()["choices"][0]["text"]
+    one = httpx.post(f"{live.url}/v1/completions", json=body, timeout=30).json()
+    assert two == one["choices"][0]["text"]
+    os.killpg(served.process.pid, signal.SIGINT)
+    _, errors = served.process.communicate(timeout=30)
+    assert served.process.returncode == 0 and "Traceback" not in errors, errors
+    wait_for(lambda: not any(child.is_running() for child in children), "ranks to leave")
+
+
 def test_dead_scheduler_is_noticed_and_killed_parent_takes_workers_along(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     served = Served(tmp_path, "--model", str(checkpoint))
     root = served.ready().removesuffix("/v1")
     children = served.children()
-    worker = next(c for c in children if "spawn_main" in " ".join(c.cmdline()))
-    worker.kill()
+    workers = [c for c in children if "spawn_main" in " ".join(c.cmdline())]
+    workers[0].kill()
     wait_for(lambda: httpx.get(f"{root}/health").status_code == 503, "the 503")
     served.process.kill()
     served.process.communicate()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from minisgl.config import resolve_model_path
 from minisgl.tokenizer import DecodeStatus, StopFilter, TextStream, Tokenizer
 
 CORPUS = [
@@ -220,7 +221,8 @@ def test_special_tokens_and_unknown_ids_are_no_text(level: Tokenizer) -> None:
 def test_a_broken_end_is_flushed(level: Tokenizer) -> None:
     ids = level.encode("a😀", add_special_tokens=False).tolist()[:-1]
     stream = TextStream(level)
-    assert [stream.push(token) for token in ids][0] == "a"
+    sent = [stream.push(token) for token in ids]
+    assert sent[0] == "a" and set(sent[1:]) == {""}
     assert stream.finish() == "\ufffd" and stream.finish() == ""
 
 
@@ -235,6 +237,17 @@ def test_cost_per_token_does_not_grow(level: Tokenizer) -> None:
         for token in ids:
             stream.push(token)
     assert max(lengths) <= 70
+
+
+def test_the_shipped_tokenizer() -> None:
+    tokenizer = Tokenizer(resolve_model_path(None))
+    chat = [{"role": "user", "content": TEXT}]
+    ids = tokenizer.apply_chat(chat)
+    assert (ids < tokenizer.vocab_size).all()
+    assert tokenizer.decode(ids) == TEXT + "".join(tokenizer.decode([i]) for i in ids[-1:])
+    plain = tokenizer.encode(TEXT, add_special_tokens=False).tolist()
+    eos = tokenizer.eos_token_ids[0]
+    assert "".join(pieces(DecodeStatus(tokenizer, ids.tolist()), [*plain, eos])) == TEXT
 
 
 # ------------------------------------------------------------------------------ stop strings

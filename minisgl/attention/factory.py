@@ -6,6 +6,7 @@ Generated from notebooks/04_attention.ipynb: edit there.
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 from torch import Tensor
 
@@ -41,6 +42,18 @@ BACKENDS = {
 }
 
 
+def load(name: str) -> Any:
+    """The class of a backend; imported here, because its library may not be installed."""
+    module, cls = BACKENDS[name].split(":")
+    try:
+        return getattr(importlib.import_module(module), cls)
+    except ImportError as error:
+        raise ImportError(
+            f"attention_backend: {name!r} needs {error.name}, which is not installed; "
+            "try pip install 'minisgl[cuda]', or choose 'torch'"
+        ) from error
+
+
 def create_backend(
     name: str,
     *,
@@ -62,9 +75,7 @@ def create_backend(
     scale = pool.k_cache(0).shape[-1] ** -0.5 if sm_scale is None else sm_scale
 
     def build(part: str) -> AttentionBackend:
-        module, cls = BACKENDS[part].split(":")
-        backend = getattr(importlib.import_module(module), cls)  # its library may not be installed
-        built: AttentionBackend = backend(pool, tables, num_qo_heads, scale)
+        built: AttentionBackend = load(part)(pool, tables, num_qo_heads, scale)
         return built
 
     if not comma or prefill == decode:

@@ -13,11 +13,6 @@ from minisgl.attention.metadata import indptr, ragged_arange
 from minisgl.core import IntArray
 
 
-def ceil_div(a: int, b: int) -> int:
-    """`a / b`, rounded up."""
-    return -(-a // b)
-
-
 def query_tile(average_packed_len: int, head_dim: int) -> int:
     """Rows of one query tile: 16, 64 or 128, for the average of `tokens * group` over requests."""
     if average_packed_len > 64 and head_dim < 256:

@@ -126,14 +126,18 @@ def rows_read(meta: AttentionMetadata, skip: int, num_kv_heads: int, num_qo_head
     return out
 
 
-def sampled_pattern(starts: Tensor, columns: Tensor, num_columns: int) -> Tensor:
-    """A sparse CSR matrix with zeros at `columns`, one row per query head."""
+def sampled_pattern(
+    columns: IntArray, starts: IntArray, num_columns: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Both arrays as tensors, and the sparse CSR matrix of zeros that they describe."""
+    index, offsets = torch.from_numpy(columns), torch.from_numpy(starts)
     size = (len(starts) - 1, num_columns)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls its CSR layout a beta
-        return torch.sparse_csr_tensor(
-            starts, columns, torch.zeros(len(columns)), size, check_invariants=False
+        matrix = torch.sparse_csr_tensor(
+            offsets, index, torch.zeros(len(columns)), size, check_invariants=False
         )
+    return index, offsets, matrix
 
 
 class RaggedDecodePlan:
@@ -157,12 +161,12 @@ class RaggedDecodePlan:
         self.heads = (num_kv_heads, num_qo_heads // num_kv_heads)
         self.shared = shared_prefix(meta)
         self.shared_slots = torch.tensor(meta.slots_of(0)[: self.shared], dtype=torch.int64)
-        lengths = np.repeat(meta.seq_lens, num_qo_heads)
-        columns = rows_read(meta, self.shared, num_kv_heads, num_qo_heads)
-        self.columns = torch.from_numpy(columns)
-        self.starts = torch.from_numpy(indptr(lengths - self.shared))
-        num_rows = num_pages * page_size * num_kv_heads
-        self.sampled = sampled_pattern(self.starts, self.columns, num_rows)
+        lengths = np.repeat(meta.seq_lens, num_qo_heads)  # one row per request and query head
+        self.columns, self.starts, self.sampled = sampled_pattern(
+            rows_read(meta, self.shared, num_kv_heads, num_qo_heads),
+            indptr(lengths - self.shared),
+            num_pages * page_size * num_kv_heads,
+        )
         positions = np.arange(meta.max_seq_len)
         own = (positions >= self.shared) & (positions < lengths[:, None])
         self.places = torch.from_numpy(np.flatnonzero(own))

@@ -131,6 +131,7 @@ class TritonBackend:
         self.num_qo_heads, self.scale = num_qo_heads, sm_scale
         self.num_kv_heads, self.head_dim = pool.k_cache(0).shape[2:]
         self.device = pool.k_cache(0).device
+        self.widest_tile = 128 if pool.k_cache(0).itemsize <= 2 else 64  # rows that fit registers
         self.ring = StagingRing(self.device)
         if self.device.type == "cuda":
             self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -144,6 +145,9 @@ class TritonBackend:
 
     def tiles(self, meta: AttentionMetadata, tile_q: int | None = None) -> TilePlan:
         """Cut a batch into work items for this GPU; the kernels read slots, at any page size."""
+        if tile_q is None:
+            rows = meta.num_tokens * (self.num_qo_heads // self.num_kv_heads)
+            tile_q = min(query_tile(rows // meta.batch_size, self.head_dim), self.widest_tile)
         return plan_tiles(
             meta.extend_lens,
             meta.seq_lens,

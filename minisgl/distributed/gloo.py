@@ -21,30 +21,29 @@ class CommError(RuntimeError):
     """A collective operation failed: another rank died, hangs, or made a different call."""
 
 
-def open_group(store: Any, name: str, rank: int, size: int, timeout: timedelta) -> Any:
-    """Join a gloo group over the loopback interface; returns when all ranks have joined."""
+def open_gloo(store: Any, rank: int, size: int, timeout: float) -> Any:
+    """Join a group over the loopback interface; returns when all ranks have joined."""
     options = c10d.ProcessGroupGloo._Options()
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timeout
-    return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, size, options)
+    options._timeout = timedelta(seconds=timeout)
+    return c10d.ProcessGroupGloo(c10d.PrefixStore("gloo", store), rank, size, options)
 
 
 FOREVER = timedelta(days=3650)
 
 
 class GlooComm:
-    """One rank of a group of processes. Its groups are its own: a process may be in several.
+    """One rank of a group of processes; a process may be in several groups.
 
-    `data` gives up after `timeout` seconds, because all ranks compute at the same pace. `talk`
-    waits as long as nobody speaks, since an idle server says nothing; a death closes the
-    connection and ends that wait too. `on_failure` is called when an operation fails; it may
-    raise a better error.
+    Operations give up after `timeout` seconds, because all ranks compute at the same pace. A
+    broadcast waits for ever, because an idle server says nothing; a death closes the connection
+    and ends that wait too. `on_failure` is called when an operation fails; it may raise a better
+    error.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float = 60.0) -> None:
         self.rank, self.size = rank, size
-        self.data = open_group(store, "data", rank, size, timedelta(seconds=timeout))
-        self.talk = open_group(store, "talk", rank, size, FOREVER)
+        self.group = open_gloo(store, rank, size, timeout)
         self.buffer = torch.zeros(1024, dtype=torch.uint8)
         self.on_failure: Callable[[], None] = lambda: None
 
@@ -60,14 +59,14 @@ class GlooComm:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         with self.attempt("all_reduce"):
-            self.data.allreduce([x]).wait()
+            self.group.allreduce([x]).wait()
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
         with self.attempt("all_gather"):
-            self.data.allgather([parts], [x]).wait()
+            self.group.allgather([parts], [x]).wait()
         return torch.cat(parts, dim)
 
     def barrier(self) -> None:
@@ -78,7 +77,7 @@ class GlooComm:
         options = c10d.AllreduceOptions()
         options.reduceOp = c10d.ReduceOp.MIN
         with self.attempt("min_ints"):
-            self.data.allreduce([x], options).wait()
+            self.group.allreduce([x], options).wait()
         lowest: list[int] = x.tolist()
         return lowest
 
@@ -106,6 +105,6 @@ class GlooComm:
     def send_from(self, x: torch.Tensor, src: int) -> None:
         """Copy `x` of rank `src` into the `x` of all others."""
         options = c10d.BroadcastOptions()
-        options.rootRank, options.rootTensor = src, 0
+        options.rootRank, options.rootTensor, options.timeout = src, 0, FOREVER
         with self.attempt("broadcast"):
-            self.talk.broadcast([x], options).wait()
+            self.group.broadcast([x], options).wait()

@@ -23,19 +23,22 @@ import torch
 from minisgl.distributed.gloo import CommError, GlooComm, c10d
 from minisgl.distributed.nccl import NcclComm
 
+START_SECONDS = 600.0  # for a process to start and import torch on a busy machine
+
 
 class RankError(RuntimeError):
     """A rank failed; the message holds its own traceback."""
 
 
-def open_store(timeout: float) -> Any:
+def open_store() -> Any:
     """Where the ranks of a new group find each other: a small server in this process."""
-    limit = timedelta(seconds=timeout)
-    return c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+    return c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def join(store: Any, rank: int, size: int, timeout: float, device: str) -> GlooComm:
     """This rank's communicator: NCCL carries the tensors if `device` is a GPU."""
+    store.set(f"here/{rank}", b"")  # processes start at very different speeds: meet first
+    store.wait([f"here/{other}" for other in range(size)], timedelta(seconds=START_SECONDS))
     if torch.device(device).type == "cuda":
         return NcclComm(store, rank, size, torch.device(device), timeout)
     return GlooComm(store, rank, size, timeout)
@@ -69,9 +72,9 @@ def rank_main(place: Place, entry: Callable[..., Any], args: tuple, report: Conn
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which tells the others
     torch.set_num_threads(1)
     leave_with_parent()
-    limit = timedelta(seconds=place.timeout)
     try:
-        store = c10d.TCPStore("127.0.0.1", place.port, is_master=False, timeout=limit)
+        store = c10d.TCPStore("127.0.0.1", place.port, is_master=False)
+        report.send(("here", None))
         comm = join(store, place.rank, place.size, place.timeout, place.device)
         report.send(("done", entry(comm, *args)))
     except CommError:
@@ -91,11 +94,13 @@ class RankProcesses:
     def __init__(
         self, entry: Callable[..., Any], args: tuple = (), *, ranks: range, size: int,
         devices: Sequence[str] | None = None, timeout: float = 60.0, grace: float = 5.0,
+        method: str = "spawn",
     ) -> None:  # fmt: skip
-        context = multiprocessing.get_context("spawn")
-        self.store, self.grace = open_store(timeout), grace
+        context: Any = multiprocessing.get_context(method)
+        self.store, self.grace = open_store(), grace
         self.reports: dict[int, Connection] = {}
         self.processes: dict[int, BaseProcess] = {}
+        self.here: set[int] = set()
         self.ended: dict[int, tuple[str, Any]] = {}  # rank to ("done", result) and the like
         for rank in ranks:
             device = devices[rank] if devices else "cpu"
@@ -116,7 +121,11 @@ class RankProcesses:
             if pipe not in ready:
                 continue
             try:
-                self.ended[rank] = pipe.recv()
+                message = pipe.recv()
+                if message[0] == "here":
+                    self.here.add(rank)
+                else:
+                    self.ended[rank] = message
             except EOFError:  # no report at all: killed, or crashed below Python
                 self.processes[rank].join(1.0)
                 code = self.processes[rank].exitcode
@@ -135,6 +144,16 @@ class RankProcesses:
             self.listen(0.1)
         rank, text = (self.failures("failed") or self.failures("lost"))[0]
         raise RankError(f"rank {rank} failed:\n{text}")
+
+    def gather(self) -> None:
+        """Wait until every process has started; RankError if one fails on the way."""
+        deadline = time.monotonic() + START_SECONDS
+        while len(self.here) < len(self.processes):
+            self.listen(0.2)
+            self.check()
+            if time.monotonic() > deadline:
+                absent = sorted(self.processes.keys() - self.here)
+                raise RankError(f"ranks {absent} did not start within {START_SECONDS:g} s")
 
     def failures(self, kind: str) -> list[tuple[int, str]]:
         """Ranks that ended in this way, and what they said."""
@@ -175,10 +194,16 @@ class RankProcesses:
         self.stop()
 
 
-def run_ranks(entry: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(
+    entry: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0, method: str = "spawn"
+) -> list[Any]:
     """Call `entry(comm, *args)` in `size` new CPU processes; their results in order.
 
-    `entry` must be importable: processes are spawned. RankError carries a child's traceback.
+    `entry` must be importable: the processes begin empty. `timeout` in seconds counts from when
+    all have started. RankError carries a child's traceback.
     """
-    with RankProcesses(entry, args, ranks=range(size), size=size, timeout=timeout) as group:
+    with RankProcesses(
+        entry, args, ranks=range(size), size=size, timeout=timeout, method=method
+    ) as group:
+        group.gather()
         return group.results(timeout)

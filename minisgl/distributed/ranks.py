@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from minisgl.config import ModelConfig, SchedulerConfig, TPInfo, choose_device, resolve_model_path
 from minisgl.distributed.comm import Comm
-from minisgl.distributed.launch import RankError, RankProcesses, join
+from minisgl.distributed.launch import RankProcesses, join
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.messages import Msg, Reply
 from minisgl.scheduler.scheduler import Scheduler, build_scheduler
@@ -103,11 +103,12 @@ class Ranks:
             tp_worker, (config,), ranks=range(1, size), size=size, devices=devices, timeout=timeout
         )
         try:
+            self.processes.gather()
             self.comm = join(self.processes.store, 0, size, timeout, devices[0])
-        except BaseException as error:
+        except BaseException:
             self.processes.grace = 0.0
             self.processes.stop()
-            raise RankError(f"tp: {size} ranks could not meet: {error}") from error
+            raise
         self.comm.on_failure = self.explain
 
     def channel(self, outer: Channel) -> BroadcastChannel:

@@ -18,7 +18,7 @@ from minisgl.distributed.comm import Comm
 class Meeting:
     """The place where the ranks of one group lay down what they have; made once per group."""
 
-    def __init__(self, size: int, timeout: float = 60.0) -> None:
+    def __init__(self, size: int, timeout: float) -> None:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=timeout)
         self.table: list[Any] = [None] * size
@@ -54,9 +54,11 @@ class ThreadComm:
         return [min(column) for column in zip(*self.exchange(list(values)))]
 
 
-def run_threads(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+def run_threads(
+    function: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0
+) -> list[Any]:
     """Call `function(comm, *args)` on `size` ranks; their results in order, or the first error."""
-    meeting = Meeting(size)
+    meeting = Meeting(size, timeout)
 
     def rank(comm: Comm) -> Any:
         try:

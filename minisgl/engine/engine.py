@@ -190,7 +190,7 @@ def trial_batch(engine: Engine, num_tokens: int) -> Batch:
     """A prefill of `num_tokens` tokens that belongs to nobody: all of it lies in the dummy row."""
     reqs = []
     while num_tokens > 0:
-        length = min(num_tokens, engine.max_seq_len)
+        length = min(num_tokens, engine.max_seq_len - 1)  # its next token needs a place, too
         req = Req(
             uid=-1, input_ids=np.zeros(length, np.int32), max_new_tokens=1,
             sampling_params=SamplingParams(), table_idx=engine.tables.dummy_row,

@@ -44,7 +44,7 @@ def bucket_sizes(
     first, step = SMALL[system]
     sizes = set(first)
     if step:
-        sizes.update(range(2 * step if system == "minivllm" else step, max_bs + 1, step))
+        sizes.update(range(step, max_bs + 1, step))
     else:
         sizes.add(max_bs)
     limit = max_bs
@@ -72,27 +72,6 @@ def choose_sizes(
     if cuda_graph_max_bs is None:
         cuda_graph_max_bs = 256 if free_bytes > 80 * GIB else 160
     return bucket_sizes(cuda_graph_max_bs, "sglang", max_running)
-
-
-@dataclass(frozen=True)
-class GraphBuffers:
-    """What a captured forward pass reads: int64 [max_bs], the same memory for every bucket."""
-
-    input_ids: Tensor
-    positions: Tensor
-    out_loc: Tensor
-
-    @classmethod
-    def allocate(cls, max_bs: int, dummy_slot: int, device: torch.device) -> Self:
-        """Buffers that hold dummy requests: token 0 at position 0, written to the dummy slot."""
-        zeros = torch.zeros(2, max_bs, dtype=torch.int64, device=device)
-        slots = torch.full((max_bs,), dummy_slot, dtype=torch.int64, device=device)
-        return cls(zeros[0], zeros[1], slots)
-
-    def first(self, size: int) -> Self:
-        """Views of the first `size` entries: same memory, so same addresses."""
-        kept = self.input_ids[:size], self.positions[:size], self.out_loc[:size]
-        return type(self)(*kept)
 
 
 def storage_ids(values: Any) -> set[int]:
@@ -241,6 +220,27 @@ def capturing(
     return region
 
 
+@dataclass(frozen=True)
+class GraphBuffers:
+    """What a captured forward pass reads: int64 [max_bs], the same memory for every bucket."""
+
+    input_ids: Tensor
+    positions: Tensor
+    out_loc: Tensor
+
+    @classmethod
+    def allocate(cls, max_bs: int, dummy_slot: int, device: torch.device) -> Self:
+        """Buffers that hold dummy requests: token 0 at position 0, written to the dummy slot."""
+        zeros = torch.zeros(2, max_bs, dtype=torch.int64, device=device)
+        slots = torch.full((max_bs,), dummy_slot, dtype=torch.int64, device=device)
+        return cls(zeros[0], zeros[1], slots)
+
+    def first(self, size: int) -> Self:
+        """Views of the first `size` entries: same memory, so same addresses."""
+        kept = self.input_ids[:size], self.positions[:size], self.out_loc[:size]
+        return type(self)(*kept)
+
+
 def dummy_metadata(size: int, tables: TableManager) -> AttentionMetadata:
     """Metadata of `size` dummy requests: one token each, in the dummy row."""
     rows = np.full(size, tables.dummy_row, np.int32)
@@ -279,7 +279,7 @@ class GraphRunner:
         dummy_slot = int(tables.page_table[tables.dummy_row, 0])
         self.buffers = GraphBuffers.allocate(self.sizes[-1], dummy_slot, self.device)
         self.logits: Tensor | None = None  # [max size, vocab_size], once a forward gave its dtype
-        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self.pool: Any = None  # memory that the graphs share
         self.steps: dict[int, CapturedStep] = {}
 
     def run_into_logits(self, fb: ForwardBatch) -> None:
@@ -311,11 +311,14 @@ class GraphRunner:
 
         The first capture is thrown away: it pays for what libraries set up on first use.
         """
-        self.tables.flush()
         on_gpu = self.device.type == "cuda"
-        stream = self.stream or (torch.cuda.Stream(self.device) if on_gpu else None)
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        self.tables.flush()
+        if on_gpu:
+            torch.cuda.synchronize(self.device)  # weights and tables are there, whoever wrote them
+            self.stream = self.stream or torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
             self.capture_one(self.sizes[-1])
+            self.pool = torch.cuda.graph_pool_handle() if on_gpu else None
             descending = tqdm(self.sizes[::-1], desc="capture", unit="graph", disable=not progress)
             self.steps = {size: self.capture_one(size) for size in descending}
         if on_gpu:

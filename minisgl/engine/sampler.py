@@ -71,6 +71,15 @@ def gumbel_noise(keys: Tensor, tokens: Tensor) -> Tensor:
     return exponential.log_().neg_()
 
 
+def largest_keys(keys: Tensor, width: int) -> Tensor:
+    """The `width` largest of each row, int64 [bs, width], largest first; all are different."""
+    if keys.device.type == "cpu":  # numpy's sort is vectorised, and an order of magnitude faster
+        return torch.from_numpy(np.sort(keys.numpy())[:, ::-1][:, :width].copy())
+    if width < keys.shape[-1]:
+        return keys.topk(width, dim=-1).values
+    return keys.sort(dim=-1, descending=True).values
+
+
 def top_candidates(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Ids and values of the `width` largest per row, int64 and float32 [bs, width], largest first.
 
@@ -83,11 +92,7 @@ def top_candidates(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
     smaller_id_first = torch.arange(vocab - 1, -1, -1, device=values.device)
     keys = (ordered << 32) | smaller_id_first
-    if width < vocab:
-        keys = keys.topk(width, dim=-1).values
-    else:
-        keys = keys.sort(dim=-1, descending=True).values
-    ids = vocab - 1 - (keys & 0xFFFFFFFF)
+    ids = vocab - 1 - (largest_keys(keys, width) & 0xFFFFFFFF)
     return ids, values.gather(-1, ids)
 
 

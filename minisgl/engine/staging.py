@@ -1,5 +1,4 @@
-"""Many small host arrays to the device in one copy, from buffers that no running copy still
-reads.
+"""Many small host arrays to the device in one copy, from buffers that no copy still reads.
 
 Generated from notebooks/06_sampler.ipynb: edit there.
 """
@@ -67,9 +66,8 @@ class Staging:
             host[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
         target = torch.empty(starts[-1], dtype=torch.uint8, device=self.device)
         self.events[self.turn] = self.copy(target, source)
-        return [
-            target[start : start + array.nbytes]
-            .view(torch.from_numpy(array[:0]).dtype)
-            .view(array.shape)
-            for start, array in zip(starts, arrays)
-        ]
+        parts = []
+        for start, array in zip(starts, arrays):
+            dtype = torch.from_numpy(array[:0]).dtype
+            parts.append(target[start : start + array.nbytes].view(dtype).view(array.shape))
+        return parts

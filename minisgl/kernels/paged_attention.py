@@ -1,4 +1,4 @@
-"""Triton kernels for attention over pages: tiles of queries against chunks of keys, and a merge.
+"""Triton kernels for attention over pages: query tiles against chunks of keys, and a merge.
 
 Generated from notebooks/04_attention.ipynb: edit there.
 """
@@ -55,6 +55,48 @@ def attend_chunk(
 
 
 @triton.jit
+def tile_rows(
+    tile, qo_len, head, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_Q: tl.constexpr
+):
+    """The rows of a query tile: token of each, whether it exists, first column of its head."""
+    row = tile * TILE_Q + tl.arange(0, TILE_Q)
+    token = row // GROUP
+    return token, token < qo_len, (head * GROUP + row % GROUP) * HEAD_DIM
+
+
+@triton.jit
+def write_tile(
+    out_ptr, acc, token_row, real, column, num_heads,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Write the finished rows of a tile to the output [tokens, num_heads, HEAD_DIM]."""
+    dims = tl.arange(0, DIM)
+    offset = token_row.to(tl.int64) * num_heads * HEAD_DIM + column
+    inside = real[:, None] & (dims < HEAD_DIM)[None, :]
+    out = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offset[:, None] + dims[None, :], out, mask=inside)
+
+
+@triton.jit
+def load_queries(
+    q_ptr, token_row, real, column, q_stride, HEAD_DIM: tl.constexpr, DIM: tl.constexpr
+):
+    """A query tile [rows, DIM]; zeros where there is no such row or dimension."""
+    dims = tl.arange(0, DIM)
+    offset = token_row.to(tl.int64) * q_stride + column
+    inside = real[:, None] & (dims < HEAD_DIM)[None, :]
+    return tl.load(q_ptr + offset[:, None] + dims[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def chunk_bounds(kv_tile, chunk, tile, qo_len, seq_len, GROUP: tl.constexpr, TILE_Q: tl.constexpr):
+    """Positions [begin, end) of a work item: no row of the tile sees further than its last one."""
+    last_token = tl.minimum(((tile + 1) * TILE_Q - 1) // GROUP, qo_len - 1)
+    begin = kv_tile * chunk
+    return begin, tl.minimum(begin + chunk, seq_len - qo_len + last_token + 1)
+
+
+@triton.jit
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr,
     slots_ptr, rows_ptr, qo_indptr_ptr, seq_lens_ptr, chunk_ptr,
@@ -64,42 +106,30 @@ def attention_kernel(
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (items, kv_heads). Row r of a tile is query head `r % GROUP` of token `r // GROUP`."""
-    item, head = tl.program_id(0), tl.program_id(1)
+    item, head, num_kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     request = tl.load(request_ptr + item)
     if request >= 0:  # padding of a captured grid is -1
         first = tl.load(qo_indptr_ptr + request)
         qo_len = tl.load(qo_indptr_ptr + request + 1) - first
-        seq_len = tl.load(seq_lens_ptr + request)
-        tile = tl.load(qo_tile_ptr + item)
-        row = tile * TILE_Q + tl.arange(0, TILE_Q)
-        token, member = row // GROUP, row % GROUP
-        real = token < qo_len
-        dims = tl.arange(0, DIM)
-        inside = real[:, None] & (dims < HEAD_DIM)[None, :]
-        q_row = (first + token).to(tl.int64)
-        column = (head * GROUP + member) * HEAD_DIM
-        q_offset = q_row * q_stride + column
-        q = tl.load(q_ptr + q_offset[:, None] + dims[None, :], mask=inside, other=0.0)
-        # Row r sees positions up to its own; no row of the tile sees further than the last one.
-        limit = seq_len - qo_len + token
-        last_token = tl.minimum(((tile + 1) * TILE_Q - 1) // GROUP, qo_len - 1)
-        begin = tl.load(kv_tile_ptr + item) * tl.load(chunk_ptr)
-        end = tl.minimum(begin + tl.load(chunk_ptr), seq_len - qo_len + last_token + 1)
+        seq_len, tile = tl.load(seq_lens_ptr + request), tl.load(qo_tile_ptr + item)
+        token, real, column = tile_rows(tile, qo_len, head, GROUP, HEAD_DIM, TILE_Q)
+        q = load_queries(q_ptr, first + token, real, column, q_stride, HEAD_DIM, DIM)
+        limit = seq_len - qo_len + token  # the last position that a row sees: its own
+        kv_tile, chunk = tl.load(kv_tile_ptr + item), tl.load(chunk_ptr)
+        begin, end = chunk_bounds(kv_tile, chunk, tile, qo_len, seq_len, GROUP, TILE_Q)
+        slots_ptr += tl.load(rows_ptr + request).to(tl.int64) * slots_stride
         m, total, acc = attend_chunk(
-            q.to(k_ptr.dtype.element_ty), limit,
-            k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM,
-            slots_ptr + tl.load(rows_ptr + request).to(tl.int64) * slots_stride,
-            begin, end, scale_log2, kv_stride, HEAD_DIM, TILE_Q, TILE_KV, DIM,
+            q.to(k_ptr.dtype.element_ty), limit, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM,
+            slots_ptr, begin, end, scale_log2, kv_stride, HEAD_DIM, TILE_Q, TILE_KV, DIM,
         )  # fmt: skip
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         if SPLIT:
-            part = (item * tl.num_programs(1) + head) * TILE_Q + tl.arange(0, TILE_Q)
+            part = (item * num_kv_heads + head) * TILE_Q + tl.arange(0, TILE_Q)
             tl.store(lse_ptr + part, m + tl.log2(total))
-            tl.store(part_ptr + part[:, None] * DIM + dims[None, :], acc)
+            tl.store(part_ptr + part[:, None] * DIM + tl.arange(0, DIM)[None, :], acc)
         else:
-            out_offset = q_row * GROUP * HEAD_DIM * tl.num_programs(1) + column
-            out = acc.to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + out_offset[:, None] + dims[None, :], out, mask=inside)
+            heads = GROUP * num_kv_heads
+            write_tile(out_ptr, acc, first + token, real, column, heads, HEAD_DIM, DIM)
 
 
 @triton.jit
@@ -108,32 +138,27 @@ def merge_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE_Q: tl.constexpr,
 ):  # fmt: skip
     """Grid (query tiles, kv_heads): combine the chunks of one tile by their log-sum-exp."""
-    tile, head = tl.program_id(0), tl.program_id(1)
-    first_item = tl.load(tile_indptr_ptr + tile)
-    last_item = tl.load(tile_indptr_ptr + tile + 1)
-    if last_item > first_item:  # padding of a captured grid has no items
-        rows, dims = tl.arange(0, TILE_Q), tl.arange(0, DIM)
+    tile, head, num_kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    item = tl.load(tile_indptr_ptr + tile)
+    stop = tl.load(tile_indptr_ptr + tile + 1)
+    if stop > item:  # padding of a captured grid has no items
+        first = tl.load(qo_indptr_ptr + tl.load(request_ptr + item))
+        qo_len = tl.load(qo_indptr_ptr + tl.load(request_ptr + item) + 1) - first
         m = tl.full([TILE_Q], float("-inf"), tl.float32)
         total = tl.zeros([TILE_Q], tl.float32)
         acc = tl.zeros([TILE_Q, DIM], tl.float32)
-        for item in range(first_item, last_item):
-            part = (item * tl.num_programs(1) + head) * TILE_Q + rows
+        for i in range(item, stop):
+            part = (i * num_kv_heads + head) * TILE_Q + tl.arange(0, TILE_Q)
             lse = tl.load(lse_ptr + part)
             m_new = tl.maximum(m, lse)
             base = tl.where(m_new == float("-inf"), 0.0, m_new)
             old, new = tl.exp2(m - base), tl.exp2(lse - base)
-            o = tl.load(part_ptr + part[:, None] * DIM + dims[None, :])
+            o = tl.load(part_ptr + part[:, None] * DIM + tl.arange(0, DIM)[None, :])
             acc = acc * old[:, None] + o * new[:, None]
             total = total * old + new
             m = m_new
-        request = tl.load(request_ptr + first_item)
-        first = tl.load(qo_indptr_ptr + request)
-        row = tl.load(qo_tile_ptr + first_item) * TILE_Q + rows
-        token = first + row // GROUP
-        inside = (token < tl.load(qo_indptr_ptr + request + 1))[:, None] & (dims < HEAD_DIM)[
-            None, :
-        ]
-        column = (head * GROUP + row % GROUP) * HEAD_DIM
-        offset = token.to(tl.int64) * GROUP * HEAD_DIM * tl.num_programs(1) + column
-        out = (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + offset[:, None] + dims[None, :], out, mask=inside)
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tile_index = tl.load(qo_tile_ptr + item)
+        token, real, column = tile_rows(tile_index, qo_len, head, GROUP, HEAD_DIM, TILE_Q)
+        heads = GROUP * num_kv_heads
+        write_tile(out_ptr, acc, first + token, real, column, heads, HEAD_DIM, DIM)

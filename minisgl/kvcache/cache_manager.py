@@ -48,19 +48,19 @@ class CacheManager:
         """Tokens that could be allocated now, if the whole unlocked cache were evicted."""
         return self.allocator.free_pages * self.page_size + self.prefix_cache.evictable_tokens
 
-    def match_req(self: CacheManager, input_ids: IntArray) -> CacheHandle:
+    def match_req(self, input_ids: IntArray) -> CacheHandle:
         """Longest cached prefix of a prompt [n], its last token excepted: one must be computed."""
         return self.prefix_cache.match_prefix(input_ids[:-1])
 
-    def lock(self: CacheManager, handle: CacheHandle) -> None:
+    def lock(self, handle: CacheHandle) -> None:
         """Protect a matched prefix until `unlock`, or until its request finishes."""
         self.prefix_cache.lock(handle)
 
-    def unlock(self: CacheManager, handle: CacheHandle) -> None:
+    def unlock(self, handle: CacheHandle) -> None:
         """Give a lock back, for a request that was matched and then not admitted."""
         self.prefix_cache.unlock(handle)
 
-    def take_pages(self: CacheManager, num_pages: int) -> IntArray:
+    def take_pages(self, num_pages: int) -> IntArray:
         """Free pages, int32 [num_pages]; evicts what is missing, or raises and changes nothing."""
         if num_pages * self.page_size > self.available_tokens:
             raise OutOfPages(
@@ -72,12 +72,12 @@ class CacheManager:
             self.free_slots(self.prefix_cache.evict(missing * self.page_size))
         return self.allocator.allocate(num_pages)
 
-    def free_slots(self: CacheManager, slots: IntArray) -> None:
+    def free_slots(self, slots: IntArray) -> None:
         """Give whole pages back, named by their slots."""
         if len(slots):
             self.allocator.free(slots[:: self.page_size] // self.page_size)
 
-    def allocate_paged(self: CacheManager, reqs: Sequence[Req]) -> None:
+    def allocate_paged(self, reqs: Sequence[Req]) -> None:
         """Give each request pages up to `device_len`, written into its row; all or none."""
         plan: list[tuple[Req, int, int]] = []  # request, first and last position, whole pages
         for req in reqs:
@@ -99,7 +99,7 @@ class CacheManager:
             self.allocated_len[req] = end
             used += end - start
 
-    def cache_req(self: CacheManager, req: Req, finished: bool) -> None:
+    def cache_req(self, req: Req, finished: bool) -> None:
         """Hand a request's computed pages to the prefix cache; if finished, free all its others."""
         old = req.cache_handle
         if old is None:
@@ -120,16 +120,18 @@ class CacheManager:
             req.cache_handle = new
         self.free_slots(duplicates)
 
-    def release(self: CacheManager, req: Req, kept_len: int) -> None:
+    def release(self, req: Req, kept_len: int) -> None:
         """Unlock a request's prefix and free its pages from position `kept_len` on."""
         handle, req.cache_handle = req.cache_handle, None
         end = self.allocated_len.pop(req, kept_len)
         self.free_slots(self.tables.page_table[req.table_idx, kept_len:end])
         self.prefix_cache.unlock(handle)
 
-    def check_integrity(self: CacheManager, live: Sequence[Req] = ()) -> None:
+    def check_integrity(self, live: Sequence[Req] = ()) -> None:
         """Recount pages, rows and locks, given all that hold any; raises IntegrityError."""
         holders = [req for req in live if req.cache_handle is not None]
+        rows = [req.table_idx for req in holders if req.table_idx >= 0]
+        require(len(set(rows)) == len(rows), f"rows {rows}: two requests share one")
         self.prefix_cache.check_integrity([req.cache_handle for req in holders])
         owners = PageOwners(self.num_pages)
         owners.claim(self.allocator.free_set(), "the free list")
@@ -139,12 +141,10 @@ class CacheManager:
             require(req in holders, f"req {req.uid}: has pages but is not live")
         for req in holders:
             self.check_row(req, owners)
-        rows = [req.table_idx for req in holders if req.table_idx >= 0]
-        require(len(set(rows)) == len(rows), f"rows: two requests share one of {rows}")
         lost = np.flatnonzero(owners.owner < 0).tolist()
         require(not lost, f"pages {lost}: lost, neither free nor cached nor any request's")
 
-    def check_row(self: CacheManager, req: Req, owners: PageOwners) -> None:
+    def check_row(self, req: Req, owners: PageOwners) -> None:
         """A row names the cache's slots as far as its handle reaches, then pages of its own."""
         handle = req.cache_handle
         row, kept = self.tables.page_table[req.table_idx], handle.cached_len

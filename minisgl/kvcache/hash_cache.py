@@ -17,6 +17,7 @@ from minisgl.kvcache.prefix_cache import (
     TOKEN_BYTES,
     CacheHandle,
     InsertResult,
+    IntegrityError,
     Link,
     UseOrder,
     check_evictable,
@@ -80,14 +81,14 @@ class HashCache:
         self.evictable_tokens = 0
         self.protected_tokens = 0
 
-    def find(self: HashCache, digest: int, parent: Block | None, tokens: bytes) -> Block | None:
+    def find(self, digest: int, parent: Block | None, tokens: bytes) -> Block | None:
         """The block with these tokens after this parent: the hash proposes, the tokens decide."""
         for block in self.table.get(digest, ()):
             if block.parent is parent and block.tokens == tokens:
                 return block
         return None
 
-    def walk(self: HashCache, tokens: bytes) -> list[Block]:
+    def walk(self, tokens: bytes) -> list[Block]:
         """The longest chain of blocks that `tokens` begins with."""
         chain: list[Block] = []
         parent: Block | None = None
@@ -101,19 +102,19 @@ class HashCache:
             chain.append(parent)
         return chain
 
-    def touch(self: HashCache, chain: Sequence[Block]) -> None:
+    def touch(self, chain: Sequence[Block]) -> None:
         """Mark a chain as just used, each block behind the ones that follow it."""
         for block in reversed(chain):
             if block.ref_count == 0:
                 self.order.push(block)
 
-    def match_prefix(self: HashCache, ids: IntArray) -> CacheHandle:
+    def match_prefix(self, ids: IntArray) -> CacheHandle:
         """Longest cached prefix of `ids` [n]."""
         chain = self.walk(page_bytes(ids, self.page_size))
         self.touch(chain)
         return HashHandle(chain, self.page_size)
 
-    def insert_prefix(self: HashCache, ids: IntArray, slots: IntArray) -> InsertResult:
+    def insert_prefix(self, ids: IntArray, slots: IntArray) -> InsertResult:
         """Cache the whole pages of `ids` [n] at `slots` [n]; pages cached before stay."""
         tokens = page_bytes(ids, self.page_size)
         if len(slots) * TOKEN_BYTES < len(tokens):
@@ -127,7 +128,7 @@ class HashCache:
         self.touch(chain)
         return InsertResult(HashHandle(chain, self.page_size), already)
 
-    def add_block(self: HashCache, page: int, tokens: bytes, parent: Block | None) -> Block:
+    def add_block(self, page: int, tokens: bytes, parent: Block | None) -> Block:
         """Enter a new block after its parent into the table."""
         digest = self.hash_fn(parent.hash if parent else 0, tokens)
         block = Block(page, tokens, parent, digest)
@@ -135,7 +136,7 @@ class HashCache:
         self.evictable_tokens += self.page_size
         return block
 
-    def own(self: HashCache, handle: CacheHandle) -> Sequence[Block]:
+    def own(self, handle: CacheHandle) -> Sequence[Block]:
         """The blocks of a handle, if the table still holds them; the last one would go first."""
         if not isinstance(handle, HashHandle):
             raise TypeError(f"handle: not from a hash cache: {handle!r}")
@@ -143,7 +144,7 @@ class HashCache:
             raise RuntimeError("handle: its prefix was evicted before it was locked")
         return handle.blocks
 
-    def lock(self: HashCache, handle: CacheHandle) -> None:
+    def lock(self, handle: CacheHandle) -> None:
         """Protect every block of a prefix."""
         for block in self.own(handle):
             if block.ref_count == 0:
@@ -152,7 +153,7 @@ class HashCache:
                 self.protected_tokens += self.page_size
             block.ref_count += 1
 
-    def unlock(self: HashCache, handle: CacheHandle) -> None:
+    def unlock(self, handle: CacheHandle) -> None:
         """Take one lock back and mark the chain as just used."""
         chain = self.own(handle)
         if chain and chain[-1].ref_count == 0:
@@ -166,7 +167,7 @@ class HashCache:
                 self.protected_tokens -= self.page_size
         self.touch(chain)
 
-    def evict(self: HashCache, num_tokens: int) -> IntArray:
+    def evict(self, num_tokens: int) -> IntArray:
         """Forget `num_tokens` unlocked tokens or more, oldest first; returns their slots, int32."""
         check_evictable(self, num_tokens)
         pages: list[int] = []
@@ -179,31 +180,34 @@ class HashCache:
         self.evictable_tokens -= len(pages) * self.page_size
         return slots_of_pages(np.array(pages, np.int32), self.page_size)
 
-    def forget(self: HashCache, block: Block) -> None:
+    def forget(self, block: Block) -> None:
         """Take a block out of the table: a hash left behind would lead to a page of others."""
         same_hash = self.table[block.hash]
         same_hash.remove(block)
         if not same_hash:
             del self.table[block.hash]
 
-    def reset(self: HashCache) -> None:
+    def reset(self) -> None:
         """Forget everything; RuntimeError while a lock is held."""
         if self.protected_tokens:
             raise RuntimeError(f"reset: {self.protected_tokens} tokens are still locked")
         self.clear()
 
-    def blocks(self: HashCache) -> list[Block]:
+    def blocks(self) -> list[Block]:
         """All blocks; walks the whole table."""
         return [block for same_hash in self.table.values() for block in same_hash]
 
-    def cached_slots(self: HashCache) -> IntArray:
+    def cached_slots(self) -> IntArray:
         """Every slot in the table, int32."""
         pages = np.array([block.page for block in self.blocks()], np.int32)
         return slots_of_pages(pages, self.page_size)
 
-    def check_integrity(self: HashCache, locked: Sequence[CacheHandle] | None = None) -> None:
+    def check_integrity(self, locked: Sequence[CacheHandle] | None = None) -> None:
         """Recount the table; given all locked handles, every lock too. Raises IntegrityError."""
         blocks = self.blocks()
+        for block in blocks:
+            if fault := self.block_fault(block):
+                raise IntegrityError(f"block of page {block.page}: {fault}")
         require(len({block.page for block in blocks}) == len(blocks), "a page is cached twice")
         require(
             len({(b.parent, b.tokens) for b in blocks}) == len(blocks), "a block is cached twice"
@@ -216,23 +220,22 @@ class HashCache:
         require(
             place.keys() <= set(blocks), "the order of use names a block that is not in the table"
         )
+        late = all(place.get(b.parent, len(place)) > place.get(b, -1) for b in blocks)
+        require(late, "order of use: a parent goes before its child")
         held = Counter(block for handle in locked or () for block in self.own(handle))
-        for block in blocks:
-            self.check_block(block)
-            late = place.get(block.parent, len(place)) > place.get(block, -1)
-            require(late, f"page {block.page}: its parent goes before it")
-            fault = f"page {block.page}: {block.ref_count} locks, but {held[block]} handles"
-            require(locked is None or block.ref_count == held[block], fault)
+        wrong = [b for b in blocks if b.ref_count != held[b]] if locked is not None else []
+        for block in wrong[:1]:
+            raise IntegrityError(f"ref_count: {block.ref_count} locks, but {held[block]} handles")
 
-    def check_block(self: HashCache, block: Block) -> None:
-        """Raise IntegrityError unless a block fits its hash, its parent and its locks."""
-        name = f"block of page {block.page}"
+    def block_fault(self, block: Block) -> str:
+        """What is wrong with a block, its hash, its parent or its locks; empty if nothing."""
         parent = block.parent
-        require(parent is None or parent.page >= 0, f"{name}: its parent was evicted")
-        require(
-            parent is None or parent.ref_count >= block.ref_count, f"{name}: parent less locked"
-        )
-        digest = self.hash_fn(parent.hash if parent else 0, block.tokens)
-        require(block.hash == digest and block in self.table[digest], f"{name}: stale hash")
-        linked = block.newer is not block
-        require(linked == (block.ref_count == 0), f"{name}: locks and order of use disagree")
+        if parent is not None and parent.page < 0:
+            return "its parent was evicted"
+        if parent is not None and parent.ref_count < block.ref_count:
+            return "its parent is less locked"
+        if block.hash != self.hash_fn(parent.hash if parent else 0, block.tokens):
+            return "stale hash"
+        if (block.newer is block) == (block.ref_count == 0):
+            return "locks and order of use disagree"
+        return ""

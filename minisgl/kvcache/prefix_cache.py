@@ -116,6 +116,55 @@ def slots_of_pages(pages: IntArray, page_size: int) -> IntArray:
     return (np.asarray(pages, np.int32)[:, None] * page_size + inside).ravel()
 
 
+class EmptyHandle(NamedTuple):
+    """The handle of a cache that holds nothing."""
+
+    cached_len: int = 0
+
+    def slots(self) -> IntArray:
+        """No slots, int32 [0]."""
+        return NO_SLOTS
+
+
+class NaiveCache:
+    """A prefix cache that never remembers: matches are empty, pages stay with their request."""
+
+    evictable_tokens = 0
+    protected_tokens = 0
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = integer(1)("page_size", page_size)
+
+    def match_prefix(self, ids: IntArray) -> CacheHandle:
+        """Finds nothing."""
+        return EmptyHandle()
+
+    def insert_prefix(self, ids: IntArray, slots: IntArray) -> InsertResult:
+        """Takes nothing: the slots stay with the caller."""
+        return InsertResult(EmptyHandle(), 0)
+
+    def lock(self, handle: CacheHandle) -> None:
+        """Nothing to protect."""
+
+    def unlock(self, handle: CacheHandle) -> None:
+        """Nothing to release."""
+
+    def evict(self, num_tokens: int) -> IntArray:
+        """Nothing to give back: only `evict(0)` succeeds."""
+        check_evictable(self, num_tokens)
+        return NO_SLOTS
+
+    def reset(self) -> None:
+        """Nothing to forget."""
+
+    def cached_slots(self) -> IntArray:
+        """No slots, int32 [0]."""
+        return NO_SLOTS
+
+    def check_integrity(self, locked: Sequence[CacheHandle] | None = None) -> None:
+        """Nothing can be wrong."""
+
+
 class Link:
     """A member of a `UseOrder`, or of none: then it is linked to itself."""
 
@@ -130,7 +179,7 @@ class UseOrder:
     """Everything that may be evicted, oldest use first: a ring of links, each step O(1)."""
 
     def __init__(self) -> None:
-        self.ends = Link()  # closes the ring: its newer is the oldest, its older the newest
+        self.ends = Link()  # its newer is the oldest, its older the newest
 
     def push(self, link: Link) -> None:
         """Make a link the newest, whether it was in the ring or not."""
@@ -162,52 +211,3 @@ class UseOrder:
         while link is not self.ends:
             yield link
             link = link.newer
-
-
-class EmptyHandle(NamedTuple):
-    """The handle of a cache that holds nothing."""
-
-    cached_len: int = 0
-
-    def slots(self) -> IntArray:
-        """No slots, int32 [0]."""
-        return NO_SLOTS
-
-
-class NaiveCache:
-    """A prefix cache that never remembers: matches are empty, pages stay with their request."""
-
-    evictable_tokens = 0
-    protected_tokens = 0
-
-    def __init__(self, page_size: int) -> None:
-        self.page_size = integer(1)("page_size", page_size)
-
-    def match_prefix(self, ids: IntArray) -> CacheHandle:
-        """Finds nothing."""
-        return EmptyHandle()
-
-    def insert_prefix(self, ids: IntArray, slots: IntArray) -> InsertResult:
-        """Takes nothing: the slots stay with the caller."""
-        return InsertResult(EmptyHandle(), 0)
-
-    def lock(self: NaiveCache, handle: CacheHandle) -> None:
-        """Nothing to protect."""
-
-    def unlock(self: NaiveCache, handle: CacheHandle) -> None:
-        """Nothing to release."""
-
-    def evict(self: NaiveCache, num_tokens: int) -> IntArray:
-        """Nothing to give back: only `evict(0)` succeeds."""
-        check_evictable(self, num_tokens)
-        return NO_SLOTS
-
-    def reset(self: NaiveCache) -> None:
-        """Nothing to forget."""
-
-    def cached_slots(self: NaiveCache) -> IntArray:
-        """No slots, int32 [0]."""
-        return NO_SLOTS
-
-    def check_integrity(self: NaiveCache, locked: Sequence[CacheHandle] | None = None) -> None:
-        """Nothing can be wrong."""

@@ -17,6 +17,7 @@ from minisgl.kvcache.prefix_cache import (
     TOKEN_BYTES,
     CacheHandle,
     InsertResult,
+    IntegrityError,
     Link,
     UseOrder,
     check_evictable,
@@ -79,7 +80,7 @@ class RadixCache:
         self.evictable_tokens = 0
         self.protected_tokens = 0
 
-    def split(self: RadixCache, node: Node, at: int) -> Node:
+    def split(self, node: Node, at: int) -> Node:
         """Cut a node after `at` tokens; `node` stays the lower half, the new upper half returns."""
         assert node.parent is not None and 0 < at < node.num_tokens and at % self.page_size == 0
         cut = at * TOKEN_BYTES
@@ -92,7 +93,7 @@ class RadixCache:
             self.order.put_behind(upper, node)
         return upper
 
-    def walk(self: RadixCache, tokens: bytes) -> tuple[Node, int]:
+    def walk(self, tokens: bytes) -> tuple[Node, int]:
         """Follow whole pages of `tokens` down; returns the last node and the matched length."""
         node, start = self.root, 0
         while child := node.children.get(tokens[start : start + self.page_bytes]):
@@ -103,20 +104,20 @@ class RadixCache:
             node, start = child, start + len(child.tokens)
         return node, start // TOKEN_BYTES
 
-    def touch(self: RadixCache, node: Node) -> None:
+    def touch(self, node: Node) -> None:
         """Mark the path from `node` up to the root as just used, each parent behind its child."""
         while node.parent is not None:
             if node.ref_count == 0:
                 self.order.push(node)
             node = node.parent
 
-    def match_prefix(self: RadixCache, ids: IntArray) -> CacheHandle:
+    def match_prefix(self, ids: IntArray) -> CacheHandle:
         """Longest cached prefix of `ids` [n]; may split a node, changes nothing that is cached."""
         node, length = self.walk(page_bytes(ids, self.page_size))
         self.touch(node)
         return RadixHandle(node, length)
 
-    def insert_prefix(self: RadixCache, ids: IntArray, slots: IntArray) -> InsertResult:
+    def insert_prefix(self, ids: IntArray, slots: IntArray) -> InsertResult:
         """Cache the whole pages of `ids` [n] at `slots` [n]; pages cached before stay."""
         tokens = page_bytes(ids, self.page_size)
         length = len(tokens) // TOKEN_BYTES
@@ -132,7 +133,7 @@ class RadixCache:
         self.touch(node)
         return InsertResult(RadixHandle(node, length), cached)
 
-    def lock(self: RadixCache, handle: CacheHandle) -> None:
+    def lock(self, handle: CacheHandle) -> None:
         """Protect a prefix, that is every node on its path."""
         node = self.own(handle)
         while node.parent is not None:
@@ -143,7 +144,7 @@ class RadixCache:
             node.ref_count += 1
             node = node.parent
 
-    def own(self: RadixCache, handle: CacheHandle) -> Node:
+    def own(self, handle: CacheHandle) -> Node:
         """The node of a handle, if this tree still holds it."""
         if not isinstance(handle, RadixHandle):
             raise TypeError(f"handle: not from a radix cache: {handle!r}")
@@ -151,7 +152,7 @@ class RadixCache:
             raise RuntimeError("handle: its prefix was evicted before it was locked")
         return handle.node
 
-    def unlock(self: RadixCache, handle: CacheHandle) -> None:
+    def unlock(self, handle: CacheHandle) -> None:
         """Take one lock back and mark the path as just used."""
         node = bottom = self.own(handle)
         if node.parent is not None and node.ref_count == 0:
@@ -166,7 +167,7 @@ class RadixCache:
             node = node.parent
         self.touch(bottom)
 
-    def evict(self: RadixCache, num_tokens: int) -> IntArray:
+    def evict(self, num_tokens: int) -> IntArray:
         """Forget `num_tokens` unlocked tokens or more, oldest first; returns their slots, int32."""
         check_evictable(self, num_tokens)
         freed: list[bytes] = []
@@ -181,13 +182,13 @@ class RadixCache:
         self.evictable_tokens -= count
         return joined_slots(freed)
 
-    def reset(self: RadixCache) -> None:
+    def reset(self) -> None:
         """Forget everything; RuntimeError while a lock is held."""
         if self.protected_tokens:
             raise RuntimeError(f"reset: {self.protected_tokens} tokens are still locked")
         self.clear()
 
-    def nodes(self: RadixCache) -> Iterator[Node]:
+    def nodes(self) -> Iterator[Node]:
         """All nodes but the root, parents first; walks the whole tree."""
         stack = list(self.root.children.values())
         while stack:
@@ -195,30 +196,31 @@ class RadixCache:
             yield node
             stack.extend(node.children.values())
 
-    def cached_slots(self: RadixCache) -> IntArray:
+    def cached_slots(self) -> IntArray:
         """Every slot in the tree, int32."""
         return joined_slots([node.slot_bytes for node in self.nodes()])
 
-    def check_node(self: RadixCache, node: Node) -> None:
-        """Raise IntegrityError unless a node fits its parent, its children and its locks."""
-        name = f"node of {node.num_tokens} tokens"
-        parent = node.parent
-        known = parent is not None and parent.children.get(node.tokens[: self.page_bytes]) is node
-        require(known, f"{name}: its parent does not know it")
-        require(node.num_tokens % self.page_size == 0 < node.num_tokens, f"{name}: not whole pages")
-        require(
-            len(node.tokens) == len(node.slot_bytes), f"{name}: tokens and slots differ in number"
-        )
-        below = sum(child.ref_count for child in node.children.values())
-        require(node.ref_count >= below, f"{name}: {node.ref_count} locks, but {below} below it")
-        linked = node.newer is not node
-        require(linked == (node.ref_count == 0), f"{name}: locks and order of use disagree")
+    def node_fault(self, node: Node) -> str:
+        """What is wrong with a node, its parent, its children or its locks; empty if nothing."""
+        parent, size = node.parent, len(node.tokens)
+        if parent is None or parent.children.get(node.tokens[: self.page_bytes]) is not node:
+            return "its parent does not know it"
+        if size == 0 or size % self.page_bytes:
+            return "not whole pages"
+        if size != len(node.slot_bytes):
+            return "tokens and slots differ in number"
+        if node.ref_count < sum(child.ref_count for child in node.children.values()):
+            return "fewer locks than below it"
+        if (node.newer is node) == (node.ref_count == 0):
+            return "locks and order of use disagree"
+        return ""
 
-    def check_integrity(self: RadixCache, locked: Sequence[CacheHandle] | None = None) -> None:
+    def check_integrity(self, locked: Sequence[CacheHandle] | None = None) -> None:
         """Recount the tree; given all locked handles, every lock too. Raises IntegrityError."""
         nodes = list(self.nodes())
         for node in nodes:
-            self.check_node(node)
+            if fault := self.node_fault(node):
+                raise IntegrityError(f"node of {node.num_tokens} tokens: {fault}")
         slots = self.cached_slots()
         pages = slots[:: self.page_size] // self.page_size
         require(len(np.unique(pages)) == len(pages), "a page is cached twice")
@@ -229,15 +231,12 @@ class RadixCache:
         require(sizes == counted, f"evictable and protected tokens: {sizes}, counted {counted}")
         place: dict[Link | None, int] = {link: i for i, link in enumerate(self.order)}
         require(place.keys() <= set(nodes), "the order of use names a node that is not in the tree")
-        for node in nodes:
-            late = place.get(node.parent, len(place)) > place.get(
-                node, -1
-            )  # a locked parent is fine
-            require(late, "order of use: a parent goes before its child")
+        late = all(place.get(n.parent, len(place)) > place.get(n, -1) for n in nodes)
+        require(late, "order of use: a parent goes before its child")  # a locked one never goes
         held = count_locks(locked or ())
-        for node in nodes if locked is not None else ():
-            fault = f"ref_count: {node.ref_count} locks, but {held[node]} handles"
-            require(node.ref_count == held[node], fault)
+        wrong = [n for n in nodes if n.ref_count != held[n]] if locked is not None else []
+        for node in wrong[:1]:
+            raise IntegrityError(f"ref_count: {node.ref_count} locks, but {held[node]} handles")
 
 
 class RadixHandle(NamedTuple):

@@ -1,4 +1,4 @@
-"""The attention layer: projections, norms and rotation here, keys and values behind the plan.
+"""The attention layer: projections and rotation here, keys and values behind the plan.
 
 Generated from notebooks/05_model.ipynb: edit there.
 """

@@ -1,4 +1,4 @@
-"""RMS normalisation: of hidden states, with the residual added on the way, and of single heads.
+"""RMS normalisation: of hidden states with the residual added, and of single heads.
 
 Generated from notebooks/05_model.ipynb: edit there.
 """

@@ -1,4 +1,4 @@
-"""Where the parameters of a model live, and which part of which checkpoint tensor fills them.
+"""Where parameters live, and which part of which checkpoint tensor fills them.
 
 Generated from notebooks/05_model.ipynb: edit there.
 """

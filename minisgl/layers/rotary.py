@@ -1,4 +1,4 @@
-"""Rotary positions: frequencies under four scaling rules, one float32 table, and the turn itself.
+"""Rotary positions: frequencies, scaling rules, one float32 table, and the turn itself.
 
 Generated from notebooks/05_model.ipynb: edit there.
 """

@@ -1,4 +1,4 @@
-"""From a folder of safetensors to the parameters of one rank, and nothing unnoticed on the way.
+"""From a folder of safetensors to the parameters of one rank, nothing unnoticed.
 
 Generated from notebooks/05_model.ipynb: edit there.
 """

@@ -17,14 +17,17 @@ class PrefillAdder:
     """Fills one prefill step: counts down tokens of the step and pages of the pool."""
 
     def __init__(
-        self, cache: CacheManager, tables: TableManager, page_size: int, budget: int, reserved: int
-    ) -> None:
+        self, cache: CacheManager, tables: TableManager, page_size: int, *,
+        budget: int, reserved: int, min_shared: int,
+    ) -> None:  # fmt: skip
         self.cache = cache
         self.tables = tables
         self.page_size = page_size
         self.budget = budget  # tokens that this step may still compute
         self.reserved = reserved  # pages promised to requests admitted so far
+        self.min_shared = -(-min_shared // page_size) * page_size  # whole pages are cached
         self.reqs: list[Req] = []
+        self.beginnings: set[bytes] = set()  # what this step computes first, of each request
 
     def pages_left(self) -> int:
         """Pages that are free or evictable, and promised to nobody."""
@@ -36,12 +39,25 @@ class PrefillAdder:
         req.schedule(req.cached_len + length)
         self.budget -= length
         self.reqs.append(req)
+        if self.min_shared:
+            self.beginnings.add(self.beginning(req, req.matched_len))
+
+    def beginning(self, req: Req, matched_len: int) -> bytes:
+        """The matched prefix of a prompt and the next `min_shared` tokens, as a key."""
+        return req.input_ids[: min(matched_len + self.min_shared, req.prompt_len - 1)].tobytes()
+
+    def is_being_computed(self, req: Req, matched_len: int) -> bool:
+        """True if a request of this very step computes a beginning that `req` could soon match."""
+        long_enough = req.prompt_len - 1 - matched_len >= self.min_shared > 0
+        return long_enough and self.beginning(req, matched_len) in self.beginnings
 
     def try_admit(self, req: Req) -> bool:
         """Give a waiting request its prefix, its row and a promise of pages, or change nothing."""
         if self.budget <= 0 or self.tables.free_rows == 0:
             return False
         handle = self.cache.match_req(req.input_ids)
+        if self.is_being_computed(req, handle.cached_len):
+            return False
         req.cached_len = handle.cached_len
         # Locked pages are not evictable any more: lock first, then count what is left.
         self.cache.lock(handle)
@@ -70,12 +86,14 @@ class PrefillManager:
         *,
         page_size: int,
         max_extend_tokens: int,
+        min_shared: int = 32,
     ) -> None:
         self.cache = cache
         self.tables = tables
         self.decode = decode
         self.page_size = page_size
         self.max_extend_tokens = max_extend_tokens
+        self.min_shared = min_shared  # tokens; 0 if the cache never remembers
         self.waiting: deque[Req] = deque()
         self.chunked: Req | None = None
 
@@ -99,8 +117,9 @@ class PrefillManager:
         if self.chunked is not None:
             reserved += pages_to_come(self.chunked, self.page_size)
         return PrefillAdder(
-            self.cache, self.tables, self.page_size, self.max_extend_tokens, reserved
-        )
+            self.cache, self.tables, self.page_size,
+            budget=self.max_extend_tokens, reserved=reserved, min_shared=self.min_shared,
+        )  # fmt: skip
 
     def schedule(self) -> Batch | None:
         """The next prefill step: the half-done prompt first, then whoever waited longest."""

@@ -356,6 +356,7 @@ def build_scheduler(
     prefill = PrefillManager(
         cache, engine.tables, decode,
         page_size=engine.page_size, max_extend_tokens=config.max_extend_tokens,
+        min_shared=0 if config.cache_type == "naive" else 32,
     )  # fmt: skip
     eos = engine.model_config.eos_token_ids
     return Scheduler(engine, cache, prefill, decode, channel, eos_token_ids=eos, trace=trace)

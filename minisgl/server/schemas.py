@@ -95,6 +95,8 @@ class GenerationRequest(BaseModel):
             "seed": None if self.seed is None else (self.seed + index) % 2**63,
             "ignore_eos": self.ignore_eos,
         }
+        if self.top_k == 0:  # many clients spell "off" so
+            asked["top_k"] = -1
         chosen = {**defaults, **{name: value for name, value in asked.items() if value is not None}}
         try:
             return SamplingParams(**chosen)

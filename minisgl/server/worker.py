@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from minisgl.config import ServerConfig, resolve_model_path
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
-from minisgl.server.channels import Inbox, Outbox
+from minisgl.server.channels import Inbox, Outbox, ZmqInbox, ZmqOutbox
 from minisgl.server.messages import Message, TokenizeMsg, UserReply
+from minisgl.server.parts import Addresses, parent_alive
 from minisgl.tokenizer import DecodeStatus, Tokenizer
 
 
@@ -113,3 +115,16 @@ def run_text_worker(worker: TextWorker, inbox: Inbox, alive: Callable[[], bool])
             if isinstance(msg, ExitMsg):
                 return
             worker.handle(msg)
+
+
+def text_part(
+    config: ServerConfig, addresses: Addresses, index: int, ready: Callable[[], None]
+) -> None:
+    """Text worker: index -1 is the one that detokenizes, 0… are extra tokenizers."""
+    inbox = ZmqInbox(addresses.detokenizer if index < 0 else addresses.tokenizers[index])
+    to_scheduler, to_frontend = ZmqOutbox(addresses.scheduler), ZmqOutbox(addresses.frontend)
+    tokenizer = Tokenizer(resolve_model_path(config.model_path))
+    ready()
+    run_text_worker(TextWorker(tokenizer, to_scheduler, to_frontend), inbox, parent_alive)
+    for box in (inbox, to_scheduler, to_frontend):
+        box.close()

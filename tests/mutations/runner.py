@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 OPTIONS = ["-q", "-x", "--tb=short", "-o", "addopts=", "-p", "no:xdist", "-p", "no:nbval"]
-OPTIONS += ["-p", "no:cacheprovider", "--timeout-method=signal"]
+OPTIONS += ["-p", "no:cacheprovider", "--timeout-method=signal", "--disable-warnings"]
 
 
 def run_forked(root: Path, tests: list[str], seconds: int) -> dict[str, Any]:

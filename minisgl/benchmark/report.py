@@ -1,0 +1,47 @@
+"""What a measurement must carry: hardware, date, versions and command; and how it is stored.
+
+Generated from notebooks/13_benchmark.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def processor_name() -> str:
+    """The processor as the system names it."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def circumstances() -> dict[str, Any]:
+    """Hardware, versions, date (UTC) and the command line of this process."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "hardware": {"cpu": processor_name(), "cores": os.cpu_count(), "gpus": gpus},
+        "threads": torch.get_num_threads(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def save(path: Path, results: Mapping[str, Any], command: str | None = None) -> None:
+    """Write results with their circumstances as JSON; makes the folder if needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = circumstances() | ({"command": command} if command else {})
+    path.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")

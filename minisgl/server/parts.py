@@ -1,0 +1,34 @@
+"""What every worker process knows: where the inboxes are, and whether its parent still lives.
+
+Generated from notebooks/12_server.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where each inbox listens. With no extra tokenizers, one text worker does both jobs."""
+
+    scheduler: str
+    detokenizer: str
+    tokenizers: tuple[str, ...]
+    frontend: str
+
+    @classmethod
+    def in_folder(cls, folder: Path, num_tokenizer: int) -> Addresses:
+        def name(part: str) -> str:
+            return f"ipc://{folder / part}"
+
+        extra = tuple(name(f"tokenizer-{i}") for i in range(num_tokenizer))
+        return cls(name("scheduler"), name("text"), extra or (name("text"),), name("frontend"))
+
+
+def parent_alive() -> bool:
+    """Whether the process that started this one still lives; a worker must not outlive it."""
+    parent = multiprocessing.parent_process()
+    return parent is None or parent.is_alive()

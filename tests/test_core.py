@@ -1,0 +1,211 @@
+"""Requests and sampling parameters."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl.core import SAMPLING_RULES, Batch, Phase, Req, SamplingParams
+
+NAN, INF = float("nan"), float("inf")
+
+
+def make(prompt: Any = (1, 2, 3, 4, 5), max_new_tokens: int = 3) -> Req:
+    ids = np.asarray(prompt, dtype=np.int32)
+    return Req(
+        uid=0, input_ids=ids, sampling_params=SamplingParams(), max_new_tokens=max_new_tokens
+    )
+
+
+def lengths(req: Req) -> tuple[int, int, int]:
+    return req.cached_len, req.device_len, req.max_device_len
+
+
+# ------------------------------------------------------------------------------- SamplingParams
+
+
+def test_every_field_has_a_rule() -> None:
+    assert {field.name for field in fields(SamplingParams)} == set(SAMPLING_RULES)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", [-0.1, NAN, INF, True, "1", None]),
+        ("top_k", [0, -2, 1.0, True, NAN, "5", None]),
+        ("top_p", [0, -0.5, 1.01, NAN, INF, True, None]),
+        ("max_tokens", [0, -1, 1.5, True, NAN, "9"]),
+        ("ignore_eos", [0, 1, "yes", None]),
+        ("stop", ["", [""], ["a", 1], 1, {"a"}, [None]]),
+        ("stop_token_ids", ["12", [-1], [1.0], [True], 3]),
+        ("seed", [-1, 2**63, 1.0, True, NAN]),
+        ("logprobs", [-1, 21, True, 1.0]),
+    ],
+)
+def test_pitfall_12_wrong_sampling_params_are_named(name: str, values: list[Any]) -> None:
+    for wrong in values:
+        with pytest.raises(ValueError, match=f"^{name}: must be .*got "):
+            SamplingParams(**{name: wrong})
+
+
+def test_stop_lists_take_one_form() -> None:
+    assert SamplingParams(stop="END").stop == ("END",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams(stop=None).stop == ()  # type: ignore[arg-type]
+    ids = SamplingParams(stop_token_ids=[np.int64(3)]).stop_token_ids
+    assert ids == (3,) and type(ids[0]) is int
+    assert hash(SamplingParams(stop=["a"])) == hash(SamplingParams(stop="a"))
+
+
+def test_greedy() -> None:
+    assert SamplingParams().is_greedy and SamplingParams(temperature=1, top_k=1).is_greedy
+    assert not SamplingParams(temperature=0.7).is_greedy
+    with pytest.raises(FrozenInstanceError):
+        SamplingParams().temperature = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda p: msgspec.json.decode(msgspec.json.encode(p), type=SamplingParams),
+        lambda p: msgspec.msgpack.decode(msgspec.msgpack.encode(p), type=SamplingParams),
+        lambda p: pickle.loads(pickle.dumps(p)),
+    ],
+)
+def test_sampling_params_travel(copy: Callable[[SamplingParams], SamplingParams]) -> None:
+    params = SamplingParams(0.5, 10, 0.9, 7, True, ["a", "b"], [1, 2], 42, 3)
+    assert copy(params) == params and copy(SamplingParams()) == SamplingParams()
+
+
+# ------------------------------------------------------------------------------------------ Req
+
+
+def test_the_life_of_a_request() -> None:
+    req, life = make(), []
+    while req.can_decode:
+        life.append(lengths(req))
+        req.advance()
+    assert [*life, lengths(req)] == [(0, 5, 8), (5, 6, 8), (6, 7, 8), (7, 8, 8)]
+    assert req.remain_len == 0
+
+
+def test_a_chunk_is_not_sampled() -> None:
+    req = make(range(10), 2)
+    req.schedule(4)
+    assert req.is_chunked and req.extend_len == 4
+    req.advance()
+    assert lengths(req) == (4, 4, 12) and req.extend_len == 0
+    req.schedule(10)
+    assert not req.is_chunked and req.extend_len == 6
+    req.advance()
+    assert lengths(req) == (10, 11, 12)
+
+
+def test_no_pass_beyond_the_end() -> None:
+    req = make(max_new_tokens=1)
+    req.advance()
+    assert lengths(req) == (5, 6, 6) and not req.can_decode
+    with pytest.raises(AssertionError):
+        req.advance()
+
+
+@pytest.mark.parametrize("end", [0, 2, 9])
+def test_schedule_asserts_the_invariant(end: int) -> None:
+    req = make()
+    req.cached_len = req.matched_len = 2
+    with pytest.raises(AssertionError):
+        req.schedule(end)
+
+
+def test_advance_asserts_the_invariant() -> None:
+    req = make()
+    req.cached_len = 5
+    with pytest.raises(AssertionError):
+        req.advance()
+
+
+def test_tokens_are_a_view_and_the_prompt_is_copied() -> None:
+    prompt = np.array([1, 2, 3], dtype=np.int32)
+    req = make(prompt, 2)
+    prompt[0] = 99
+    first = req.input_ids
+    assert first.tolist() == [1, 2, 3] and first.dtype == np.int32 and first.base is not None
+    req.append(7)
+    req.append(8)
+    assert req.input_ids.tolist() == [1, 2, 3, 7, 8] and req.output_ids.tolist() == [7, 8]
+    assert np.shares_memory(first, req.input_ids) and req.host_len == 5
+    with pytest.raises(AssertionError):
+        req.append(9)
+
+
+@pytest.mark.parametrize("prompt", [[], [[1, 2]], 3])
+def test_pitfall_12_wrong_prompts(prompt: Any) -> None:
+    with pytest.raises(ValueError, match=r"^input_ids: must be "):
+        make(prompt)
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 1.5])
+def test_pitfall_12_wrong_answer_length(count: Any) -> None:
+    with pytest.raises(ValueError, match=r"^max_new_tokens: must be"):
+        make(max_new_tokens=count)
+
+
+def test_requests_are_told_apart_by_identity() -> None:
+    a, b = make(), make()
+    assert a != b and len({a, b}) == 2 and a in [b, a]
+    assert repr(a) == "Req(uid=0, row=-1, lengths=(0, 5, 8))"
+    with pytest.raises(AttributeError):
+        a.device_length = 3  # type: ignore[attr-defined]
+
+
+@given(
+    prompt_len=st.integers(1, 40),
+    max_new=st.integers(1, 6),
+    cuts=st.lists(st.integers(1, 15), max_size=8),
+    matched=st.integers(0, 39),
+)
+def test_random_lives_against_lists(
+    prompt_len: int, max_new: int, cuts: list[int], matched: int
+) -> None:
+    """Lists of tokens with and without K/V beside the integers."""
+    req = make(range(prompt_len), max_new)
+    tokens = list(range(prompt_len))
+    with_kv = tokens[: min(matched, prompt_len - 1)]
+    req.cached_len = req.matched_len = len(with_kv)
+    passes = 0
+    while len(tokens) < prompt_len + max_new:
+        if len(with_kv) < prompt_len:
+            step = cuts.pop() if cuts else prompt_len
+            req.schedule(min(prompt_len, len(with_kv) + step))
+        work = tokens[len(with_kv) :][: req.extend_len]
+        assert len(work) == req.extend_len > 0
+        with_kv = with_kv + work
+        assert req.is_chunked == (len(with_kv) < prompt_len)
+        assert req.can_decode
+        req.advance()
+        passes += 1
+        if len(with_kv) >= prompt_len:
+            tokens.append(1000 + passes)
+            req.append(1000 + passes)
+        assert req.cached_len == len(with_kv) and req.input_ids.tolist() == tokens
+        assert req.remain_len == prompt_len + max_new - req.device_len
+    assert not req.can_decode and len(req.output_ids) == max_new
+
+
+# ---------------------------------------------------------------------------------------- Batch
+
+
+def test_padding_stays_apart() -> None:
+    a, dummy = make(), make([0], 1)
+    plain = Batch([a], Phase.DECODE)
+    assert plain.padded_reqs is plain.reqs and (plain.size, plain.padded_size) == (1, 1)
+    padded = Batch([a], Phase.DECODE, [a, dummy, dummy])
+    assert (padded.size, padded.padded_size) == (1, 3) and padded.reqs == [a]

@@ -1,0 +1,423 @@
+"""The engine: memory arithmetic, the layout of a step, one step on the device, the start."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl.config import EngineConfig, ModelConfig
+from minisgl.core import Batch, Phase, Req, SamplingParams
+from minisgl.distributed.comm import SingleRank
+from minisgl.engine import engine as engine_module
+from minisgl.engine.engine import (
+    Engine,
+    agree_on_free,
+    build_engine,
+    measure_peak,
+    tensor_bytes,
+    trial_batch,
+)
+from minisgl.engine.memory import (
+    GIB,
+    NotEnoughMemory,
+    bytes_per_page,
+    cap_on_cpu,
+    pages_by_peak,
+    pages_by_ratio,
+    pages_for,
+    require_balance,
+    require_pages,
+)
+from minisgl.engine.step import build_forward_input, new_positions
+from minisgl.kvcache.page_table import TableManager
+from tests.checkpoints import make_checkpoint
+from tests.dense import dense_batch
+
+# ------------------------------------------------------------------ memory
+
+
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 151936, "rms_norm_eps": 1e-6, "max_position_embeddings": 40960,
+    "tie_word_embeddings": True, "rope_theta": 1e6, "torch_dtype": "bfloat16", "hidden_act": "silu",
+}  # fmt: skip
+
+
+def test_pages_of_a_real_model_by_hand() -> None:
+    """Qwen3-0.6B in bf16 on 80 GiB with a ratio of 0.9: 2 * 28 * 8 * 128 * 2 bytes a token."""
+    model = ModelConfig.from_hf(QWEN3_06B)
+    page = bytes_per_page(model, 16, 2)
+    assert page == 16 * 114_688
+    weights = 1_192_000_000
+    pages = pages_by_ratio(
+        free_before=80 * GIB, model_bytes=weights, memory_ratio=0.9, page_bytes=page
+    )
+    available = int(80 * GIB * 0.9) - weights
+    assert pages == available // page - 1  # one page is the dummy's
+    assert bytes_per_page(model, 16, 2, tp_size=4) == page // 4
+
+
+@given(st.integers(1, 10**12), st.integers(0, 10**12), st.integers(1, 10**8), st.floats(0.01, 1))
+def test_ratio_never_overspends(free: int, model: int, page: int, ratio: float) -> None:
+    pages = pages_by_ratio(free_before=free, model_bytes=model, memory_ratio=ratio, page_bytes=page)
+    budget = int(free * ratio) - model
+    assert (pages + 1) * page <= budget < (pages + 2) * page
+
+
+def test_peak_keeps_what_the_largest_step_needs() -> None:
+    sizes = {"free_now": 1000, "current_bytes": 300, "utilization": 0.9, "page_bytes": 10}
+    assert pages_by_peak(peak_bytes=300, **sizes) == 89
+    assert pages_by_peak(peak_bytes=500, **sizes) == 69
+    assert pages_by_peak(peak_bytes=5000, **sizes) < 0
+
+
+def test_both_rules_agree_when_steps_need_nothing() -> None:
+    """All free memory, no activations: the model is the only difference."""
+    ratio = pages_by_ratio(free_before=1000, model_bytes=200, memory_ratio=1.0, page_bytes=10)
+    peak = pages_by_peak(
+        free_now=800, peak_bytes=200, current_bytes=200, utilization=1.0, page_bytes=10
+    )
+    assert ratio == peak == 79
+
+
+def test_a_cpu_gives_a_modest_share() -> None:
+    how = {"page_bytes": 1 << 20, "page_size": 16, "max_running_req": 4}
+    assert cap_on_cpu(10**6, max_seq_len=1600, **how) == 400  # all that could be used at once
+    assert cap_on_cpu(10**6, max_seq_len=8 * 1600, **how) == 1024  # 1 GiB
+    assert cap_on_cpu(10**6, max_seq_len=40 * 1600, **how) == 4000  # one window
+    assert cap_on_cpu(7, max_seq_len=40 * 1600, **how) == 7
+
+
+@pytest.mark.parametrize("pages", [-5, 0, 99])
+def test_too_little_memory_is_said_with_numbers(pages: int) -> None:
+    sizes = {"page_bytes": GIB // 100, "page_size": 16, "max_seq_len": 1600}
+    with pytest.raises(NotEnoughMemory) as caught:
+        require_pages(pages, **sizes)
+    text = str(caught.value)
+    assert f"room for {max(pages, 0)} pages of 16 tokens" in text
+    assert "1600 tokens needs 100, 1.00 GiB" in text
+    assert require_pages(100, **sizes) == 100
+
+
+def test_ranks_must_be_equally_free() -> None:
+    assert require_balance(5 * GIB, 7 * GIB) == 5 * GIB
+    with pytest.raises(NotEnoughMemory, match=r"5\.00 GiB on the fullest, 7\.00 GiB"):
+        require_balance(5 * GIB, 7 * GIB + 1)
+
+
+@dataclass
+class TwoRanks(SingleRank):
+    """This rank and one more, whose numbers we know."""
+
+    other: Sequence[int]
+    size = 2
+
+    def __init__(self, other: Sequence[int]) -> None:
+        self.other = other
+
+    def min_ints(self, values: Sequence[int]) -> list[int]:
+        return [min(pair) for pair in zip(values, self.other, strict=True)]
+
+
+def test_free_memory_is_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "free_bytes", lambda device, comm: 10 * GIB)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert agree_on_free(cuda, TwoRanks([9 * GIB, -9 * GIB])) == 9 * GIB
+    assert agree_on_free(cuda, TwoRanks([12 * GIB, -12 * GIB])) == 10 * GIB
+    with pytest.raises(NotEnoughMemory, match="differs between ranks"):
+        agree_on_free(cuda, TwoRanks([13 * GIB, -13 * GIB]))
+    assert agree_on_free(cpu, TwoRanks([13 * GIB, -13 * GIB])) == 10 * GIB
+
+
+# ------------------------------------------------------------------ the layout of a step
+
+
+def random_batch(seed: int, phase: Phase, page_size: int) -> tuple[Batch, TableManager]:
+    """Requests in all stages of life, in rows full of random slots."""
+    r = random.Random(seed)
+    tables = TableManager(8, 64, page_size, 40, "cpu")
+    reqs = []
+    for uid in range(r.randrange(1, 7)):
+        prompt = r.randrange(1, 30)
+        req = Req(
+            uid=uid, input_ids=np.ones(prompt, np.int32), sampling_params=SamplingParams(),
+            max_new_tokens=30, table_idx=tables.allocate(),
+        )  # fmt: skip
+        tables.write(req.table_idx, 0, np.array(r.sample(range(1000), 64), np.int32))
+        if phase is Phase.DECODE:
+            req.device_len = prompt + r.randrange(1, 30)
+            req.cached_len = req.device_len - 1
+        else:
+            req.cached_len = r.randrange(prompt)
+            req.schedule(r.randrange(req.cached_len + 1, prompt + 1))
+        reqs.append(req)
+    return Batch(reqs=reqs, phase=phase), tables
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("seed", range(20))
+def test_layout_equals_the_slow_way(seed: int, phase: Phase) -> None:
+    batch, tables = random_batch(seed, phase, 4)
+    fi = build_forward_input(batch, tables, 4)
+    rows, positions, slots, last, writes = [], [], [], [], []
+    for req in batch.reqs:
+        for position in range(req.cached_len, req.device_len):
+            rows.append(req.table_idx)
+            positions.append(position)
+            slots.append(int(tables.page_table[req.table_idx, position]))
+        if req.device_len >= req.prompt_len:
+            last.append(len(rows) - 1)
+            writes.append((req.table_idx, req.device_len))
+    assert fi.token_rows.tolist() == rows
+    assert fi.positions.tolist() == positions
+    assert fi.out_loc.tolist() == slots
+    assert fi.last_idx.tolist() == (last or [len(rows) - 1])
+    assert list(zip(fi.write_rows.tolist(), fi.write_positions.tolist())) == writes
+    assert [r.uid for r in fi.sampled] == [r.uid for r in batch.reqs if not r.is_chunked]
+    assert fi.meta.seq_lens.tolist() == [r.device_len for r in batch.reqs]
+    assert all(a.dtype == np.int32 for a in (fi.token_rows, fi.positions, fi.out_loc, fi.last_idx))
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), min_size=1, max_size=8))
+def test_new_positions(pairs: list[tuple[int, int]]) -> None:
+    cached = np.array([c for c, _ in pairs], np.int32)
+    extend = np.array([e for _, e in pairs], np.int32)
+    wanted = [p for c, e in pairs for p in range(c, c + e)]
+    assert new_positions(cached, cached + extend).tolist() == wanted
+
+
+def test_a_layout_is_a_snapshot() -> None:
+    """Under overlap the requests move on before the step has run."""
+    batch, tables = random_batch(3, Phase.DECODE, 4)
+    fi = build_forward_input(batch, tables, 4)
+    copies = {
+        name: getattr(fi, name).copy() for name in ("positions", "out_loc", "write_positions")
+    }
+    for req in batch.reqs:
+        req.advance()
+        tables.write(req.table_idx, 0, np.zeros(64, np.int32))
+    for name, before in copies.items():
+        assert np.array_equal(getattr(fi, name), before), name
+    assert fi.meta.seq_lens.tolist() == [r.device_len - 1 for r in batch.reqs]
+
+
+# ------------------------------------------------------------------ one step
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(
+        tmp_path_factory.mktemp("engine"), "qwen3", seed=1, vocab_size=64, hidden_size=32,
+        intermediate_size=48, max_position_embeddings=128,
+    )  # fmt: skip
+
+
+def make(folder: Path, **fields: Any) -> Engine:
+    how = {"page_size": 4, "num_page_override": 32, "max_running_req": 8, "device": "cpu"} | fields
+    return build_engine(EngineConfig(model_path=str(folder), **how), progress=False)
+
+
+def admit(engine: Engine, prompts: Sequence[Sequence[int]], new: int = 8) -> list[Req]:
+    """Requests with a row and pages of their own, as a scheduler would make them."""
+    reqs = []
+    for index, prompt in enumerate(prompts):
+        req = Req(
+            uid=index, input_ids=np.array(prompt, np.int32), max_new_tokens=new,
+            sampling_params=SamplingParams(), table_idx=engine.tables.allocate(),
+        )  # fmt: skip
+        slots = np.arange(index * 32, index * 32 + 32, dtype=np.int32)
+        engine.tables.write(req.table_idx, 0, slots)
+        engine.tables.write_tokens(req.table_idx, 0, req.input_ids)
+        reqs.append(req)
+    return reqs
+
+
+def run(engine: Engine, reqs: list[Req], phase: Phase) -> list[int]:
+    output = engine.step(engine.prepare(Batch(reqs=reqs, phase=phase)))
+    for req in reqs:
+        req.advance()
+    return output.wait().ids
+
+
+def dense_next(engine: Engine, ids: Sequence[int]) -> int:
+    with torch.inference_mode():
+        return int(engine.model(dense_batch([ids], last_only=True))[0].argmax())
+
+
+PROMPTS = [[1, 2, 3, 4, 5], [9], [7] * 9]
+
+
+@pytest.mark.parametrize("graph_sizes", [None, (1, 2), (4,), (2, 8)])
+def test_steps_equal_the_dense_model(folder: Path, graph_sizes: tuple[int, ...] | None) -> None:
+    """Eager, replayed, and padded to a captured size."""
+    engine = make(folder, cuda_graph_bs=graph_sizes)
+    assert (engine.graph is None) == (graph_sizes is None)
+    reqs = admit(engine, PROMPTS)
+    texts = [list(p) for p in PROMPTS]
+    for step in range(6):
+        # The host learns of the tokens only here: the device has gone on from its own pool.
+        ids = run(engine, reqs, Phase.DECODE if step else Phase.PREFILL)
+        for text, token in zip(texts, ids, strict=True):
+            assert token == dense_next(engine, text)
+            text.append(token)
+
+
+def test_tokens_wait_in_the_pool(folder: Path) -> None:
+    engine = make(folder)
+    reqs = admit(engine, PROMPTS)
+    ids = run(engine, reqs, Phase.PREFILL)
+    pool = engine.tables.token_pool
+    for req, prompt, token in zip(reqs, PROMPTS, ids):
+        assert pool[req.table_idx, : len(prompt) + 1].tolist() == [*prompt, token]
+
+
+def test_only_real_rows_are_sampled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the padding of a graph, and not a prompt that has not reached its end."""
+    engine = make(folder, cuda_graph_bs=(4,))
+    shapes: list[tuple[int, ...]] = []
+    original = engine.sampler.sample
+
+    def sample(logits: torch.Tensor, args: Any) -> Any:
+        shapes.append(tuple(logits.shape))
+        return original(logits, args)
+
+    monkeypatch.setattr(engine.sampler, "sample", sample)
+    reqs = admit(engine, PROMPTS)
+    reqs[2].schedule(4)
+    run(engine, reqs, Phase.PREFILL)
+    run(engine, reqs[:2], Phase.DECODE)
+    reqs[2].schedule(6)
+    assert run(engine, reqs[2:], Phase.PREFILL) == []
+    assert shapes == [(2, 64), (2, 64), (0, 64)]
+    padded = engine.prepare(Batch(reqs=reqs[:2], phase=Phase.DECODE))
+    assert padded.use_graph and padded.batch.padded_size == 4
+    assert padded.out_loc[2:].tolist() == [engine.pool.dummy_slot] * 2
+
+
+def test_pitfall_07_chunks_end_in_the_same_token(folder: Path) -> None:
+    engine = make(folder)
+    prompt = [(5 * i + 3) % 60 for i in range(23)]
+    (req,) = admit(engine, [prompt])
+    for end in (5, 6, 17):
+        req.schedule(end)
+        assert run(engine, [req], Phase.PREFILL) == []
+    req.schedule(23)
+    assert run(engine, [req], Phase.PREFILL) == [dense_next(engine, prompt)]
+
+
+def test_flushed_before_the_gather(folder: Path) -> None:
+    """Where host and device tables are two pieces of memory, a step brings the writes over."""
+    engine = make(folder)
+    tables = engine.tables
+    engine.tables = TableManager(
+        tables.num_rows, tables.width, 4, engine.pool.dummy_page, "cpu", share_memory=False
+    )
+    reqs = admit(engine, PROMPTS)
+    ids = run(engine, reqs, Phase.PREFILL)
+    assert ids == [dense_next(engine, prompt) for prompt in PROMPTS]
+    texts = [[*prompt, token] for prompt, token in zip(PROMPTS, ids)]
+    assert run(engine, reqs, Phase.DECODE) == [dense_next(engine, text) for text in texts]
+
+
+def test_nothing_is_kept_for_a_backward_pass(folder: Path) -> None:
+    engine = make(folder)
+    reqs = admit(engine, PROMPTS)
+    output = engine.step(engine.prepare(Batch(reqs=reqs, phase=Phase.PREFILL)))
+    assert output.next_ids.is_inference() and output.next_ids.dtype == torch.int64
+
+
+def test_logprobs_come_along(folder: Path) -> None:
+    engine = make(folder)
+    reqs = admit(engine, PROMPTS)
+    reqs[1].sampling_params = SamplingParams(logprobs=3)
+    output = engine.step(engine.prepare(Batch(reqs=reqs, phase=Phase.PREFILL)))
+    tokens = output.wait()
+    assert tokens.logprobs is not None and tokens.top_ids is not None
+    assert tokens.top_ids[1][0] == tokens.ids[1] and tokens.logprobs[1] < 0
+
+
+# ------------------------------------------------------------------ the start
+
+
+def test_start_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free memory is read before the weights come, and graphs are captured last."""
+    calls: list[str] = []
+
+    def spy(name: str) -> None:
+        original: Callable[..., Any] = getattr(engine_module, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(engine_module, name, called)
+
+    names = ["start_device", "agree_on_free", "load_model", "settle_pages", "assemble",
+             "capture_graphs"]  # fmt: skip
+    for name in names:
+        spy(name)
+    make(folder, num_page_override=None)
+    assert calls == names
+
+
+def test_auto_size_and_a_pool_that_is_too_small(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(folder, num_page_override=None)
+    assert engine.num_pages == 8 * pages_for(128, 4)  # everything eight requests could use
+    token = 2 * 2 * 2 * 16 * 4
+    free = int((tensor_bytes(engine.model) + 100 * token) / 0.9)
+    monkeypatch.setattr(engine_module, "free_bytes", lambda *_: free)
+    with pytest.raises(NotEnoughMemory, match="128 tokens needs 32"):
+        make(folder, num_page_override=None)
+
+
+def test_all_ranks_take_the_smallest_number(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Short(SingleRank):
+        def min_ints(self, values: Sequence[int]) -> list[int]:
+            return [min(v, 40) for v in values] if len(values) == 1 else list(values)
+
+    config = EngineConfig(model_path=str(folder), device="cpu", page_size=4, max_running_req=8)
+    assert build_engine(config, Short(), progress=False).num_pages == 40
+
+
+def test_dummy_weights_and_overrides(folder: Path) -> None:
+    engine = make(folder, use_dummy_weight=True, max_seq_len_override=50, dtype="bfloat16")
+    assert engine.max_seq_len == 50 and engine.pool.buffer.dtype is torch.bfloat16
+    reqs = admit(engine, PROMPTS)
+    assert all(0 <= t < 64 for t in run(engine, reqs, Phase.PREFILL))
+
+
+def test_trial_prefill_touches_only_the_dummy_page(folder: Path) -> None:
+    engine = make(folder)
+    batch = trial_batch(engine, 300)
+    assert sum(r.extend_len for r in batch.reqs) == 300
+    assert max(r.extend_len for r in batch.reqs) < engine.max_seq_len
+    assert measure_peak(engine, 300) == (0, 0)
+    assert not engine.pool.buffer[:, :, : engine.num_pages].any()
+    peak = build_engine(engine.config, progress=False, trial_tokens=64)
+    assert peak.num_pages == engine.num_pages  # given explicitly
+
+
+def test_peak_rule_sizes_the_pool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "measure_peak", lambda engine, tokens: (100, 100 + 50_000))
+    monkeypatch.setattr(engine_module, "free_bytes", lambda device, comm: 1_000_000)
+    config = EngineConfig(model_path=str(folder), device="cpu", page_size=4, memory_ratio=0.5)
+    engine = build_engine(config, progress=False, trial_tokens=10)
+    assert engine.num_pages == (500_000 - 50_000) // (engine.pool.buffer[:, :, 0].nbytes) - 1
+
+
+def test_shutdown_lets_go_of_the_graphs(folder: Path) -> None:
+    engine = make(folder, cuda_graph_bs=(1,))
+    engine.shutdown()
+    assert engine.graph is None

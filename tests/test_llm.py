@@ -1,0 +1,277 @@
+"""The offline interface: tokens equal to transformers', what it accepts, returns, refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import minisgl
+from minisgl import LLM, SamplingParams
+from minisgl.llm import as_params, as_prompts
+from tests.checkpoints import make_checkpoint
+
+GREEDY = SamplingParams(max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("llm"), "qwen3", seed=2, tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, page_size=4, max_running_req=16, device="cpu") as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+def test_64_prompts_as_transformers(folder: Path, overlap: bool) -> None:
+    """Random prompts, half with a common beginning, float32: equal greedy tokens."""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rng = np.random.default_rng(0)
+    common = rng.integers(0, 256, 40).tolist()
+    prompts = [
+        common[: 40 * (i % 2)] + rng.integers(0, 256, rng.integers(1, 50)).tolist()
+        for i in range(64)
+    ]
+    with LLM(folder, page_size=16, max_extend_tokens=200, device="cpu", overlap=overlap) as llm:
+        outs = llm.generate(prompts, SamplingParams(max_tokens=12))
+    assert len(outs) == 64
+    assert sum(out["cached_tokens"] for out in outs) > 0
+    for prompt, out in zip(prompts, outs):
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            wanted = reference.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
+            )
+        assert out["token_ids"] == wanted[0, len(prompt) :].tolist()
+        assert out["prompt_tokens"] == len(prompt)
+        ended = out["token_ids"][-1] == 318
+        assert out["finish_reason"] == ("stop" if ended else "length")
+
+
+def test_the_dictionaries(llm: LLM) -> None:
+    outs = llm.generate(["hello", [1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=16))
+    assert [set(out) for out in outs] == [
+        {"text", "token_ids", "finish_reason", "prompt_tokens", "cached_tokens"}
+    ] * 2
+    for out in outs:
+        assert isinstance(out["text"], str) and len(out["token_ids"]) == 16
+        assert all(type(token) is int for token in out["token_ids"])
+        assert out["finish_reason"] == "length"
+        assert llm.tokenizer is not None
+        assert llm.tokenizer.decode(out["token_ids"]) == out["text"]
+
+
+def test_every_form_of_prompt(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("hello")  # type: ignore[union-attr]
+    forms: list[Any] = [
+        "hello", ["hello"], ids, ids.tolist(), tuple(ids.tolist()), [ids], [ids.tolist()],
+        ids.astype(np.int64), ids[None, :], [torch.from_numpy(ids)],
+    ]  # fmt: skip
+    answers = [llm.generate(form, GREEDY) for form in forms]
+    assert all(len(a) == 1 for a in answers)
+    assert len({tuple(a[0]["token_ids"]) for a in answers}) == 1
+    assert llm.generate([], GREEDY) == []
+
+
+def test_forms_without_a_model() -> None:
+    assert as_prompts("a") == ["a"] and as_prompts([1, 2]) == [[1, 2]]
+    assert as_prompts([[1], "b"]) == [[1], "b"]
+    params = [SamplingParams(), GREEDY]
+    assert as_params(params, 2) == params and as_params(None, 3) == [SamplingParams()] * 3
+    with pytest.raises(ValueError, match="3 prompts need 3, got 2"):
+        as_params(params, 3)
+    with pytest.raises(ValueError, match="prompts: must be"):
+        as_prompts(5)
+
+
+def test_one_answer_for_each_of_a_list_of_parameters(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=n) for n in (1, 5, 3)]
+    outs = llm.generate(["hello"] * 3, params)
+    assert [len(out["token_ids"]) for out in outs] == [1, 5, 3]
+
+
+def test_the_prefix_stays_cached(llm: LLM) -> None:
+    prompt = [7] * 30
+    first = llm.generate(prompt, GREEDY)[0]
+    second = llm.generate(prompt, GREEDY)[0]
+    assert second["token_ids"] == first["token_ids"]
+    assert second["cached_tokens"] == 28
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[1], []], r"prompts\[1\]: .*at least one token"),
+        ([[1], [320]], r"prompts\[1\]: .*0\.\.319, got 320"),
+        ([[-1]], r"prompts\[0\]: .*got -1"),
+        ([[1] * 512], r"prompts\[0\]: .*512 tokens are too many"),
+        ([[1.5]], r"prompts\[0\]: .*flat list of integers"),
+        ([None], r"prompts\[0\]"),
+        ([[[1]]], r"prompts\[0\]: .*flat"),
+        ([""], r"prompts\[0\]: .*at least one token"),
+        ({"a": 1}, "prompts: must be"),
+    ],
+)
+def test_invalid_prompts_are_refused_before_anything_runs(
+    llm: LLM, prompts: Any, message: str
+) -> None:
+    step = llm.scheduler.step
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, GREEDY)
+    assert llm.scheduler.step == step and not llm.scheduler.has_work
+    assert not llm.channel.waiting
+
+
+def test_pitfall_12_bad_parameters_are_refused(llm: LLM) -> None:
+    params = SamplingParams()
+    object.__setattr__(params, "max_tokens", -1)
+    with pytest.raises(ValueError, match="max_tokens: must be"):
+        llm.generate("hello", params)
+    with pytest.raises(ValueError, match="max_tokens"):
+        SamplingParams(max_tokens=-1)
+    with pytest.raises(ValueError, match="temperature"):
+        SamplingParams(temperature=float("nan"))
+    assert len(llm.generate("hello", GREEDY)[0]["token_ids"]) == 8
+
+
+def test_pitfall_10_a_pool_smaller_than_the_window(folder: Path) -> None:
+    with LLM(folder, num_pages=4, page_size=16, device="cpu") as llm:
+        with pytest.raises(ValueError, match="KV cache holds 64"):
+            llm.generate([1] * 64, GREEDY)
+        (out,) = llm.generate([1] * 60, SamplingParams(max_tokens=100, ignore_eos=True))
+        assert len(out["token_ids"]) == 4 and "clamped from 100 to 4" in out["notice"]
+        outs = llm.generate([[t] * 30 for t in range(9)], SamplingParams(max_tokens=20))
+        assert len(outs) == 9
+
+
+def test_no_max_tokens_means_up_to_the_window(llm: LLM) -> None:
+    (out,) = llm.generate([5] * 500, SamplingParams(ignore_eos=True))
+    assert len(out["token_ids"]) == 12 and "notice" not in out
+
+
+def test_stop_strings_end_the_text_before_them(llm: LLM) -> None:
+    whole = llm.generate([3, 1, 4], SamplingParams(max_tokens=40, ignore_eos=True))[0]
+    text = whole["text"]
+    stop = text[10:12]
+    cut = text.index(stop)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, stop=[stop, "never there"])
+    before = llm.scheduler.step
+    outs = llm.generate([[3, 1, 4], [3, 1, 4]], [params, SamplingParams(max_tokens=12)])
+    assert llm.scheduler.step - before < 30, "nobody told the scheduler"
+    assert outs[0]["text"] == text[:cut] and outs[0]["finish_reason"] == "stop"
+    assert len(outs[0]["token_ids"]) < 40
+    assert outs[0]["token_ids"] == whole["token_ids"][: len(outs[0]["token_ids"])]
+    assert not llm.scheduler.has_work
+
+
+def test_stop_tokens_end_the_answer_and_are_not_text(llm: LLM) -> None:
+    whole = llm.generate([3, 1, 4], SamplingParams(max_tokens=40, ignore_eos=True))[0]
+    stop = whole["token_ids"][5]
+    first = whole["token_ids"].index(stop)
+    (out,) = llm.generate([3, 1, 4], SamplingParams(max_tokens=40, stop_token_ids=[stop]))
+    assert out["token_ids"] == whole["token_ids"][: first + 1]
+    assert out["finish_reason"] == "stop"
+    assert llm.tokenizer is not None
+    assert out["text"] == llm.tokenizer.decode(out["token_ids"][:-1])
+
+
+def test_log_probabilities(llm: LLM) -> None:
+    (out,) = llm.generate("hello", SamplingParams(max_tokens=3, logprobs=2))
+    assert [one["token_id"] for one in out["logprobs"]] == out["token_ids"]
+    for one in out["logprobs"]:
+        assert len(one["top_logprobs"]) == 2
+        assert one["top_logprobs"][0] == (one["token_id"], one["logprob"])
+    (chosen,) = llm.generate("hello", SamplingParams(max_tokens=1, logprobs=0))
+    assert chosen["logprobs"][0]["top_logprobs"] == []
+
+
+def test_a_seed_makes_an_answer_repeatable(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=11, max_tokens=12, ignore_eos=True)
+    alone = llm.generate("hello", params)[0]["token_ids"]
+    crowd = llm.generate(["other"] * 5 + ["hello"], [GREEDY] * 5 + [params])[-1]["token_ids"]
+    assert alone == crowd
+
+
+def test_chat(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "hi"}]
+    (one,) = llm.chat(talk, GREEDY)
+    two = llm.chat([talk, [*talk, {"role": "assistant", "content": "yes"}]], GREEDY)
+    assert one["token_ids"] == two[0]["token_ids"] and len(two) == 2
+    assert llm.tokenizer is not None
+    rendered = llm.tokenizer.apply_chat(talk)
+    assert one["prompt_tokens"] == len(rendered)
+    assert one["token_ids"] == llm.generate(rendered, GREEDY)[0]["token_ids"]
+    with pytest.raises(ValueError, match="messages"):
+        llm.chat([{"role": "user"}], GREEDY)
+
+
+def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a", "b"], GREEDY, progress=True)
+    assert "requests: 100%" in capsys.readouterr().err
+    llm.generate(["a", "b"], GREEDY)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_failure_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt in the middle: the next call works and finds all pages at home."""
+    turns = iter(range(3))
+    original = llm.scheduler.turn_overlap
+
+    def turn(block: bool = False) -> None:
+        if next(turns, None) is None:
+            raise KeyboardInterrupt
+        original(block)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.scheduler, "turn_overlap", turn)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["hello", "there"], SamplingParams(max_tokens=50))
+    assert not llm.scheduler.reqs
+    llm.scheduler.cache.check_integrity()
+    assert len(llm.generate("hello", GREEDY)[0]["token_ids"]) == 8
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama")
+    with LLM(plain, device="cpu", dtype=torch.float32) as llm:
+        (out,) = llm.generate([1, 2, 3], GREEDY)
+        assert len(out["token_ids"]) > 0 and out["text"] == ""
+        for call in (
+            lambda: llm.generate("text", GREEDY),
+            lambda: llm.generate([1], SamplingParams(stop="x")),
+            lambda: llm.chat([{"role": "user", "content": "hi"}]),
+        ):
+            with pytest.raises(ValueError, match="has no tokenizer"):
+                call()
+
+
+def test_options_reach_the_engine(folder: Path) -> None:
+    how: dict[str, Any] = {"cache_type": "hash", "max_extend_tokens": 9, "num_pages": 33}
+    with LLM(str(folder), page_size=8, device=torch.device("cpu"), overlap=False, **how) as llm:
+        engine, prefill = llm.scheduler.engine, llm.scheduler.prefill
+        assert (engine.num_pages, engine.page_size, prefill.max_extend_tokens) == (33, 8, 9)
+        assert type(llm.scheduler.cache.prefix_cache).__name__ == "HashCache"
+        assert len(llm.generate([1] * 40, GREEDY)[0]["token_ids"]) > 0
+    with pytest.raises(ValueError, match="page_size: must be"):
+        LLM(folder, page_size=-3)
+    with pytest.raises(TypeError, match="nonsense"):
+        LLM(folder, nonsense=1)
+
+
+def test_the_package_is_lazy() -> None:
+    code = "import sys, minisgl, minisgl.config; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert minisgl.__version__ and "LLM" in dir(minisgl)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = minisgl.nothing

@@ -1,0 +1,484 @@
+"""Chapter 10: several ranks compute what one computes, build the same batches, and end together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from minisgl.config import ModelConfig, SchedulerConfig
+from minisgl.core import Batch, SamplingParams
+from minisgl.distributed.comm import Comm, SingleRank
+from minisgl.distributed.launch import RankError, RankProcesses, run_ranks
+from minisgl.distributed.ranks import (
+    BroadcastChannel,
+    Ranks,
+    RanksDiffer,
+    config_of_rank,
+    lowest_and_highest,
+    require_equal,
+    tp_worker,
+)
+from minisgl.distributed.threads import run_threads
+from minisgl.layers.embedding import LMHead, VocabParallelEmbedding
+from minisgl.layers.linear import head_shard
+from minisgl.layers.placement import Placement
+from minisgl.models.registry import build_model
+from minisgl.models.weights import Checkpoint, WeightError, load_weights, pieces_of
+from minisgl.scheduler.channel import InProcessChannel
+from minisgl.scheduler.messages import AbortMsg, ExitMsg, Msg, TokenReply, UserMsg
+from minisgl.scheduler.scheduler import Scheduler, build_scheduler
+from tests import tp_drills
+from tests.checkpoints import ARCHITECTURES, make_checkpoint
+
+SEQUENCES = [[5, 9, 200, 31, 7, 7, 280, 14], [3], list(range(40, 60))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two KV heads, a vocabulary that neither 2 nor 4 divide, an untied head."""
+    return make_checkpoint(tmp_path_factory.mktemp("tp"), "qwen3", vocab_size=321)
+
+
+# ------------------------------------------------------------------- the layers, ranks as threads
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_logits_equal_one_rank(tmp_path: Path, arch: str, size: int) -> None:
+    tied = arch in ("qwen2", "mistral")
+    path = make_checkpoint(tmp_path, arch, vocab_size=321, tie_word_embeddings=tied)
+    one = tp_drills.logits(SingleRank(), path, SEQUENCES)
+    many = run_threads(tp_drills.logits, size, path, SEQUENCES)
+    for logits in many:
+        torch.testing.assert_close(logits, one, atol=1e-4, rtol=0)
+        assert torch.equal(logits, many[0])  # bit for bit: every rank samples the same token
+    if size == 1:
+        assert torch.equal(many[0], one)
+
+
+def test_bias_of_a_row_parallel_layer_is_added_once(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", attention_bias=True)
+    text = (path / "config.json").read_text()
+    (path / "config.json").write_text(text.replace('"attention_bias": true', '"x": 0'))
+
+    def logits(comm: Comm) -> torch.Tensor:
+        config = replace(ModelConfig.from_path(path), qkv_bias=True)
+        model = build_model(config, comm, dtype=torch.float32)
+        load_weights(model, path, comm, device="cpu", dtype=torch.float32, progress=False)
+        with torch.inference_mode():
+            return model(tp_drills.dense_batch(SEQUENCES))
+
+    for many in run_threads(logits, 2):
+        torch.testing.assert_close(many, logits(SingleRank()), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_pitfall_09_kv_heads_fewer_than_ranks(tmp_path: Path, kv_heads: int, size: int) -> None:
+    shape = {"num_attention_heads": 8, "num_key_value_heads": kv_heads}
+    path = make_checkpoint(tmp_path, "llama", num_hidden_layers=1, **shape)
+    one = tp_drills.logits(SingleRank(), path, SEQUENCES)
+    for many in run_threads(tp_drills.logits, size, path, SEQUENCES):
+        torch.testing.assert_close(many, one, atol=1e-4, rtol=0)
+
+
+def test_neighbours_share_a_kv_head() -> None:
+    def first_row(comm: Comm) -> int:
+        return head_shard("k_proj", 2, 10, comm).start
+
+    assert run_threads(first_row, 4) == [0, 0, 10, 10]
+    with pytest.raises(ValueError, match="k_proj: 3 heads cannot be copied evenly to 4 ranks"):
+        run_threads(lambda comm: head_shard("k_proj", 3, 10, comm), 4)
+    with pytest.raises(ValueError, match="q_proj: 6 heads cannot be cut into 4 equal parts"):
+        run_threads(lambda comm: head_shard("q_proj", 6, 10, comm), 4)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 3, 5, 7, 8])
+def test_pitfall_09_lm_head_is_gathered_whole(vocab_size: int) -> None:
+    """Ranks 2 and 3 hold padding alone when the vocabulary is tiny: it must never be seen."""
+    table = torch.randn(vocab_size, 6)
+    x = torch.randn(3, 6)
+    ids = torch.arange(vocab_size).repeat(2)
+
+    def rank(comm: Comm) -> tuple[torch.Tensor, torch.Tensor]:
+        place = Placement(comm, torch.float32, "cpu")
+        embed, head = VocabParallelEmbedding(vocab_size, 6, place), LMHead(vocab_size, 6, place)
+        (piece,) = embed.pieces("e")
+        for layer in (embed, head):
+            layer.weight.data.zero_()
+            layer.weight.data[piece.target] = table[piece.source]
+        return embed(ids), head(x)
+
+    for vectors, logits in run_threads(rank, 4):
+        assert torch.equal(vectors, table[ids])
+        torch.testing.assert_close(logits, x @ table.T)
+
+
+# ----------------------------------------------------------------------------- loading
+
+
+def test_pitfall_09_each_rank_reads_its_own_part_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of every cut matrix for each of two ranks; the parts cover the whole exactly once."""
+    read: dict[tuple[int, str], list[tuple[int, ...]]] = {}
+
+    def rank(comm: Comm) -> int:
+        model = build_model(ModelConfig.from_path(folder), comm, dtype=torch.float32)
+        load_weights(model, folder, comm, device="cpu", dtype=torch.float32, progress=False)
+        covered = {}
+        for _, piece in pieces_of(model):
+            covered[piece.name] = torch.zeros(piece.shape, dtype=torch.int8)
+            covered[piece.name][piece.source] += 1
+        read[comm.rank, "covered"] = covered  # type: ignore[assignment]
+        return sum(p.numel() for p in set(model.parameters()))
+
+    numbers = run_threads(rank, 2)
+    whole = rank(SingleRank())
+    assert max(numbers) < 0.53 * whole  # norms and two rows of padding are on both
+    real = Checkpoint.read
+    rows = 0
+
+    def counting(self: Checkpoint, piece: Any) -> torch.Tensor:
+        nonlocal rows
+        part = real(self, piece)
+        rows += part.numel()
+        return part
+
+    monkeypatch.setattr(Checkpoint, "read", counting)
+    run_threads(rank, 2)
+    assert rows < 1.02 * whole  # both together read the checkpoint once, norms twice
+    first, second = read[0, "covered"], read[1, "covered"]
+    for name in first:
+        both = first[name] + second[name]  # type: ignore[call-overload]
+        assert both.min() == both.max(), name
+        assert both.max() == (2 if "norm" in name else 1), name
+
+
+def test_wrong_checkpoint_is_refused_on_every_rank(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.o_proj.weight"
+    path = make_checkpoint(tmp_path, "llama", drop=(name,))
+
+    def rank(comm: Comm) -> str:
+        with pytest.raises(WeightError) as caught:
+            tp_drills.logits(comm, path, SEQUENCES)
+        return str(caught.value)
+
+    messages = run_threads(rank, 2)
+    assert messages[0] == messages[1] == f"weights: missing {name}"
+
+
+# ---------------------------------------------------------------- processes over gloo
+
+
+# A server process that has imported torch once is forked for every rank: seconds less per test.
+multiprocessing.set_forkserver_preload(["tests.tp_drills", "minisgl.distributed.ranks"])
+QUICK: dict[str, Any] = {"method": "forkserver"}
+
+
+def check_collectives(found: list[dict[str, Any]]) -> None:
+    """Every operation of `tp_drills.collectives`, as every rank saw it."""
+    size = len(found)
+    parts = [torch.arange(6.0).view(2, 3) + 10 * rank for rank in range(size)]
+    for seen in found:
+        assert torch.equal(seen["sum"], sum(parts))  # type: ignore[arg-type]
+        assert torch.equal(seen["last"], torch.cat(parts, -1))
+        assert torch.equal(seen["first"], torch.cat(parts, 0))
+        assert torch.equal(seen["strided"], torch.cat([part.t() for part in parts], -1))
+        assert seen["short"] == ("from", 0)
+        assert seen["long"] == {"text": "x" * 5000, "from": size - 1}
+        assert seen["nothing"] == []
+        assert seen["min"] == [0, 1 - size, 7]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gloo_processes(folder: Path, size: int) -> None:
+    """With four ranks, each of the two KV heads is on two of them."""
+    args = (size, folder, SEQUENCES)
+    found = run_ranks(tp_drills.collectives_and_logits, *args, timeout=120, method="forkserver")
+    check_collectives([seen for seen, _ in found])
+    one = tp_drills.logits(SingleRank(), folder, SEQUENCES)
+    for _, logits in found:
+        torch.testing.assert_close(logits, one, atol=1e-4, rtol=0)
+        assert torch.equal(logits, found[0][1])
+
+
+def test_threads_keep_the_same_protocol() -> None:
+    check_collectives(run_threads(tp_drills.collectives, 3))
+
+
+def test_a_thread_that_fails_frees_the_others() -> None:
+    start = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        run_threads(tp_drills.fail_on_last, 3, timeout=5.0)
+    assert time.monotonic() - start < 4
+
+
+def living_ranks() -> list[multiprocessing.Process]:
+    """Rank processes of this test that are still there."""
+    return multiprocessing.active_children()  # type: ignore[return-value]
+
+
+def test_a_long_silence_is_no_error() -> None:
+    """An idle server: nobody speaks for longer than the timeout of the other operations."""
+    group = RankProcesses(tp_drills.long_silence, ranks=range(2), size=2, timeout=1, **QUICK)
+    with group:
+        assert group.results(30) == ["hello"] * 2
+
+
+def test_death_of_a_rank_is_raised_with_its_traceback() -> None:
+    group = RankProcesses(tp_drills.fail_on_last, ranks=range(2), size=2, **QUICK)
+    start = None
+    with pytest.raises(RankError) as caught, group:
+        while not group.ended:
+            group.listen(0.2)
+        start = time.monotonic()
+        group.results(60)
+    assert start is not None
+    assert time.monotonic() - start < 10
+    assert "rank 1 failed" in str(caught.value)
+    assert "a bug on the last rank" in str(caught.value)
+    assert "fail_on_last" in str(caught.value)
+    assert not any(p.is_alive() for p in group.processes.values())
+
+
+def test_a_killed_rank_is_named() -> None:
+    with pytest.raises(RankError, match="rank 1 was killed by signal 9"):
+        run_ranks(tp_drills.vanish_on_last, 2, method="forkserver")
+
+
+def test_a_rank_that_hangs_ends_the_group() -> None:
+    """Rank 0 gives up after `distributed_timeout`, the parent stops the other."""
+    group = RankProcesses(tp_drills.hang_on_last, ranks=range(2), size=2, timeout=3, **QUICK)
+    with pytest.raises(RankError, match="all_reduce on rank 0 of 2"), group:
+        group.gather()
+        group.results(40)
+    assert not any(p.is_alive() for p in group.processes.values())
+
+
+# ---------------------------------------------------------------- schedulers on several ranks
+
+
+def settings(folder: Path, **fields: Any) -> SchedulerConfig:
+    """A small engine: chunks of 64 tokens, and a pool in which requests must evict."""
+    base: dict[str, Any] = {"num_page_override": 40, "page_size": 4, "max_extend_tokens": 64}
+    return SchedulerConfig(model_path=str(folder), device="cpu", **{**base, **fields})
+
+
+def workload(count: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of 3 to 60 tokens, every second one with the same beginning."""
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, 300, 24).tolist()
+    tails = [rng.integers(0, 300, int(n)).tolist() for n in rng.integers(3, 36, count)]
+    return [shared + tail if index % 2 else tail for index, tail in enumerate(tails)]
+
+
+class Script:
+    """An outer channel for rank 0 that plays messages by turn: {turn: messages}."""
+
+    def __init__(self, turns: dict[int, list[Msg]]) -> None:
+        self.turns, self.turn = dict(turns), 0
+        self.tokens: dict[int, list[int | None]] = {}
+
+    def recv(self, block: bool) -> list[Msg]:
+        if block:  # idle: the next messages come at once, and finally the end
+            later = [turn for turn in self.turns if turn >= self.turn]
+            self.turn = min(later, default=self.turn)
+            if not later:
+                return [ExitMsg()]
+        messages = self.turns.pop(self.turn, [])
+        self.turn += 1
+        return messages
+
+    def send(self, replies: Any) -> None:
+        for reply in replies:
+            assert isinstance(reply, TokenReply), reply
+            self.tokens.setdefault(reply.uid, []).append(reply.token)
+
+    def close(self) -> None:
+        pass
+
+
+def record(scheduler: Scheduler, steps: list[tuple[Any, ...]]) -> None:
+    """Note phase, requests and slots of every batch that this scheduler launches."""
+    launch = scheduler.launch
+
+    def recorded(batch: Batch) -> Any:
+        launched = launch(batch)
+        meta = launched.inputs.meta
+        uids = [req.uid for req in batch.reqs]
+        steps.append((batch.phase, uids, meta.seq_lens.tolist(), launched.inputs.out_loc.tolist()))
+        return launched
+
+    scheduler.launch = recorded  # type: ignore[method-assign]
+
+
+def play(
+    comm: Comm, config: SchedulerConfig, turns: dict[int, list[Msg]]
+) -> tuple[dict[int, list[int | None]], list[tuple[Any, ...]]]:
+    """Run the whole script on one rank: what it answered, and the batches that it built."""
+    config = config_of_rank(config, comm.rank, comm.size)
+    script = Script(turns)
+    channel = BroadcastChannel(script if comm.rank == 0 else None, comm)
+    scheduler = build_scheduler(config, channel, comm)
+    steps: list[tuple[Any, ...]] = []
+    record(scheduler, steps)
+    if config.overlap:
+        scheduler.run_overlap()
+    else:
+        scheduler.run()
+    return script.tokens, steps
+
+
+def busy_script() -> dict[int, list[Msg]]:
+    """Requests in waves, greedy and sampled, some aborted while queued or running."""
+    turns: dict[int, list[Msg]] = {}
+    for uid, prompt in enumerate(workload(24)):
+        sampled = {"temperature": 1.0, "top_p": 0.9, "seed": uid if uid % 3 else None}
+        params = SamplingParams(
+            max_tokens=4 + uid % 9, ignore_eos=True, **(sampled if uid % 2 else {})
+        )
+        turns.setdefault(uid // 6 * 4, []).append(UserMsg(uid, prompt, params))
+    for uid, turn in ((3, 1), (8, 6), (9, 5), (20, 13)):
+        turns.setdefault(turn, []).append(AbortMsg(uid))
+    return turns
+
+
+@pytest.mark.parametrize("cache_type", ["radix", "hash", "naive"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_pitfall_05_ranks_build_the_same_batches(
+    folder: Path, overlap: bool, cache_type: str
+) -> None:
+    """Same requests in the same order and the same slots, under aborts, chunks and eviction."""
+    config = settings(folder, overlap=overlap, cache_type=cache_type)
+    one, steps = play(SingleRank(), config, busy_script())
+    played = run_threads(play, 2, config, busy_script())
+    (tokens, first), (silence, second) = played
+    assert len(first) > 20
+    assert first == second == steps
+    assert tokens == one
+    assert silence == {}  # the other rank's replies are dropped
+    assert len(tokens) == 24
+
+
+def test_require_equal_finds_a_rank_that_differs() -> None:
+    def rank(comm: Comm, uids: list[list[int]]) -> str:
+        try:
+            require_equal(comm, "batch", uids[comm.rank])
+        except RanksDiffer as error:
+            return str(error)
+        return "equal"
+
+    assert run_threads(rank, 2, [[4, 5], [4, 5]]) == ["equal"] * 2
+    found = run_threads(rank, 2, [[4, 5], [5, 4]])
+    assert found[1] == "batch: rank 1 has [5, 4], another rank differs"
+    assert "equal" not in run_threads(rank, 2, [[4, 5], [4]])
+    assert "equal" not in run_threads(rank, 2, [[4, 5], [6, 7]])  # rank 0 holds the lowest
+
+
+def test_lowest_and_highest_with_one_minimum() -> None:
+    free = [70, 64, 71]
+    seen = run_threads(lambda comm: lowest_and_highest(comm, free[comm.rank]), 3)
+    assert seen == [(64, 71)] * 3
+
+
+def test_broadcast_channel_passes_messages_in_order_and_drops_replies() -> None:
+    messages: list[Msg] = [AbortMsg(3), UserMsg(4, [1, 2], SamplingParams()), ExitMsg()]
+    reply = TokenReply(uid=4, token=7)
+
+    def rank(comm: Comm) -> tuple[list[Msg], list[Any]]:
+        outer = InProcessChannel()
+        outer.put(*messages)
+        channel = BroadcastChannel(outer if comm.rank == 0 else None, comm)
+        got = channel.recv(block=False) + channel.recv(block=False)
+        channel.send([reply])
+        channel.close()
+        return got, outer.take()
+
+    (first, said), (second, silent) = run_threads(rank, 2)
+    assert first == second == messages
+    assert (said, silent) == ([reply], [])
+    with pytest.raises(ValueError, match="rank 0 alone has a channel"):
+        run_threads(lambda comm: BroadcastChannel(InProcessChannel(), comm), 2)
+
+
+# ---------------------------------------------------------------- the whole, with processes
+
+
+def ask(scheduler: Scheduler, channel: InProcessChannel, uid: int, prompts: Any) -> list[Any]:
+    """Generate through a scheduler of rank 0, as `LLM` does."""
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    channel.put(*(UserMsg(uid + i, prompt, params) for i, prompt in enumerate(prompts)))
+    tokens: dict[int, list[Any]] = {uid + i: [] for i in range(len(prompts))}
+    while channel.waiting or scheduler.has_work:
+        scheduler.turn_overlap()
+        for reply in channel.take():
+            assert isinstance(reply, TokenReply)
+            tokens[reply.uid].append(reply.token)
+    return list(tokens.values())
+
+
+def test_two_processes_generate_the_same_tokens_and_end_together(folder: Path) -> None:
+    """Twice, the second time from the cache; then rank 1 is killed and rank 0 is told."""
+    prompts = workload(8)
+    channel = InProcessChannel()
+    config = settings(folder)
+    one = ask(build_scheduler(config, channel), channel, 0, prompts)
+    config = config_of_rank(config, 0, 2)
+    channel = InProcessChannel()
+    with pytest.raises(RankError, match="rank 1 was killed by signal 9"), Ranks(config) as ranks:
+        scheduler = build_scheduler(config, ranks.channel(channel), ranks.comm)
+        assert ask(scheduler, channel, 0, prompts) == one
+        ranks.check()
+        assert ask(scheduler, channel, 100, prompts) == one
+        os.kill(ranks.processes.processes[1].pid or 0, signal.SIGKILL)
+        ask(scheduler, channel, 200, prompts)
+    assert not living_ranks()
+
+
+def test_exit_message_reaches_every_rank(folder: Path) -> None:
+    config = settings(folder)
+    channel = InProcessChannel()
+    channel.put(UserMsg(0, [1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True)), ExitMsg())
+
+    def rank(comm: Comm) -> None:
+        mine = config_of_rank(config, comm.rank, comm.size)
+        if comm.rank:
+            return tp_worker(comm, mine)
+        return build_scheduler(mine, BroadcastChannel(channel, comm), comm).run_overlap()
+
+    run_threads(rank, 2)
+    last = channel.take()[-1]
+    assert isinstance(last, TokenReply)
+    assert last.finish_reason == "abort"
+
+
+def test_impossible_split_is_refused_before_processes_start(folder: Path) -> None:
+    with pytest.raises(ValueError, match="tp_size"):
+        Ranks(config_of_rank(settings(folder), 0, 3))
+    assert not living_ranks()
+
+
+def test_ranks_do_not_outlive_their_parent() -> None:
+    code = "from tests.tp_drills import orphan; orphan()"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert parent.wait(30) == -signal.SIGKILL
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
