@@ -400,6 +400,7 @@ def test_dummy_weights_and_overrides(folder: Path) -> None:
 
 def test_trial_prefill_touches_only_the_dummy_page(folder: Path) -> None:
     engine = make(folder)
+    admit(engine, PROMPTS)
     batch = trial_batch(engine, 300)
     assert sum(r.extend_len for r in batch.reqs) == 300
     assert max(r.extend_len for r in batch.reqs) < engine.max_seq_len

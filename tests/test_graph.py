@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from minisgl.engine.graph import (
     dummy_metadata,
     new_graph,
 )
+from minisgl.engine.graph_bench import main, pool_bytes
 from minisgl.kvcache.page_table import PageAllocator, TableManager
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.registry import build_model
@@ -481,3 +484,20 @@ def test_dummy_metadata_is_one_token_in_the_dummy_row() -> None:
     meta = dummy_metadata(3, tables)
     assert meta.table_idx.tolist() == [3, 3, 3] and meta.seq_lens.tolist() == [1, 1, 1]
     assert meta.kv_indices.tolist() == [5, 5, 5] and meta.last_page_len.tolist() == [1, 1, 1]
+
+
+# ------------------------------------------------------------------------------ the measurement
+
+
+def test_the_measurement_writes_a_file(tmp_path: Path) -> None:
+    out = tmp_path / "graphs.json"
+    assert main(["--device", "cpu", "--layers", "2", "--width", "8", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert [row["batch"] for row in found["rows"]] == [1, 4, 16, 64, 256]
+    assert all(row["operations"] == 2 * 9 and row["eager"] > 0 for row in found["rows"])
+    assert found["hardware"] == "CPU" and "graph_bench --device cpu" in found["command"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_one_pool_takes_no_more_than_a_pool_each() -> None:
+    assert pool_bytes((64, 16, 1), True, 2, 1024) <= pool_bytes((64, 16, 1), False, 2, 1024)

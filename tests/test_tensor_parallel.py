@@ -215,6 +215,22 @@ def test_gloo_processes(folder: Path, size: int) -> None:
         assert torch.equal(logits, found[0][1])
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_nccl_processes_and_graph() -> None:
+    group = RankProcesses(
+        tp_drills.cuda_collectives, ranks=range(2), size=2, devices=["cuda:0", "cuda:1"]
+    )
+    with group:
+        group.gather()
+        found = group.results(300)
+    check_collectives([seen["cpu"] for seen in found])
+    parts = [torch.arange(6.0).view(2, 3) + 10 * rank for rank in range(2)]
+    for seen in found:
+        assert torch.equal(seen["sum"], parts[0] + parts[1])
+        assert torch.equal(seen["last"], torch.cat(parts, -1))
+        assert torch.equal(seen["replayed"], torch.full((2, 3), 3.0))
+
+
 def test_threads_keep_the_same_protocol() -> None:
     check_collectives(run_threads(tp_drills.collectives, 3))
 
@@ -257,6 +273,29 @@ def test_death_of_a_rank_is_raised_with_its_traceback() -> None:
 def test_a_killed_rank_is_named() -> None:
     with pytest.raises(RankError, match="rank 1 was killed by signal 9"):
         run_ranks(tp_drills.vanish_on_last, 2, method="forkserver")
+
+
+def test_the_guilty_rank_is_blamed_not_those_who_lost_it() -> None:
+    group = RankProcesses(tp_drills.sleep_long, ranks=range(0), size=3)
+    group.ended = {0: ("lost", "connection"), 1: ("failed", "a bug"), 2: ("lost", "connection")}
+    with pytest.raises(RankError, match="rank 1 failed:\na bug"):
+        group.check()
+    del group.ended[1]
+    group.processes = dict.fromkeys((0, 2))  # type: ignore[assignment]
+    with pytest.raises(RankError, match="rank 0 failed:\nconnection"):
+        group.check()
+
+
+def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
+    """A spawned process runs the main script again; it must not start ranks of its own."""
+    script = tmp_path / "naive.py"
+    script.write_text("from tests.tp_drills import naive_start\nnaive_start()\n")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=env
+    )
+    assert "RankError: rank 1 failed:\nrank 1 ended with 1 before it began" in done.stderr
+    assert "__main__" in done.stderr
 
 
 def test_a_rank_that_hangs_ends_the_group() -> None:

@@ -49,6 +49,23 @@ def collectives_and_logits(
     return collectives(comm), logits(comm, folder, sequences)
 
 
+def cuda_collectives(comm: Comm) -> dict[str, Any]:
+    """The operations on CUDA tensors over NCCL, and a sum recorded in a CUDA graph."""
+    device = torch.device("cuda", comm.rank)
+    x = torch.arange(6.0, device=device).view(2, 3) + 10 * comm.rank
+    seen = {"sum": comm.all_reduce(x.clone()), "last": comm.all_gather(x), "cpu": collectives(comm)}
+    static, graph = x.clone(), torch.cuda.CUDAGraph()
+    comm.all_reduce(static.clone())
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = comm.all_reduce(static * 1.0)
+    static.fill_(comm.rank + 1.0)
+    graph.replay()
+    torch.cuda.synchronize()
+    seen["replayed"] = out
+    return {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in seen.items()}
+
+
 def fail_on_last(comm: Comm) -> None:
     """The last rank has a bug, the others wait for it."""
     if comm.rank == comm.size - 1:
@@ -80,6 +97,12 @@ def long_silence(comm: Comm) -> str:
 def sleep_long(comm: Comm) -> None:
     """Do something that neither needs the others nor notices them."""
     time.sleep(30)
+
+
+def naive_start() -> None:
+    """Start a rank by spawning, as a script without a guard would."""
+    with RankProcesses(sleep_long, ranks=range(1, 2), size=2) as group:
+        group.gather()
 
 
 def orphan() -> None:

@@ -130,6 +130,10 @@ class RankProcesses:
                 self.processes[rank].join(1.0)
                 code = self.processes[rank].exitcode
                 how = f"was killed by signal {-code}" if code and code < 0 else f"ended with {code}"
+                if rank not in self.here:
+                    how += (
+                        " before it began; scripts start ranks under `if __name__ == '__main__':`"
+                    )
                 self.ended[rank] = ("failed", f"rank {rank} {how}")
 
     def check(self) -> None:

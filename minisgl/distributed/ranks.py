@@ -16,27 +16,6 @@ from minisgl.scheduler.messages import Msg, Reply
 from minisgl.scheduler.scheduler import Scheduler, build_scheduler
 
 
-class RanksDiffer(RuntimeError):
-    """Ranks that must agree do not; going on would mix up requests or hang."""
-
-
-def lowest_and_highest(comm: Comm, value: int) -> tuple[int, int]:
-    """Over all ranks, with one minimum: the highest is minus the lowest of the negatives."""
-    lowest, minus_highest = comm.min_ints([value, -value])
-    return lowest, -minus_highest
-
-
-def require_equal(comm: Comm, what: str, values: Sequence[int]) -> None:
-    """RanksDiffer unless all ranks pass the same numbers; `what` names them in the message."""
-    size = len(values)
-    ends = comm.min_ints([size, -size])
-    if ends[0] == -ends[1]:
-        ends = comm.min_ints([*values, *(-value for value in values)])
-        if all(low == -high for low, high in zip(ends[:size], ends[size:])):
-            return
-    raise RanksDiffer(f"{what}: rank {comm.rank} has {list(values)}, another rank differs")
-
-
 class BroadcastChannel:
     """A channel for every rank: rank 0 alone has the outer one and passes on what it receives.
 
@@ -61,6 +40,27 @@ class BroadcastChannel:
     def close(self) -> None:
         if self.outer is not None:
             self.outer.close()
+
+
+class RanksDiffer(RuntimeError):
+    """Ranks that must agree do not; going on would mix up requests or hang."""
+
+
+def lowest_and_highest(comm: Comm, value: int) -> tuple[int, int]:
+    """Over all ranks, with one minimum: the highest is minus the lowest of the negatives."""
+    lowest, minus_highest = comm.min_ints([value, -value])
+    return lowest, -minus_highest
+
+
+def require_equal(comm: Comm, what: str, values: Sequence[int]) -> None:
+    """RanksDiffer unless all ranks pass the same numbers; `what` names them in the message."""
+    size = len(values)
+    ends = comm.min_ints([size, -size])
+    if ends[0] == -ends[1]:
+        ends = comm.min_ints([*values, *(-value for value in values)])
+        if all(low == -high for low, high in zip(ends[:size], ends[size:])):
+            return
+    raise RanksDiffer(f"{what}: rank {comm.rank} has {list(values)}, another rank differs")
 
 
 def config_of_rank(config: SchedulerConfig, rank: int, size: int) -> SchedulerConfig:

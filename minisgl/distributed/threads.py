@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the protocol of `Comm` without sockets, for lessons and tests.
+"""Ranks as threads of one process: the protocol of `Comm`, for lessons and tests.
 
 Generated from notebooks/10_tensor_parallel.ipynb: edit there.
 """

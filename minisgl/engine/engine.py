@@ -39,6 +39,12 @@ from minisgl.models.registry import build_model
 from minisgl.models.weights import load_dummy_weights, load_weights
 
 
+def dummy_request(row: int, length: int = 1) -> Req:
+    """A request of nobody: `length` tokens in a row that names only the dummy page."""
+    ids, greedy = np.zeros(length, np.int32), SamplingParams()
+    return Req(uid=-1, input_ids=ids, sampling_params=greedy, max_new_tokens=1, table_idx=row)
+
+
 @dataclass(eq=False)
 class Engine:
     """One rank's model, memory and stream. It knows rows and slots, and no request's fate."""
@@ -59,11 +65,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.staging = Staging(self.device)
-        greedy = SamplingParams(max_tokens=1)
-        self.dummy_req = Req(
-            uid=-1, input_ids=np.zeros(1, np.int32), sampling_params=greedy, max_new_tokens=1,
-            table_idx=self.tables.dummy_row,
-        )  # fmt: skip
+        self.dummy_req = dummy_request(self.tables.dummy_row)
         if self.stream is not None:  # the weights came on another stream: wait for them once
             torch.cuda.synchronize(self.device)
 
@@ -71,15 +73,14 @@ class Engine:
         """All that the engine does on a GPU is in one stream, in the order of the calls."""
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
-    @torch.inference_mode()
     def prepare(self, batch: Batch) -> ForwardInput:
         """Pad a decode batch to a captured size, if there is one, and lay the step out."""
-        use_graph = self.graph is not None and self.graph.can_replay(batch.phase, batch.size)
-        if use_graph and self.graph is not None:
-            missing = self.graph.bucket(batch.size) - batch.size
+        graph = self.graph
+        use_graph = graph is not None and graph.can_replay(batch.phase, batch.size)
+        if graph is not None and use_graph:
+            missing = graph.bucket(batch.size) - batch.size
             batch.padded_reqs = batch.reqs + [self.dummy_req] * missing
-        with self.on_stream():
-            return build_forward_input(batch, self.tables, self.page_size, self.sampler, use_graph)
+        return build_forward_input(batch, self.tables, self.page_size, self.sampler, use_graph)
 
     @torch.inference_mode()
     def step(self, fi: ForwardInput) -> ForwardOutput:
@@ -104,11 +105,10 @@ class Engine:
         """Logits, float [rows, vocab_size]: by replaying a graph, or layer by layer."""
         if fi.use_graph and self.graph is not None:
             return self.graph.replay(input_ids, positions, out_loc, fi.meta)
-        one_each = fi.batch.phase is Phase.DECODE and len(last) == len(input_ids)
-        plan = self.backend.plan(fi.meta, out_loc)
+        all_rows = len(last) == len(input_ids)
         fb = ForwardBatch(
             phase=fi.batch.phase, input_ids=input_ids, positions=positions, out_loc=out_loc,
-            last_idx=None if one_each else last, attn=plan,
+            last_idx=None if all_rows else last, attn=self.backend.plan(fi.meta, out_loc),
         )  # fmt: skip
         logits: Tensor = self.model(fb)
         return logits
@@ -188,15 +188,10 @@ def assemble(
 
 def trial_batch(engine: Engine, num_tokens: int) -> Batch:
     """A prefill of `num_tokens` tokens that belongs to nobody: all of it lies in the dummy row."""
-    reqs = []
-    while num_tokens > 0:
-        length = min(num_tokens, engine.max_seq_len - 1)  # its next token needs a place, too
-        req = Req(
-            uid=-1, input_ids=np.zeros(length, np.int32), max_new_tokens=1,
-            sampling_params=SamplingParams(), table_idx=engine.tables.dummy_row,
-        )  # fmt: skip
-        reqs.append(req)
-        num_tokens -= length
+    longest = engine.max_seq_len - 1  # the token behind it needs a place, too
+    pieces = [longest] * (num_tokens // longest) + [num_tokens % longest]
+    row = engine.tables.dummy_row
+    reqs = [dummy_request(row, length) for length in pieces if length]
     return Batch(reqs=reqs, phase=Phase.PREFILL)
 
 
@@ -232,24 +227,6 @@ def settle_pages(
     return require_pages(comm.min_ints([pages])[0], **sizes)
 
 
-def capture_graphs(engine: Engine, free_before: int, progress: bool) -> GraphRunner | None:
-    """Recorded decode steps; on a CPU only on request, for there they save nothing."""
-    config = engine.config
-    if engine.device.type == "cpu" and config.cuda_graph_bs is None:
-        return None
-    sizes = choose_sizes(
-        config.cuda_graph_bs, config.cuda_graph_max_bs, config.max_running_req, free_before
-    )
-    if not sizes:
-        return None
-    runner = GraphRunner(
-        forward=engine.model, backend=engine.backend, tables=engine.tables, sizes=sizes,
-        device=engine.device, vocab_size=engine.model_config.vocab_size, stream=engine.stream,
-    )  # fmt: skip
-    runner.capture(progress=progress)
-    return runner
-
-
 def count_pages(
     config: EngineConfig, model_config: ModelConfig, comm: Comm, free_before: int,
     model: nn.Module, build: Callable[..., Engine], trial_tokens: int,
@@ -266,6 +243,24 @@ def count_pages(
         free_now=agree_on_free(torch.device(config.device), comm), peak_bytes=peak,
         current_bytes=current, utilization=config.memory_ratio, page_bytes=page_bytes,
     )  # fmt: skip
+
+
+def capture_graphs(engine: Engine, free_before: int, progress: bool) -> GraphRunner | None:
+    """Recorded decode steps; on a CPU only on request, for there they save nothing."""
+    config = engine.config
+    if engine.device.type == "cpu" and config.cuda_graph_bs is None:
+        return None
+    sizes = choose_sizes(
+        config.cuda_graph_bs, config.cuda_graph_max_bs, config.max_running_req, free_before
+    )
+    if not sizes:
+        return None
+    runner = GraphRunner(
+        forward=engine.model, backend=engine.backend, tables=engine.tables, sizes=sizes,
+        device=engine.device, vocab_size=engine.model_config.vocab_size, stream=engine.stream,
+    )  # fmt: skip
+    runner.capture(progress=progress)
+    return runner
 
 
 def build_engine(

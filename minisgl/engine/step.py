@@ -1,4 +1,4 @@
-"""One step on the host: which token goes where, as integers; and the way to the device and back.
+"""One step on the host: which token goes where, as integers; and its result.
 
 Generated from notebooks/08_engine.ipynb: edit there.
 """
@@ -20,22 +20,19 @@ from minisgl.kvcache.page_table import TableManager
 
 @dataclass(frozen=True)
 class ForwardInput:
-    """All that one step needs, fixed when it is built: the requests may move on right after.
+    """All that one step needs, fixed when it is built; integers are int32.
 
-    token_rows, positions, out_loc: int32 [tokens], padding included. last_idx: int32, the token
-    whose logits are wanted, for each request of `sampled`; if `sampled` is empty it names one
-    token all the same, because a model gives at least one row of logits. write_rows and
-    write_positions: int32 [len(sampled)], where the sampled tokens go in the token pool.
+    If `sampled` is empty, `last_idx` names one token all the same: a model gives at least one row.
     """
 
     batch: Batch
     sampled: tuple[Req, ...]  # the requests that get a token: all but those in mid-prompt
-    token_rows: IntArray
-    positions: IntArray
-    out_loc: IntArray
-    last_idx: IntArray
-    write_rows: IntArray
-    write_positions: IntArray
+    token_rows: IntArray  # [tokens], padding included
+    positions: IntArray  # [tokens]
+    out_loc: IntArray  # [tokens] slots
+    last_idx: IntArray  # [sampled] tokens whose logits are wanted
+    write_rows: IntArray  # [sampled] where the new tokens go in the token pool
+    write_positions: IntArray  # [sampled]
     meta: AttentionMetadata
     sampling: SamplingArgs | None
     use_graph: bool
@@ -97,25 +94,25 @@ class SampledTokens:
     top_logprobs: list[list[float]] | None = None
 
 
+def to_host(part: Tensor) -> Tensor:
+    """Start a copy into fresh pinned memory; torch does not reuse it before the copy ends."""
+    if part.device.type != "cuda":
+        return part
+    host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+    return host.copy_(part, non_blocking=True)
+
+
 class ForwardOutput:
     """A step that was started: its tokens on the device now, on the host once `wait` returns."""
 
     def __init__(self, out: SampleOutput) -> None:
         self.next_ids = out.next_ids
         parts = (out.next_ids, out.logprobs, out.top_ids, out.top_logprobs)
-        self._host = [None if part is None else self._to_host(part) for part in parts]
+        self._host = [None if part is None else to_host(part) for part in parts]
         self._event: Event | None = None
         if out.next_ids.device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record()
-
-    @staticmethod
-    def _to_host(part: Tensor) -> Tensor:
-        """Start a copy into fresh pinned memory; torch does not reuse it before the copy ends."""
-        if part.device.type != "cuda":
-            return part
-        host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
-        return host.copy_(part, non_blocking=True)
 
     def wait(self) -> SampledTokens:
         """Block until the tokens are on the host."""

@@ -11,8 +11,8 @@ MUTATIONS = [
     Mutation(
         "memory_ratio_forgets_the_dummy_page",
         MEMORY,
-        "available = int(free_before * memory_ratio) - model_bytes\n    return available // page_bytes - 1",
-        "available = int(free_before * memory_ratio) - model_bytes\n    return available // page_bytes",
+        "- model_bytes\n    return available // page_bytes - 1",
+        "- model_bytes\n    return available // page_bytes",
         TESTS + "test_pages_of_a_real_model_by_hand",
     ),
     Mutation(
@@ -125,8 +125,8 @@ MUTATIONS = [
     Mutation(
         "engine_forgets_to_flush",
         ENGINE,
-        "        self.tables.flush()\n        tokens",
-        "        tokens",
+        "            self.tables.flush()\n",
+        "",
         TESTS + "test_flushed_before_the_gather",
     ),
     Mutation(

@@ -83,7 +83,7 @@ MUTATIONS = [
         "minisgl.distributed.launch",
         'self.failures("failed") or self.failures("lost")',
         'self.failures("lost") or self.failures("failed")',
-        T + "test_a_killed_rank_is_named",
+        T + "test_the_guilty_rank_is_blamed_not_those_who_lost_it",
     ),
     Mutation(
         "launch: ranks outlive their parent",

@@ -60,7 +60,7 @@ MUTATIONS = [
         PREFILL,
         "reserved = self.decode.pages_to_come(self.page_size)",
         "reserved = 0",
-        TESTS + "test_pages_are_rounded_right",
+        TESTS + "test_running_requests_keep_what_they_may_still_need",
     ),
     Mutation(
         "prefill_forgets_what_the_half_done_prompt_needs",
@@ -150,7 +150,7 @@ MUTATIONS = [
     Mutation(
         "finish_never_releases",
         SCHEDULER,
-        "            if reason is not None:\n                self.release(req)\n",
+        "                if reason is not None:\n                    self.release(req)\n",
         "",
         TESTS + "test_one_request",
     ),

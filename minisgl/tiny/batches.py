@@ -1,0 +1,83 @@
+"""Packed rows of conversations in stages that grow longer.
+
+Generated from notebooks/A_embedded_model.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset, get_worker_info
+
+from minisgl.tiny.chats import stream
+from minisgl.tiny.tokenizer import PAD_ID, encode_chat, train_tokenizer
+
+Document = tuple[NDArray[np.int32], NDArray[np.bool_]]  # token ids, and which are to be learnt
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One part of the curriculum."""
+
+    until: float  # the share of the run at which it ends
+    row_tokens: int
+    most_pairs: int  # length of the longest list
+
+
+CURRICULUM = (
+    Stage(until=0.08, row_tokens=2048, most_pairs=12),
+    Stage(until=0.25, row_tokens=2048, most_pairs=60),
+    Stage(until=0.70, row_tokens=2048, most_pairs=170),
+    Stage(until=1.00, row_tokens=4096, most_pairs=200),
+)
+SHORT_CURRICULUM = (Stage(until=1.0, row_tokens=256, most_pairs=4),)  # for a try on a CPU
+
+
+def join_row(row: list[Document], free: int) -> Document:
+    """The documents of a row end to end, and padding in its last `free` places."""
+    padding = (np.full(free, PAD_ID, np.int32), np.zeros(free, np.bool_))
+    ids, learnt = zip(*row, padding)
+    return np.concatenate(ids), np.concatenate(learnt)
+
+
+def pack(documents: Iterable[Document], row_tokens: int, waiting: int = 24) -> Iterator[Document]:
+    """Rows of `row_tokens` + 1 tokens: put in the longest waiting document that still fits."""
+    queue: list[Document] = []
+    row: list[Document] = []
+    free = row_tokens + 1
+    for document in documents:
+        if len(document[0]) > row_tokens + 1:
+            continue
+        queue.append(document)
+        if len(queue) < waiting:
+            continue
+        fitting = [index for index, (ids, _) in enumerate(queue) if len(ids) <= free]
+        if fitting:
+            longest = max(fitting, key=lambda index: len(queue[index][0]))
+            row.append(queue.pop(longest if row else fitting[0]))
+            free -= len(row[-1][0])
+        else:
+            yield join_row(row, free)
+            row, free = [], row_tokens + 1
+
+
+class Batches(IterableDataset):
+    """Endless batches of packed rows; every worker process reads a stream with its own seed."""
+
+    def __init__(self, stage: Stage, batch_tokens: int, seed: int) -> None:
+        self.stage, self.seed = stage, seed
+        self.rows = max(1, batch_tokens // stage.row_tokens)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        worker = get_worker_info()
+        seed = self.seed * 1000 + (worker.id if worker else 0)
+        tokenizer = train_tokenizer()
+        chats = stream(seed, self.stage.most_pairs)
+        rows = pack((encode_chat(tokenizer, chat) for chat in chats), self.stage.row_tokens)
+        while True:
+            ids, learnt = zip(*(next(rows) for _ in range(self.rows)))
+            yield torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(learnt))

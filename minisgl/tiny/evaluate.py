@@ -1,0 +1,256 @@
+"""Held-out accuracy of any generator: every task, every depth of a list, new phrasings.
+
+Generated from notebooks/A_embedded_model.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from minisgl.tiny.chats import Message, as_messages, system_prompt
+from minisgl.tiny.checkpoint import load_model
+from minisgl.tiny.data import TASKS, Turn, draw, is_held_out
+from minisgl.tiny.frames import NEW_FRAMES
+from minisgl.tiny.lookup import Table, make_table, query, with_table
+from minisgl.tiny.model_path import model_path
+from minisgl.tiny.stories import is_story
+from minisgl.tiny.talk import draw_strange, small_talk
+
+Generate = Callable[[list[list[int]]], list[list[int]]]  # prompts to new tokens
+CountTokens = Callable[[str], int]
+DEPTHS = 10
+MAX_NEW_TOKENS = 800
+
+
+@dataclass(frozen=True)
+class Case:
+    """One conversation that ends with a question, and what the answer must be."""
+
+    name: str  # the row of the table that it belongs to
+    messages: list[Message]
+    turn: Turn
+
+    def accepts(self, text: str) -> bool:
+        """Whether `text` equals the answer; a story must be whole and about its subject."""
+        if self.turn.task == "story":
+            return is_story(text, self.turn.key.removeprefix("story "))
+        return text == self.turn.answer
+
+
+def case(name: str, turn: Turn, before: Sequence[Turn] = (), system: str = "") -> Case:
+    """A case that asks `turn` after some earlier turns."""
+    return Case(name, as_messages([*before, turn], system)[:-1], turn)
+
+
+def task_cases(seed: int, per_task: int) -> Iterable[Case]:
+    """Held-out operands of each task, alone in a conversation."""
+    rng = Random(f"tasks {seed}")
+    for task in TASKS:
+        for _ in range(per_task):
+            yield case(task, draw(rng, task, held_out=True))
+    for _ in range(per_task):
+        yield case("cannot", draw_strange(rng, held_out=True))
+    for _ in range(per_task):
+        yield case("talk", small_talk(rng))
+
+
+def context_cases(seed: int, per_task: int) -> Iterable[Case]:
+    """The same tasks behind a system prompt, and after earlier turns."""
+    rng = Random(f"context {seed}")
+    names = list(TASKS)
+    for index in range(per_task * 3):
+        turn = draw(rng, names[index % len(names)], held_out=True)
+        yield case("with a system prompt", turn, system=system_prompt(rng))
+    for index in range(per_task * 3):
+        turn = draw(rng, names[index % len(names)], held_out=True)
+        before = [draw(rng, rng.choice(names)) for _ in range(rng.randint(1, 6))]
+        yield case("after other turns", turn, before)
+
+
+def phrasing_cases(seed: int, per_task: int) -> Iterable[Case]:
+    """Held-out operands in phrasings that training never uses."""
+    rng = Random(f"phrasings {seed}")
+    for task, frames in NEW_FRAMES.items():
+        for _ in range(per_task):
+            yield case(f"new phrasing: {task}", draw(rng, task, held_out=True, frames=frames))
+
+
+def long_table(rng: Random, count_tokens: CountTokens, most_tokens: int) -> Table:
+    """A table of up to `most_tokens` tokens of pairs, cut from a longer one."""
+    while True:
+        table = make_table(rng, most_tokens // 4)
+        tokens = count_tokens(table.text)
+        size = int(len(table.lines) * most_tokens / tokens * 0.98)
+        if tokens < most_tokens * 0.9 or not size:
+            continue
+        lines = dict(list(table.lines.items())[:size])
+        cut = table.text.index(list(table.lines.values())[size])
+        text = table.text[:cut].rstrip("\n ,;-*")
+        if count_tokens(text) <= most_tokens:
+            return Table(text, lines, table.word)
+
+
+def ask_table(rng: Random, name: str, table: Table, turn: Turn) -> Case:
+    """A case with one message: the table and the question of `turn`."""
+    text = with_table(rng, table, turn.question)
+    return case(name, Turn(turn.task, text, turn.answer, turn.key))
+
+
+def lookup_cases(
+    seed: int, per_depth: int, count_tokens: CountTokens, most_tokens: int = 1500
+) -> Iterable[Case]:
+    """Held-out pairs at each of ten depths of lists of up to `most_tokens` tokens."""
+    rng = Random(f"look up {seed}")
+    for depth in range(DEPTHS):
+        done = 0
+        while done < per_depth:
+            table = long_table(rng, count_tokens, most_tokens)
+            keys = list(table.lines)
+            part = keys[len(keys) * depth // DEPTHS : len(keys) * (depth + 1) // DEPTHS]
+            held_out = [key for key in part if is_held_out(f"look up {table.lines[key]}")]
+            if held_out:
+                turn = query(rng, table, rng.choice(held_out))
+                yield ask_table(rng, f"look up, depth {depth}", table, turn)
+                done += 1
+
+
+def short_lookup_cases(seed: int, count: int) -> Iterable[Case]:
+    """Held-out pairs in lists of two to thirty."""
+    rng = Random(f"short look up {seed}")
+    done = 0
+    while done < count:
+        table = make_table(rng, rng.randint(2, 30))
+        turn = query(rng, table, rng.choice(list(table.lines)))
+        if is_held_out(turn.key):
+            yield ask_table(rng, "look up, short list", table, turn)
+            done += 1
+
+
+def all_cases(seed: int, per_task: int, count_tokens: CountTokens) -> list[Case]:
+    """Everything that the accuracy table reports."""
+    return [
+        *task_cases(seed, per_task),
+        *short_lookup_cases(seed, per_task),
+        *lookup_cases(seed, per_task, count_tokens),
+        *context_cases(seed, per_task),
+        *phrasing_cases(seed, max(1, per_task // 2)),
+    ]
+
+
+def token_counter(tokenizer: Any) -> CountTokens:
+    """A function that counts the tokens of a text."""
+    return lambda text: len(tokenizer.backend_tokenizer.encode(text).ids)
+
+
+def evaluate(
+    generate: Generate, tokenizer: Any, cases: Sequence[Case]
+) -> tuple[dict[str, float], list[str]]:
+    """Accuracy by name of case, and a line for every wrong answer.
+
+    `generate` maps prompts (token ids) to new tokens; the end token may be among them.
+    `tokenizer` is what `transformers.AutoTokenizer` returns.
+    """
+    encode = tokenizer.apply_chat_template
+    prompts = [
+        list(encode(one.messages, add_generation_prompt=True, return_dict=False)) for one in cases
+    ]
+    marks: dict[str, list[bool]] = {}
+    wrong = []
+    for one, ids in zip(cases, generate(prompts), strict=True):
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        marks.setdefault(one.name, []).append(one.accepts(text))
+        if not marks[one.name][-1]:
+            asked, told, right = one.messages[-1]["content"], text, one.turn.answer
+            wrong.append(f"{one.name}: {asked[-160:]!r} -> {told[-160:]!r}, not {right[-160:]!r}")
+    return {name: sum(seen) / len(seen) for name, seen in marks.items()}, wrong
+
+
+def report(scores: dict[str, float]) -> str:
+    """The accuracy table as text."""
+    return "\n".join(f"{name:32s} {score:7.1%}" for name, score in scores.items())
+
+
+def left_padded(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts as one tensor [n, longest], padded on the left, and the mask of real tokens."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[pad_id] * (width - len(p)) + list(p) for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    return ids, mask
+
+
+def transformers_generate(
+    model: Any, tokenizer: Any, batch_size: int = 64, max_new_tokens: int = MAX_NEW_TOKENS
+) -> Generate:
+    """Greedy generation by transformers, in batches of prompts of similar length."""
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+
+    def generate(prompts: list[list[int]]) -> list[list[int]]:
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        outputs: list[list[int]] = [[] for _ in prompts]
+        for start in range(0, len(order), batch_size):
+            rows = order[start : start + batch_size]
+            ids, mask = left_padded([prompts[index] for index in rows], pad)
+            new = model.generate(
+                input_ids=ids.to(model.device),
+                attention_mask=mask.to(model.device),
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=end,
+                pad_token_id=pad,
+            )
+            for index, tokens in zip(rows, new[:, ids.shape[1] :].tolist()):
+                outputs[index] = tokens[: tokens.index(end)] if end in tokens else tokens
+        return outputs
+
+    return generate
+
+
+def engine_generate(folder: Path, device: str) -> Generate:
+    """Greedy generation by our own engine."""
+    from minisgl import LLM, SamplingParams
+
+    llm = LLM(str(folder), device=device)
+    greedy = SamplingParams(temperature=0.0, max_tokens=MAX_NEW_TOKENS)
+    return lambda prompts: [out["token_ids"] for out in llm.generate(prompts, greedy)]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Evaluate a model folder with our own engine, or with transformers as the reference."""
+    parser = argparse.ArgumentParser(
+        prog="python -m minisgl.tiny.evaluate", description="Held-out accuracy of the tiny model."
+    )
+    parser.add_argument("--model", type=Path, default=model_path(), help="default: the shipped one")
+    parser.add_argument("--per-task", type=int, default=50, help="cases per task and per depth")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", choices=("minisgl", "transformers"), default="minisgl")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=None, help="write the scores to this JSON file")
+    args = parser.parse_args(argv)
+    model, tokenizer = load_model(args.model, args.device)
+    if args.engine == "minisgl":
+        generate = engine_generate(args.model, args.device)
+    else:
+        batch_size = 512 if args.device.startswith("cuda") else 16
+        generate = transformers_generate(model, tokenizer, batch_size)
+    cases = all_cases(args.seed, args.per_task, token_counter(tokenizer))
+    scores, wrong = evaluate(generate, tokenizer, cases)
+    print(report(scores), *wrong, sep="\n")
+    if args.out:
+        facts = {"command": parser.prog, **{k: str(v) for k, v in vars(args).items() if k != "out"}}
+        facts |= {"date": date.today().isoformat(), "machine": platform.machine()}
+        result = {**facts, "cases": len(cases), "scores": scores, "wrong": wrong}
+        args.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,188 @@
+"""Lists of pairs, and questions about one of them: a test of memory at every depth.
+
+Generated from notebooks/A_embedded_model.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from minisgl.tiny.data import Turn, is_held_out, number, pick_style
+from minisgl.tiny.phrases import FOLLOW_UPS, INTROS, QUESTIONS, SUBJECTS, expand, misspell
+from minisgl.tiny.words import (
+    ADJECTIVES,
+    CITIES,
+    COLORS,
+    NAMES,
+    OPEN_WORDS,
+    letters,
+    noun,
+    pseudo_word,
+)
+
+Maker = Callable[[Random], str]
+# (what joins key and value, what comes before each pair, what joins the pairs, after the last)
+FORMATS = [
+    ("{k}: {v}", "", "\n", ""),
+    ("{k}: {v}", "", "\n", ""),
+    ("{k}: {v}", "", ", ", ""),
+    ("{k} = {v}", "", "\n", ""),
+    ("{k} = {v}", "", ", ", ""),
+    ("{k}={v}", "", ", ", ""),
+    ("{k}={v}", "", "\n", ""),
+    ("{k} -> {v}", "", "\n", ""),
+    ("{k} -> {v}", "", ", ", ""),
+    ("{k}: {v}", "- ", "\n", ""),
+    ("{k} - {v}", "", "\n", ""),
+    ("{k}: {v}", "", "; ", ""),
+    ("{k} is {v}", "", ", ", "."),
+    ("{k} has {v}", "", "\n", ""),
+    ("{k} is {v}.", "", " ", ""),
+    ("{k},{v}", "", "\n", ""),
+    ("{k} {v}", "", "\n", ""),
+    ('"{k}": {v}', "", ", ", ""),
+    ("The {w} of {k} is {v}.", "", " ", ""),
+    ("{k}: {v}", "* ", "\n", ""),
+    ("{k} | {v}", "", "\n", ""),
+    ("The {k} is {v}.", "", " ", ""),
+    ("{k} has {v} {w}s.", "", " ", ""),
+    ("{k} {v}", "", ", ", ""),
+    ("{k} has {v}.", "", " ", ""),
+    ("{k}={v}", "", " ", ""),
+    ("{k} = {v}", "", "; ", ""),
+]
+MISSING = "{k} is not in the list."
+
+
+@dataclass(frozen=True)
+class Table:
+    """Pairs as the user wrote them; `lines[key]` is the pair as text, which is also the answer."""
+
+    text: str
+    lines: dict[str, str]
+    word: str  # what a value is called
+
+
+def code(rng: Random) -> str:
+    """A short code, such as "K47" or "QX-72"."""
+    prefix = letters(rng, 1, 2).upper()
+    return prefix + rng.choice(("", "", "-")) + str(number(rng, (2, 2, 3)))
+
+
+def full_name(rng: Random) -> str:
+    """A first and a last name."""
+    return f"{rng.choice(NAMES)} {rng.choice((rng.choice(NAMES), pseudo_word(rng).title()))}"
+
+
+KEY_KINDS: list[Maker] = [
+    lambda rng: rng.choice(NAMES),
+    lambda rng: rng.choice(NAMES),
+    lambda rng: rng.choice(CITIES),
+    noun,
+    noun,
+    pseudo_word,
+    lambda rng: pseudo_word(rng).title(),
+    full_name,
+    code,
+    lambda rng: f"{rng.choice(ADJECTIVES + COLORS)} {noun(rng)}",
+    lambda rng: rng.choice(OPEN_WORDS),
+    lambda rng: f"{rng.choice(('room', 'item', 'key', 'user', 'box'))} {number(rng, (1, 2, 3))}",
+    lambda rng: letters(rng, 1, 2),
+    lambda rng: letters(rng, 2, 5),
+    lambda rng: f"{noun(rng)}{number(rng, (1, 2))}",
+    lambda rng: f"{noun(rng)}_{number(rng, (1, 2))}",
+    lambda rng: str(number(rng, (2, 3, 4))),
+]
+VALUE_KINDS: list[Maker] = [
+    lambda rng: str(number(rng, (1, 2, 3))),
+    lambda rng: str(number(rng, (4,))),
+    lambda rng: str(number(rng, (3,))),
+    lambda rng: str(number(rng, (5, 6))),
+    lambda rng: str(number(rng, (2,))),
+    noun,
+    code,
+    lambda rng: rng.choice(CITIES),
+    lambda rng: f"{rng.randint(0, 23)}:{rng.randint(10, 59)}",
+    lambda rng: f"{number(rng, (1, 2))}.{number(rng, (2,))}",
+    pseudo_word,
+    lambda rng: f"555-{number(rng, (4,))}",
+    lambda rng: rng.choice(COLORS),
+]
+
+
+def make_keys(rng: Random, size: int) -> list[str]:
+    """Distinct keys of one kind; of two-part kinds when the simple ones run out."""
+    make = rng.choice(KEY_KINDS)
+    keys: dict[str, None] = {}
+    for attempt in range(20 * size):
+        if len(keys) == size:
+            break
+        wide = attempt > 2 * size and rng.random() < 0.5
+        keys[full_name(rng) if wide else make(rng)] = None
+    return list(keys)
+
+
+def make_table(rng: Random, size: int) -> Table:
+    """A list of about `size` pairs in one of many formats."""
+    pair, before, between, after = rng.choice(FORMATS)
+    word = rng.choice(SUBJECTS) if rng.random() < 0.7 else noun(rng)
+    make = rng.choice(VALUE_KINDS)
+    lines = {k: pair.format(k=k, v=make(rng), w=word) for k in make_keys(rng, size)}
+    return Table(between.join(before + line for line in lines.values()) + after, lines, word)
+
+
+def question_for(rng: Random, table: Table, key: str, follow_up: bool = False) -> str:
+    """A question about one key of the table."""
+    style = pick_style(rng)
+    if style is str.upper:
+        style = str
+    frame = expand(
+        rng, rng.choice(FOLLOW_UPS if follow_up else QUESTIONS).replace("{w}", table.word)
+    )
+    shown = style(key) if rng.random() < 0.3 else key  # sometimes "alice" for "Alice"
+    frame = (
+        misspell(rng, frame.replace("{k}", "{0}"))
+        if rng.random() < 0.03
+        else frame.replace("{k}", "{0}")
+    )
+    return style(frame).format(shown)
+
+
+def query(rng: Random, table: Table, key: str, follow_up: bool = False) -> Turn:
+    """The question about `key`; the answer is its pair, or that there is none."""
+    answer = table.lines.get(key, MISSING.format(k=key))
+    return Turn("look up", question_for(rng, table, key, follow_up), answer, f"look up {answer}")
+
+
+def with_table(rng: Random, table: Table, question: str) -> str:
+    """One message that holds the list and the question, in either order."""
+    gap = rng.choice(("\n", "\n", " "))
+    intro = expand(rng, rng.choice(INTROS).replace("{w}", table.word)).replace("{gap}", gap)
+    if rng.random() < 0.12:
+        link = rng.choice(("\n", " ", " in this list: ", " in the list: ", " in: "))
+        if link.startswith(" in"):
+            return question.rstrip("?. ") + link + table.text
+        return f"{question}{link}{intro}{table.text}"
+    return f"{intro}{table.text}{rng.choice((chr(10), chr(10) * 2, ' '))}{question}"
+
+
+def absent_key(rng: Random, table: Table) -> str:
+    """A key that the table does not have."""
+    while True:
+        for key in make_keys(rng, 3):
+            if key.lower() not in {known.lower() for known in table.lines}:
+                return key
+
+
+def queries(rng: Random, table: Table, count: int, absent: float = 0.06) -> list[Turn]:
+    """Training questions about one table, each about another key where it has enough."""
+    keys = rng.sample(list(table.lines), min(count, len(table.lines)))
+    turns: list[Turn] = []
+    for key in keys:
+        wanted = absent_key(rng, table) if rng.random() < absent else key
+        turn = query(rng, table, wanted, follow_up=bool(turns) and rng.random() < 0.6)
+        if not is_held_out(turn.key):
+            turns.append(turn)
+    return turns

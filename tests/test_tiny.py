@@ -1,0 +1,343 @@
+"""The embedded model: its data against independent oracles, its tokenizer, its files, its answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from itertools import islice
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from minisgl.tiny import data, evaluate, talk
+from minisgl.tiny.batches import CURRICULUM, Batches, pack
+from minisgl.tiny.chats import stream, system_prompt
+from minisgl.tiny.lookup import make_table, queries, query, with_table
+from minisgl.tiny.model_path import model_path
+from minisgl.tiny.phrases import CANNOT
+from minisgl.tiny.stories import is_story, story, topic
+from minisgl.tiny.tokenizer import END_ID, PAD_ID, encode_chat, train_tokenizer
+from minisgl.tiny.train import learning_rate, parse_args
+from minisgl.tiny.words import NUMBER_WORDS
+
+TOKENIZER = train_tokenizer()
+WORD_NUMBERS = {word: number for number, word in NUMBER_WORDS.items()}
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_path())
+
+
+# ----------------------------------------------------------------------- answers by other means
+
+
+def numbers(text: str) -> list[int]:
+    """Every number of a text, in digits or as a word."""
+    found = re.findall(r"\d+|[a-z]+", text.lower())
+    values = [int(x) if x.isdigit() else WORD_NUMBERS.get(x) for x in found]
+    return [value for value in values if value is not None]
+
+
+def check_add(turn: data.Turn) -> None:
+    x, y, total = map(int, re.fullmatch(r"(\d+) \+ (\d+) = (\d+)", turn.answer).groups())  # type: ignore[union-attr]
+    assert x + y == total
+    assert sorted(numbers(turn.question))[-2:] == sorted((x, y)) or {x, y} <= set(
+        numbers(turn.question)
+    )
+
+
+def check_sort(turn: data.Turn) -> None:
+    told = [int(item) for item in turn.answer.split(", ")]
+    assert Counter(told) == Counter(int(n) for n in re.findall(r"\d+", turn.question))
+    steps = {(a > b) - (a < b) for a, b in zip(told, told[1:])}
+    assert steps <= ({0, 1} if turn.task == "sort down" else {0, -1})
+
+
+def check_sort_words(turn: data.Turn) -> None:
+    told = turn.answer.lower().split(", ")
+    assert all(a <= b for a, b in zip(told, told[1:]))
+    assert all(item in turn.question.lower() for item in told)
+
+
+def check_reverse_word(turn: data.Turn) -> None:
+    assert "".join(reversed(list(turn.answer))) in turn.question
+
+
+def check_reverse_list(turn: data.Turn) -> None:
+    items = turn.answer.split(", ")
+    places = [turn.question.rfind(item) for item in items]
+    assert min(places) >= 0
+    joined = re.sub(r",? and |, |,", "|", turn.question)
+    assert "|".join(items[::-1]) in joined
+
+
+def check_count(turn: data.Turn) -> None:
+    body, _, total = turn.answer.rpartition(". I count ")
+    said = body.split(", ")
+    marks = [int(m[1]) for item in said if (m := re.search(r" (\d+)$", item))]
+    assert marks == list(range(1, len(marks) + 1)) and total == f"{len(marks)}."
+    if turn.task == "count items":
+        assert len(marks) == len(said)
+    if turn.task == "count letters":
+        word = "".join(re.sub(r" \d+$", "", item) for item in said)
+        assert word in turn.question
+        if len(marks) < len(said):
+            hits = {item[0].lower() for item in said if re.search(r" \d+$", item)}
+            assert len(hits) <= 1
+            assert all(word.lower().count(letter) == len(marks) for letter in hits)
+
+
+def check_copy(turn: data.Turn) -> None:
+    assert turn.answer and turn.answer in turn.question
+
+
+def check_story(turn: data.Turn) -> None:
+    subject = turn.key.removeprefix("story ")
+    assert not subject or is_story(turn.answer, subject)
+    assert turn.answer.endswith("The end.")
+
+
+CHECKS = {
+    "add": check_add,
+    "sort": check_sort,
+    "sort down": check_sort,
+    "sort words": check_sort_words,
+    "reverse word": check_reverse_word,
+    "reverse list": check_reverse_list,
+    "count items": check_count,
+    "count same": check_count,
+    "count letters": check_count,
+    "copy": check_copy,
+    "story": check_story,
+}
+
+
+@pytest.mark.parametrize("task", list(data.TASKS))
+def test_answers_are_right(task: str) -> None:
+    rng = Random(f"test {task}")
+    for _ in range(300):
+        CHECKS[task](data.draw(rng, task, held_out=rng.random() < 0.5))
+
+
+def test_lookup_answers_stand_in_the_list() -> None:
+    rng = Random(1)
+    for _ in range(200):
+        table = make_table(rng, rng.randint(2, 30))
+        key = rng.choice(list(table.lines))
+        turn = query(rng, table, key)
+        assert turn.answer == table.lines[key] and key in turn.answer
+        assert turn.answer in with_table(rng, table, turn.question)
+        assert table.text.count(turn.answer) >= 1
+        assert query(rng, table, "qqqq zzzz").answer == "qqqq zzzz is not in the list."
+
+
+def test_every_story_passes_its_oracle_and_a_cut_one_does_not() -> None:
+    rng = Random(2)
+    for _ in range(300):
+        subject = topic(rng)
+        text = story(rng, subject, rng.choice((1, 1, 4)))
+        assert is_story(text, subject), (subject, text)
+        assert not is_story(text[: len(text) // 2], subject)
+
+
+# ----------------------------------------------------------------------------------- the split
+
+
+@pytest.mark.parametrize("task", list(data.TASKS))
+def test_training_and_evaluation_never_share_operands(task: str) -> None:
+    rng = Random(f"split {task}")
+    training = {data.draw(rng, task).key for _ in range(600)} - {""}
+    held_out = {data.draw(rng, task, held_out=True).key for _ in range(60)}
+    assert training and held_out and not training & held_out
+    assert all(map(data.is_held_out, held_out)) and not any(map(data.is_held_out, training))
+
+
+def test_held_out_pairs_and_requests_are_never_trained_on() -> None:
+    rng = Random(3)
+    for _ in range(100):
+        table = make_table(rng, 12)
+        assert not any(data.is_held_out(turn.key) for turn in queries(rng, table, 12))
+    asked = [talk.draw_strange(rng) for _ in range(300)]
+    assert not any(data.is_held_out(turn.key) for turn in asked)
+    assert {turn.answer for turn in asked} == {CANNOT}
+
+
+def test_about_one_key_in_ten_is_held_out() -> None:
+    share = np.mean([data.is_held_out(f"add {i} {i + 1}") for i in range(20_000)])
+    assert 0.09 < share < 0.11
+    assert not data.is_held_out("")
+
+
+def test_streams_depend_on_the_seed_only() -> None:
+    first, again, other = (list(islice(stream(seed, 9), 20)) for seed in (4, 4, 5))
+    assert first == again != other
+
+
+# ------------------------------------------------------------------------------- the tokenizer
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
+def test_any_text_survives_the_tokenizer(text: str) -> None:
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
+    assert max(ids, default=0) < TOKENIZER.get_vocab_size()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**12), st.sampled_from(["Alice", "zyqx", "reverse", "Ünïcode"]))
+def test_digits_stand_alone_and_words_are_the_same_everywhere(number: int, word: str) -> None:
+    pieces = TOKENIZER.encode(f"{word}: {number}\n{word}").tokens
+    alone = TOKENIZER.encode(word).tokens
+    assert pieces[: len(alone)] == alone == pieces[-len(alone) :]
+    assert [piece for piece in pieces if piece.isdigit()] == list(str(number))
+
+
+def test_shipped_tokenizer_is_the_one_of_the_chapter(shipped: Any) -> None:
+    stored = json.loads((model_path() / "tokenizer.json").read_text())
+    assert stored == json.loads(TOKENIZER.to_str())
+    assert shipped.eos_token_id == END_ID and shipped.pad_token_id == PAD_ID
+    assert shipped.encode("a b") == TOKENIZER.encode("a b").ids  # nothing is added in front
+
+
+def test_chat_template_knows_every_role_and_kind_of_content(shipped: Any) -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "image"}]},
+        {"role": "assistant", "content": None},
+        {"role": "tool", "content": "42"},
+    ]
+    text = shipped.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == (
+        "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|><|end|><|user|>42<|end|>"
+        "<|assistant|>"
+    )
+
+
+def test_training_and_serving_make_the_same_ids(shipped: Any) -> None:
+    for chat in islice(stream(6, 8), 40):
+        if chat[0]["role"] == "plain":
+            continue
+        served = shipped.apply_chat_template(chat, return_dict=False)
+        assert list(served) == encode_chat(TOKENIZER, chat)[0].tolist()
+
+
+def test_only_the_assistant_is_learnt() -> None:
+    chat = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "12"},
+        {"role": "assistant", "content": "21"},
+    ]
+    ids, learnt = encode_chat(TOKENIZER, chat)
+    assert TOKENIZER.decode(ids[learnt].tolist(), skip_special_tokens=False) == "21<|end|>"
+
+
+# ----------------------------------------------------------------------------------- batches
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=30, max_size=60), st.integers(1, 8))
+def test_packing_loses_and_invents_nothing(lengths: list[int], waiting: int) -> None:
+    documents = [
+        (np.full(n, 10 + i, np.int32), np.ones(n, np.bool_)) for i, n in enumerate(lengths)
+    ]
+    seen: Counter[int] = Counter()
+    for ids, learnt in pack(documents, row_tokens=10, waiting=waiting):
+        assert len(ids) == len(learnt) == 11
+        assert not learnt[ids == PAD_ID].any() and learnt[ids != PAD_ID].all()
+        seen.update(ids[ids != PAD_ID].tolist())
+    for index, count in seen.items():
+        assert count == lengths[index - 10] <= 11
+
+
+def test_batches_are_seeded_and_have_the_shape_of_the_stage() -> None:
+    stage = CURRICULUM[0]
+    one, two, other = (
+        next(iter(Batches(stage, 2 * stage.row_tokens, seed)))[0] for seed in (0, 0, 1)
+    )
+    assert one.shape == (2, stage.row_tokens + 1)
+    assert torch.equal(one, two) and not torch.equal(one, other)
+
+
+def test_learning_rate_rises_then_falls_to_zero() -> None:
+    values = [learning_rate(x / 100) for x in range(101)]
+    top = int(np.argmax(values))
+    assert values[0] == 0.0 and values[-1] == pytest.approx(0.0) and 1 <= top <= 3
+    assert values[top:] == sorted(values[top:], reverse=True)
+
+
+def test_command_line_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    assert "--minutes" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        parse_args([])
+    assert "--out" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------ the shipped files
+
+
+def test_shipped_files_are_small_and_match_their_manifest() -> None:
+    manifest = json.loads((model_path() / "MANIFEST.json").read_text())
+    names = {path.name for path in model_path().iterdir()} - {"MANIFEST.json"}
+    assert names == set(manifest["sha256"])
+    for name, digest in manifest["sha256"].items():
+        assert hashlib.sha256((model_path() / name).read_bytes()).hexdigest() == digest, name
+    assert (model_path() / "model.safetensors").stat().st_size <= 12_000_000
+    assert {"command", "seed", "hardware", "date"} <= set(manifest)
+
+
+def test_shipped_config_can_be_split_and_served() -> None:
+    config = json.loads((model_path() / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"] and config["head_dim"] == 64
+    assert config["num_key_value_heads"] >= 4 and config["max_position_embeddings"] >= 2048
+    assert config["vocab_size"] % 8 == 0 and config["intermediate_size"] % 8 == 0
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    generation = json.loads((model_path() / "generation_config.json").read_text())
+    assert generation["do_sample"] is False and generation["eos_token_id"] == [END_ID]
+
+
+def test_evaluation_notices_a_wrong_answer(shipped: Any) -> None:
+    cases = list(evaluate.task_cases(seed=5, per_task=1))
+    right = [shipped.encode(case.turn.answer) for case in cases]
+    scores, wrong = evaluate.evaluate(lambda prompts: right, shipped, cases)
+    assert set(scores.values()) == {1.0} and not wrong
+    spoilt = [ids[:-1] for ids in right]
+    scores, wrong = evaluate.evaluate(lambda prompts: spoilt, shipped, cases)
+    assert set(scores.values()) == {0.0} and len(wrong) == len(cases)
+
+
+def test_long_lists_are_long_and_every_depth_is_asked() -> None:
+    def count(text: str) -> int:
+        return len(TOKENIZER.encode(text).ids)
+
+    cases = list(evaluate.lookup_cases(0, 1, count, most_tokens=700))
+    assert [case.name for case in cases] == [f"look up, depth {d}" for d in range(10)]
+    for depth, case in enumerate(cases):
+        text = case.messages[-1]["content"]
+        assert data.is_held_out(case.turn.key) and count(text) > 350
+        assert abs(text.index(case.turn.answer) / len(text) - (depth + 0.5) / 10) < 0.2
+
+
+def test_shipped_model_answers() -> None:
+    model, tokenizer = evaluate.load_model(model_path())
+    rng = Random(8)
+    cases = [
+        case for case in evaluate.task_cases(seed=7, per_task=3) if case.turn.task != "story"
+    ]
+    cases += list(evaluate.short_lookup_cases(7, 4))
+    turn = data.draw(rng, "add", held_out=True)
+    cases.append(evaluate.case("system", turn, system=system_prompt(rng)))
+    generate = evaluate.transformers_generate(model, tokenizer, max_new_tokens=120)
+    scores, wrong = evaluate.evaluate(generate, tokenizer, cases)
+    assert len(wrong) <= 1, (scores, wrong)
