@@ -32,10 +32,9 @@ class Answer:
     def __init__(
         self, prompt_ids: IntArray, params: SamplingParams, tokenizer: Tokenizer | None
     ) -> None:
-        stop = tuple(params.stop)
-        self.status = (
-            None if tokenizer is None else DecodeStatus(tokenizer, prompt_ids.tolist(), stop)
-        )
+        self.status: DecodeStatus | None = None
+        if tokenizer is not None:
+            self.status = DecodeStatus(tokenizer, prompt_ids.tolist(), tuple(params.stop))
         self.done = False
         self.logprobs: list[dict[str, Any]] | None = None if params.logprobs is None else []
         self.out: dict[str, Any] = {
@@ -79,6 +78,13 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     return Tokenizer(folder) if any((folder / name).is_file() for name in names) else None
 
 
+def make_config(folder: Path, num_pages: int | None, fields: dict[str, Any]) -> SchedulerConfig:
+    """A config from keyword arguments; `torch.device` and `torch.dtype` are welcome."""
+    for name in fields.keys() & {"device", "dtype"}:
+        fields[name] = str(fields[name]).removeprefix("torch.")
+    return SchedulerConfig(model_path=str(folder), **{"num_page_override": num_pages, **fields})
+
+
 class LLM:
     """A model that answers in this process. Prefixes stay cached from one call to the next.
 
@@ -94,13 +100,8 @@ class LLM:
         progress: bool = False,
         **fields: Any,
     ) -> None:
-        for name in ("device", "dtype"):
-            if name in fields:  # torch.device and torch.dtype are welcome too
-                fields[name] = str(fields[name]).removeprefix("torch.")
         folder = resolve_model_path(model_path)
-        self.config = SchedulerConfig(
-            model_path=str(folder), **{"num_page_override": num_pages, **fields}
-        )
+        self.config = make_config(folder, num_pages, fields)
         self.tokenizer = load_tokenizer(folder)
         self.channel = InProcessChannel()
         self.scheduler = build_scheduler(self.config, self.channel, progress=progress)

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from minisgl.benchmark.report import circumstances, save
 from minisgl.benchmark.workload import Chat, chat_workload
@@ -56,6 +58,7 @@ class Padded:
     """The baseline: `transformers` with one padded batch, greedy, KV cache on."""
 
     def __init__(self, path: Path) -> None:
+        disable_progress_bar()  # of loading weights; the runs have their own
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self.eos = Tokenizer(path).eos_token_ids
 
@@ -103,9 +106,9 @@ def compare(chats: Sequence[Chat], path: Path, repeats: int = 3) -> dict[str, An
     for side in sides.values():  # every code path once, off the clock
         side.run(prompts[:2], [4, 4])
     runs: dict[str, list[Outcome]] = {name: [] for name in sides}
-    for _ in range(repeats):
-        for name, side in sides.items():
-            runs[name].append(side.run(prompts, limits))
+    order = [name for _ in range(repeats) for name in sides]
+    for name in tqdm(order, desc="timed runs", disable=None, leave=False):
+        runs[name].append(sides[name].run(prompts, limits))
     return summary(prompts, runs)
 
 

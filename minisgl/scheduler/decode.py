@@ -20,7 +20,14 @@ class DecodeManager:
     """Requests with a complete prompt and room for more tokens, first come first."""
 
     def __init__(self) -> None:
-        self.running: dict[int, Req] = {}  # by uid; a dict keeps the order, the same on every rank
+        self.running: dict[int, Req] = {}  # by uid; the order is the same on every rank
+
+    def remove(self, req: Req) -> None:
+        self.running.pop(req.uid, None)
+
+    def pages_to_come(self, page_size: int) -> int:
+        """Pages that must stay available for the running requests."""
+        return sum(pages_to_come(req, page_size) for req in self.running.values())
 
     def update(self, reqs: Iterable[Req]) -> None:
         """After a launch: keep those that need another step, drop those that had their last one."""
@@ -32,14 +39,7 @@ class DecodeManager:
             else:
                 self.running.pop(req.uid, None)
 
-    def remove(self, req: Req) -> None:
-        self.running.pop(req.uid, None)
-
     def schedule(self) -> Batch | None:
         """Everybody, one token each."""
         reqs = list(self.running.values())
         return Batch(reqs=reqs, phase=Phase.DECODE) if reqs else None
-
-    def pages_to_come(self, page_size: int) -> int:
-        """Pages that must stay available for the running requests."""
-        return sum(pages_to_come(req, page_size) for req in self.running.values())

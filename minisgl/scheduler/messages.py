@@ -31,33 +31,28 @@ class ExitMsg(msgspec.Struct, tag=True):
 class TokenReply(msgspec.Struct, tag=True, kw_only=True):
     """One token of a request. The last reply of a request, and no other, has `finished` set.
 
-    token is None if the request was aborted. finish_reason: "stop" (an end token), "length" or
-    "abort". notice: something the caller should know, such as a clamped `max_tokens`; in the first
-    reply. stop: the request's stop strings, for whoever turns tokens into text; in every reply.
+    `token` is None if the request was aborted.
     """
 
     uid: int
     token: int | None
     finished: bool = False
-    finish_reason: str | None = None
+    finish_reason: str | None = None  # "stop" (an end token), "length" or "abort"
     prompt_tokens: int = 0
     cached_tokens: int = 0
     logprob: float | None = None
     top_logprobs: list[tuple[int, float]] | None = None
-    notice: str | None = None
-    stop: tuple[str, ...] = ()
+    notice: str | None = None  # what the caller should know, in the first reply
+    stop: tuple[str, ...] = ()  # the request's stop strings, for whoever turns tokens into text
 
 
 class ErrorReply(msgspec.Struct, tag=True, kw_only=True):
-    """A request that was refused; it is the only reply that this request gets.
-
-    code: "context_length_exceeded" or "invalid_request". param: the field at fault.
-    """
+    """A request that was refused; it is the only reply that this request gets."""
 
     uid: int
     message: str
-    code: str = "invalid_request"
-    param: str | None = None
+    code: str = "invalid_request"  # or "context_length_exceeded"
+    param: str | None = None  # the field at fault
 
 
 Msg = UserMsg | AbortMsg | ExitMsg

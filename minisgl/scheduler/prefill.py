@@ -79,20 +79,12 @@ class PrefillManager:
     """Requests that wait, in order of arrival, and the one whose prompt is half done."""
 
     def __init__(
-        self,
-        cache: CacheManager,
-        tables: TableManager,
-        decode: DecodeManager,
-        *,
-        page_size: int,
-        max_extend_tokens: int,
-        min_shared: int = 32,
-    ) -> None:
-        self.cache = cache
-        self.tables = tables
-        self.decode = decode
+        self, cache: CacheManager, tables: TableManager, decode: DecodeManager, *,
+        page_size: int, max_extend_tokens: int, min_shared: int = 32,
+    ) -> None:  # fmt: skip
+        self.cache, self.tables, self.decode = cache, tables, decode
         self.page_size = page_size
-        self.max_extend_tokens = max_extend_tokens
+        self.max_extend_tokens = max_extend_tokens  # of one step
         self.min_shared = min_shared  # tokens; 0 if the cache never remembers
         self.waiting: deque[Req] = deque()
         self.chunked: Req | None = None
@@ -107,10 +99,6 @@ class PrefillManager:
         elif req.table_idx < 0:  # not admitted yet
             self.waiting.remove(req)
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self.waiting) or self.chunked is not None
-
     def adder(self) -> PrefillAdder:
         """A fresh step: a full token budget; what running requests may still need is set aside."""
         reserved = self.decode.pages_to_come(self.page_size)
@@ -123,7 +111,7 @@ class PrefillManager:
 
     def schedule(self) -> Batch | None:
         """The next prefill step: the half-done prompt first, then whoever waited longest."""
-        if not self.has_work:
+        if not self.waiting and self.chunked is None:
             return None
         adder = self.adder()
         if self.chunked is not None:

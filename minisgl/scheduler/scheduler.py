@@ -83,9 +83,8 @@ def token_array(ids: object) -> IntArray:
 def check_params(params: object) -> SamplingParams:
     """Raise `Refusal` for sampling parameters that got past their constructor."""
     if not isinstance(params, SamplingParams):
-        raise Refusal(
-            f"sampling_params: must be SamplingParams, got {params!r}", param="sampling_params"
-        )
+        name = "sampling_params"
+        raise Refusal(f"{name}: must be SamplingParams, got {params!r}", param=name)
     try:
         return replace(params)  # a copy runs the constructor's checks again
     except ValueError as error:
@@ -115,7 +114,7 @@ def finish_reason(req: Req, token: int, eos_token_ids: frozenset[int]) -> str | 
 
 
 class TraceEvent(NamedTuple):
-    """Something the scheduler did: from when to when, in seconds of `time.perf_counter`."""
+    """Something the scheduler did: from when to when, in seconds of its clock."""
 
     name: str  # receive, schedule, launch, wait, process
     start: float
@@ -135,31 +134,22 @@ class Scheduler:
     """Owns every request from its message to its last reply; the parts it works with are given."""
 
     def __init__(
-        self,
-        engine: Engine,
-        cache: CacheManager,
-        prefill: PrefillManager,
-        decode: DecodeManager,
-        channel: Channel,
-        *,
-        eos_token_ids: Iterable[int] = (),
+        self, engine: Engine, cache: CacheManager, prefill: PrefillManager, decode: DecodeManager,
+        channel: Channel, *, eos_token_ids: Iterable[int] = (),
         trace: Callable[[TraceEvent], None] | None = None,
-        check_every: float = 1.0,
-    ) -> None:
+        clock: Callable[[], float] = time.perf_counter, check_every: float = 1.0,
+    ) -> None:  # fmt: skip
         self.engine, self.cache, self.prefill, self.decode = engine, cache, prefill, decode
-        self.channel = channel
-        self.tables = engine.tables
+        self.channel, self.tables = channel, engine.tables
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.trace = trace
-        self.limits = Limits(
-            engine.max_seq_len, engine.num_pages * engine.page_size, engine.model_config.vocab_size
-        )
+        self.trace, self.clock = trace, clock
+        pool_tokens = engine.num_pages * engine.page_size
+        self.limits = Limits(engine.max_seq_len, pool_tokens, engine.model_config.vocab_size)
         self.reqs: dict[int, Req] = {}  # every request that has not had its last reply, by uid
         self.notices: dict[int, str] = {}
         self.in_flight: Launched | None = None
-        self.step = 0
-        self.exiting = False
-        self.check_every, self.checked_at = check_every, 0.0
+        self.step, self.exiting = 0, False
+        self.check_every, self.checked_at = check_every, 0.0  # seconds
 
     @contextmanager
     def span(self, name: str, step: int) -> Iterator[None]:
@@ -167,9 +157,9 @@ class Scheduler:
         if self.trace is None:
             yield
             return
-        start = time.perf_counter()
+        start = self.clock()
         yield
-        self.trace(TraceEvent(name, start, time.perf_counter(), step))
+        self.trace(TraceEvent(name, start, self.clock(), step))
 
     @property
     def has_work(self) -> bool:

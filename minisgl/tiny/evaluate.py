@@ -80,9 +80,9 @@ def context_cases(seed: int, per_task: int) -> Iterable[Case]:
 def phrasing_cases(seed: int, per_task: int) -> Iterable[Case]:
     """Held-out operands in phrasings that training never uses."""
     rng = Random(f"phrasings {seed}")
-    for task, frames in NEW_FRAMES.items():
+    for task, patterns in NEW_FRAMES.items():
         for _ in range(per_task):
-            yield case(f"new phrasing: {task}", draw(rng, task, held_out=True, frames=frames))
+            yield case(f"new phrasing: {task}", draw(rng, task, held_out=True, frames=patterns))
 
 
 def long_table(rng: Random, count_tokens: CountTokens, most_tokens: int) -> Table:
@@ -224,7 +224,7 @@ def engine_generate(folder: Path, device: str) -> Generate:
     return lambda prompts: [out["token_ids"] for out in llm.generate(prompts, greedy)]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate a model folder with our own engine, or with transformers as the reference."""
     parser = argparse.ArgumentParser(
         prog="python -m minisgl.tiny.evaluate", description="Held-out accuracy of the tiny model."
@@ -250,6 +250,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         facts |= {"date": date.today().isoformat(), "machine": platform.machine()}
         result = {**facts, "cases": len(cases), "scores": scores, "wrong": wrong}
         args.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    return 0
 
 
 if __name__ == "__main__":

@@ -165,17 +165,17 @@ class Trainer:
         marks = [k / self.args.evaluations for k in range(1, self.args.evaluations)]
         bar = tqdm(total=self.args.steps or None, unit="step", disable=self.args.quiet)
         losses: list[torch.Tensor] = []
-        for number, stage in enumerate(
+        for index, stage in enumerate(
             SHORT_CURRICULUM if self.args.size == "small" else CURRICULUM
         ):
-            for ids, learnt in self.batches(stage, number):
+            for ids, learnt in self.batches(stage, index):
                 losses.append(self.train_step(ids, learnt))
                 bar.update()
                 if len(losses) == self.args.log_every:
                     mean = torch.stack(losses).mean().item()
                     losses.clear()
                     self.log.loss.append((self.step, self.tokens, round(mean, 5)))
-                    bar.set_postfix(loss=f"{mean:.4f}", stage=number)
+                    bar.set_postfix(loss=f"{mean:.4f}", stage=index)
                 if marks and self.progress() >= marks[0]:
                     marks.pop(0)
                     self.checkpoint()
@@ -227,12 +227,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     """Train, store, report."""
     words = list(sys.argv[1:] if argv is None else argv)
     log = Trainer(parse_args(words), words).run()
     last = log.loss[-1][2] if log.loss else float("nan")
     print(f"loss {last}", *(f"{name}: {fact}" for name, fact in log.facts.items()), sep="\n")
+    return 0
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ def sentences() -> Iterable[str]:
 def known_words() -> list[str]:
     """The words of all sentences and closed lists, most frequent first, two letters or more."""
     found = Counter[str]()
-    for sentence in sentences():
-        plain = PLACEHOLDER.sub(" ", sentence)
+    for line in sentences():
+        plain = PLACEHOLDER.sub(" ", line)
         found.update(re.findall(r"[^\W\d_]{2,}", plain))
         found.update(re.findall(r"[^\W\d_]{2,}", plain.lower()))
     found.update(words.CLOSED_WORDS)

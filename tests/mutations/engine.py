@@ -104,8 +104,8 @@ MUTATIONS = [
     Mutation(
         "engine_pads_with_a_real_row",
         ENGINE,
-        "max_new_tokens=1,\n            table_idx=self.tables.dummy_row,",
-        "max_new_tokens=1,\n            table_idx=0,",
+        "self.dummy_req = dummy_request(self.tables.dummy_row)",
+        "self.dummy_req = dummy_request(0)",
         TESTS + "test_only_real_rows_are_sampled",
     ),
     Mutation(
@@ -139,8 +139,8 @@ MUTATIONS = [
     Mutation(
         "engine_trial_uses_real_pages",
         ENGINE,
-        "sampling_params=SamplingParams(), table_idx=engine.tables.dummy_row,",
-        "sampling_params=SamplingParams(), table_idx=0,",
+        "row = engine.tables.dummy_row",
+        "row = 0",
         TESTS + "test_trial_prefill_touches_only_the_dummy_page",
     ),
 ]

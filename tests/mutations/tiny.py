@@ -1,0 +1,43 @@
+"""Bugs in the data and the training of the embedded model."""
+
+from __future__ import annotations
+
+from tests.mutations import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "the split forgets which half was asked for",
+        module="minisgl.tiny.data",
+        old="if is_held_out(turn.key) == held_out:",
+        new="if True:",
+        test="tests/test_tiny.py::test_training_and_evaluation_never_share_operands",
+    ),
+    Mutation(
+        "held-out pairs are trained on",
+        module="minisgl.tiny.lookup",
+        old="if not is_held_out(turn.key):",
+        new="if turn.key:",
+        test="tests/test_tiny.py::test_held_out_pairs_and_requests_are_never_trained_on",
+    ),
+    Mutation(
+        "the user's words are learnt, too",
+        module="minisgl.tiny.tokenizer",
+        old='says = message["role"] == "assistant"',
+        new='says = message["role"] != "system"',
+        test="tests/test_tiny.py::test_only_the_assistant_is_learnt",
+    ),
+    Mutation(
+        "the free room of a row is counted once too often",
+        module="minisgl.tiny.batches",
+        old="row, free = [], row_tokens + 1",
+        new="row, free = [], row_tokens + 2",
+        test="tests/test_tiny.py::test_packing_loses_and_invents_nothing",
+    ),
+    Mutation(
+        "a count aloud skips nothing",
+        module="minisgl.tiny.data",
+        old="count += hit",
+        new="count += 1",
+        test="tests/test_tiny.py::test_answers_are_right",
+    ),
+]
