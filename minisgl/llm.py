@@ -5,7 +5,8 @@ Generated from notebooks/09_scheduler.ipynb: edit there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ class LLM:
         if self.tokenizer is not None and not self.scheduler.eos_token_ids:
             self.scheduler.eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
         self.next_uid = 0
+        self.lock = threading.Lock()  # threads may share the object; their calls take turns
 
     def encode(self, index: int, prompt: Prompt, params: SamplingParams) -> IntArray:
         """Token ids of prompt number `index`; ValueError says which prompt is wrong, and why."""
@@ -141,10 +143,11 @@ class LLM:
         params = as_params(sampling_params, len(listed))
         ids = [self.encode(index, *pair) for index, pair in enumerate(zip(listed, params))]
         answers = [Answer(*pair, self.tokenizer) for pair in zip(ids, params)]
-        uids = range(self.next_uid, self.next_uid + len(answers))
-        self.next_uid = uids.stop
-        self.channel.put(*(UserMsg(u, i.tolist(), p) for u, i, p in zip(uids, ids, params)))
-        self.answer(dict(zip(uids, answers)), progress)
+        with self.lock:
+            uids = range(self.next_uid, self.next_uid + len(answers))
+            self.next_uid = uids.stop
+            self.channel.put(*(UserMsg(u, i.tolist(), p) for u, i, p in zip(uids, ids, params)))
+            self.answer(dict(zip(uids, answers)), progress)
         return [answer.out for answer in answers]
 
     def answer(self, answers: dict[int, Answer], progress: bool) -> None:
@@ -181,9 +184,11 @@ class LLM:
         """Answer one conversation, or a list of them; each is a list of role and content."""
         if self.tokenizer is None:
             raise ValueError(f"messages: {self.config.model_path} has no tokenizer")
+        if isinstance(messages, str) or not isinstance(messages, Sequence):
+            raise ValueError(f"messages: must be a list of role and content, got {messages!r}")
         single = len(messages) > 0 and isinstance(messages[0], Mapping)
         talks: Sequence[Any] = [messages] if single else messages
-        prompts = [self.tokenizer.apply_chat([dict(m) for m in talk]) for talk in talks]
+        prompts = [self.tokenizer.apply_chat(talk) for talk in talks]
         return self.generate(prompts, sampling_params, progress=progress)
 
     def shutdown(self) -> None:
@@ -218,6 +223,8 @@ def as_params(params: Any, count: int) -> list[SamplingParams]:
     """Sampling parameters of each prompt, from none, one or a list of equal length."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Iterable):
+        raise ValueError(f"sampling_params: must be SamplingParams or a list, got {params!r}")
     found = list(params)
     if len(found) != count:
         raise ValueError(f"sampling_params: {count} prompts need {count}, got {len(found)}")

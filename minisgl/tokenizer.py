@@ -73,7 +73,7 @@ class Tokenizer:
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A conversation as a list of dicts with a role and a content; ValueError says which is not."""
-    if isinstance(messages, str | Mapping) or len(messages) == 0:
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or len(messages) == 0:
         raise ValueError("messages: must be a non-empty list of {role, content}")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):

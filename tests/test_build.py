@@ -471,7 +471,7 @@ def test_add_to_covers_every_kind_of_member():  # untyped: mypy cannot see what 
         add_to(A)(3)
 
 
-def test_this_book_is_consistent_and_checked_quickly() -> None:
+def test_pitfall_16_book_and_package_agree_and_are_checked_quickly() -> None:
     start = time.process_time()
     assert build.find_problems(ROOT, []) == []
     assert time.process_time() - start < 10

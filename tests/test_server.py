@@ -9,9 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ import uvicorn
 from minisgl.config import ServerConfig
 from minisgl.core import SamplingParams
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
-from minisgl.server.api import ApiSettings, create_app
+from minisgl.server.api import ApiSettings, create_app, guarded
 from minisgl.server.channels import QueueBox, SchedulerChannel, ZmqInbox, ZmqOutbox
 from minisgl.server.cli import build_parser, config_from, main, sampling_defaults, settings_for
 from minisgl.server.frontend import Frontend, RequestFailed
+from minisgl.server.launch import WorkerGroup
 from minisgl.server.messages import Codec, TokenizeMsg, UserReply
 from minisgl.server.scheduler_part import ThreadedServer
 from minisgl.server.schemas import ChatRequest
@@ -100,7 +102,11 @@ def live(checkpoint: Path) -> Iterator[Live]:
 
 def chat(live: Live, **fields: Any) -> httpx.Response:
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, **fields}
-    return httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=30)
+    headers = {"content-type": "application/json"}
+    content = json.dumps(body)  # in ASCII, so that half a character can be sent too
+    return httpx.post(
+        f"{live.url}/v1/chat/completions", content=content, headers=headers, timeout=30
+    )
 
 
 # Messages and queues
@@ -157,7 +163,7 @@ class Bench:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.to_scheduler, self.to_frontend = QueueBox(), QueueBox()
-        self.worker = TextWorker(tokenizer, self.to_scheduler, self.to_frontend)
+        self.worker = TextWorker(tokenizer, self.to_scheduler, self.to_frontend, WINDOW)
 
     def tokens(
         self, uid: int, ids: list[int], stop: tuple[str, ...] = (), end: bool = True
@@ -298,6 +304,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "seed": ({"seed": "lucky"}, "seed"),
     "stop": ({"stop": [1, 2]}, "stop"),
     "empty stop": ({"stop": ""}, "stop"),
+    "max_tokens beyond 64 bits": ({"max_tokens": 10**30}, "max_tokens"),
+    "top_k beyond 64 bits": ({"top_k": 10**30}, "top_k"),
+    "streamed max_tokens beyond 64 bits": ({"max_tokens": 10**30, "stream": True}, "max_tokens"),
+    "half a character": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+    "half a character to stop at": ({"stop": "a\udfff", "stream": True}, "stop"),
 }
 
 
@@ -309,6 +320,54 @@ def test_bad_field_is_named_and_the_server_lives(live: Live, name: str) -> None:
     assert response.status_code == 400 and error["param"] == param, error
     assert set(error) == {"message", "type", "param", "code"} and param in error["message"]
     assert chat(live).status_code == 200
+
+
+def test_error_names_the_place_that_went_furthest(live: Live) -> None:
+    """A field of several types fails once for each: the message is of the one that was meant."""
+    image = [{"role": "user", "content": [{"type": "image_url"}]}]
+    assert "messages.0.content.0.type: " in chat(live, messages=image).json()["error"]["message"]
+    response = httpx.post(f"{live.url}/v1/completions", json={"prompt": [5, -1]}, timeout=10)
+    message = response.json()["error"]["message"]
+    assert message.startswith("prompt.1: ") and message.endswith("got -1"), message
+
+
+def test_fault_of_ours_ends_a_stream(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong, a client gets an error: at the start a 500, later an event."""
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise OverflowError("a number too large")
+
+    monkeypatch.setattr(live.server.frontend._text_workers[0], "put", broken)
+    response = chat(live, stream=True)
+    assert response.status_code == 500 and "too large" in response.json()["error"]["message"]
+
+    async def events() -> AsyncGenerator[str, None]:
+        yield "one"
+        broken()
+
+    async def collect() -> list[str]:
+        return [event async for event in guarded(events())]
+
+    first, last = asyncio.run(collect())
+    assert first == "one" and '"internal_error"' in last
+
+
+def test_hopeless_text_is_refused_unread(tokenizer: Tokenizer) -> None:
+    """Encoding megabytes would keep everybody waiting; what cannot fit is not encoded."""
+    bench = Bench(tokenizer)
+    for uid, prompt in enumerate(({"text": "ab cd " * 300_000}, None)):
+        fields = prompt or {"messages": [{"role": "user", "content": "x" * 1_500_000}]}
+        started = time.monotonic()
+        bench.worker.handle(TokenizeMsg(uid=uid, sampling_params=SamplingParams(), **fields))
+        assert time.monotonic() - started < 0.1
+        (error,) = bench.replies()
+        assert error.code == "context_length_exceeded" and str(WINDOW) in error.message
+        assert "characters" in error.message
+    # Every text that fits passes: the longest token as often as the window allows.
+    token = max(range(tokenizer.vocab_size), key=lambda i: len(tokenizer.decode([i])))
+    text = tokenizer.decode([token]) * (WINDOW - 1)
+    bench.worker.handle(TokenizeMsg(uid=9, text=text, sampling_params=SamplingParams()))
+    assert bench.replies() == [] and len(bench.to_scheduler.get_all(0.0)) == 1
 
 
 def test_nan_and_broken_json_are_refused(live: Live) -> None:
@@ -457,6 +516,23 @@ def test_defaults_come_from_the_model(tmp_path: Path) -> None:
 # Shell
 
 
+def test_impossible_defaults_are_the_models_fault(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(ValueError, match=r"generation_config.json: temperature: .*'hot'"):
+        sampling_defaults(tmp_path)
+
+
+def test_sockets_have_short_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: Path
+) -> None:
+    """A socket's path has at most 107 bytes, a TMPDIR may have more."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("d" * 90)))
+    group = WorkerGroup(ServerConfig(model_path=str(checkpoint), num_tokenizer=12))
+    addresses = group.addresses
+    assert all(len(a) <= 107 for a in (addresses.detokenizer, *addresses.tokenizers))
+    addresses.folder.rmdir()
+
+
 def test_shell_keeps_a_conversation(checkpoint: Path) -> None:
     config = ServerConfig(model_path=str(checkpoint), num_page_override=PAGES)
     said: list[str] = []
@@ -575,6 +651,27 @@ class Served:
         return psutil.Process(self.process.pid).children(recursive=True)
 
 
+BUSY = """
+import multiprocessing, sys, time
+from pathlib import Path
+from minisgl.server.parts import leave_with_parent
+
+def child(folder, told):
+    leave_with_parent(Path(folder))
+    told.set()
+    while True:
+        time.sleep(0.01)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    told = context.Event()
+    context.Process(target=child, args=(sys.argv[1], told)).start()
+    told.wait()
+    print("busy", flush=True)
+    time.sleep(60)
+"""
+
+
 def test_served_process_answers_and_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
     served = Served(tmp_path, "--model", str(checkpoint), "--num-tokenizer", "1")
     url = served.ready()
@@ -597,10 +694,11 @@ def test_two_ranks_answer_as_one_does(live: Live, checkpoint: Path, tmp_path: Pa
     two = httpx.post(f"{url}/completions", json=body, timeout=30).json()["choices"][0]["text"]
     one = httpx.post(f"{live.url}/v1/completions", json=body, timeout=30).json()
     assert two == one["choices"][0]["text"]
-    os.killpg(served.process.pid, signal.SIGINT)
+    served.process.terminate()  # as a container is stopped: to the first process only
     _, errors = served.process.communicate(timeout=30)
-    assert served.process.returncode == 0 and "Traceback" not in errors, errors
+    assert served.process.returncode == 128 + signal.SIGTERM and "Traceback" not in errors, errors
     wait_for(lambda: not any(child.is_running() for child in children), "ranks to leave")
+    assert not list(tmp_path.glob("minisgl-*"))
 
 
 def test_dead_scheduler_is_noticed_and_killed_parent_takes_workers_along(
@@ -615,6 +713,41 @@ def test_dead_scheduler_is_noticed_and_killed_parent_takes_workers_along(
     served.process.kill()
     served.process.communicate()
     wait_for(lambda: not any(child.is_running() for child in children), "workers to leave")
+    assert not list(tmp_path.glob("minisgl-*"))
+
+
+def test_killed_parent_takes_busy_workers_along(checkpoint: Path, tmp_path: Path) -> None:
+    """A scheduler that never waits for messages never asks for its parent; it must leave too."""
+    script = tmp_path / "busy.py"
+    script.write_text(BUSY)
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    parent = subprocess.Popen([sys.executable, str(script), str(sockets)], stdout=subprocess.PIPE)
+    assert parent.stdout is not None and parent.stdout.readline() == b"busy\n"
+    children = psutil.Process(parent.pid).children(recursive=True)
+    parent.kill()
+    parent.communicate()
+    wait_for(lambda: not any(child.is_running() for child in children), "workers to leave")
+    wait_for(lambda: not sockets.exists(), "the folder to go")
+
+
+def test_leaving_with_a_stream_under_way(checkpoint: Path, tmp_path: Path) -> None:
+    """Ctrl-C, and again: the client hears why its stream ends, and all is cleaned up."""
+    served = Served(tmp_path, "--model", str(checkpoint), "--max-seq-len-override", str(WINDOW))
+    url = served.ready()
+    children = served.children()
+    body = {"prompt": "hi", "ignore_eos": True, "stream": True, "n": 64, "temperature": 1}
+    with httpx.stream("POST", f"{url}/completions", json=body, timeout=30) as response:
+        lines = response.iter_lines()
+        next(lines)
+        for wait in (0.3, 0.1, 0.1, 0.1):
+            os.killpg(served.process.pid, signal.SIGINT)
+            time.sleep(wait)
+        assert "the server is shutting down" in [line for line in lines if line][-1]
+    _, errors = served.process.communicate(timeout=20)
+    assert served.process.returncode == 0 and not errors, errors
+    wait_for(lambda: not any(child.is_running() for child in children), "workers to leave")
+    assert not list(tmp_path.glob("minisgl-*"))
 
 
 def test_shell_over_a_pipe(checkpoint: Path, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class NcclComm(GlooComm):
             return GlooComm.all_gather(self, x, dim)
         x = x.contiguous()
         out = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
-        options = c10d.AllgatherOptions()
+        options = c10d.distributed_c10d.AllgatherOptions()
         options.asyncOp = False
         with self.attempt("all_gather"):
             work = self.nccl._allgather_base(out, x, options)

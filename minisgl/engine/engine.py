@@ -124,6 +124,8 @@ def start_device(config: EngineConfig) -> torch.device:
     """The device of a resolved config, made current."""
     device = torch.device(config.device)
     if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device: torch finds no GPU here, got {config.device!r}")
         torch.cuda.set_device(device)
     return device
 
@@ -135,6 +137,15 @@ def free_bytes(device: torch.device, comm: Comm) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
+
+
+def require_size(config: EngineConfig, comm: Comm) -> None:
+    """ValueError if the config asks for more or fewer ranks than there are."""
+    if config.tp.size != comm.size:
+        raise ValueError(
+            f"tp: the config asks for {config.tp.size} ranks, the communicator has {comm.size}; "
+            "`python -m minisgl --tp N` starts ranks, and so does minisgl.distributed.ranks.Ranks"
+        )
 
 
 def agree_on_free(device: torch.device, comm: Comm) -> int:
@@ -275,6 +286,7 @@ def build_engine(
     trial_tokens above 0 sizes the KV cache by the peak of a trial prefill of so many tokens.
     """
     comm = SingleRank() if comm is None else comm
+    require_size(config, comm)
     path = resolve_model_path(config.model_path)
     model_config = ModelConfig.from_path(path)
     config = resolve(config, model_config)

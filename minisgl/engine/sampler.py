@@ -175,7 +175,7 @@ class SampleOutput:
     top_logprobs: Tensor | None = None  # float32 [bs, num_top]
 
 
-MIN_TEMPERATURE = 1e-5
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6  # beyond, nothing changes but float32 overflows
 
 
 class Sampler:
@@ -205,7 +205,8 @@ class Sampler:
         params = [req.sampling_params for req in chosen]
         positions = np.array([req.device_len for req in chosen], np.int64)
         keys = step_keys(request_seeds(chosen, self.seed), positions)
-        warm = np.array([max(p.temperature, MIN_TEMPERATURE) for p in params], np.float32)
+        given = np.array([p.temperature for p in params])
+        warm = given.clip(MIN_TEMPERATURE, MAX_TEMPERATURE).astype(np.float32)
         if width == 0:
             return RowGroup(index, 0, keys, warm)
         top_p = np.array([p.top_p for p in params], np.float64)

@@ -109,15 +109,9 @@ class TableManager:
     """
 
     def __init__(
-        self,
-        num_rows: int,
-        max_len: int,
-        page_size: int,
-        dummy_page: int,
-        device: torch.device | str,
-        *,
-        share_memory: bool | None = None,
-    ) -> None:
+        self, num_rows: int, max_len: int, page_size: int, dummy_page: int,
+        device: torch.device | str, *, share_memory: bool | None = None,
+    ) -> None:  # fmt: skip
         """`share_memory` None: on a CPU the device tables are the host tables."""
         for name, size in (("num_rows", num_rows), ("max_len", max_len), ("page_size", page_size)):
             integer(1)(name, size)

@@ -25,24 +25,12 @@ class KVPool:
     """
 
     def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+        self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int,
+        head_dim: int, dtype: torch.dtype, device: torch.device | str,
+    ) -> None:  # fmt: skip
         """`num_kv_heads` is the number on this rank; the pool starts with zeros."""
-        sizes = {
-            "num_layers": num_layers,
-            "num_pages": num_pages,
-            "page_size": page_size,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-        }
+        sizes = {"num_layers": num_layers, "num_pages": num_pages, "page_size": page_size,
+                 "num_kv_heads": num_kv_heads, "head_dim": head_dim}  # fmt: skip
         for name, size in sizes.items():
             integer(1)(name, size)
         self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size

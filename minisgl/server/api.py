@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import traceback
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -174,14 +175,14 @@ class Completer:
 
     async def _replies(self) -> AsyncGenerator[tuple[Job, UserReply], None]:
         """Replies of all jobs as they come. Closing this generator cancels every job."""
-        merged: asyncio.Queue[tuple[Job, UserReply | RequestFailed]] = asyncio.Queue()
+        merged: asyncio.Queue[tuple[Job, UserReply | Exception]] = asyncio.Queue()
 
         async def pump(job: Job) -> None:
             try:
                 async with aclosing(self._frontend.generate(job.params, **job.prompt)) as replies:
                     async for reply in replies:
                         merged.put_nowait((job, reply))
-            except RequestFailed as failure:
+            except Exception as failure:  # a fault of ours must end the stream, too
                 merged.put_nowait((job, failure))
 
         tasks = [asyncio.ensure_future(pump(job)) for job in self._jobs]
@@ -189,7 +190,7 @@ class Completer:
         try:
             while running:
                 job, reply = await merged.get()
-                if isinstance(reply, RequestFailed):
+                if isinstance(reply, Exception):
                     raise reply
                 running -= reply.finished
                 yield job, reply
@@ -230,6 +231,10 @@ async def guarded(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None
             yield event
     except RequestFailed as failure:
         yield sse(api_error(failure).body())
+    except Exception as error:
+        traceback.print_exc()
+        fault = RequestFailed(f"internal error: {type(error).__name__}: {error}")
+        yield sse(api_error(fault).body())
 
 
 async def stream_response(events: AsyncGenerator[str, None]) -> StreamingResponse:
@@ -295,8 +300,10 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        place = [str(part) for part in first["loc"] if part != "body"]
+        # A field of several types has one error for each: the deepest went furthest.
+        first = max(error.errors(), key=lambda found: len(found["loc"]))
+        place = [str(part) for part in first["loc"] if part not in ("body", "str")]
+        place = [part for part in place if "[" not in part]  # the name of a type that was tried
         if first["type"] == "json_invalid":
             reason = f"body: invalid JSON ({first.get('ctx', {}).get('error', 'cannot be parsed')})"
             problem = ApiError(400, reason, code="invalid_json")

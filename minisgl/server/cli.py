@@ -8,15 +8,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
 
 from minisgl.config import ModelConfig, ServerConfig, TPInfo, max_seq_len, resolve_model_path
+from minisgl.core import SamplingParams
 from minisgl.server.api import ApiSettings, create_app
 from minisgl.server.channels import ZmqInbox, ZmqOutbox
 from minisgl.server.frontend import Frontend
@@ -178,6 +183,10 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
     }
     if known.get("top_k") == 0:  # the hub's spelling of "off"
         del known["top_k"]
+    try:
+        SamplingParams(**known)
+    except ValueError as error:  # the model's fault: say so now, not to each client
+        raise ValueError(f"generation_config.json: {error}") from None
     return {"temperature": 1.0, **known}
 
 
@@ -215,24 +224,51 @@ async def watch(group: WorkerGroup, frontend: Frontend) -> None:
     print(f"minisgl: the {name} died; answering 503 until restarted", file=sys.stderr, flush=True)
 
 
+class PatientServer(uvicorn.Server):
+    """Asked to stop for the second time, uvicorn tears all streams; we end them with a reason."""
+
+    hurry = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.hurry = True
+        else:
+            super().handle_exit(sig, frame)
+
+
+async def let_go(server: PatientServer, frontend: Frontend, patience: float = 1.0) -> None:
+    """End the streams of a server that was asked to stop; at once if it was asked twice."""
+    while not server.should_exit:
+        await asyncio.sleep(0.05)
+    end = time.monotonic() + patience
+    while time.monotonic() < end and not server.hurry:
+        await asyncio.sleep(0.05)
+    frontend.fail_all("the server is shutting down")
+
+
 async def serve_http(
     group: WorkerGroup, frontend: Frontend, settings: ApiSettings, sock: socket.socket
 ) -> None:
     """Run uvicorn on `sock` until a signal asks it to stop."""
     app = create_app(frontend, settings)
     options = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2)
-    server = uvicorn.Server(options)
-    watcher = asyncio.ensure_future(watch(group, frontend))
+    server = PatientServer(options)
+    watchers = [
+        asyncio.ensure_future(watch(group, frontend)),
+        asyncio.ensure_future(let_go(server, frontend)),
+    ]
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    print(f"minisgl serves {settings.model_name} on http://{shown}:{port}/v1", flush=True)
+    if server.started:
+        print(f"minisgl serves {settings.model_name} on http://{shown}:{port}/v1", flush=True)
     try:
         await serving
     finally:
-        watcher.cancel()
+        for watcher in watchers:
+            watcher.cancel()
 
 
 def run(config: ServerConfig, shell: bool) -> None:
@@ -251,16 +287,36 @@ def run(config: ServerConfig, shell: bool) -> None:
             else:
                 asyncio.run(serve_http(group, frontend, settings, sock))
         finally:
+            frontend.close()
             for outbox in outboxes:
                 outbox.close()
             frontend_inbox.close()
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Turn SIGTERM (`kill`, a container's stop) and SIGHUP (a closed terminal) into `SystemExit`.
+
+    So `with` blocks end. The status is the one that shells give.
+    """
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m minisgl`; returns the exit status."""
     args = build_parser().parse_args(argv)
     try:
-        run(config_from(args), args.shell)
+        with terminable():
+            run(config_from(args), args.shell)
     except (ValueError, OSError, StartFailed) as error:
         print(f"minisgl: {error}", file=sys.stderr)
         return 2

@@ -70,9 +70,13 @@ class Frontend:
     async def stop(self) -> None:
         """Stop listening; streams that still wait end with an error."""
         self.fail_all("the server is shutting down")
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """Wait until nobody listens any more: only then may the inbox be closed."""
         self._stopping.set()
         if self._listener is not None:
-            await asyncio.to_thread(self._listener.join)
+            self._listener.join()
 
     def fail_all(self, why: str) -> None:
         """End every stream with an error and refuse new ones."""

@@ -35,7 +35,8 @@ class ThreadedServer:
         self._overlap = config.overlap
         self.scheduler = build_scheduler(config, SchedulerChannel(to_scheduler, to_text))
         tokenizer = Tokenizer(resolve_model_path(config.model_path))
-        self._worker = TextWorker(tokenizer, to_scheduler, to_frontend)
+        window = self.scheduler.limits.max_seq_len
+        self._worker = TextWorker(tokenizer, to_scheduler, to_frontend, window)
         self.frontend = Frontend([to_text], to_frontend)
         self._threads = [
             threading.Thread(target=self._run_scheduler, name="scheduler", daemon=True),

@@ -8,10 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from minisgl.core import SamplingParams
 
+
+def valid_unicode(text: str) -> str:
+    """JSON can spell half of a character, an unpaired surrogate; no message can carry it on."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"unpaired surrogate at character {error.start}") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(valid_unicode)]
+Count = Annotated[int, Field(lt=2**63)]  # what a message can hold; ranges are checked later
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -33,7 +45,7 @@ class TextPart(BaseModel):
     """One text part of a message; images and sound are refused by their type."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ChatMessage(BaseModel):
@@ -41,7 +53,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Text | list[TextPart] | None = None
 
     def as_template_input(self) -> dict[str, str]:
         """Plain role and string, the only shape that every chat template understands."""
@@ -62,9 +74,9 @@ class GenerationRequest(BaseModel):
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
-    max_tokens: int | None = None
-    stop: str | list[str] | None = None
+    top_k: Count | None = None
+    max_tokens: Count | None = None
+    stop: Text | list[Text] | None = None
     stop_token_ids: list[TokenId] | None = None
     seed: int | None = None
     n: int | None = Field(default=None, ge=1, le=128)
@@ -110,7 +122,7 @@ class ChatRequest(GenerationRequest):
     """Body of `POST /v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Count | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     response_format: dict[str, Any] | None = None
@@ -141,7 +153,7 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`: one prompt or several, as text or as token ids."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: Text | list[TokenId] | list[Text] | list[list[TokenId]]
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None

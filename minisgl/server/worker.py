@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from minisgl.config import ServerConfig, resolve_model_path
+from minisgl.config import ModelConfig, ServerConfig, max_seq_len, resolve_model_path
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
 from minisgl.server.channels import Inbox, Outbox, ZmqInbox, ZmqOutbox
 from minisgl.server.messages import Message, TokenizeMsg, UserReply
@@ -23,10 +23,15 @@ class TextWorker:
     found is closed for the frontend at once, and remembered until the scheduler confirms its end.
     """
 
-    def __init__(self, tokenizer: Tokenizer, to_scheduler: Outbox, to_frontend: Outbox) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, to_scheduler: Outbox, to_frontend: Outbox, window: int
+    ) -> None:
         self._tokenizer = tokenizer
         self._to_scheduler, self._to_frontend = to_scheduler, to_frontend
         self._open: dict[int, OpenText] = {}
+        self._window = window  # tokens
+        longest = max(map(len, tokenizer.backend.get_vocab()), default=1)
+        self._max_chars = 4 * window * longest  # of a prompt; surely too long beyond
 
     def handle(self, msg: Message) -> None:
         """React to one message; a bad one is answered to its own caller and hurts nobody else."""
@@ -43,8 +48,21 @@ class TextWorker:
             case _:
                 raise TypeError(f"message: a text worker does not take {type(msg).__name__}")
 
+    def _too_long(self, msg: TokenizeMsg) -> ErrorReply | None:
+        """The refusal of a text that cannot fit the window, found without encoding it."""
+        texts = [msg.text] if msg.messages is None else [m.get("content") for m in msg.messages]
+        size = sum(len(text) for text in texts if isinstance(text, str))
+        if size <= self._max_chars:
+            return None
+        why = f"prompt: {size} characters are too many for a window of {self._window} tokens"
+        return ErrorReply(uid=msg.uid, message=why, code="context_length_exceeded", param="prompt")
+
     def _tokenize(self, msg: TokenizeMsg) -> None:
         """One request to token ids, or an error to its caller."""
+        refusal = self._too_long(msg)
+        if refusal is not None:
+            self._to_frontend.put(refusal)
+            return
         try:
             if msg.messages is not None:
                 ids = self._tokenizer.apply_chat(msg.messages).tolist()
@@ -123,8 +141,10 @@ def text_part(
     """Text worker: index -1 is the one that detokenizes, 0… are extra tokenizers."""
     inbox = ZmqInbox(addresses.detokenizer if index < 0 else addresses.tokenizers[index])
     to_scheduler, to_frontend = ZmqOutbox(addresses.scheduler), ZmqOutbox(addresses.frontend)
-    tokenizer = Tokenizer(resolve_model_path(config.model_path))
+    path = resolve_model_path(config.model_path)
+    window = max_seq_len(config, ModelConfig.from_path(path))
+    worker = TextWorker(Tokenizer(path), to_scheduler, to_frontend, window)
     ready()
-    run_text_worker(TextWorker(tokenizer, to_scheduler, to_frontend), inbox, parent_alive)
+    run_text_worker(worker, inbox, parent_alive)
     for box in (inbox, to_scheduler, to_frontend):
         box.close()
