@@ -6,6 +6,7 @@ import ast
 import functools
 import hashlib
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -23,6 +24,12 @@ def chapter(*cells: str, promise: str = "A toy.") -> str:
     """A chapter from its code cells; a cell may begin with a line of tags."""
     blocks = "\n\n".join(f"Text.\n\n```{{code-cell}} ipython3\n{cell}\n```" for cell in cells)
     return f"# Toy\n\n> {promise}\n\n{blocks}\n"
+
+
+@pytest.fixture(autouse=True)
+def own_python_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running a toy chapter puts its checkout on the path; the next test must not find it there."""
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -275,3 +276,39 @@ def test_the_package_is_lazy() -> None:
     assert minisgl.__version__ and "LLM" in dir(minisgl)
     with pytest.raises(AttributeError, match="nothing"):
         _ = minisgl.nothing
+
+
+def test_threads_may_share_one_llm(llm: LLM) -> None:
+    """Calls take turns: each gets its own answers, and no page is lost."""
+    prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
+    alone = [llm.generate([p], GREEDY)[0]["token_ids"] for p in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda p: llm.generate([p], GREEDY)[0]["token_ids"], prompts * 4))
+    assert found == alone * 4
+    llm.scheduler.cache.check_integrity()
+
+
+@pytest.mark.parametrize("messages", ["hi", None, 5, [None], [{"role": "user", "content": "a"}, 5]])
+def test_chat_says_what_is_no_conversation(llm: LLM, messages: Any) -> None:
+    with pytest.raises(ValueError, match=r"^messages"):
+        llm.chat(messages)
+
+
+def test_parameters_of_another_kind(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="sampling_params: must be SamplingParams or a list"):
+        llm.generate(["hi"], 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_is_said(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"device: .*no GPU"):
+        LLM(folder, device="cuda")
+
+
+@pytest.mark.filterwarnings("error")
+def test_any_temperature_above_a_million_is_flat(llm: LLM) -> None:
+    answers = [
+        llm.generate([[5, 6]], SamplingParams(temperature=t, seed=1, max_tokens=6))[0]["token_ids"]
+        for t in (1e6, 1e300)
+    ]
+    assert answers[0] == answers[1] and len(set(answers[0])) > 1

@@ -34,7 +34,7 @@ from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.launch import WorkerGroup
 from minisgl.server.messages import Codec, TokenizeMsg, UserReply
 from minisgl.server.scheduler_part import ThreadedServer
-from minisgl.server.schemas import ChatRequest
+from minisgl.server.schemas import ChatRequest, CompletionRequest
 from minisgl.server.shell import Shell
 from minisgl.server.worker import TextWorker
 from minisgl.tokenizer import Tokenizer
@@ -320,6 +320,12 @@ def test_bad_field_is_named_and_the_server_lives(live: Live, name: str) -> None:
     assert response.status_code == 400 and error["param"] == param, error
     assert set(error) == {"message", "type", "param", "code"} and param in error["message"]
     assert chat(live).status_code == 200
+
+
+@pytest.mark.parametrize("field", ["prompt", "stop"])
+def test_half_a_character_is_no_text(field: str) -> None:
+    with pytest.raises(ValueError, match="unpaired surrogate at character 1"):
+        CompletionRequest.model_validate({"prompt": "x", field: "a\ud800"})
 
 
 def test_error_names_the_place_that_went_furthest(live: Live) -> None:
@@ -761,6 +767,21 @@ def test_shell_over_a_pipe(checkpoint: Path, tmp_path: Path) -> None:
     )
     assert served.returncode == 0 and "forgotten" in served.stdout, served.stderr
     assert not list(tmp_path.glob("minisgl-*"))
+
+
+def test_shell_leaves_although_nobody_types(checkpoint: Path, tmp_path: Path) -> None:
+    shell = subprocess.Popen(
+        [sys.executable, "-m", "minisgl", "--shell", "--model", str(checkpoint)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"},
+    )
+    assert shell.stdout is not None and "/reset" in shell.stdout.readline()
+    shell.terminate()
+    assert shell.wait(timeout=8) == 128 + signal.SIGTERM
+    assert shell.communicate()[1] == "" and not list(tmp_path.glob("minisgl-*"))
 
 
 def test_unstartable_model_is_one_clear_line(tmp_path: Path) -> None:

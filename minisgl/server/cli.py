@@ -253,6 +253,8 @@ async def serve_http(
     app = create_app(frontend, settings)
     options = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2)
     server = PatientServer(options)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, server.handle_exit, signal.SIGHUP, None)
     watchers = [
         asyncio.ensure_future(watch(group, frontend)),
         asyncio.ensure_future(let_go(server, frontend)),

@@ -8,7 +8,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from io import FileIO
 from typing import Any
 
 from prompt_toolkit import PromptSession
@@ -25,12 +28,27 @@ def line_reader() -> Callable[[], Awaitable[str]]:
     if sys.stdin.isatty():
         session: PromptSession[str] = PromptSession(history=InMemoryHistory())
         return lambda: session.prompt_async("you> ")
+    raw = FileIO(sys.stdin.fileno(), closefd=False)
 
     async def read() -> str:
-        line = await asyncio.to_thread(sys.stdin.readline)
-        if not line:
+        """A thread waits for the line: one that Python need not join when we leave before."""
+        loop = asyncio.get_running_loop()
+        line: asyncio.Future[bytes] = loop.create_future()
+
+        def give(found: bytes) -> None:
+            if not line.done():
+                line.set_result(found)
+
+        def wait() -> None:
+            found = raw.readline()  # unbuffered: a buffer's lock would be held at the exit
+            with suppress(RuntimeError):  # the loop is closed, nobody reads on
+                loop.call_soon_threadsafe(give, found)
+
+        threading.Thread(target=wait, daemon=True, name="stdin").start()
+        text = await line
+        if not text:
             raise EOFError
-        return line.rstrip("\n")
+        return text.decode(errors="replace").rstrip("\r\n")
 
     return read
 

@@ -61,4 +61,25 @@ MUTATIONS = [
         new="if settings.api_key is None and given !=",
         test=TEST + "test_key_and_model_name_are_checked",
     ),
+    Mutation(
+        name="server: a fault of ours leaves a stream waiting",
+        module="minisgl.server.api",
+        old="except Exception as failure:",
+        new="except RequestFailed as failure:",
+        test=TEST + "test_fault_of_ours_ends_a_stream",
+    ),
+    Mutation(
+        name="server: a hopeless text is encoded",
+        module="minisgl.server.worker",
+        old="if size <= self._max_chars:",
+        new="if True:",
+        test=TEST + "test_hopeless_text_is_refused_unread",
+    ),
+    Mutation(
+        name="server: half a character reaches the queues",
+        module="minisgl.server.schemas",
+        old='raise ValueError(f"unpaired surrogate at character {error.start}") from None',
+        new="pass",
+        test=TEST + "test_half_a_character_is_no_text",
+    ),
 ]
