@@ -376,6 +376,12 @@ def test_hopeless_text_is_refused_unread(tokenizer: Tokenizer) -> None:
     assert bench.replies() == [] and len(bench.to_scheduler.get_all(0.0)) == 1
 
 
+@pytest.mark.parametrize(("field", "value"), [("logprobs", 0), ("echo", True), ("suffix", "x")])
+def test_completion_refuses_what_it_would_ignore(live: Live, field: str, value: Any) -> None:
+    response = httpx.post(f"{live.url}/v1/completions", json={"prompt": "x", field: value})
+    assert response.status_code == 400 and response.json()["error"]["param"] == field
+
+
 def test_nan_and_broken_json_are_refused(live: Live) -> None:
     url, headers = f"{live.url}/v1/chat/completions", {"content-type": "application/json"}
     nan = b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}'

@@ -166,5 +166,6 @@ class CompletionRequest(GenerationRequest):
 
     def refuse_unsupported(self) -> None:
         for name in ("logprobs", "echo", "suffix"):
-            if getattr(self, name):
+            value = getattr(self, name)
+            if value is not None and value is not False and value != "":  # logprobs=0 asks for some
                 raise ApiError(400, f"{name}: not supported", code="unsupported", param=name)
