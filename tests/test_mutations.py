@@ -45,8 +45,7 @@ def copy_project(target: Path) -> Path:
 
     for name in ("minisgl", "tests"):
         shutil.copytree(ROOT / name, target / name, copy_function=copy)
-    for name in ("pyproject.toml", "conftest.py"):
-        shutil.copy2(ROOT / name, target / name)
+    shutil.copy2(ROOT / "pyproject.toml", target / "pyproject.toml")
     os.symlink(ROOT / "notebooks", target / "notebooks")
     return target
 

@@ -1,6 +1,7 @@
-"""Settings of all tests, of those in `tests/` and of the chapters that nbval runs.
+"""Settings of all tests, of those in this folder and of the chapters that nbval runs.
 
-It stands at the root because pytest reads a `conftest.py` only for files beside or below it.
+pytest reads a `conftest.py` only for files beside or below it, so `notebooks/` has one that
+takes over what is here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from hypothesis import Phase, settings
 
 GPU = build.has_gpu()
 # Before anything imports torch or triton: threads, no network, Triton's interpreter on a CPU.
-build.run_environment(Path(__file__).parent, GPU)
+build.run_environment(Path(__file__).resolve().parents[1], GPU)
 
 settings.register_profile("book", deadline=None, derandomize=True, database=None)
 # A mutated package must fail a test; there is no need to find the smallest example of it.

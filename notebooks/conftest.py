@@ -1,0 +1,5 @@
+"""Chapters run under the settings of all tests."""
+
+from tests.conftest import pytest_collection_modifyitems, pytest_configure
+
+__all__ = ["pytest_collection_modifyitems", "pytest_configure"]
