@@ -565,7 +565,9 @@ class EngineConfig:
     """What an engine may use; "auto" and None stand for a choice that is made later.
 
     `memory_ratio` is the part of free memory for weights and KV cache, `distributed_timeout` is in
-    seconds, `*_bs` are batch sizes in requests, `max_seq_len_override` is in tokens.
+    seconds, `*_bs` are batch sizes in requests, `max_seq_len_override` is in tokens. `kernels`
+    "torch" keeps to plain PyTorch, "triton" takes fused kernels where they fit;
+    `decode_tensor_cores` is for FlashInfer's decode.
     """
 
     model_path: str | None = None
@@ -583,6 +585,8 @@ class EngineConfig:
     use_dummy_weight: bool = False
     max_seq_len_override: int | None = None
     num_page_override: int | None = None
+    kernels: str = "auto"
+    decode_tensor_cores: bool = True
     torch_compile_max_bs: int = 0
     seed: int = 0
 
@@ -617,7 +621,7 @@ class ServerConfig(SchedulerConfig):
     api_key: str | None = None
 
 
-BACKENDS = ("torch", "triton", "fi")
+BACKENDS = ("torch", "triton", "fi", "fused")
 MAX_SEED = 2**63 - 1
 
 
@@ -644,7 +648,9 @@ def backend_name(name: str, value: Any) -> str:
     """Rule for "auto", one attention backend, or a pair for prefill and decode."""
     parts = value.split(",") if isinstance(value, str) else []
     if value != "auto" and not (len(parts) in (1, 2) and all(part in BACKENDS for part in parts)):
-        raise refuse(name, f"auto, one of {', '.join(BACKENDS)}, or a pair like fi,triton", value)
+        raise refuse(name, f"auto, one of {', '.join(BACKENDS)}, or a pair like fi,fused", value)
+    if parts[0] == "fused":
+        raise refuse(name, "a pair with another backend for prefill, like fi,fused", value)
     return str(value)
 
 
@@ -664,6 +670,8 @@ ENGINE_RULES: dict[str, Rule] = {
     "use_dummy_weight": flag,
     "max_seq_len_override": optional(integer(2)),
     "num_page_override": optional(integer(1)),
+    "kernels": word("auto", "torch", "triton"),
+    "decode_tensor_cores": flag,
     "torch_compile_max_bs": integer(0),
     "seed": integer(0, MAX_SEED),
 }
@@ -722,14 +730,23 @@ def choose_dtype(dtype: str, device: str, model: ModelConfig) -> str:
     return "bfloat16" if model.dtype == "float32" else model.dtype
 
 
-def choose_backend(backend: str, device: str) -> str:
-    """The attention backend that "auto" means on a device; ValueError if a named one cannot run."""
-    if backend == "auto":
-        fastest = "fi" if find_spec("flashinfer") is not None else "triton"
-        return "torch" if device == "cpu" else fastest
-    if device == "cpu" and "fi" in backend.split(","):
-        raise refuse("attention_backend", "torch or triton on device cpu", backend)
-    return backend
+def choose_backend(backend: str, device: str, dtype: str, head_dim: int) -> str:
+    """The attention backend that "auto" means on a device; ValueError if a named one cannot run.
+
+    On a GPU it is FlashInfer for prefill and our fused kernel for decode, where both can be had.
+    """
+    if device == "cpu":
+        if backend != "auto" and {"fi", "fused"} & set(backend.split(",")):
+            raise refuse("attention_backend", "torch or triton on device cpu", backend)
+        return "torch" if backend == "auto" else backend
+    narrow = dtype != "float32" and head_dim in (32, 64, 128, 256)
+    if backend != "auto":
+        if "fused" in backend and not narrow:
+            rule = "without 'fused' for float32 or heads that are not 32, 64, 128 or 256 wide"
+            raise refuse("attention_backend", rule, backend)
+        return backend
+    prefill = "fi" if narrow and find_spec("flashinfer") is not None else "triton"
+    return f"{prefill},fused" if narrow else prefill
 
 
 C = TypeVar("C", bound=EngineConfig)
@@ -741,12 +758,14 @@ def resolve(config: C, model: ModelConfig) -> C:
     model.check_tp(config.tp.size)
     max_seq_len(config, model)
     device = choose_device(config.device, config.tp.rank)
+    dtype = choose_dtype(config.dtype, device, model)
     moe = "torch" if device == "cpu" else "triton"
     return replace(
         config,
         device=device,
-        dtype=choose_dtype(config.dtype, device, model),
-        attention_backend=choose_backend(config.attention_backend, device),
+        dtype=dtype,
+        attention_backend=choose_backend(config.attention_backend, device, dtype, model.head_dim),
         moe_backend=moe if config.moe_backend == "auto" else config.moe_backend,
+        kernels=moe if config.kernels == "auto" else config.kernels,
         page_size=DEFAULT_PAGE_SIZE if config.page_size is None else config.page_size,
     )

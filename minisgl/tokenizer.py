@@ -1,6 +1,6 @@
 """Text to token ids and back: chat templates, and text that grows token by token.
 
-Generated from notebooks/06_sampler.ipynb: edit there.
+Generated from notebooks/06b_tokenizer.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from nbformat import NotebookNode
 from tqdm import tqdm
 
 PACKAGE = "minisgl"
-CHAPTER = re.compile(r"(\d\d|[A-Z])_\w+")
+CHAPTER = re.compile(r"(\d\d[a-z]?|[A-Z])_\w+")
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 MODEL_DATA = Path("tiny/model")  # the one folder of the package that may hold files not made here
 DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

@@ -11,13 +11,17 @@ from pathlib import Path
 
 import build  # notebooks/build.py
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 
 GPU = build.has_gpu()
 # Before anything imports torch or triton: threads, no network, Triton's interpreter on a CPU.
 build.run_environment(Path(__file__).resolve().parents[1], GPU)
 
-settings.register_profile("book", deadline=None, derandomize=True, database=None)
+# A busy machine is slow, and that is no fault of a test.
+settings.register_profile(
+    "book", deadline=None, derandomize=True, database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
 # A mutated package must fail a test; there is no need to find the smallest example of it.
 settings.register_profile(
     "mutation", settings.get_profile("book"), phases=[Phase.explicit, Phase.generate]

@@ -620,7 +620,14 @@ def test_resolve_on_a_gpu_is_arithmetic_too() -> None:
     model = ModelConfig.from_hf(QWEN3_8B)
     config = resolve(EngineConfig(device="cuda", tp=TPInfo(3, 4)), model)
     assert (config.device, config.dtype, config.moe_backend) == ("cuda:3", "bfloat16", "triton")
-    assert config.attention_backend in ("fi", "triton")
+    assert config.attention_backend in ("fi,fused", "triton,fused")
+    assert config.kernels == "triton"
+    exact = resolve(EngineConfig(device="cuda", dtype="float32"), model)
+    assert exact.attention_backend == "triton"
+    with pytest.raises(ValueError, match="attention_backend"):
+        resolve(EngineConfig(device="cuda", dtype="float32", attention_backend="fi,fused"), model)
+    with pytest.raises(ValueError, match="attention_backend"):
+        EngineConfig(attention_backend="fused")
     assert resolve(EngineConfig(device="cuda:1"), model).device == "cuda:1"
     whole = replace(model, dtype="float32")
     assert resolve(EngineConfig(device="cuda"), whole).dtype == "bfloat16"

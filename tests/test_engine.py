@@ -37,7 +37,9 @@ from minisgl.engine.memory import (
     require_balance,
     require_pages,
 )
-from minisgl.engine.step import build_forward_input, new_positions
+from minisgl.engine.sampler import Sampler
+from minisgl.engine.step import ForwardInput, build_forward_input, new_positions, pack
+from minisgl.engine.step_graph import view_buffers
 from minisgl.kvcache.page_table import TableManager
 from tests.checkpoints import make_checkpoint
 from tests.dense import dense_batch
@@ -243,10 +245,13 @@ def admit(engine: Engine, prompts: Sequence[Sequence[int]], new: int = 8) -> lis
 
 
 def run(engine: Engine, reqs: list[Req], phase: Phase) -> list[int]:
-    output = engine.step(engine.prepare(Batch(reqs=reqs, phase=phase)))
+    """Tokens in the order of `reqs`; the step has an order of its own."""
+    inputs = engine.prepare(Batch(reqs=reqs, phase=phase))
+    output = engine.step(inputs)
     for req in reqs:
         req.advance()
-    return output.wait().ids
+    tokens = dict(zip(inputs.sampled, output.wait().ids))
+    return [tokens[req] for req in reqs if req in tokens]
 
 
 def dense_next(engine: Engine, ids: Sequence[int]) -> int:
@@ -298,7 +303,7 @@ def test_only_real_rows_are_sampled(folder: Path, monkeypatch: pytest.MonkeyPatc
     run(engine, reqs[:2], Phase.DECODE)
     reqs[2].schedule(6)
     assert run(engine, reqs[2:], Phase.PREFILL) == []
-    assert shapes == [(2, 64), (2, 64), (0, 64)]
+    assert shapes == [(2, 64), (0, 64)]  # the decode step was recorded, and drew by itself
     padded = engine.prepare(Batch(reqs=reqs[:2], phase=Phase.DECODE))
     assert padded.use_graph and padded.batch.padded_size == 4
     assert padded.out_loc[2:].tolist() == [engine.pool.dummy_slot] * 2
@@ -344,6 +349,151 @@ def test_logprobs_come_along(folder: Path) -> None:
     tokens = output.wait()
     assert tokens.logprobs is not None and tokens.top_ids is not None
     assert tokens.top_ids[1][0] == tokens.ids[1] and tokens.logprobs[1] < 0
+
+
+# ------------------------------------------------------------------ recorded steps
+
+
+def test_packed_by_hand() -> None:
+    """Two requests and a dummy in a pool that is 100 wide: rows 3 and 0, the dummy's row 8."""
+    args = Sampler(64, "cpu").prepare(
+        [
+            Req(
+                uid=i, input_ids=np.ones(9, np.int32), max_new_tokens=4,
+                sampling_params=SamplingParams(temperature=i * 0.5, seed=i),
+            )
+            for i in range(2)
+        ]
+    )  # fmt: skip
+    rows, positions, slots = (np.array(x, np.int32) for x in ([3, 0, 8], [20, 7, 0], [66, 5, 160]))
+    memory = torch.from_numpy(pack(rows, positions, slots, 100, 2, args)).view(-1)
+    found = view_buffers(memory, 3)
+    assert found.gather.tolist() == [320, 7, 800]
+    assert found.scatter.tolist() == [321, 8, 800]  # the dummy writes over its own input
+    assert found.rows.tolist() == [3, 0, 8]
+    assert found.positions.tolist() == [20, 7, 0]
+    assert found.out_loc.tolist() == [66, 5, 160]
+    assert found.keys[:, :2].tolist() == args.keys.tolist() and not found.keys[:, 2].any()
+    assert found.temperature.tolist() == [0.0, 0.5, 0.0]
+    nobody = pack(rows, positions, slots, 100, 0, None)
+    assert nobody[1].tolist() == nobody[0].tolist() and not nobody[5:].any()
+
+
+WAYS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.9, seed=4),
+    SamplingParams(temperature=30.0, top_k=2, seed=5),
+    SamplingParams(temperature=5.0, top_p=0.3, seed=6),
+    SamplingParams(temperature=1.0, seed=7, logprobs=2),
+]
+WARM = SamplingParams(temperature=2.0, seed=8)
+MIXTURES = {"all": WAYS, "simple": [*WAYS[:2], WARM, WARM], "filtered": WAYS[:4]}
+CROWD = [[3 * i + 1, *range(i)] for i in range(1, 6)]
+
+
+def decode_steps(engine: Engine, ways: Sequence[SamplingParams], steps: int = 6) -> list[list[int]]:
+    """Tokens of each request, and a check after each step of what the pool holds."""
+    reqs = admit(engine, CROWD[: len(ways)])
+    for req, way in zip(reqs, ways):
+        req.sampling_params = way
+    texts = [list(prompt) for prompt in CROWD[: len(ways)]]
+    for step in range(steps):
+        ids = run(engine, reqs, Phase.DECODE if step else Phase.PREFILL)
+        for req, text, token in zip(reqs, texts, ids, strict=True):
+            text.append(token)
+            assert engine.tables.token_pool[req.table_idx, : len(text)].tolist() == text
+    return texts
+
+
+@pytest.mark.parametrize("sizes", [(5,), (1, 2, 8), (2, 4)])
+@pytest.mark.parametrize("ways", MIXTURES.values(), ids=MIXTURES)
+def test_a_mixed_batch_draws_the_same_when_recorded(
+    folder: Path, sizes: tuple[int, ...], ways: list[SamplingParams]
+) -> None:
+    """With padding, without, and too many for any size: who is filtered is drawn again."""
+    eager = decode_steps(make(folder, num_page_override=40), ways)
+    assert decode_steps(make(folder, num_page_override=40, cuda_graph_bs=sizes), ways) == eager
+
+
+def prepared(engine: Engine, count: int) -> tuple[list[Req], ForwardInput]:
+    """Requests behind their prompts, and their next step; it is recorded."""
+    reqs = admit(engine, CROWD[:count])
+    for req, way in zip(reqs, WAYS):
+        req.sampling_params = way
+    run(engine, reqs, Phase.PREFILL)
+    return reqs, engine.prepare(Batch(reqs=reqs, phase=Phase.DECODE))
+
+
+def test_padding_writes_to_no_real_row(folder: Path) -> None:
+    engine = make(folder, cuda_graph_bs=(8,))
+    _, inputs = prepared(engine, 3)
+    pool, before = engine.tables.token_pool, engine.tables.token_pool.clone()
+    pool[-1, 0] = before[-1, 0] = 63  # the dummies have a token to lose
+    ids = engine.step(inputs).wait().ids
+    before[inputs.write_rows, inputs.write_positions] = torch.tensor(ids)
+    assert torch.equal(pool[:-1], before[:-1])
+    assert torch.equal(pool[-1, 1:], before[-1, 1:])
+
+
+def test_a_recorded_step_reads_what_was_sent(folder: Path) -> None:
+    """Keys and temperatures are those of the sorted requests; padding is greedy."""
+    engine = make(folder, num_page_override=40, cuda_graph_bs=(8,))
+    _, inputs = prepared(engine, 5)
+    assert engine.graph is not None and inputs.sampling is not None
+    assert [req.uid for req in inputs.sampled] == [4, 3, 2, 1, 0]  # long ones first
+    engine.step(inputs)
+    static = view_buffers(engine.graph.memory, 8)
+    wanted = engine.sampler.prepare(inputs.sampled)
+    assert static.keys[:, :5].tolist() == wanted.keys.tolist()
+    assert static.temperature.tolist() == [1.0, 5.0, 30.0, pytest.approx(0.9), 0.0, 0.0, 0.0, 0.0]
+    assert static.positions.tolist() == [len(CROWD[req.uid]) for req in inputs.sampled] + [0] * 3
+    assert static.rows[5:].tolist() == [engine.tables.dummy_row] * 3
+
+
+def test_tokens_outlive_the_next_recorded_step(folder: Path) -> None:
+    """Overlap reads a step's tokens after the next one has started."""
+    engine = make(folder, cuda_graph_bs=(2,))
+    reqs = admit(engine, CROWD[:2])
+    for req in reqs:
+        req.sampling_params = SamplingParams(temperature=30.0, seed=req.uid)
+    run(engine, reqs, Phase.PREFILL)
+    outputs = []
+    for _ in range(4):
+        inputs = engine.prepare(Batch(reqs=list(reqs), phase=Phase.DECODE))
+        outputs.append((inputs, engine.step(inputs)))
+        for req in reqs:
+            req.advance()
+    for inputs, output in outputs:
+        places = zip(inputs.write_rows.tolist(), inputs.write_positions.tolist())
+        assert output.wait().ids == [int(engine.tables.token_pool[place]) for place in places]
+
+
+@pytest.mark.parametrize("sizes", [(4, 8), (5, 8)])
+def test_recorded_logits_are_those_of_the_step(folder: Path, sizes: tuple[int, ...]) -> None:
+    """A small step after a large one: what the large one left is neither read nor drawn from."""
+    engine = make(folder, num_page_override=40, cuda_graph_bs=sizes)
+    reqs = admit(engine, CROWD)
+    ids = run(engine, reqs, Phase.PREFILL)
+    texts = [[*prompt, token] for prompt, token in zip(CROWD, ids)]
+    for count in (5, 2, 4, 1, 5):
+        ids = run(engine, reqs[:count], Phase.DECODE)
+        assert engine.graph is not None and engine.graph.logits is not None
+        logits = engine.graph.logits[:count].clone()
+        longest_first = sorted(range(count), key=lambda i: len(texts[i]), reverse=True)
+        for row, index in enumerate(longest_first):
+            with torch.inference_mode():
+                want = engine.model(dense_batch([texts[index]], last_only=True))[0]
+            assert torch.allclose(logits[row], want, atol=1e-4)
+        for text, token in zip(texts, ids):
+            assert token == dense_next(engine, text)
+            text.append(token)
+
+
+def test_a_size_that_was_not_recorded_is_refused(folder: Path) -> None:
+    engine = make(folder, cuda_graph_bs=(2,))
+    assert engine.graph is not None
+    with pytest.raises(ValueError, match="batch_size: 3 was not captured"):
+        engine.graph.step(np.zeros((7, 3), np.int64), None)
 
 
 # ------------------------------------------------------------------ the start
@@ -422,3 +572,24 @@ def test_shutdown_lets_go_of_the_graphs(folder: Path) -> None:
     engine = make(folder, cuda_graph_bs=(1,))
     engine.shutdown()
     assert engine.graph is None
+
+
+# ------------------------------------------------------------------ what "auto" had to do without
+
+
+def test_one_line_says_that_flashinfer_is_missing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from minisgl.engine import engine as module
+
+    asked = EngineConfig()
+    settled = EngineConfig(device="cuda:0", attention_backend="triton,fused")
+    monkeypatch.setattr(module, "available", lambda name: False)
+    assert module.say_backend(asked, settled) is settled
+    assert "FlashInfer is not installed, triton,fused serves" in caplog.text
+    caplog.clear()
+    module.say_backend(EngineConfig(attention_backend="triton"), settled)
+    module.say_backend(asked, EngineConfig(device="cpu"))
+    monkeypatch.setattr(module, "available", lambda name: True)
+    module.say_backend(asked, settled)
+    assert not caplog.text

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minisgl.attention.base import ForwardBatch
+from minisgl.attention.base import DecodeBuffers, ForwardBatch
 from minisgl.attention.factory import create_backend
 from minisgl.attention.metadata import AttentionMetadata, build_metadata
 from minisgl.config import ModelConfig
@@ -286,13 +286,13 @@ class ToyBackend:
     name: str = "toy"
     made: list[int] = field(default_factory=list)
 
-    def graph_plan(self, batch_size: int, out_loc: Tensor) -> ToyPlan:
+    def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> ToyPlan:
         self.made.append(batch_size)
-        lens = torch.zeros(batch_size, dtype=torch.int64, device=out_loc.device)
-        return ToyPlan(self.pool, out_loc, lens)
+        lens = torch.zeros(batch_size, dtype=torch.int64, device=buffers.out_loc.device)
+        return ToyPlan(self.pool, buffers.out_loc, lens)
 
     def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> ToyPlan:
-        plan = self.graph_plan(len(out_loc), out_loc)
+        plan = self.graph_plan(len(out_loc), DecodeBuffers(out_loc, out_loc, out_loc))
         plan.update(meta)
         return plan
 
@@ -336,10 +336,11 @@ def test_bucket_and_can_replay() -> None:
 def test_buffers_start_as_dummies_and_are_shared() -> None:
     runner = toy_runner()
     assert runner.buffers.out_loc.tolist() == [36] * 4
+    assert runner.buffers.rows.tolist() == [8] * 4
     first = runner.buffers.first(2)
     first.input_ids.fill_(5)
     assert runner.buffers.input_ids.tolist() == [5, 5, 0, 0]
-    assert GraphBuffers.allocate(2, 7, CPU).out_loc.dtype == torch.int64
+    assert GraphBuffers.allocate(2, 3, 7, CPU).out_loc.dtype == torch.int64
 
 
 @pytest.mark.parametrize("device", DEVICES)

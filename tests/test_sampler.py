@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
@@ -15,15 +18,18 @@ from minisgl.core import Req, SamplingParams
 from minisgl.engine import sampler as module
 from minisgl.engine.sampler import (
     Sampler,
+    engine_seeds,
     gumbel_noise,
     kept,
     mix64,
-    request_seeds,
+    row_groups,
     step_keys,
     token_bits,
     top_candidates,
 )
 from minisgl.engine.staging import Staging
+from minisgl.kernels import sample as sample_kernels
+from tests.sampling import assert_same_draws, make_keys, row_tensors
 
 M32, M64 = 2**32 - 1, 2**64 - 1
 
@@ -64,6 +70,42 @@ def exact(
     q = np.zeros_like(p)
     q[allowed] = p[allowed]
     return q / q.sum()
+
+
+def kernel_noise(bits: torch.Tensor) -> torch.Tensor:
+    """Noise of random bits by the kernel's function, float32 [n]."""
+    out = torch.empty(len(bits))
+    noise_of_bits[(1,)](bits, out, len(bits), BLOCK=triton.next_power_of_2(len(bits)))
+    return out
+
+
+def kernel_bits(vocab: int, key: torch.Tensor) -> torch.Tensor:
+    """Random bits of tokens 0 to vocab by the kernel's function, int32 [vocab]; key int32 [2]."""
+    out = torch.empty(vocab, dtype=torch.int32)
+    bits_of_tokens[(1,)](key.contiguous(), out, vocab, BLOCK=triton.next_power_of_2(vocab))
+    return out
+
+
+@triton.jit
+def noise_of_bits(bits_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    bits = tl.load(bits_ptr + at, mask=at < count, other=0)
+    tl.store(out_ptr + at, sample_kernels.hash_noise(bits), mask=at < count)
+
+
+@triton.jit
+def bits_of_tokens(key_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    bits = sample_kernels.hash_bits(at, tl.load(key_ptr), tl.load(key_ptr + 1))
+    tl.store(out_ptr + at, bits, mask=at < count)
+
+
+def allowed(logits: torch.Tensor, threshold: int, last_id: int) -> list[int]:
+    """Ids that a threshold leaves, by the definition; logits float32 [vocab]."""
+    bits = (logits + 0.0).view(torch.int32)
+    key = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    tied = (key == threshold) & (torch.arange(len(logits)) <= last_id)
+    return torch.nonzero((key > threshold) | tied).flatten().tolist()
 
 
 # ------------------------------------------------------------------------------ random bits
@@ -337,7 +379,7 @@ def test_the_position_counts_not_what_the_host_knows() -> None:
     tokens = sampler.sample(logits, sampler.prepare([late, early])).next_ids
     assert tokens[0] == tokens[1]
     moved = make_req(position=10, temperature=1.0, seed=1)
-    keys = sampler.prepare([late, moved]).groups[0].keys
+    keys = sampler.prepare([late, moved]).keys
     assert (keys[:, 0] != keys[:, 1]).all()
 
 
@@ -352,27 +394,69 @@ def test_prepared_args_are_a_snapshot() -> None:
 
 
 def test_unseeded_requests_get_seeds_of_their_own() -> None:
-    reqs = [make_req(uid) for uid in range(1000)]
-    seeds = request_seeds(reqs, engine_seed=0)
+    seeds = engine_seeds(0, np.arange(1000))
     assert len(np.unique(seeds)) == 1000
-    assert (seeds == request_seeds(reqs, 0)).all(), "ranks must agree"
-    assert (seeds != request_seeds(reqs, 1)).all()
-    assert request_seeds([make_req(7, seed=3), make_req(8, seed=3)], 0).tolist() == [3, 3]
+    assert (seeds == engine_seeds(0, np.arange(1000))).all(), "ranks must agree"
+    assert (seeds != engine_seeds(1, np.arange(1000))).all()
+    args = Sampler(50, "cpu").prepare([make_req(uid, temperature=1.0) for uid in range(1000)])
+    assert args is not None and len(np.unique(args.keys, axis=1).T) == 1000
+    twins = [make_req(uid, temperature=1.0, seed=3) for uid in (7, 8)]
+    keys = Sampler(50, "cpu").prepare(twins).keys
+    assert (keys[:, 0] == keys[:, 1]).all() and (keys[:, 0] == step_keys(*SEED_3)[:, 0]).all()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_draws_what_a_cpu_draws() -> None:
-    """Bits are equal; logarithms may differ in the last place, which moves almost no draw."""
-    logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(0)) * 2
-    kinds = [{}, {"top_k": 20}, {"top_p": 0.9}]
-    reqs = [make_req(i, temperature=1.0, seed=i, **kinds[i % 3]) for i in range(64)]
-    keys = torch.from_numpy(step_keys(np.arange(9, dtype=np.uint64), np.arange(9)))
-    tokens = torch.arange(5000, dtype=torch.int32)
-    assert torch.equal(token_bits(keys.cuda(), tokens.cuda()).cpu(), token_bits(keys, tokens))
-    here, there = Sampler(5000, "cpu"), Sampler(5000, "cuda")
-    cpu = here.sample(logits, here.prepare(reqs)).next_ids
-    gpu = there.sample(logits.cuda(), there.prepare(reqs)).next_ids.cpu()
-    assert (cpu == gpu).float().mean() > 0.98
+SEED_3 = (np.array([3], np.uint64), np.array([4]))  # a seed, and the position of `make_req`
+
+
+# ------------------------------------------------------------------------------ the host's part
+
+
+def test_prepared_arrays_cover_every_row() -> None:
+    reqs = [
+        make_req(0),
+        make_req(1, temperature=0.5, seed=1),
+        make_req(2, temperature=1e-9, top_k=3, top_p=0.5),
+        make_req(3, temperature=1.0, top_k=1),
+        make_req(4, temperature=1.0, top_p=0.5),
+        make_req(5, logprobs=2),
+    ]
+    sampler = Sampler(50, "cpu")
+    args = sampler.prepare(reqs)
+    assert args.temperature.tolist() == [0.0, 0.5, np.float32(1e-5), 0.0, 1.0, 0.0]
+    assert args.temperature.dtype == np.float32
+    assert args.keys.shape == (2, 6) and args.keys.dtype == np.int32
+    assert args.width.tolist() == [-1, 0, 3, -1, 50, -1]
+    assert args.logprob_rows.tolist() == [5] and args.num_top == 2 and args.filtered
+    assert not args.simple and not sampler.prepare(reqs[:3]).simple
+    assert not sampler.prepare(reqs[5:]).simple and sampler.prepare(reqs[:2]).simple
+    assert sampler.prepare([reqs[0], reqs[3]]) is None
+    groups = row_groups(args, 50)
+    assert [group.rows.tolist() for group in groups] == [[0, 3, 5], [1], [2], [4]]
+
+
+def test_the_table_of_parameters_stays_small_and_forgets_nothing_it_needs() -> None:
+    """Objects come and go, and Python gives their ids to others: numbers must not be mixed up."""
+    sampler = Sampler(50, "cpu")
+    sampler.params.capacity = 8
+    sampler.params.forget(8)
+    for step in range(30):
+        reqs = [make_req(uid, temperature=1.0 + step + uid / 8) for uid in range(1 + step % 12)]
+        for _ in range(2):
+            args = sampler.prepare(reqs)
+            want = [1.0 + step + uid / 8 for uid in range(len(reqs))]
+            assert args.temperature.tolist() == want
+        assert len(sampler.params.held) == len(sampler.params.row_of) <= 12
+        assert all(r.sampling_params in sampler.params.held for r in reqs)
+
+
+def test_requests_may_share_parameters() -> None:
+    shared = SamplingParams(temperature=1.0)
+    reqs = [make_req(uid) for uid in range(3)]
+    for req in reqs:
+        req.sampling_params = shared
+    sampler = Sampler(50, "cpu")
+    keys = sampler.prepare(reqs).keys
+    assert len(sampler.params.held) == 1 and len(np.unique(keys[0])) == 3
 
 
 # ------------------------------------------------------------------------------ logprobs
@@ -509,3 +593,190 @@ def test_staged_tensors_outlive_the_next_uploads() -> None:
     for n in range(5):
         staging.upload(np.full(4, n))
     assert first.tolist() == [0, 1, 2, 3]
+
+
+# ------------------------------------------------------------------------------ the kernels
+
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with a GPU, tests/gpu/test_sampler_gpu.py runs the kernels"
+)
+
+
+@interpreted
+def test_the_kernels_bits_are_those_of_the_definition() -> None:
+    vocab = 151_936
+    keys = make_keys(3, 2**33)
+    for row in range(3):
+        bits = token_bits(keys[:, row : row + 1], torch.arange(vocab, dtype=torch.int32))[0]
+        ours = kernel_bits(vocab, keys[:, row])
+        assert torch.equal(ours, bits)
+        noise = gumbel_noise(keys[:, row : row + 1], torch.arange(vocab, dtype=torch.int32))[0]
+        assert torch.allclose(kernel_noise(bits), noise, rtol=1e-6, atol=1e-6)
+
+
+@interpreted
+def test_noise_of_extreme_bits() -> None:
+    bits = torch.tensor([0, 1, 2**31 - 1, 2**31 - 65], dtype=torch.int32)
+    noise = kernel_noise(bits)
+    uniform = ((bits.float() + 0.5) * 2.0**-31).clamp(max=1 - 2.0**-24)
+    assert torch.allclose(noise, -(-torch.log1p(-uniform)).log(), rtol=1e-6)
+
+
+logit_values = st.sampled_from([-2.0, -1.0, -0.0, 0.0, 0.5, 1.0, 3.0, 1e4, -1e4, math.nan,
+                                math.inf, -math.inf])  # fmt: skip
+row_settings = st.tuples(
+    st.sampled_from([0.0, 1e-5, 0.3, 1.0, 5.0, 1e6]),
+    st.sampled_from([0, 0, 1, 2, 5, 40, 10**6]),
+    st.sampled_from([1.0, 1.0, 0.95, 0.5, 0.1]),
+)
+
+
+@interpreted
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_sample_logits_is_draw(data: st.DataObject) -> None:
+    """Any rows, any logits: ties, NaN, infinities, padding; filters or none in one batch."""
+    vocab = data.draw(st.integers(1, 40) | st.sampled_from([64, 65, 700]))
+    rows = data.draw(st.lists(row_settings, min_size=1, max_size=5))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    seed = data.draw(st.integers(0, 1000))
+    rng = np.random.default_rng(seed)
+    values = data.draw(st.lists(logit_values, min_size=1, max_size=8))
+    padded = torch.from_numpy(rng.choice(values, (len(rows), vocab + 3)).astype(np.float32))
+    if data.draw(st.booleans()):
+        padded = torch.from_numpy(rng.normal(0, 3, padded.shape).astype(np.float32))
+    logits = padded.to(dtype)[:, :vocab]
+    temperature, top_k, top_p = row_tensors(rows)
+    keys = make_keys(len(rows), seed)
+    blocks = data.draw(st.sampled_from([(2048, 8192, 528), (16, 32, 528), (16, 32, 6)]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_kernels, "SLICE_BLOCK", blocks[0])
+        patch.setattr(sample_kernels, "FILTER_BLOCK", blocks[1])
+        patch.setattr(sample_kernels, "PROGRAMS", blocks[2])  # few: many blocks in a slice
+        plain = sample_kernels.sample_logits(logits, keys, temperature)
+        got = sample_kernels.sample_logits(logits, keys, temperature, None, top_k, top_p)
+    off = torch.zeros_like(top_k), torch.ones_like(top_p)
+    assert_same_draws(plain, logits, keys, temperature, *off)
+    assert_same_draws(got, logits, keys, temperature, top_k, top_p)
+
+
+@interpreted
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_the_filter_keeps_what_kept_keeps(data: st.DataObject) -> None:
+    """Not only the draw: the very set of tokens, ties included."""
+    vocab = data.draw(st.integers(2, 300))
+    values = data.draw(st.lists(st.integers(-6, 6), min_size=1, max_size=30))
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    logits = torch.from_numpy(rng.choice(values, (1, vocab)).astype(np.float32)) / 2
+    top_k = data.draw(st.integers(1, vocab))
+    top_p = data.draw(st.sampled_from([0.05, 0.31, 0.5, 0.77, 0.93, 1.0]))
+    warm = data.draw(st.sampled_from([0.25, 1.0, 2.0]))
+    ids, top = top_candidates(logits, vocab)
+    p = torch.tensor([top_p], dtype=torch.float64)
+    keep = kept(top / warm, torch.tensor([top_k]), p)
+    k = torch.tensor([top_k], dtype=torch.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_kernels, "FILTER_BLOCK", data.draw(st.sampled_from([32, 8192])))
+        threshold, last_id = sample_kernels.filter_logits(logits, torch.tensor([warm]), k, p)
+    if top_k == vocab and top_p == 1.0:
+        assert threshold.item() == -(2**31)  # no filter at all
+        return
+    assert allowed(logits[0], threshold.item(), last_id.item()) == sorted(ids[keep].tolist())
+
+
+@interpreted
+def test_a_seed_reproduces_in_any_batch_and_at_any_row() -> None:
+    """The kernels cut rows differently at each batch size; the draws stay."""
+    vocab = 20_000
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(0)).bfloat16() * 3
+    keys = make_keys(3)
+    temperature, top_k, top_p = row_tensors([(1.0, 0, 1.0), (0.7, 30, 0.9), (0.0, 0, 1.0)])
+    alone = [
+        sample_kernels.sample_logits(
+            logits[i : i + 1], keys[:, i : i + 1], temperature[i : i + 1], None,
+            top_k[i : i + 1], top_p[i : i + 1],
+        ).item()
+        for i in range(3)
+    ]  # fmt: skip
+    for order in ([2, 1, 0], [1, 1, 0, 2, 2, 0, 1], list(range(3)) * 30):
+        part = torch.tensor(order)
+        got = sample_kernels.sample_logits(
+            logits[part], keys[:, part], temperature[part], None, top_k[part], top_p[part]
+        )
+        assert got.tolist() == [alone[i] for i in order]
+
+
+@interpreted
+def test_a_large_vocabulary_agrees_but_for_rounding() -> None:
+    vocab, rows = 151_936, 8
+    logits = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
+    keys = make_keys(rows)
+    cases = [(0.6, 0, 1.0), (1.0, 20, 0.95), (1.0, 0, 0.9), (0.0, 0, 1.0)]
+    temperature, top_k, top_p = row_tensors([cases[i % 4] for i in range(rows)])
+    got = sample_kernels.sample_logits(logits, keys, temperature, None, top_k, top_p)
+    assert_same_draws(got, logits, keys, temperature, top_k, top_p)
+
+
+@interpreted
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
+def test_kernels_take_nan_for_the_largest_and_harm_nobody(bad: float) -> None:
+    """A NaN has a sign bit, too; it must not make it the smallest."""
+    cases = [(0.0, 0, 1.0), (1.0, 0, 1.0), (1.0, 3, 1.0), (1.0, 0, 0.5)]
+    for case in cases:
+        logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(1))
+        temperature, top_k, top_p = row_tensors([case] * 3)
+        keys = make_keys(3)
+        good = sample_kernels.sample_logits(logits, keys, temperature, None, top_k, top_p)
+        logits[0, 77], logits[1] = bad, bad
+        got = sample_kernels.sample_logits(logits, keys, temperature, None, top_k, top_p)
+        assert (got[0] == 77) == (bad != -math.inf) and got[1] == 0 and got[2] == good[2]
+
+
+@interpreted
+@pytest.mark.parametrize("programs", [1, 4, 528])
+def test_ties_go_to_the_smaller_id_in_a_slice_and_across_slices(programs: int) -> None:
+    logits = torch.zeros(2, 5000)
+    logits[0, [700, 2100, 4100]] = 2.0
+    cold = torch.zeros(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_kernels, "SLICE_BLOCK", 64)
+        patch.setattr(sample_kernels, "PROGRAMS", programs)
+        assert sample_kernels.sample_logits(logits, make_keys(2), cold).tolist() == [700, 0]
+
+
+@interpreted
+def test_results_go_where_they_are_wanted_and_bad_dtypes_are_refused() -> None:
+    logits, out = torch.randn(3, 50), torch.full((4,), -1)
+    result = sample_kernels.sample_logits(logits, make_keys(3), torch.zeros(3), out[:3])
+    assert out.tolist() == [*logits.argmax(-1).tolist(), -1] and result.data_ptr() == out.data_ptr()
+    wide = torch.randn(50, 3).T  # a row's logits do not lie side by side
+    got = sample_kernels.sample_logits(wide, make_keys(3), torch.zeros(3))
+    assert got.tolist() == wide.argmax(-1).tolist()
+    empty = sample_kernels.sample_logits(logits[:0], make_keys(1)[:, :0], torch.zeros(0))
+    assert empty.tolist() == []
+    with pytest.raises(ValueError, match="logits: must be bfloat16, float16 or float32"):
+        sample_kernels.sample_logits(logits.double(), make_keys(3), torch.zeros(3))
+
+
+@interpreted
+@settings(max_examples=30, deadline=None)
+@given(st.lists(params_strategy, min_size=1, max_size=7), st.integers(0, 99))
+def test_a_sampler_with_kernels_is_one_without(params: list[dict[str, float]], seed: int) -> None:
+    logits = torch.randn(len(params), 23, generator=torch.Generator().manual_seed(seed))
+    reqs = [make_req(uid, 4 + uid % 3, **p) for uid, p in enumerate(params)]
+    outs = []
+    for use_kernels in (True, False):
+        sampler = Sampler(23, "cpu", seed=5, use_kernels=use_kernels)
+        outs.append(sampler.sample((logits * 4).round() / 2, sampler.prepare(reqs)))
+    assert torch.equal(outs[0].next_ids, outs[1].next_ids)
+    if outs[0].logprobs is not None:
+        assert torch.equal(outs[0].top_ids, outs[1].top_ids)
+
+
+def test_without_triton_the_torch_functions_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "minisgl.kernels.sample", None)
+    assert module.load_kernels() is None
+    sampler = Sampler(23, "cpu", use_kernels=True)
+    reqs = [make_req(temperature=1.0, seed=0)]
+    assert sampler.sample(torch.zeros(1, 23), sampler.prepare(reqs)).next_ids.shape == (1,)

@@ -1,18 +1,11 @@
-"""The server: messages, queues, text worker, frontend, API, processes and the shell."""
+"""Messages, queues, text worker, frontend and the HTTP API."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +13,29 @@ import httpx
 import msgspec
 import numpy as np
 import openai
-import psutil
 import pytest
-import uvicorn
 
 from minisgl.config import ServerConfig
 from minisgl.core import SamplingParams
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
-from minisgl.server.api import ApiSettings, create_app, guarded
+from minisgl.server.api import create_app, guarded
 from minisgl.server.channels import QueueBox, SchedulerChannel, ZmqInbox, ZmqOutbox
-from minisgl.server.cli import build_parser, config_from, main, sampling_defaults, settings_for
 from minisgl.server.frontend import Frontend, RequestFailed
-from minisgl.server.launch import WorkerGroup
-from minisgl.server.messages import Codec, TokenizeMsg, UserReply
-from minisgl.server.scheduler_part import ThreadedServer
+from minisgl.server.messages import (
+    Codec,
+    StatsMsg,
+    TokenizeMsg,
+    TokenLogprob,
+    TraceMsg,
+    UserReply,
+)
 from minisgl.server.schemas import ChatRequest, CompletionRequest
-from minisgl.server.shell import Shell
+from minisgl.server.settings import ApiSettings, sampling_defaults, settings_for
+from minisgl.server.threads import ThreadedServer
 from minisgl.server.worker import TextWorker
 from minisgl.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
-
-PAGES, WINDOW = 64, 256
+from tests.serving import WINDOW, Live, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -53,45 +48,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(checkpoint: Path) -> Tokenizer:
     return Tokenizer(checkpoint)
-
-
-class Live:
-    """A real uvicorn on a real socket, over the scheduler of a random model, in threads."""
-
-    def __init__(self, checkpoint: Path, **fields: Any) -> None:
-        config = ServerConfig(model_path=str(checkpoint), num_page_override=PAGES, **fields)
-        self.server = ThreadedServer(config)
-        app = create_app(self.server.frontend, settings_for(config, checkpoint))
-        self.http = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
-        self.sock = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}"
-        self.thread = threading.Thread(target=self.http.run, args=([self.sock],), daemon=True)
-
-    def __enter__(self) -> Live:
-        self.server.__enter__()
-        self.thread.start()
-        wait_for(lambda: self.http.started, "uvicorn to start")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.http.should_exit = True
-        self.thread.join(timeout=10)
-        self.server.__exit__()
-
-    def assert_pages_home(self) -> None:
-        """No request left, and every page free or in the tree."""
-        scheduler = self.server.scheduler
-        wait_for(lambda: not scheduler.has_work, "the scheduler to be idle")
-        scheduler.cache.check_integrity()
-        assert scheduler.cache.available_tokens == PAGES * scheduler.engine.page_size
-        assert scheduler.tables.free_rows == scheduler.engine.config.max_running_req
-
-
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +78,14 @@ def test_codec_returns_what_it_was_given() -> None:
         ExitMsg(),
         TokenReply(uid=4, token=5, stop=("a",), top_logprobs=[(1, -0.5)]),
         ErrorReply(uid=5, message="no", param="prompt"),
-        UserReply(uid=6, text="x", token_ids=[1]),
+        UserReply(
+            uid=6,
+            text="x",
+            token_ids=[1],
+            logprobs=[TokenLogprob("x", b"x", -0.1, 3, [("y", b"\xff", -2.0)])],
+        ),
+        StatsMsg(running=1, free_pages=7),
+        TraceMsg([("launch", 1.0, 2.0, 3)]),
     ]
     assert [codec.decode(codec.encode(m)) for m in messages] == messages
 
@@ -376,7 +339,9 @@ def test_hopeless_text_is_refused_unread(tokenizer: Tokenizer) -> None:
     assert bench.replies() == [] and len(bench.to_scheduler.get_all(0.0)) == 1
 
 
-@pytest.mark.parametrize(("field", "value"), [("logprobs", 0), ("echo", True), ("suffix", "x")])
+@pytest.mark.parametrize(
+    ("field", "value"), [("echo", True), ("suffix", "x"), ("best_of", 3), ("logit_bias", {"5": 1})]
+)
 def test_completion_refuses_what_it_would_ignore(live: Live, field: str, value: Any) -> None:
     response = httpx.post(f"{live.url}/v1/completions", json={"prompt": "x", field: value})
     assert response.status_code == 400 and response.json()["error"]["param"] == field
@@ -523,283 +488,6 @@ def test_defaults_come_from_the_model(tmp_path: Path) -> None:
     assert body.sampling_params(sampling_defaults(tmp_path)).top_k == 5
     (tmp_path / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
     assert sampling_defaults(tmp_path) == {"temperature": 0.0}
-
-
-# Shell
-
-
-def test_impossible_defaults_are_the_models_fault(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
-    with pytest.raises(ValueError, match=r"generation_config.json: temperature: .*'hot'"):
-        sampling_defaults(tmp_path)
-
-
-def test_sockets_have_short_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: Path
-) -> None:
-    """A socket's path has at most 107 bytes, a TMPDIR may have more."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("d" * 90)))
-    group = WorkerGroup(ServerConfig(model_path=str(checkpoint), num_tokenizer=12))
-    addresses = group.addresses
-    assert all(len(a) <= 107 for a in (addresses.detokenizer, *addresses.tokenizers))
-    addresses.folder.rmdir()
-
-
-def test_shell_keeps_a_conversation(checkpoint: Path) -> None:
-    config = ServerConfig(model_path=str(checkpoint), num_page_override=PAGES)
-    said: list[str] = []
-
-    async def talk(server: ThreadedServer) -> Shell:
-        shell = Shell(server.frontend, SamplingParams(max_tokens=6), said.append)
-        await server.frontend.start()
-        assert await shell.handle("hello")
-        assert await shell.handle("   ")
-        assert await shell.handle("again")
-        assert [m["role"] for m in shell.history] == ["user", "assistant"] * 2
-        assert await shell.handle("long " * 300)  # refused, and the history stays
-        assert len(shell.history) == 4
-        assert await shell.handle("/reset") and shell.history == []
-        assert not await shell.handle("/exit")
-        await server.frontend.stop()
-        return shell
-
-    with ThreadedServer(config) as server:
-        asyncio.run(talk(server))
-    assert any("/reset" in text for text in said)
-
-
-# Command line and processes
-
-
-FLAGS = (
-    "--model-path",
-    "--model",
-    "--dtype",
-    "--tensor-parallel-size",
-    "--tp",
-    "--max-running-requests",
-    "--max-seq-len-override",
-    "--memory-ratio",
-    "--num-pages",
-    "--page-size",
-    "--cuda-graph-max-bs",
-    "--max-prefill-length",
-    "--attention-backend",
-    "--attn",
-    "--cache-type",
-    "--num-tokenizer",
-    "--dummy-weight",
-    "--device",
-    "--disable-overlap",
-    "--shell",
-    "--host",
-    "--port",
-)
-
-
-def test_help_explains_every_flag() -> None:
-    text = build_parser().format_help()
-    for flag in FLAGS:
-        assert flag in text
-
-
-def test_flags_reach_the_config() -> None:
-    flags = "--page-size 4 --attn triton --cache-type hash --disable-overlap --num-pages 9 --tp 2"
-    config = config_from(build_parser().parse_args(flags.split()))
-    assert (config.page_size, config.attention_backend, config.cache_type) == (4, "triton", "hash")
-    assert (config.overlap, config.num_page_override, config.tp.size) == (False, 9, 2)
-
-
-@pytest.mark.parametrize(
-    ("flags", "word"),
-    [
-        (["--page-size", "0"], "page_size"),
-        (["--model", "/no/such/folder"], "/no/such/folder"),
-        (["--memory-ratio", "nan"], "memory_ratio"),
-        (["--dtype", "float7"], "dtype"),
-    ],
-)
-def test_wrong_flag_is_one_clear_line(
-    flags: list[str], word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(flags) == 2
-    error = capsys.readouterr().err
-    assert word in error and "Traceback" not in error and error.startswith("minisgl: ")
-
-
-def test_taken_port_is_said_before_a_model_loads(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert main(["--model", str(checkpoint), "--port", str(port)]) == 2
-    assert f"{port}" in capsys.readouterr().err
-
-
-class Served:
-    """`python -m minisgl` as a user starts it."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self.folder = folder
-        self.started = time.monotonic()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "minisgl", "--port", "0", *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "TMPDIR": str(folder)},
-            start_new_session=True,
-        )
-
-    def ready(self) -> str:
-        """Wait for the one line with the URL; return the URL."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        self.seconds = time.monotonic() - self.started
-        assert "http://" in line, line + (self.process.communicate()[1] if not line else "")
-        return line.split()[-1]
-
-    def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-
-BUSY = """
-import multiprocessing, sys, time
-from pathlib import Path
-from minisgl.server.parts import leave_with_parent
-
-def child(folder, told):
-    leave_with_parent(Path(folder))
-    told.set()
-    while True:
-        time.sleep(0.01)
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    told = context.Event()
-    context.Process(target=child, args=(sys.argv[1], told)).start()
-    told.wait()
-    print("busy", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_served_process_answers_and_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    served = Served(tmp_path, "--model", str(checkpoint), "--num-tokenizer", "1")
-    url = served.ready()
-    children = served.children()
-    assert len(children) >= 3 and list(tmp_path.glob("minisgl-*/*"))
-    reply = httpx.post(f"{url}/completions", json={"prompt": "hi", "max_tokens": 4}, timeout=30)
-    assert reply.json()["usage"]["completion_tokens"] == 4
-    os.killpg(served.process.pid, signal.SIGINT)  # Ctrl-C reaches the whole group
-    _, errors = served.process.communicate(timeout=20)
-    assert served.process.returncode == 0 and "Traceback" not in errors, errors
-    wait_for(lambda: not any(child.is_running() for child in children), "workers to leave")
-    assert not list(tmp_path.glob("minisgl-*"))
-
-
-def test_two_ranks_answer_as_one_does(live: Live, checkpoint: Path, tmp_path: Path) -> None:
-    served = Served(tmp_path, "--model", str(checkpoint), "--tp", "2", "--device", "cpu")
-    url = served.ready()
-    children = served.children()
-    body = {"prompt": "one and two", "max_tokens": 12, "temperature": 0}
-    two = httpx.post(f"{url}/completions", json=body, timeout=30).json()["choices"][0]["text"]
-    one = httpx.post(f"{live.url}/v1/completions", json=body, timeout=30).json()
-    assert two == one["choices"][0]["text"]
-    served.process.terminate()  # as a container is stopped: to the first process only
-    _, errors = served.process.communicate(timeout=30)
-    assert served.process.returncode == 128 + signal.SIGTERM and "Traceback" not in errors, errors
-    wait_for(lambda: not any(child.is_running() for child in children), "ranks to leave")
-    assert not list(tmp_path.glob("minisgl-*"))
-
-
-def test_dead_scheduler_is_noticed_and_killed_parent_takes_workers_along(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    served = Served(tmp_path, "--model", str(checkpoint))
-    root = served.ready().removesuffix("/v1")
-    children = served.children()
-    workers = [c for c in children if "spawn_main" in " ".join(c.cmdline())]
-    workers[0].kill()
-    wait_for(lambda: httpx.get(f"{root}/health").status_code == 503, "the 503")
-    served.process.kill()
-    served.process.communicate()
-    wait_for(lambda: not any(child.is_running() for child in children), "workers to leave")
-    assert not list(tmp_path.glob("minisgl-*"))
-
-
-def test_killed_parent_takes_busy_workers_along(checkpoint: Path, tmp_path: Path) -> None:
-    """A scheduler that never waits for messages never asks for its parent; it must leave too."""
-    script = tmp_path / "busy.py"
-    script.write_text(BUSY)
-    sockets = tmp_path / "sockets"
-    sockets.mkdir()
-    parent = subprocess.Popen([sys.executable, str(script), str(sockets)], stdout=subprocess.PIPE)
-    assert parent.stdout is not None and parent.stdout.readline() == b"busy\n"
-    children = psutil.Process(parent.pid).children(recursive=True)
-    parent.kill()
-    parent.communicate()
-    wait_for(lambda: not any(child.is_running() for child in children), "workers to leave")
-    wait_for(lambda: not sockets.exists(), "the folder to go")
-
-
-def test_leaving_with_a_stream_under_way(checkpoint: Path, tmp_path: Path) -> None:
-    """Ctrl-C, and again: the client hears why its stream ends, and all is cleaned up."""
-    served = Served(tmp_path, "--model", str(checkpoint), "--max-seq-len-override", str(WINDOW))
-    url = served.ready()
-    children = served.children()
-    body = {"prompt": "hi", "ignore_eos": True, "stream": True, "n": 64, "temperature": 1}
-    with httpx.stream("POST", f"{url}/completions", json=body, timeout=30) as response:
-        lines = response.iter_lines()
-        next(lines)
-        for wait in (0.3, 0.1, 0.1, 0.1):
-            os.killpg(served.process.pid, signal.SIGINT)
-            time.sleep(wait)
-        assert "the server is shutting down" in [line for line in lines if line][-1]
-    _, errors = served.process.communicate(timeout=20)
-    assert served.process.returncode == 0 and not errors, errors
-    wait_for(lambda: not any(child.is_running() for child in children), "workers to leave")
-    assert not list(tmp_path.glob("minisgl-*"))
-
-
-def test_shell_over_a_pipe(checkpoint: Path, tmp_path: Path) -> None:
-    served = subprocess.run(
-        [sys.executable, "-m", "minisgl", "--shell", "--model", str(checkpoint)],
-        input="hello\n/reset\n/exit\n",
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
-    assert served.returncode == 0 and "forgotten" in served.stdout, served.stderr
-    assert not list(tmp_path.glob("minisgl-*"))
-
-
-def test_shell_leaves_although_nobody_types(checkpoint: Path, tmp_path: Path) -> None:
-    shell = subprocess.Popen(
-        [sys.executable, "-m", "minisgl", "--shell", "--model", str(checkpoint)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"},
-    )
-    assert shell.stdout is not None and "/reset" in shell.stdout.readline()
-    shell.terminate()
-    assert shell.wait(timeout=8) == 128 + signal.SIGTERM
-    assert shell.communicate()[1] == "" and not list(tmp_path.glob("minisgl-*"))
-
-
-def test_unstartable_model_is_one_clear_line(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "broken", tokenizer=True, drop=("model.norm.weight",))
-    done = subprocess.run(
-        [sys.executable, "-m", "minisgl", "--port", "0", "--model", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert done.returncode == 2
-    assert "model.norm.weight" in done.stderr.splitlines()[-1]
 
 
 def test_uids_are_spread_but_a_request_keeps_its_worker() -> None:

@@ -12,24 +12,49 @@ from torch import Tensor
 
 from minisgl.attention.metadata import AttentionMetadata
 from minisgl.core import Phase
+from minisgl.kvcache.pool import KVPool
 
 
 class AttentionPlan(Protocol):
-    """One batch, planned: called once per layer."""
+    """One batch, planned: called once per layer; n new tokens in all."""
+
+    pool: KVPool  # where keys and values lie
+    out_loc: Tensor  # [n] int64, slots of the new tokens
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
         """Store k and v at the batch's slots, attend, return a tensor of q's shape.
 
-        q is [n, qo_heads, head_dim]; k and v are [n, kv_heads, head_dim]; n new tokens in all.
+        q is [n, qo_heads, head_dim]; k and v are [n, kv_heads, head_dim].
         """
         ...
+
+    def attend(
+        self, q: Tensor, layer_id: int, k: Tensor | None = None, v: Tensor | None = None
+    ) -> Tensor:
+        """`run` without the store: the new keys and values are in the pool already.
+
+        Whoever still has k and v at hand may pass them: some plans read them from there.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class DecodeBuffers:
+    """Where a captured decode step finds its requests: static device tensors, int64 [bs]."""
+
+    rows: Tensor  # row of the page table
+    positions: Tensor  # of the token that is computed now: the request's length is one more
+    out_loc: Tensor  # slot that its key and value go to
 
 
 class GraphPlan(AttentionPlan, Protocol):
     """A plan of fixed size whose values change in place, so that a CUDA graph can hold it."""
 
     def update(self, meta: AttentionMetadata) -> None:
-        """Write this batch's values into the static buffers; `meta` is padded to its size."""
+        """Make ready for this batch; `meta` is padded to the plan's size, else ValueError.
+
+        The `DecodeBuffers` hold the same batch by then, and the device's page table is flushed.
+        """
         ...
 
 
@@ -42,8 +67,8 @@ class AttentionBackend(Protocol):
         """Prepare one batch; `out_loc` int64 [n] are the slots of its new tokens."""
         ...
 
-    def graph_plan(self, batch_size: int, out_loc: Tensor) -> GraphPlan:
-        """Prepare static buffers for decode at `batch_size`; `out_loc` is a static buffer too."""
+    def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> GraphPlan:
+        """Prepare decode at `batch_size` over the caller's static buffers."""
         ...
 
 
@@ -57,3 +82,4 @@ class ForwardBatch:
     out_loc: Tensor  # [n] int64, slots that the new keys and values go to
     last_idx: Tensor | None  # [bs] int64, rows whose logits are wanted; None: all rows
     attn: AttentionPlan
+    logits: Tensor | None = None  # [rows wanted, vocab] to write to, if the model can

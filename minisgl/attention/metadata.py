@@ -83,6 +83,19 @@ class AttentionMetadata:
         return bool((self.extend_lens == self.seq_lens).all())
 
 
+def check_lengths(
+    phase: Phase, table_idx: IntArray, extend_lens: IntArray, seq_lens: IntArray
+) -> None:
+    """Raise ValueError unless `0 < extend_lens <= seq_lens`, and in decode all extend by one."""
+    if not table_idx.shape == extend_lens.shape == seq_lens.shape:
+        shapes = f"{table_idx.shape}, {extend_lens.shape}, {seq_lens.shape}"
+        raise ValueError(f"table_idx, extend_lens, seq_lens: one entry per request, got {shapes}")
+    if ((extend_lens < 1) | (extend_lens > seq_lens)).any():
+        raise ValueError(f"extend_lens: must be in 1 .. seq_lens, got {extend_lens}, {seq_lens}")
+    if phase is Phase.DECODE and (extend_lens != 1).any():
+        raise ValueError(f"extend_lens: a decode step extends each request by 1, got {extend_lens}")
+
+
 def build_metadata(
     phase: Phase,
     table_idx: IntArray,
@@ -98,13 +111,7 @@ def build_metadata(
     table_idx, extend_lens, seq_lens = (
         np.asarray(a, dtype=np.int32) for a in (table_idx, extend_lens, seq_lens)
     )
-    if not table_idx.shape == extend_lens.shape == seq_lens.shape:
-        shapes = f"{table_idx.shape}, {extend_lens.shape}, {seq_lens.shape}"
-        raise ValueError(f"table_idx, extend_lens, seq_lens: one entry per request, got {shapes}")
-    if ((extend_lens < 1) | (extend_lens > seq_lens)).any():
-        raise ValueError(f"extend_lens: must be in 1 .. seq_lens, got {extend_lens}, {seq_lens}")
-    if phase is Phase.DECODE and (extend_lens != 1).any():
-        raise ValueError(f"extend_lens: a decode step extends each request by 1, got {extend_lens}")
+    check_lengths(phase, table_idx, extend_lens, seq_lens)
     num_pages = (seq_lens + page_size - 1) // page_size
     return AttentionMetadata(
         phase=phase,

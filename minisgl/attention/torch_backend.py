@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.attention.base import AttentionPlan, GraphPlan
+from minisgl.attention.base import AttentionPlan, DecodeBuffers, GraphPlan
 from minisgl.attention.metadata import AttentionMetadata, indptr
 from minisgl.core import IntArray, Phase
 from minisgl.kvcache.page_table import TableManager
@@ -75,15 +75,21 @@ class PerRequestPlan:
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
         """Store k and v, then attend request by request; returns a tensor of q's shape."""
         self.pool.store_kv(k, v, self.out_loc, layer_id)
+        return self.attend(q, layer_id, k, v)
+
+    def attend(
+        self, q: Tensor, layer_id: int, k: Tensor | None = None, v: Tensor | None = None
+    ) -> Tensor:
+        """Attend request by request; k and v save a request without a hit the way to the pool."""
         k_slots = self.pool.k_cache(layer_id).flatten(0, 1)
         v_slots = self.pool.v_cache(layer_id).flatten(0, 1)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for start, stop, hit in zip(self.bounds[:-1], self.bounds[1:], self.hits, strict=True):
             rows = slice(start, stop)
-            if hit is None:
+            if hit is None and k is not None and v is not None:
                 keys, values, mask = k[rows], v[rows], None
             else:
-                slots, mask = hit
+                slots, mask = hit or (self.out_loc[rows], None)
                 keys, values = k_slots.index_select(0, slots), v_slots.index_select(0, slots)
             out[rows] = grouped_attention(
                 q[rows], keys, values, scale=self.scale, mask=mask, causal=hit is None
@@ -149,13 +155,9 @@ class RaggedDecodePlan:
     """
 
     def __init__(
-        self,
-        pool: KVPool,
-        meta: AttentionMetadata,
-        out_loc: Tensor,
-        num_qo_heads: int,
-        scale: float,
-    ) -> None:
+        self, pool: KVPool, meta: AttentionMetadata, out_loc: Tensor,
+        num_qo_heads: int, scale: float,
+    ) -> None:  # fmt: skip
         self.pool, self.out_loc, self.scale = pool, out_loc, scale
         num_pages, page_size, num_kv_heads, _ = pool.k_cache(0).shape
         self.heads = (num_kv_heads, num_qo_heads // num_kv_heads)
@@ -190,18 +192,20 @@ class RaggedDecodePlan:
         return out.unflatten(1, (-1, group)).transpose(0, 1)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
-        """Store k and v, then three passes: scores, softmax, weighted sums; returns q's shape."""
+        """Store k and v, then attend; returns a tensor of q's shape."""
         self.pool.store_kv(k, v, self.out_loc, layer_id)
+        return self.attend(q, layer_id)
+
+    def attend(
+        self, q: Tensor, layer_id: int, k: Tensor | None = None, v: Tensor | None = None
+    ) -> Tensor:
+        """Three passes over the pool: scores, softmax, weighted sums; k and v are not looked at."""
         k_slots = self.pool.k_cache(layer_id).flatten(0, 1)
         v_slots = self.pool.v_cache(layer_id).flatten(0, 1)
         dim = q.shape[-1]
+        queries, keys = q.reshape(-1, dim), k_slots.view(-1, dim).T
         torch.sparse.sampled_addmm(
-            self.sampled,
-            q.reshape(-1, dim),
-            k_slots.view(-1, dim).T,
-            beta=0.0,
-            alpha=self.scale,
-            out=self.sampled,
+            self.sampled, queries, keys, beta=0.0, alpha=self.scale, out=self.sampled
         )
         self.scores.view(-1).index_copy_(0, self.places, self.sampled.values())
         if self.shared:
@@ -228,35 +232,37 @@ class TorchGraphPlan:
         pool: KVPool,
         tables: TableManager,
         batch_size: int,
-        out_loc: Tensor,
+        buffers: DecodeBuffers,
         scale: float,
     ) -> None:
         self.pool = pool
         self.page_table = tables.device_page_table
-        self.out_loc = out_loc
+        self.batch_size, self.buffers = batch_size, buffers
+        self.out_loc = buffers.out_loc
         self.scale = scale
-        device = out_loc.device
-        self.rows = torch.full((batch_size,), tables.dummy_row, dtype=torch.int64, device=device)
-        self.seq_lens = torch.ones(batch_size, dtype=torch.int64, device=device)
-        self.positions = torch.arange(self.page_table.shape[1], device=device)
+        self.positions = torch.arange(self.page_table.shape[1], device=self.out_loc.device)
 
     def update(self, meta: AttentionMetadata) -> None:
-        """Write rows and lengths in place; raises ValueError for a batch of another size."""
-        if meta.batch_size != len(self.rows):
-            raise ValueError(f"batch_size: must be {len(self.rows)}, got {meta.batch_size}")
-        self.rows.copy_(torch.from_numpy(meta.table_idx))
-        self.seq_lens.copy_(torch.from_numpy(meta.seq_lens))
+        """Nothing to do but to refuse a batch of another size: all is read from the buffers."""
+        if meta.batch_size != self.batch_size:
+            raise ValueError(f"batch_size: must be {self.batch_size}, got {meta.batch_size}")
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
-        """Store k and v, then attend over `max_len` positions of every request, masked."""
+        """Store k and v, then attend; returns a tensor of q's shape."""
         self.pool.store_kv(k, v, self.out_loc, layer_id)
+        return self.attend(q, layer_id)
+
+    def attend(
+        self, q: Tensor, layer_id: int, k: Tensor | None = None, v: Tensor | None = None
+    ) -> Tensor:
+        """Attend over `max_len` positions of every request, masked; k and v are not looked at."""
         k_slots = self.pool.k_cache(layer_id).flatten(0, 1)
         v_slots = self.pool.v_cache(layer_id).flatten(0, 1)
-        slots = self.page_table.index_select(0, self.rows)
-        masks = self.positions < self.seq_lens[:, None]
+        slots = self.page_table.index_select(0, self.buffers.rows)
+        masks = self.positions <= self.buffers.positions[:, None]
         slots = slots * masks  # a row beyond its length may hold anything: read slot 0 instead
         out = []
-        for i in range(len(self.rows)):
+        for i in range(self.batch_size):
             keys, values = k_slots.index_select(0, slots[i]), v_slots.index_select(0, slots[i])
             out.append(
                 grouped_attention(
@@ -287,6 +293,6 @@ class TorchBackend:
             return RaggedDecodePlan(self.pool, meta, out_loc, self.num_qo_heads, self.scale)
         return PerRequestPlan(self.pool, meta, out_loc, self.scale)
 
-    def graph_plan(self, batch_size: int, out_loc: Tensor) -> GraphPlan:
-        """Static buffers for decode at one batch size."""
-        return TorchGraphPlan(self.pool, self.tables, batch_size, out_loc, self.scale)
+    def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> GraphPlan:
+        """Decode at one batch size over the caller's static buffers."""
+        return TorchGraphPlan(self.pool, self.tables, batch_size, buffers, self.scale)

@@ -1,6 +1,6 @@
 """Attention by our own Triton kernels: paged flash-decode, and prefill by the same plan.
 
-Generated from notebooks/04_attention.ipynb: edit there.
+Generated from notebooks/04b_gpu_attention.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from minisgl.attention.base import AttentionPlan, GraphPlan
+from minisgl.attention.base import AttentionPlan, DecodeBuffers, GraphPlan
 from minisgl.attention.metadata import AttentionMetadata, build_metadata
 from minisgl.attention.plan_arithmetic import TilePlan, items_wanted, plan_tiles, query_tile
 from minisgl.attention.staging import StagingRing
@@ -70,16 +70,9 @@ class TritonPlan:
     """One batch on the device, ready for every layer."""
 
     def __init__(
-        self,
-        pool: KVPool,
-        tables: TableManager,
-        out_loc: Tensor,
-        args: KernelArgs,
-        *,
-        tile_q: int,
-        split: bool,
-        scale: float,
-    ) -> None:
+        self, pool: KVPool, tables: TableManager, out_loc: Tensor, args: KernelArgs,
+        *, tile_q: int, split: bool, scale: float,
+    ) -> None:  # fmt: skip
         self.pool, self.tables = pool, tables
         self.out_loc, self.args = out_loc, args
         self.tile_q, self.split, self.scale = tile_q, split, scale
@@ -91,9 +84,15 @@ class TritonPlan:
         self.lse = torch.empty(rows, dtype=torch.float32, device=device)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
-        """Store k and v, attend, merge if chunks were split; returns a tensor of q's shape."""
+        """Store k and v, then attend; returns a tensor of q's shape."""
+        store_kv(k, v, self.pool.k_cache(layer_id), self.pool.v_cache(layer_id), self.out_loc)
+        return self.attend(q, layer_id)
+
+    def attend(
+        self, q: Tensor, layer_id: int, k: Tensor | None = None, v: Tensor | None = None
+    ) -> Tensor:
+        """Attend over the pool and merge if chunks were split; k and v are not looked at."""
         k_cache, v_cache = self.pool.k_cache(layer_id), self.pool.v_cache(layer_id)
-        store_kv(k, v, k_cache, v_cache, self.out_loc)
         args, page_table = self.args, self.tables.device_page_table
         num_kv_heads, head_dim = k_cache.shape[2:]
         q = rows_contiguous(q)
@@ -119,6 +118,23 @@ class TritonPlan:
 CPU_SMS = 4  # multiprocessors to plan for where there is no GPU, so that small batches are split
 
 
+def count_sms(device: torch.device, dtype: torch.dtype) -> int:
+    """Multiprocessors to plan for; RuntimeError where the kernels cannot run, or not rightly."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    if isinstance(attention_kernel, triton.JITFunction):
+        raise RuntimeError(
+            "attention_backend: 'triton' needs a GPU; to run its kernels on a CPU, slowly, "
+            "set TRITON_INTERPRET=1 before Triton is imported"
+        )
+    if dtype is torch.bfloat16:
+        raise RuntimeError(
+            "dtype: Triton's interpreter multiplies bfloat16 as if it were integers; "
+            "choose float32 or float16 for attention_backend 'triton' on a CPU"
+        )
+    return CPU_SMS
+
+
 class TritonBackend:
     """Attention by Triton kernels; on a CPU they run in Triton's interpreter, for tests."""
 
@@ -133,15 +149,7 @@ class TritonBackend:
         self.device = pool.k_cache(0).device
         self.widest_tile = 128 if pool.k_cache(0).itemsize <= 2 else 64  # rows that fit registers
         self.ring = StagingRing(self.device)
-        if self.device.type == "cuda":
-            self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        elif isinstance(attention_kernel, triton.JITFunction):
-            raise RuntimeError(
-                "attention_backend: 'triton' needs a GPU; to run its kernels on a CPU, slowly, "
-                "set TRITON_INTERPRET=1 before Triton is imported"
-            )
-        else:
-            self.num_sms = CPU_SMS
+        self.num_sms = count_sms(self.device, pool.k_cache(0).dtype)
 
     def tiles(self, meta: AttentionMetadata, tile_q: int | None = None) -> TilePlan:
         """Cut a batch into work items for this GPU; the kernels read slots, at any page size."""
@@ -170,16 +178,17 @@ class TritonBackend:
             tile_q=tiles.tile_q, split=tiles.split, scale=self.scale,
         )  # fmt: skip
 
-    def graph_plan(self, batch_size: int, out_loc: Tensor) -> GraphPlan:
-        """Static buffers for decode at one batch size; dummy requests fill them until `update`."""
-        return TritonGraphPlan(self, batch_size, out_loc)
+    def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> GraphPlan:
+        """Work items for decode at one batch size; dummy requests fill them until `update`."""
+        return TritonGraphPlan(self, batch_size, buffers)
 
 
 class TritonGraphPlan:
     """A decode plan of fixed size: a grid that is large enough for any batch, padded with -1."""
 
-    def __init__(self, backend: TritonBackend, batch_size: int, out_loc: Tensor) -> None:
+    def __init__(self, backend: TritonBackend, batch_size: int, buffers: DecodeBuffers) -> None:
         self.backend = backend
+        self.pool, self.out_loc = backend.pool, buffers.out_loc
         self.batch_size = batch_size
         group = backend.num_qo_heads // backend.num_kv_heads
         self.tile_q = query_tile(group, backend.head_dim)
@@ -191,7 +200,7 @@ class TritonGraphPlan:
         sizes += [self.num_items] * 3 + [self.num_tiles + 1]
         self.buffer = torch.empty(sum(sizes), dtype=torch.int32, device=backend.device)
         self.inner = TritonPlan(
-            backend.pool, backend.tables, out_loc, KernelArgs(*self.buffer.split(sizes)),
+            self.pool, backend.tables, self.out_loc, KernelArgs(*self.buffer.split(sizes)),
             tile_q=self.tile_q, split=True, scale=backend.scale,
         )  # fmt: skip
         rows = np.full(batch_size, backend.tables.dummy_row, dtype=np.int32)
@@ -207,5 +216,11 @@ class TritonGraphPlan:
         self.ring.send(kernel_args(meta, tiles, self.num_items, self.num_tiles), self.buffer)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
-        """The kernels of the eager plan, over the static buffers."""
+        """Store k and v, then attend; returns a tensor of q's shape."""
         return self.inner.run(q, k, v, layer_id)
+
+    def attend(
+        self, q: Tensor, layer_id: int, k: Tensor | None = None, v: Tensor | None = None
+    ) -> Tensor:
+        """The kernels of the eager plan, over the static buffers."""
+        return self.inner.attend(q, layer_id)

@@ -11,7 +11,9 @@ import platform
 import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,22 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def versions() -> dict[str, str]:
+    """Python and the packages whose speed we would measure, as far as they are installed."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("transformers", "triton", "flashinfer-python"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
 def circumstances() -> dict[str, Any]:
     """Hardware, versions, date (UTC) and the command line of this process."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "hardware": {"cpu": processor_name(), "cores": os.cpu_count(), "gpus": gpus},
         "threads": torch.get_num_threads(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "versions": versions(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }

@@ -65,13 +65,19 @@ class RandomRequest:
 
 
 def random_workload(
-    vocab_size: int, count: int = 256, low: int = 100, high: int = 1024, seed: int = 0
+    vocab_size: int,
+    count: int = 256,
+    input_len: tuple[int, int] = (100, 1024),
+    output_len: tuple[int, int] = (100, 1024),
+    seed: int = 0,
 ) -> list[RandomRequest]:
-    """Prompt and output lengths uniform in [low, high], as offline benchmarks of engines draw."""
+    """Lengths in tokens, uniform between both ends, as offline benchmarks of engines draw them."""
     draw = random.Random(seed)
     top = min(vocab_size - 1, 10_000)
-    prompts = [[draw.randint(0, top) for _ in range(draw.randint(low, high))] for _ in range(count)]
-    lengths = [draw.randint(low, high) for _ in range(count)]
+    prompts = [
+        [draw.randint(0, top) for _ in range(draw.randint(*input_len))] for _ in range(count)
+    ]
+    lengths = [draw.randint(*output_len) for _ in range(count)]
     return [
         RandomRequest(np.array(ids, dtype=np.int32), n)
         for ids, n in zip(prompts, lengths, strict=True)

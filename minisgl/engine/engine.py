@@ -5,10 +5,12 @@ Generated from notebooks/08_engine.ipynb: edit there.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.attention.base import AttentionBackend, ForwardBatch
-from minisgl.attention.factory import create_backend
+from minisgl.attention.factory import available, create_backend
 from minisgl.config import EngineConfig, ModelConfig, max_seq_len, resolve, resolve_model_path
 from minisgl.core import Batch, Phase, Req, SamplingParams
 from minisgl.distributed.comm import Comm, SingleRank
-from minisgl.engine.graph import GraphRunner, choose_sizes
+from minisgl.engine.graph import choose_sizes
 from minisgl.engine.memory import (
     bytes_per_page,
     cap_on_cpu,
@@ -30,11 +32,13 @@ from minisgl.engine.memory import (
     require_balance,
     require_pages,
 )
-from minisgl.engine.sampler import Sampler
+from minisgl.engine.sampler import SampleOutput, Sampler
 from minisgl.engine.staging import Staging
 from minisgl.engine.step import ForwardInput, ForwardOutput, build_forward_input
+from minisgl.engine.step_graph import StepGraphs
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
+from minisgl.models.compiled import CompiledModel, SizeSwitch
 from minisgl.models.registry import build_model
 from minisgl.models.weights import load_dummy_weights, load_weights
 
@@ -43,6 +47,18 @@ def dummy_request(row: int, length: int = 1) -> Req:
     """A request of nobody: `length` tokens in a row that names only the dummy page."""
     ids, greedy = np.zeros(length, np.int32), SamplingParams()
     return Req(uid=-1, input_ids=ids, sampling_params=greedy, max_new_tokens=1, table_idx=row)
+
+
+def choose_forward(config: EngineConfig, model: nn.Module) -> Callable[[ForwardBatch], Tensor]:
+    """The model itself, or fused or compiled where that is wanted and fits."""
+    chosen: Callable[[ForwardBatch], Tensor] = model
+    if config.kernels == "triton" and torch.device(config.device).type == "cuda":
+        from minisgl.models.fused import FusedModel, can_fuse
+
+        chosen = FusedModel(model) if can_fuse(model) else model
+    if config.torch_compile_max_bs == 0:
+        return chosen
+    return SizeSwitch(CompiledModel(model), chosen, config.torch_compile_max_bs)
 
 
 @dataclass(eq=False)
@@ -61,9 +77,11 @@ class Engine:
     page_size: int
     device: torch.device
     stream: torch.cuda.Stream | None = None
-    graph: GraphRunner | None = None
+    graph: StepGraphs | None = None
 
     def __post_init__(self) -> None:
+        self.forward_pass = choose_forward(self.config, self.model)
+        self.plan_free = bool(getattr(self.backend, "plan_free", False))
         self.staging = Staging(self.device)
         self.dummy_req = dummy_request(self.tables.dummy_row)
         if self.stream is not None:  # the weights came on another stream: wait for them once
@@ -78,15 +96,20 @@ class Engine:
         graph = self.graph
         use_graph = graph is not None and graph.can_replay(batch.phase, batch.size)
         if graph is not None and use_graph:
+            batch.reqs = sorted(batch.reqs, key=device_len, reverse=True)
             missing = graph.bucket(batch.size) - batch.size
             batch.padded_reqs = batch.reqs + [self.dummy_req] * missing
-        return build_forward_input(batch, self.tables, self.page_size, self.sampler, use_graph)
+        return build_forward_input(
+            batch, self.tables, self.page_size, self.sampler, use_graph, self.plan_free
+        )
 
     @torch.inference_mode()
     def step(self, fi: ForwardInput) -> ForwardOutput:
         """Start one step: gather, forward, sample, scatter, copy back. Waits for nothing."""
         with self.on_stream():
             self.tables.flush()
+            if fi.packed is not None and self.graph is not None:
+                return self.replay(fi, self.graph)
             tokens = self.tables.token_pool.view(-1)
             width = self.tables.token_pool.shape[1]
             gather, scatter, positions, out_loc, last = self.staging.upload(
@@ -102,22 +125,37 @@ class Engine:
     def forward(
         self, fi: ForwardInput, input_ids: Tensor, positions: Tensor, out_loc: Tensor, last: Tensor
     ) -> Tensor:
-        """Logits, float [rows, vocab_size]: by replaying a graph, or layer by layer."""
-        if fi.use_graph and self.graph is not None:
-            return self.graph.replay(input_ids, positions, out_loc, fi.meta)
+        """Logits, float [rows wanted, vocab_size], layer by layer."""
+        assert fi.meta is not None
         all_rows = len(last) == len(input_ids)
         fb = ForwardBatch(
             phase=fi.batch.phase, input_ids=input_ids, positions=positions, out_loc=out_loc,
             last_idx=None if all_rows else last, attn=self.backend.plan(fi.meta, out_loc),
         )  # fmt: skip
-        logits: Tensor = self.model(fb)
+        logits: Tensor = self.forward_pass(fb)
         return logits
+
+    def replay(self, fi: ForwardInput, graph: StepGraphs) -> ForwardOutput:
+        """A recorded step; rows with filters or log probabilities are drawn again, outside."""
+        assert fi.packed is not None
+        size, count = fi.packed.shape[1], len(fi.sampled)
+        ids = graph.step(fi.packed, fi.meta)[:count]
+        if fi.sampling is None or fi.sampling.simple:
+            return ForwardOutput(SampleOutput(ids))
+        assert graph.logits is not None
+        out = self.sampler.sample(graph.logits[:count], fi.sampling)
+        tokens = self.tables.token_pool.view(-1)
+        tokens.index_copy_(0, graph.scatter_places(size, count), out.next_ids)
+        return ForwardOutput(out)
 
     def shutdown(self) -> None:
         """Wait for the device and let go of the graphs, which hold addresses of everything else."""
         if self.stream is not None:
             self.stream.synchronize()
         self.graph = None
+
+
+device_len = attrgetter("device_len")
 
 
 def start_device(config: EngineConfig) -> torch.device:
@@ -189,6 +227,7 @@ def assemble(
     backend = create_backend(
         config.attention_backend, pool=pool, tables=tables,
         num_qo_heads=model_config.num_qo_heads // comm.size,
+        use_tensor_cores=config.decode_tensor_cores,
     )  # fmt: skip
     sampler = Sampler(model_config.vocab_size, device, config.seed)
     return Engine(
@@ -256,7 +295,7 @@ def count_pages(
     )  # fmt: skip
 
 
-def capture_graphs(engine: Engine, free_before: int, progress: bool) -> GraphRunner | None:
+def capture_graphs(engine: Engine, free_before: int, progress: bool) -> StepGraphs | None:
     """Recorded decode steps; on a CPU only on request, for there they save nothing."""
     config = engine.config
     if engine.device.type == "cpu" and config.cuda_graph_bs is None:
@@ -266,12 +305,27 @@ def capture_graphs(engine: Engine, free_before: int, progress: bool) -> GraphRun
     )
     if not sizes:
         return None
-    runner = GraphRunner(
-        forward=engine.model, backend=engine.backend, tables=engine.tables, sizes=sizes,
-        device=engine.device, vocab_size=engine.model_config.vocab_size, stream=engine.stream,
+    runner = StepGraphs(
+        draw=engine.sampler.draw_rows, forward=engine.forward_pass, backend=engine.backend,
+        tables=engine.tables, sizes=sizes, device=engine.device,
+        vocab_size=engine.model_config.vocab_size, stream=engine.stream,
     )  # fmt: skip
     runner.capture(progress=progress)
     return runner
+
+
+logger = logging.getLogger("minisgl.engine")
+
+
+def say_backend(asked: EngineConfig, settled: EngineConfig) -> EngineConfig:
+    """One line where "auto" had to do without FlashInfer; returns the settled config."""
+    on_gpu = torch.device(settled.device).type == "cuda"
+    if on_gpu and asked.attention_backend == "auto" and not available("fi"):
+        logger.warning(
+            "attention_backend: FlashInfer is not installed, %s serves; "
+            "pip install 'minisgl[cuda]' makes prefill faster", settled.attention_backend,
+        )  # fmt: skip
+    return settled
 
 
 def build_engine(
@@ -289,7 +343,7 @@ def build_engine(
     require_size(config, comm)
     path = resolve_model_path(config.model_path)
     model_config = ModelConfig.from_path(path)
-    config = resolve(config, model_config)
+    config = say_backend(config, resolve(config, model_config))
     device = start_device(config)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     free_before = agree_on_free(device, comm)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from minisgl.attention.base import AttentionBackend, ForwardBatch, GraphPlan
+from minisgl.attention.base import AttentionBackend, DecodeBuffers, ForwardBatch, GraphPlan
 from minisgl.attention.metadata import AttentionMetadata, build_metadata
 from minisgl.core import Phase
 from minisgl.kvcache.page_table import TableManager
@@ -225,20 +225,24 @@ class GraphBuffers:
     """What a captured forward pass reads: int64 [max_bs], the same memory for every bucket."""
 
     input_ids: Tensor
+    rows: Tensor
     positions: Tensor
     out_loc: Tensor
 
     @classmethod
-    def allocate(cls, max_bs: int, dummy_slot: int, device: torch.device) -> Self:
+    def allocate(cls, max_bs: int, dummy_row: int, dummy_slot: int, device: torch.device) -> Self:
         """Buffers that hold dummy requests: token 0 at position 0, written to the dummy slot."""
-        zeros = torch.zeros(2, max_bs, dtype=torch.int64, device=device)
-        slots = torch.full((max_bs,), dummy_slot, dtype=torch.int64, device=device)
-        return cls(zeros[0], zeros[1], slots)
+        values = (0, dummy_row, 0, dummy_slot)
+        return cls(*torch.tensor(values, device=device)[:, None].repeat(1, max_bs))
 
     def first(self, size: int) -> Self:
         """Views of the first `size` entries: same memory, so same addresses."""
-        kept = self.input_ids[:size], self.positions[:size], self.out_loc[:size]
-        return type(self)(*kept)
+        kept = self.input_ids, self.rows, self.positions, self.out_loc
+        return type(self)(*(buffer[:size] for buffer in kept))
+
+    def for_attention(self) -> DecodeBuffers:
+        """The part that an attention plan reads."""
+        return DecodeBuffers(self.rows, self.positions, self.out_loc)
 
 
 def dummy_metadata(size: int, tables: TableManager) -> AttentionMetadata:
@@ -277,23 +281,29 @@ class GraphRunner:
         self.sizes = tuple(sorted(set(sizes)))
         self.device, self.vocab_size, self.stream = torch.device(device), vocab_size, stream
         dummy_slot = int(tables.page_table[tables.dummy_row, 0])
-        self.buffers = GraphBuffers.allocate(self.sizes[-1], dummy_slot, self.device)
+        self.buffers = GraphBuffers.allocate(
+            self.sizes[-1], tables.dummy_row, dummy_slot, self.device
+        )
         self.logits: Tensor | None = None  # [max size, vocab_size], once a forward gave its dtype
         self.pool: Any = None  # memory that the graphs share
         self.steps: dict[int, CapturedStep] = {}
 
     def run_into_logits(self, fb: ForwardBatch) -> None:
         """What a graph holds: the forward pass, then its logits into their static place."""
-        out = self.forward(fb)
+        self.keep_logits(self.forward(fb))
+
+    def keep_logits(self, out: Tensor) -> None:
+        """Copy logits into their static place, unless the model has put them there itself."""
         if self.logits is None:
             shape = (self.sizes[-1], self.vocab_size)
             self.logits = torch.empty(shape, dtype=out.dtype, device=out.device)
-        self.logits[: len(out)].copy_(out)
+        if out.data_ptr() != self.logits.data_ptr():
+            self.logits[: len(out)].copy_(out)
 
     def capture_one(self, size: int) -> CapturedStep:
         """A dry run, in which libraries choose their algorithms, then the capture."""
         static = self.buffers.first(size)
-        plan = self.backend.graph_plan(size, static.out_loc)
+        plan = self.backend.graph_plan(size, static.for_attention())
         plan.update(dummy_metadata(size, self.tables))
         fb = ForwardBatch(
             phase=Phase.DECODE, input_ids=static.input_ids, positions=static.positions,
@@ -350,6 +360,7 @@ class GraphRunner:
             raise ValueError(f"batch_size: {size} was not captured, only {list(self.steps)}")
         static = self.buffers.first(size)
         static.input_ids.copy_(input_ids)
+        static.rows.copy_(torch.from_numpy(meta.table_idx))
         static.positions.copy_(positions)
         static.out_loc.copy_(out_loc)
         step.plan.update(meta)

@@ -5,8 +5,9 @@ Generated from notebooks/06_sampler.ipynb: edit there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -30,13 +31,10 @@ def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 MASK64 = 2**64 - 1
 
 
-def request_seeds(reqs: Sequence[Req], engine_seed: int) -> NDArray[np.uint64]:
-    """The seed of each request, uint64 [bs]: its own, or one of the engine's seed and its uid."""
+def engine_seeds(engine_seed: int, uids: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Seeds of requests that brought none, uint64 [bs]: of the engine's seed and their uids."""
     engine = mix64(np.array([engine_seed & MASK64], np.uint64) ^ GOLDEN)
-    uids = np.array([req.uid & MASK64 for req in reqs], np.uint64)
-    given = [req.sampling_params.seed for req in reqs]
-    own = np.array([(seed or 0) & MASK64 for seed in given], np.uint64)
-    return np.where([seed is None for seed in given], mix64(engine + uids), own)
+    return mix64(engine + uids.astype(np.uint64))
 
 
 def step_keys(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -138,6 +136,107 @@ def draw(
     return ids.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1)
 
 
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6  # beyond, nothing changes but float32 overflows
+
+ROW = np.dtype(
+    [
+        ("width", np.int64),  # candidates the filters look at; 0 no filter, -1 greedy
+        ("temperature", np.float32),  # 0 for greedy
+        ("top_p", np.float64),
+        ("seed", np.uint64),
+        ("seeded", np.bool_),  # False: the seed comes from the engine's and the uid
+        ("num_top", np.int64),  # logprobs wanted, -1 for none
+    ]
+)
+
+
+def params_row(params: SamplingParams, vocab_size: int) -> tuple[int, float, float, int, bool, int]:
+    """What sampling needs to know of a request's parameters, as a row of `ROW`."""
+    width = vocab_size if params.top_p < 1.0 else 0
+    if 0 < params.top_k < vocab_size:
+        width = params.top_k
+    warm = min(max(params.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
+    if params.is_greedy:
+        width, warm = -1, 0.0
+    num_top = -1 if params.logprobs is None else params.logprobs
+    seed = (params.seed or 0) & MASK64
+    return width, warm, params.top_p, seed, params.seed is not None, num_top
+
+
+get_params, get_uid = attrgetter("sampling_params"), attrgetter("uid")
+get_position = attrgetter("device_len")
+
+
+class ParamsTable:
+    """A row of numbers for each `SamplingParams` object met lately; a batch is one indexing."""
+
+    def __init__(self, vocab_size: int, capacity: int = 4096) -> None:
+        self.vocab_size = vocab_size
+        self.capacity = capacity
+        self.forget(capacity)
+
+    def forget(self, capacity: int) -> None:
+        """Start anew, with room for `capacity` objects."""
+        self.numbers: NDArray[Any] = np.zeros(capacity, ROW)
+        self.row_of: dict[int, int] = {}
+        self.held: list[SamplingParams] = []  # while we hold an object, its id is its own
+
+    def add(self, params: SamplingParams) -> int:
+        """The row of an object, made now if it has none."""
+        row = self.row_of.get(id(params))
+        if row is None:
+            row = len(self.held)
+            self.numbers[row] = params_row(params, self.vocab_size)
+            self.held.append(params)
+            self.row_of[id(params)] = row
+        return row
+
+    def rows(self, reqs: Sequence[Req]) -> NDArray[Any]:
+        """A copy of the requests' rows, [bs] of `ROW`."""
+        params = list(map(get_params, reqs))
+        row_of = self.row_of
+        try:
+            found = [row_of[id(p)] for p in params]
+        except KeyError:  # somebody is new
+            if len(self.held) + len(params) > len(self.numbers):
+                self.forget(max(self.capacity, len(params)))
+            found = [self.add(p) for p in params]
+        return self.numbers[found]
+
+
+@dataclass(frozen=True)
+class SamplingArgs:
+    """How to sample one batch: a snapshot on the host, so that its requests may move on."""
+
+    keys: NDArray[np.int32]  # [2, bs]
+    temperature: NDArray[np.float32]  # [bs], 0 for a greedy row
+    width: NDArray[np.int64]  # [bs], candidates the filters look at; 0 no filter, -1 greedy
+    top_p: NDArray[np.float64]  # [bs]
+    logprob_rows: NDArray[np.int64]  # rows that asked for log probabilities
+    num_top: int  # most likely tokens that these rows want besides the chosen one
+    filtered: bool  # a row has top-k or top-p
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch."""
+        return len(self.temperature)
+
+    @property
+    def simple(self) -> bool:
+        """True if keys and temperatures are all there is: no filter, no log probability."""
+        return not self.filtered and len(self.logprob_rows) == 0
+
+
+@dataclass(frozen=True)
+class SampleOutput:
+    """What was drawn, on the device; rows that asked for no log probabilities hold NaN and -1."""
+
+    next_ids: Tensor  # int64 [bs]
+    logprobs: Tensor | None = None  # float32 [bs], of the chosen token
+    top_ids: Tensor | None = None  # int64 [bs, num_top]
+    top_logprobs: Tensor | None = None  # float32 [bs, num_top]
+
+
 @dataclass(frozen=True)
 class RowGroup:
     """Rows of a batch that need the same work; host arrays [rows]. None: not needed."""
@@ -155,62 +254,51 @@ class RowGroup:
         return [array for array in fields if array is not None]
 
 
-@dataclass(frozen=True)
-class SamplingArgs:
-    """How to sample one batch: a snapshot on the host, so that its requests may move on."""
-
-    batch_size: int
-    groups: tuple[RowGroup, ...]
-    logprob_rows: NDArray[np.int64]  # rows that asked for log probabilities
-    num_top: int  # most likely tokens that these rows want besides the chosen one
-
-
-@dataclass(frozen=True)
-class SampleOutput:
-    """What was drawn, on the device; rows that asked for no log probabilities hold NaN and -1."""
-
-    next_ids: Tensor  # int64 [bs]
-    logprobs: Tensor | None = None  # float32 [bs], of the chosen token
-    top_ids: Tensor | None = None  # int64 [bs, num_top]
-    top_logprobs: Tensor | None = None  # float32 [bs, num_top]
+def row_groups(args: SamplingArgs, vocab_size: int) -> list[RowGroup]:
+    """The rows of a batch by the work they need: greedy, plain, a few candidates, all of them."""
+    groups = []
+    kind = np.where(args.width == vocab_size, 2, np.minimum(args.width, 1))
+    for wanted in np.unique(kind):
+        rows = np.flatnonzero(kind == wanted)
+        if wanted < 0:
+            groups.append(RowGroup(rows))
+            continue
+        keys, warm = args.keys[:, rows], args.temperature[rows]
+        if wanted == 0:
+            groups.append(RowGroup(rows, 0, keys, warm))
+            continue
+        top_k, top_p = args.width[rows], args.top_p[rows]
+        groups.append(RowGroup(rows, int(top_k.max()), keys, warm, top_k, top_p))
+    return groups
 
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6  # beyond, nothing changes but float32 overflows
+def load_kernels() -> Callable[..., Tensor] | None:
+    """`sample_logits` of our Triton kernels; None where Triton is not installed."""
+    try:
+        from minisgl.kernels.sample import sample_logits
+    except ImportError:
+        return None
+    return sample_logits
 
 
 class Sampler:
     """Turns logits into next tokens; holds a seed and no state that a request could see."""
 
-    def __init__(self, vocab_size: int, device: torch.device | str, seed: int = 0) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device | str,
+        seed: int = 0,
+        use_kernels: bool | None = None,
+    ) -> None:
+        """`use_kernels` None: on a GPU only. On a CPU they need TRITON_INTERPRET=1."""
         self.vocab_size = vocab_size
         self.seed = seed
         self.staging = Staging(device)
+        self.params = ParamsTable(vocab_size)
         self.token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
-
-    def candidates(self, params: SamplingParams) -> int:
-        """How many tokens the filters of a request look at: -1 greedy, 0 no filter."""
-        if params.is_greedy:
-            return -1
-        if 0 < params.top_k < self.vocab_size:
-            return params.top_k
-        return self.vocab_size if params.top_p < 1.0 else 0
-
-    def group(self, reqs: Sequence[Req], rows: list[int], widths: list[int]) -> RowGroup:
-        """The host arrays of rows that need the same work."""
-        index = np.array(rows, np.int64)
-        width = max(widths)
-        if width < 0:
-            return RowGroup(index)
-        chosen = [reqs[row] for row in rows]
-        params = [req.sampling_params for req in chosen]
-        positions = np.array([req.device_len for req in chosen], np.int64)
-        keys = step_keys(request_seeds(chosen, self.seed), positions)
-        given = np.array([p.temperature for p in params])
-        warm = given.clip(MIN_TEMPERATURE, MAX_TEMPERATURE).astype(np.float32)
-        if width == 0:
-            return RowGroup(index, 0, keys, warm)
-        top_p = np.array([p.top_p for p in params], np.float64)
-        return RowGroup(index, width, keys, warm, np.array(widths, np.int64), top_p)
+        wanted = self.token_ids.is_cuda if use_kernels is None else use_kernels
+        self.sample_logits = load_kernels() if wanted else None
 
     def prepare(self, reqs: Sequence[Req]) -> SamplingArgs | None:
         """What `sample` must know about these requests; None if all are greedy without logprobs.
@@ -218,21 +306,28 @@ class Sampler:
         Host arithmetic only. The token to be drawn will stand at position `device_len`: that
         counts the draws, because the host may not know yet what the tokens before it are.
         """
-        params = [req.sampling_params for req in reqs]
-        asked = [row for row, p in enumerate(params) if p.logprobs is not None]
-        if not asked and all(p.is_greedy for p in params):
+        rows = self.params.rows(reqs)
+        width, num_top = rows["width"].copy(), rows["num_top"]
+        asked = np.flatnonzero(num_top >= 0)
+        if len(asked) == 0 and (width < 0).all():
             return None
-        widths = [self.candidates(p) for p in params]
-        kinds: dict[int, list[int]] = {}
-        for row, width in enumerate(widths):
-            filtered = 1 if 0 < width < self.vocab_size else width
-            kinds.setdefault(filtered, []).append(row)
-        groups = [self.group(reqs, rows, [widths[row] for row in rows]) for rows in kinds.values()]
-        num_top = max((params[row].logprobs or 0 for row in asked), default=0)
-        return SamplingArgs(len(reqs), tuple(groups), np.array(asked, np.int64), num_top)
+        uids = np.array(list(map(get_uid, reqs)), np.int64)
+        positions = np.array(list(map(get_position, reqs)), np.int64)
+        seeds = np.where(rows["seeded"], rows["seed"], engine_seeds(self.seed, uids))
+        return SamplingArgs(
+            keys=step_keys(seeds, positions),
+            temperature=rows["temperature"].copy(),
+            width=width,
+            top_p=rows["top_p"].copy(),
+            logprob_rows=asked,
+            num_top=int(num_top[asked].max(initial=0)),
+            filtered=bool((width > 0).any()),
+        )
 
     def sample(self, logits: Tensor, args: SamplingArgs | None) -> SampleOutput:
-        """Draw one token per row of logits [bs, vocab_size], any float dtype, left as they are.
+        """Draw one token per row of logits [bs, vocab_size], which are left as they are.
+
+        They are bfloat16, float16 or float32.
 
         A NaN counts as the largest logit and a row of -inf gives token 0: a broken row yields a
         valid id, and its neighbours are unharmed.
@@ -245,17 +340,42 @@ class Sampler:
             return SampleOutput(logits.argmax(-1))
         if args.batch_size != len(logits):
             raise ValueError(f"logits: {args.batch_size} rows were prepared, got {len(logits)}")
-        parts = [group.arrays() for group in args.groups]
-        flat = [array for part in parts for array in part]
-        on_device = iter(self.staging.upload(*flat, args.logprob_rows))
-        next_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        for group, part in zip(args.groups, parts):
-            rows, *values = [next(on_device) for _ in part]
-            chosen = logits if len(args.groups) == 1 else logits.index_select(0, rows)
-            next_ids.index_copy_(0, rows, draw(chosen, self.token_ids, group.width, *values))
+        next_ids = self.draw_fused(logits, args) if self.sample_logits else self.draw(logits, args)
         if len(args.logprob_rows) == 0:
             return SampleOutput(next_ids)
-        return with_logprobs(logits, next_ids, next(on_device), args.num_top)
+        (rows,) = self.staging.upload(args.logprob_rows)
+        return with_logprobs(logits, next_ids, rows, args.num_top)
+
+    def draw_rows(self, logits: Tensor, keys: Tensor, temperature: Tensor) -> Tensor:
+        """Tensors to tensors, so that a CUDA graph can hold it: logits [n, vocab] to ids int64 [n].
+
+        keys int32 [2, n]; temperature float32 [n], 0 for a greedy row.
+        """
+        if self.sample_logits is not None:
+            return self.sample_logits(logits, keys, temperature)
+        return draw(logits, self.token_ids, 0, keys, temperature)
+
+    def draw_fused(self, logits: Tensor, args: SamplingArgs) -> Tensor:
+        """By the kernels: all rows in one launch, whatever they need; int64 [bs]."""
+        assert self.sample_logits is not None
+        arrays: list[NDArray[Any]] = [args.keys, args.temperature]
+        if args.filtered:
+            few = (args.width > 0) & (args.width < self.vocab_size)
+            arrays += [np.where(few, args.width, 0).astype(np.int32), args.top_p]
+        keys, temperature, *filters = self.staging.upload(*arrays)
+        return self.sample_logits(logits, keys, temperature, None, *filters)
+
+    def draw(self, logits: Tensor, args: SamplingArgs) -> Tensor:
+        """By torch functions, a group of rows at a time; int64 [bs]."""
+        groups = row_groups(args, self.vocab_size)
+        parts = [group.arrays() for group in groups]
+        on_device = iter(self.staging.upload(*(array for part in parts for array in part)))
+        next_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        for group, part in zip(groups, parts):
+            rows, *values = [next(on_device) for _ in part]
+            chosen = logits if len(groups) == 1 else logits.index_select(0, rows)
+            next_ids.index_copy_(0, rows, draw(chosen, self.token_ids, group.width, *values))
+        return next_ids
 
 
 def with_logprobs(logits: Tensor, next_ids: Tensor, rows: Tensor, num_top: int) -> SampleOutput:

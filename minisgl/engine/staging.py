@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -71,3 +72,9 @@ class Staging:
             dtype = torch.from_numpy(array[:0]).dtype
             parts.append(target[start : start + array.nbytes].view(dtype).view(array.shape))
         return parts
+
+    def send(self, array: NDArray[Any], target: Tensor) -> None:
+        """One contiguous host array into `target` on the device, which has as many bytes."""
+        source = self.next_buffer(array.nbytes)
+        source.numpy()[:] = array.reshape(-1).view(np.uint8)
+        self.events[self.turn] = self.copy(target.view(torch.uint8), source)

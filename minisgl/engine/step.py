@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.attention.metadata import AttentionMetadata, build_metadata
-from minisgl.core import Batch, IntArray, Req
+from minisgl.core import Batch, IntArray, Phase, Req
 from minisgl.engine.sampler import SampleOutput, Sampler, SamplingArgs
 from minisgl.engine.staging import Event
 from minisgl.kvcache.page_table import TableManager
@@ -33,9 +34,14 @@ class ForwardInput:
     last_idx: IntArray  # [sampled] tokens whose logits are wanted
     write_rows: IntArray  # [sampled] where the new tokens go in the token pool
     write_positions: IntArray  # [sampled]
-    meta: AttentionMetadata
+    meta: AttentionMetadata | None  # None: the backend needs no plan
     sampling: SamplingArgs | None
-    use_graph: bool
+    packed: NDArray[np.int64] | None = None  # for a recorded step: all of it, as one array
+
+    @property
+    def use_graph(self) -> bool:
+        """True if a recorded step is replayed."""
+        return self.packed is not None
 
 
 def lengths(reqs: list[Req]) -> tuple[IntArray, IntArray, IntArray]:
@@ -54,34 +60,63 @@ def new_positions(cached: IntArray, device: IntArray) -> IntArray:
     return np.arange(extend.sum(), dtype=np.int32) - np.repeat(ends - device, extend)
 
 
+PACKED = ("gather", "scatter", "rows", "positions", "out_loc", "keys", "temperature")
+
+
+def pack(
+    rows: IntArray, positions: IntArray, out_loc: IntArray, width: int, count: int,
+    sampling: SamplingArgs | None,
+) -> NDArray[np.int64]:  # fmt: skip
+    """A padded decode step as one array [7, size]; the first `count` requests are real.
+
+    gather, scatter: where in the flat token pool the input is and the result goes; padding writes
+    over its own input. keys: two int32 for each request. temperature: float32, 0 for greedy.
+    """
+    size = len(rows)
+    packed = np.zeros((len(PACKED), size), np.int64)
+    packed[0] = rows.astype(np.int64) * width + positions
+    packed[1] = packed[0]
+    packed[1, :count] += 1
+    packed[2], packed[3], packed[4] = rows, positions, out_loc
+    if sampling is not None:
+        packed[5].view(np.int32).reshape(2, size)[:, :count] = sampling.keys
+        packed[6].view(np.float32)[:count] = sampling.temperature
+    return packed
+
+
 def build_forward_input(
     batch: Batch,
     tables: TableManager,
     page_size: int,
     sampler: Sampler | None = None,
     use_graph: bool = False,
+    plan_free: bool = False,
 ) -> ForwardInput:
-    """Turn "who runs" into "what goes where"; arithmetic on the host only, padding included."""
+    """Turn "who runs" into "what goes where"; arithmetic on the host only, padding included.
+
+    plan_free: a recorded step of this kind needs no metadata.
+    """
     rows, cached, device = lengths(batch.padded_reqs)
     extend = device - cached
-    token_rows = np.repeat(rows, extend)
-    positions = new_positions(cached, device)
+    decode = batch.phase is Phase.DECODE  # one token each
+    token_rows = rows if decode else np.repeat(rows, extend)
+    positions = cached if decode else new_positions(cached, device)
+    out_loc = tables.page_table[token_rows, positions]
     chosen = [i for i, req in enumerate(batch.reqs) if not req.is_chunked]
     sampled = tuple(batch.reqs[i] for i in chosen)
     last_idx = np.cumsum(extend, dtype=np.int32) - 1
+    sampling = sampler.prepare(sampled) if sampler is not None and sampled else None
+    meta = packed = None
+    if not (use_graph and plan_free):
+        table = tables.page_table
+        meta = build_metadata(batch.phase, rows, extend, device, table, page_size)
+    if use_graph:
+        packed = pack(rows, positions, out_loc, tables.width, batch.size, sampling)
     return ForwardInput(
-        batch=batch,
-        sampled=sampled,
-        token_rows=token_rows,
-        positions=positions,
-        out_loc=tables.page_table[token_rows, positions],
-        last_idx=last_idx[chosen] if chosen else last_idx[-1:],
-        write_rows=rows[chosen],
-        write_positions=device[chosen],
-        meta=build_metadata(batch.phase, rows, extend, device, tables.page_table, page_size),
-        sampling=sampler.prepare(sampled) if sampler is not None and sampled else None,
-        use_graph=use_graph,
-    )
+        batch=batch, sampled=sampled, token_rows=token_rows, positions=positions, out_loc=out_loc,
+        last_idx=last_idx[chosen] if chosen else last_idx[-1:], write_rows=rows[chosen],
+        write_positions=device[chosen], meta=meta, sampling=sampling, packed=packed,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -97,7 +132,7 @@ class SampledTokens:
 def to_host(part: Tensor) -> Tensor:
     """Start a copy into fresh pinned memory; torch does not reuse it before the copy ends."""
     if part.device.type != "cuda":
-        return part
+        return part.clone()  # a recorded step leaves its result where the next one writes
     host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
     return host.copy_(part, non_blocking=True)
 

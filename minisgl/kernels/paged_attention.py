@@ -1,6 +1,6 @@
 """Triton kernels for attention over pages: query tiles against chunks of keys, and a merge.
 
-Generated from notebooks/04_attention.ipynb: edit there.
+Generated from notebooks/04b_gpu_attention.ipynb: edit there.
 """
 
 from __future__ import annotations

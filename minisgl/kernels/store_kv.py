@@ -1,6 +1,6 @@
 """Triton kernel that writes new keys and values into their slots.
 
-Generated from notebooks/04_attention.ipynb: edit there.
+Generated from notebooks/04b_gpu_attention.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -43,7 +43,10 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class LMHead(VocabParallelEmbedding):
-    """Logits: x [n, hidden] to [n, vocab_size] on every rank; `tied` lends its weight instead."""
+    """Logits: x [n, hidden] to [n, vocab_size] on every rank; `tied` lends its weight instead.
+
+    A single rank writes them to `out` [n, vocab_size], if it is given.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,9 @@ class LMHead(VocabParallelEmbedding):
         if tied is not None:
             self.weight = tied.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        if out is not None and self.comm.size == 1:
+            return torch.mm(x, self.weight.T, out=out)
         logits = self.comm.all_gather(F.linear(x, self.weight))
         return logits[:, : self.vocab_size]
 

@@ -84,7 +84,7 @@ class CausalLM(nn.Module):
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, tied)
 
     def forward(self, fb: ForwardBatch) -> torch.Tensor:
-        return self.lm_head(self.model(fb))
+        return self.lm_head(self.model(fb), fb.logits)
 
     def attention_style(self) -> AttentionStyle:
         """Biases and norms of the attention layers."""

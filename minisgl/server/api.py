@@ -6,13 +6,13 @@ Generated from notebooks/12_server.ipynb: edit there.
 from __future__ import annotations
 
 import asyncio
-import json
+import hmac
 import time
 import traceback
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Mapping
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -20,32 +20,41 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.types import Receive, Scope, Send
 
 from minisgl.core import SamplingParams
 from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.messages import UserReply
-from minisgl.server.schemas import ApiError, ChatRequest, CompletionRequest, GenerationRequest
+from minisgl.server.schemas import (
+    MAX_ANSWERS,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    GenerationRequest,
+)
+from minisgl.server.settings import ApiSettings
+from minisgl.server.shapes import Answer, ChatShape, CompletionShape, sse, usage
 
 T = TypeVar("T")
 
-STATUS_OF_CODE = {"service_unavailable": 503, "internal_error": 500}
+STATUS_OF_CODE = {"service_unavailable": 503, "internal_error": 500, "deadline_exceeded": 408}
 
 
-def api_error(failure: RequestFailed) -> ApiError:
-    """The HTTP form of a refused request: the caller's fault unless its code says else."""
+def api_error(failure: Exception) -> ApiError:
+    """The HTTP form of a failure: the caller's fault unless its code says else."""
+    if isinstance(failure, ApiError):
+        return failure
+    if not isinstance(failure, RequestFailed):
+        failure = RequestFailed(f"internal error: {type(failure).__name__}: {failure}")
+    status, text = STATUS_OF_CODE.get(failure.code, 400), str(failure)
+    if failure.code == "context_length_exceeded":  # some clients know it by these words alone
+        text += "; it is longer than the model's context length on this server"
     return ApiError(
-        STATUS_OF_CODE.get(failure.code, 400), str(failure), code=failure.code, param=failure.param
-    )
-
-
-@dataclass(frozen=True)
-class ApiSettings:
-    """What the routes must know beside the frontend."""
-
-    model_name: str
-    max_model_len: int
-    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    api_key: str | None = None
+        status, text, code=failure.code, param=failure.param,
+        retry_after=5 if status == 503 else None,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,115 +66,64 @@ class Job:
     prompt: Mapping[str, Any]  # text=…, input_ids=… or messages=…
 
 
-@dataclass
-class Answer:
-    """A whole answer, collected."""
+class Admission:
+    """Who may come in: everybody, always."""
 
-    text: str = ""
-    finish_reason: str | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
+    def closed(self) -> str | None:
+        """Why nobody may come in now, or None."""
+        return None
 
-    def add(self, reply: UserReply) -> None:
-        self.text += reply.text
-        self.finish_reason = reply.finish_reason
-        self.prompt_tokens, self.cached_tokens = reply.prompt_tokens, reply.cached_tokens
-        self.completion_tokens = reply.completion_tokens
-
-
-def usage(answers: list[Answer], prompts: int = 1) -> dict[str, Any]:
-    """Token counts of one HTTP request. With `n` answers to one prompt, the prompt counts once."""
-    per_prompt = max(1, len(answers) // max(1, prompts))
-    prompt_tokens = sum(answer.prompt_tokens for answer in answers[::per_prompt])
-    completion_tokens = sum(answer.completion_tokens for answer in answers)
-    cached = sum(answer.cached_tokens for answer in answers[::per_prompt])
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
-class ChatShape:
-    """How a chat answer and its chunks look."""
-
-    prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-
-    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        message = {"role": "assistant", "content": answer.text}
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": None,
-            "finish_reason": answer.finish_reason,
-        }
-
-    def delta(
-        self, index: int, text: str, finish_reason: str | None, first: bool
-    ) -> dict[str, Any]:
-        delta: dict[str, Any] = (
-            {"role": "assistant", "content": text} if first else {"content": text}
-        )
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-
-
-class CompletionShape:
-    """How a plain completion and its chunks look: both are `text_completion`."""
-
-    prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
-
-    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": answer.text,
-            "logprobs": None,
-            "finish_reason": answer.finish_reason,
-        }
-
-    def delta(
-        self, index: int, text: str, finish_reason: str | None, first: bool
-    ) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    @contextmanager
+    def places(self, count: int) -> Iterator[None]:
+        """Hold `count` places for the answers of one HTTP request; `ApiError` if there are none."""
+        yield
 
 
 class Completer:
     """Runs the jobs of one HTTP request and shapes what comes back."""
 
     def __init__(
-        self,
-        frontend: Frontend,
-        shape: ChatShape | CompletionShape,
-        jobs: list[Job],
-        model_name: str,
-        prompts: int,
-    ) -> None:
-        self._frontend, self._shape, self._jobs, self._prompts = frontend, shape, jobs, prompts
+        self, frontend: Frontend, admission: Admission, shape: ChatShape | CompletionShape,
+        jobs: list[Job], *, model_name: str, prompts: int, request_id: str, timeout: float | None,
+    ) -> None:  # fmt: skip
+        self._frontend, self._admission, self._shape = frontend, admission, shape
+        self._jobs, self._prompts = jobs, prompts
+        self._request_id, self._timeout = request_id, timeout
         self._head = {
-            "id": shape.prefix + uuid.uuid4().hex,
+            "id": shape.prefix + request_id,
             "created": int(time.time()),
             "model": model_name,
         }
 
+    def _generate(self, job: Job) -> AsyncGenerator[UserReply, None]:
+        """The replies of one job."""
+        return self._frontend.generate(
+            job.params, **job.prompt, request_id=self._request_id, timeout=self._timeout
+        )
+
     async def _collect(self, job: Job) -> Answer:
         answer = Answer()
-        async with aclosing(self._frontend.generate(job.params, **job.prompt)) as replies:
+        async with aclosing(self._generate(job)) as replies:
             async for reply in replies:
                 answer.add(reply)
         return answer
 
+    async def answers(self) -> list[Answer]:
+        """All answers, whole. If one job fails or the client leaves, all are aborted."""
+        with self._admission.places(len(self._jobs)):
+            tasks = [asyncio.ensure_future(self._collect(job)) for job in self._jobs]
+            try:
+                return await asyncio.gather(*tasks)
+            except RequestFailed as failure:
+                raise api_error(failure) from failure
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
     async def whole(self) -> dict[str, Any]:
-        """The answer in one piece. If one job fails or the client leaves, all are aborted."""
-        tasks = [asyncio.ensure_future(self._collect(job)) for job in self._jobs]
-        try:
-            answers = await asyncio.gather(*tasks)
-        except RequestFailed as failure:
-            raise api_error(failure) from failure
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        """The answer in one piece."""
+        answers = await self.answers()
         choices = [
             self._shape.choice(job.index, answer)
             for job, answer in zip(self._jobs, answers, strict=True)
@@ -175,29 +133,30 @@ class Completer:
 
     async def _replies(self) -> AsyncGenerator[tuple[Job, UserReply], None]:
         """Replies of all jobs as they come. Closing this generator cancels every job."""
-        merged: asyncio.Queue[tuple[Job, UserReply | Exception]] = asyncio.Queue()
+        merged: asyncio.Queue[tuple[Job, UserReply | Exception]] = asyncio.Queue(len(self._jobs))
 
         async def pump(job: Job) -> None:
             try:
-                async with aclosing(self._frontend.generate(job.params, **job.prompt)) as replies:
+                async with aclosing(self._generate(job)) as replies:
                     async for reply in replies:
-                        merged.put_nowait((job, reply))
+                        await merged.put((job, reply))
             except Exception as failure:  # a fault of ours must end the stream, too
-                merged.put_nowait((job, failure))
+                await merged.put((job, failure))
 
-        tasks = [asyncio.ensure_future(pump(job)) for job in self._jobs]
-        running = len(tasks)
-        try:
-            while running:
-                job, reply = await merged.get()
-                if isinstance(reply, Exception):
-                    raise reply
-                running -= reply.finished
-                yield job, reply
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        with self._admission.places(len(self._jobs)):
+            tasks = [asyncio.ensure_future(pump(job)) for job in self._jobs]
+            running = len(tasks)
+            try:
+                while running:
+                    job, reply = await merged.get()
+                    if isinstance(reply, Exception):
+                        raise reply
+                    running -= reply.finished
+                    yield job, reply
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def events(self, include_usage: bool) -> AsyncGenerator[str, None]:
         """The answer as server-sent events."""
@@ -206,22 +165,26 @@ class Completer:
         answers = {job.index: Answer() for job in self._jobs}
         async with aclosing(self._replies()) as replies:
             async for job, reply in replies:
-                first = answers[job.index].completion_tokens == 0
-                answers[job.index].add(reply)
-                if not (reply.text or reply.finished or first):
+                answer = answers[job.index]
+                first = answer.completion_tokens == 0
+                answer.add(reply)
+                answer.text, answer.logprobs = "", []  # only counts are wanted here
+                if not (reply.text or reply.finished or reply.logprobs or first):
                     continue  # half a character: nothing to show yet
-                delta = self._shape.delta(job.index, reply.text, reply.finish_reason, first)
+                delta = self._shape.delta(job.index, reply, first)
                 yield sse({**head, "choices": [delta], **no_usage})
         if include_usage:
             total = usage(list(answers.values()), self._prompts)
             yield sse({**head, "choices": [], "usage": total})
         yield sse("[DONE]")
 
-
-def sse(payload: Mapping[str, Any] | str) -> str:
-    """One server-sent event: a `data:` line and a blank line."""
-    text = payload if isinstance(payload, str) else json.dumps(payload, ensure_ascii=False)
-    return f"data: {text}\n\n"
+    async def texts(self) -> AsyncGenerator[str, None]:
+        """The text alone as server-sent events."""
+        async with aclosing(self._replies()) as replies:
+            async for _, reply in replies:
+                if reply.text:
+                    yield sse(reply.text)
+        yield sse("[DONE]")
 
 
 async def guarded(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
@@ -229,28 +192,40 @@ async def guarded(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None
     try:
         async for event in events:
             yield event
-    except RequestFailed as failure:
+    except Exception as failure:
+        if not isinstance(failure, RequestFailed | ApiError):
+            traceback.print_exc()
         yield sse(api_error(failure).body())
-    except Exception as error:
-        traceback.print_exc()
-        fault = RequestFailed(f"internal error: {type(error).__name__}: {error}")
-        yield sse(api_error(fault).body())
 
 
-async def stream_response(events: AsyncGenerator[str, None]) -> StreamingResponse:
+class EventStream(StreamingResponse):
+    """Events whose generator is closed with the response, sent or not."""
+
+    def __init__(self, first: str, events: AsyncGenerator[str, None]) -> None:
+        self._events = events
+
+        async def all_events() -> AsyncGenerator[str, None]:
+            yield first
+            async with aclosing(guarded(events)) as rest:
+                async for event in rest:
+                    yield event
+
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(all_events(), media_type="text/event-stream", headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+
+
+async def stream_response(events: AsyncGenerator[str, None]) -> EventStream:
     """Start a stream once its first event is there, so that a refused request is a 400."""
     try:
-        first = await anext(events)
+        return EventStream(await anext(events), events)
     except RequestFailed as failure:
         raise api_error(failure) from failure
-
-    async def all_events() -> AsyncGenerator[str, None]:
-        yield first
-        async with aclosing(guarded(events)) as rest:
-            async for event in rest:
-                yield event
-
-    return StreamingResponse(all_events(), media_type="text/event-stream")
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T | None:
@@ -270,18 +245,6 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T | None:
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-def jobs_for(
-    body: GenerationRequest, prompts: list[Mapping[str, Any]], defaults: Mapping[str, Any]
-) -> list[Job]:
-    """`n` jobs per prompt, numbered as the choices are."""
-    n = body.n or 1
-    return [
-        Job(index=i * n + k, params=body.sampling_params(defaults, index=k), prompt=prompt)
-        for i, prompt in enumerate(prompts)
-        for k in range(n)
-    ]
-
-
 async def answer(request: Request, body: GenerationRequest, completer: Completer) -> Response:
     """Streamed or whole, as the client asked."""
     if body.stream:
@@ -291,44 +254,67 @@ async def answer(request: Request, body: GenerationRequest, completer: Completer
     return Response(status_code=499) if whole is None else JSONResponse(whole)
 
 
+def jobs_for(
+    body: GenerationRequest, prompts: list[Mapping[str, Any]], defaults: Mapping[str, Any]
+) -> list[Job]:
+    """`n` jobs per prompt, numbered as the choices are."""
+    n = body.n or 1
+    if n * len(prompts) > MAX_ANSWERS:
+        what = f"prompt: {len(prompts)} prompts times {n} answers are more than {MAX_ANSWERS}"
+        raise ApiError(400, what, code="invalid_value", param="prompt")
+    params = [body.sampling_params(defaults, index=k) for k in range(n)]
+    return [
+        Job(index=i * n + k, params=params[k], prompt=prompt)
+        for i, prompt in enumerate(prompts)
+        for k in range(n)
+    ]
+
+
+def invalid(error: RequestValidationError) -> ApiError:
+    """What pydantic found wrong, as one sentence that begins with the field."""
+    # A field of several types has one error for each: the deepest went furthest.
+    first = max(error.errors(), key=lambda found: len(found["loc"]))
+    place = [str(part) for part in first["loc"] if part not in ("body", "str")]
+    place = [part for part in place if "[" not in part]  # the name of a type that was tried
+    if first["type"] == "json_invalid":
+        reason = f"body: invalid JSON ({first.get('ctx', {}).get('error', 'cannot be parsed')})"
+        return ApiError(400, reason, code="invalid_json")
+    where = ".".join(place) or "body (JSON with Content-Type: application/json)"
+    reason = f"{where}: {first['msg']}, got {first.get('input')!r:.80}"
+    return ApiError(400, reason, code="invalid_value", param=place[0] if place else None)
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Every failure has one body, FastAPI's own included."""
 
+    def respond(error: ApiError, headers: Mapping[str, str] | None = None) -> JSONResponse:
+        return JSONResponse(
+            error.body(), status_code=error.status, headers={**error.headers, **(headers or {})}
+        )
+
     @app.exception_handler(ApiError)
     async def known(_: Request, error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body(), status_code=error.status)
+        return respond(error)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        # A field of several types has one error for each: the deepest went furthest.
-        first = max(error.errors(), key=lambda found: len(found["loc"]))
-        place = [str(part) for part in first["loc"] if part not in ("body", "str")]
-        place = [part for part in place if "[" not in part]  # the name of a type that was tried
-        if first["type"] == "json_invalid":
-            reason = f"body: invalid JSON ({first.get('ctx', {}).get('error', 'cannot be parsed')})"
-            problem = ApiError(400, reason, code="invalid_json")
-        else:
-            where = ".".join(place) or "body (JSON with Content-Type: application/json)"
-            reason = f"{where}: {first['msg']}, got {first.get('input')!r:.80}"
-            param = place[0] if place else None
-            problem = ApiError(400, reason, code="invalid_value", param=param)
-        return JSONResponse(problem.body(), status_code=400)
+    async def not_valid(_: Request, error: RequestValidationError) -> JSONResponse:
+        return respond(invalid(error))
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> JSONResponse:
-        problem = ApiError(error.status_code, str(error.detail), code=f"http_{error.status_code}")
-        return JSONResponse(problem.body(), status_code=error.status_code, headers=error.headers)
+        code, detail = f"http_{error.status_code}", str(error.detail)
+        return respond(ApiError(error.status_code, detail, code=code), error.headers)
 
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> JSONResponse:
-        problem = ApiError(
-            500, f"internal error: {type(error).__name__}: {error}", code="internal_error"
-        )
-        return JSONResponse(problem.body(), status_code=500)
+        return respond(api_error(error))
 
 
-def create_app(frontend: Frontend, settings: ApiSettings) -> FastAPI:
-    """The HTTP application over one frontend; its state lives in this closure."""
+def create_app(
+    frontend: Frontend, settings: ApiSettings, admission: Admission | None = None,
+    middleware: Sequence[Middleware] = (),
+) -> FastAPI:  # fmt: skip
+    """The HTTP application over one frontend; `middleware` lies around all of its routes."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
@@ -336,20 +322,27 @@ def create_app(frontend: Frontend, settings: ApiSettings) -> FastAPI:
         yield
         await frontend.stop()
 
-    app = FastAPI(title="minisgl", lifespan=lifespan)
-    app.add_middleware(
-        CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]
-    )
+    browsers = Middleware(
+        CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )  # fmt: skip
+    app = FastAPI(title="minisgl", lifespan=lifespan, middleware=[browsers, *middleware])
     add_error_handlers(app)
-    add_info_routes(app, frontend, settings)
-    add_completion_routes(app, frontend, settings)
+    service = Service(frontend, settings, admission or Admission())
+    add_info_routes(app, service)
+    add_completion_routes(app, service)
+    add_generate_route(app, service)
     return app
 
 
 def check_access(request: Request, settings: ApiSettings) -> None:
     """401 unless the key fits; without a configured key, any is welcome."""
-    given = request.headers.get("authorization")
-    if settings.api_key is not None and given != f"Bearer {settings.api_key}":
+    given = request.headers.get("authorization", "").encode()
+    # Compared in constant time: how long a refusal takes must not tell how much was right.
+    fits = settings.api_key is None or hmac.compare_digest(
+        given, f"Bearer {settings.api_key}".encode()
+    )
+    if not fits:
         raise ApiError(401, "authorization: missing or wrong API key", code="invalid_api_key")
 
 
@@ -358,57 +351,97 @@ def check_model(asked: str | None, settings: ApiSettings) -> None:
     if asked not in (None, "", "default", settings.model_name):
         raise ApiError(
             404,
-            f"model: {asked!r} is not served here; this server has {settings.model_name!r}",
+            f"model: {asked!r:.80} is not served here; this server has {settings.model_name!r}",
             code="model_not_found",
             param="model",
         )
 
 
-def add_info_routes(app: FastAPI, frontend: Frontend, settings: ApiSettings) -> None:
+@dataclass(frozen=True)
+class Service:
+    """What the routes share."""
+
+    frontend: Frontend
+    settings: ApiSettings
+    admission: Admission
+
+    def completer(
+        self, request: Request, body: GenerationRequest, prompts: list[Mapping[str, Any]],
+        shape: ChatShape | CompletionShape,
+    ) -> Completer:  # fmt: skip
+        """The jobs of one HTTP request; `ApiError` if it may not or cannot be served."""
+        check_access(request, self.settings)
+        check_model(body.model, self.settings)
+        body.refuse_unsupported()
+        limits = [s for s in (body.timeout, self.settings.request_timeout) if s is not None]
+        return Completer(
+            self.frontend, self.admission, shape,
+            jobs_for(body, prompts, self.settings.sampling_defaults),
+            model_name=self.settings.model_name, prompts=len(prompts),
+            request_id=request.scope.get("request_id") or uuid.uuid4().hex,
+            timeout=min(limits, default=None),
+        )  # fmt: skip
+
+
+def add_info_routes(app: FastAPI, service: Service) -> None:
     """What tools ask before they trust a server."""
-    started = int(time.time())
+    settings, started = service.settings, int(time.time())
+    card = {
+        "id": settings.model_name,
+        "object": "model",
+        "created": started,
+        "owned_by": "minisgl",
+        "max_model_len": settings.max_model_len,
+    }
 
     @app.get("/health")
     async def health() -> Response:
-        if frontend.failure is not None:
-            raise ApiError(503, frontend.failure, code="service_unavailable")
+        reason = service.frontend.failure or service.admission.closed()
+        if reason is not None:
+            raise ApiError(503, reason, code="service_unavailable", retry_after=5)
         return JSONResponse({"status": "ok"})
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         check_access(request, settings)
-        card = {
-            "id": settings.model_name,
-            "object": "model",
-            "created": started,
-            "owned_by": "minisgl",
-            "max_model_len": settings.max_model_len,
-        }
         return {"object": "list", "data": [card]}
 
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> dict[str, Any]:
+        check_access(request, settings)
+        check_model(name, settings)
+        return card
 
-def add_completion_routes(app: FastAPI, frontend: Frontend, settings: ApiSettings) -> None:
-    """The two routes that generate."""
-    defaults, name = settings.sampling_defaults, settings.model_name
+
+def add_completion_routes(app: FastAPI, service: Service) -> None:
+    """OpenAI's two routes that generate."""
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
-        check_access(request, settings)
-        check_model(body.model, settings)
-        body.refuse_unsupported()
         prompt = {"messages": [message.as_template_input() for message in body.messages]}
-        jobs = jobs_for(body, [prompt], defaults)
-        return await answer(request, body, Completer(frontend, ChatShape(), jobs, name, prompts=1))
+        shape = ChatShape(logprobs=body.wanted_logprobs() is not None)
+        return await answer(request, body, service.completer(request, body, [prompt], shape))
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        check_access(request, settings)
-        check_model(body.model, settings)
-        body.refuse_unsupported()
         prompts: list[Mapping[str, Any]] = [
             {"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
             for prompt in body.prompts()
         ]
-        jobs = jobs_for(body, prompts, defaults)
-        completer = Completer(frontend, CompletionShape(), jobs, name, prompts=len(prompts))
-        return await answer(request, body, completer)
+        shape = CompletionShape(logprobs=body.wanted_logprobs() is not None)
+        return await answer(request, body, service.completer(request, body, prompts, shape))
+
+
+def add_generate_route(app: FastAPI, service: Service) -> None:
+    """The smallest route: text in, text out."""
+
+    @app.post("/generate")
+    async def generate(request: Request, body: GenerateRequest) -> Response:
+        name = "text" if isinstance(body.prompt, str) else "input_ids"
+        completer = service.completer(request, body, [{name: body.prompt}], CompletionShape())
+        if body.stream is not False:
+            stream = await unless_gone(request, stream_response(completer.texts()))
+            return stream or Response(status_code=499)
+        answers = await unless_gone(request, completer.answers())
+        gone = Response(status_code=499)
+        return JSONResponse({"text": answers[0].text}) if answers else gone

@@ -6,13 +6,14 @@ Generated from notebooks/12_server.ipynb: edit there.
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import zmq
 
 from minisgl.scheduler.messages import ExitMsg, Msg, Reply
-from minisgl.server.messages import Codec, Message
+from minisgl.server.messages import Codec, Message, Watched
 
 
 class Outbox(Protocol):
@@ -89,16 +90,24 @@ class ZmqOutbox:
 
 
 class SchedulerChannel:
-    """The scheduler's channel over two boxes; `alive` says whether to go on waiting."""
+    """The scheduler's channel over two boxes; `alive` says whether to go on waiting.
+
+    `report` gives what watchers should know; it is asked at most every `report_every` seconds.
+    """
 
     def __init__(
-        self, inbox: Inbox, outbox: Outbox, alive: Callable[[], bool] = lambda: True
-    ) -> None:
+        self, inbox: Inbox, outbox: Outbox, alive: Callable[[], bool] = lambda: True,
+        report_every: float = 0.5,
+    ) -> None:  # fmt: skip
         self._inbox, self._outbox, self._alive = inbox, outbox, alive
+        self.report: Callable[[], Sequence[Watched]] = list
+        self._report_every, self._report_at = report_every, 0.0  # seconds; time of the next one
 
     def recv(self, block: bool) -> list[Msg]:
         """All messages that wait; with `block`, wait for one, or leave when nobody is left."""
         messages = self._inbox.get_all(timeout=0.0)
+        if block and not messages:
+            self._send_report()
         while block and not messages and self._alive():
             messages = self._inbox.get_all(timeout=0.5)
         if not messages and block:
@@ -108,6 +117,13 @@ class SchedulerChannel:
     def send(self, replies: Sequence[Reply]) -> None:
         for reply in replies:
             self._outbox.put(reply)
+        if time.monotonic() >= self._report_at:
+            self._send_report()
+
+    def _send_report(self) -> None:
+        self._report_at = time.monotonic() + self._report_every
+        for msg in self.report():
+            self._outbox.put(msg)
 
     def close(self) -> None:
         for box in (self._inbox, self._outbox):

@@ -1,32 +1,41 @@
-"""The command line: flags to a `ServerConfig`, then serve over HTTP or chat in the terminal.
+"""The command line: flags to a config, then serve over HTTP or chat in the terminal.
 
-Generated from notebooks/12_server.ipynb: edit there.
+Generated from notebooks/12b_operations.ipynb: edit there.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import signal
 import socket
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
+from starlette.middleware import Middleware
 
-from minisgl.config import ModelConfig, ServerConfig, TPInfo, max_seq_len, resolve_model_path
+from minisgl.config import ServerConfig, TPInfo, resolve_model_path
 from minisgl.core import SamplingParams
-from minisgl.server.api import ApiSettings, create_app
+from minisgl.server.api import create_app
 from minisgl.server.channels import ZmqInbox, ZmqOutbox
-from minisgl.server.frontend import Frontend
-from minisgl.server.launch import StartFailed, WorkerGroup
-from minisgl.server.shell import run_shell
+from minisgl.server.connect import Remote
+from minisgl.server.frontend import Frontend, Observer
+from minisgl.server.gate import Gate
+from minisgl.server.launch import StartFailed, WorkerGroup, one_line
+from minisgl.server.life import CalmServer, Life
+from minisgl.server.limits import BodyLimit, patient_http
+from minisgl.server.logs import LogRequests, RequestLog, as_json, as_text
+from minisgl.server.messages import UserReply
+from minisgl.server.metrics import Metrics, add_metrics_route
+from minisgl.server.options import Operations, is_loopback
+from minisgl.server.settings import ApiSettings, settings_for
+from minisgl.server.shell import Conversation, run_shell
+from minisgl.server.trace import TraceFile
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -37,8 +46,11 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_model_flags(parser.add_argument_group("model"))
-    add_engine_flags(parser.add_argument_group("engine"))
+    engine = parser.add_argument_group("engine")
+    add_engine_flags(engine)
+    add_memory_flags(engine)
     add_server_flags(parser.add_argument_group("server"))
+    add_operation_flags(parser.add_argument_group("operations"))
     return parser
 
 
@@ -80,7 +92,7 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "--attn",
         metavar="NAME",
         default="auto",
-        help="auto, torch, triton, fi, or two for prefill,decode",
+        help="auto, torch, triton, fi, or two for prefill,decode like fi,fused",
     )
     group.add_argument(
         "--cache-type", choices=["radix", "hash", "naive"], default="radix", help="prefix cache"
@@ -95,6 +107,9 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
         default=None,
         help="KV pages; none: what memory allows",
     )
+
+
+def add_memory_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--memory-ratio",
         metavar="R",
@@ -142,6 +157,37 @@ def add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--shell", action="store_true", help="chat in this terminal instead of serving"
     )
+    group.add_argument(
+        "--connect", metavar="URL", default=None, help="chat with a server that already runs"
+    )
+
+
+OPERATION_FLAGS = (
+    ("max-queue", "N", int, "answers that may wait beyond those that run; more get 429"),
+    ("max-body-size", "BYTES", int, "of one request; larger ones get 413"),
+    ("request-timeout", "S", float, "seconds for one answer, then 408; none: no limit"),
+    ("stall-timeout", "S", float, "seconds that a reader may take nothing before it is cut"),
+    ("drain-timeout", "S", float, "seconds for answers under way when asked to stop"),
+    ("log-format", "NAME", str, "text, json or none"),
+    ("trace", "FILE", str, "write a Chrome/Perfetto trace of requests, steps and streams"),
+)
+
+
+def add_operation_flags(group: argparse._ArgumentGroup) -> None:
+    default = Operations()
+    for name, metavar, kind, words in OPERATION_FLAGS:
+        value = getattr(default, name.replace("-", "_"))
+        group.add_argument(f"--{name}", metavar=metavar, type=kind, default=value, help=words)
+    group.add_argument(
+        "--log-prompts", action="store_true", help="prompts and answers in the log, in full"
+    )
+    group.add_argument("--debug", action="store_true", help="tracebacks of parts that fail")
+
+
+def operations_from(args: argparse.Namespace) -> Operations:
+    """Flags to `Operations`. Raises `ValueError` that names the field."""
+    names = [name.replace("-", "_") for name, *_ in OPERATION_FLAGS]
+    return Operations(**{name: getattr(args, name) for name in [*names, "log_prompts", "debug"]})
 
 
 def config_from(args: argparse.Namespace) -> ServerConfig:
@@ -170,129 +216,131 @@ def config_from(args: argparse.Namespace) -> ServerConfig:
     )
 
 
-def sampling_defaults(path: Path) -> dict[str, Any]:
-    """What the model's `generation_config.json` advises; without it, a temperature of 1."""
-    file = path / "generation_config.json"
-    advice = json.loads(file.read_text()) if file.is_file() else {}
-    if advice.get("do_sample") is False:
-        return {"temperature": 0.0}
-    known = {
-        name: advice[name]
-        for name in ("temperature", "top_p", "top_k")
-        if advice.get(name) is not None
-    }
-    if known.get("top_k") == 0:  # the hub's spelling of "off"
-        del known["top_k"]
-    try:
-        SamplingParams(**known)
-    except ValueError as error:  # the model's fault: say so now, not to each client
-        raise ValueError(f"generation_config.json: {error}") from None
-    return {"temperature": 1.0, **known}
-
-
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises `ValueError` that names the port when it is taken."""
+    """A listening socket. Raises `ValueError` that names the port when it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
+        sock.listen(2048)
     except OSError as error:
         sock.close()
-        raise ValueError(
-            f"port: cannot listen on {host}:{port} ({error.strerror}); try --port 0"
-        ) from error
+        why = error.strerror or str(error)
+        raise ValueError(f"port: cannot listen on {host}:{port} ({why}); try --port 0") from error
     return sock
 
 
-def settings_for(config: ServerConfig, path: Path) -> ApiSettings:
-    """What the routes say of the model."""
-    name = config.served_model_name or (path.name if config.model_path else "minisgl-tiny")
-    return ApiSettings(
-        model_name=name,
-        max_model_len=max_seq_len(config, ModelConfig.from_path(path)),
-        sampling_defaults=sampling_defaults(path),
-        api_key=config.api_key,
-    )
-
-
-async def watch(group: WorkerGroup, frontend: Frontend) -> None:
-    """End all streams when a worker dies: a client gets an error, never silence."""
-    while (name := group.dead()) is None:
-        await asyncio.sleep(0.2)
-    frontend.fail_all(f"the {name} died; restart the server")
-    print(f"minisgl: the {name} died; answering 503 until restarted", file=sys.stderr, flush=True)
-
-
-class PatientServer(uvicorn.Server):
-    """Asked to stop for the second time, uvicorn tears all streams; we end them with a reason."""
-
-    hurry = False
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            self.hurry = True
-        else:
-            super().handle_exit(sig, frame)
-
-
-async def let_go(server: PatientServer, frontend: Frontend, patience: float = 1.0) -> None:
-    """End the streams of a server that was asked to stop; at once if it was asked twice."""
-    while not server.should_exit:
-        await asyncio.sleep(0.05)
-    end = time.monotonic() + patience
-    while time.monotonic() < end and not server.hurry:
-        await asyncio.sleep(0.05)
-    frontend.fail_all("the server is shutting down")
-
-
-async def serve_http(
-    group: WorkerGroup, frontend: Frontend, settings: ApiSettings, sock: socket.socket
-) -> None:
-    """Run uvicorn on `sock` until a signal asks it to stop."""
-    app = create_app(frontend, settings)
-    options = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2)
-    server = PatientServer(options)
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, server.handle_exit, signal.SIGHUP, None)
-    watchers = [
-        asyncio.ensure_future(watch(group, frontend)),
-        asyncio.ensure_future(let_go(server, frontend)),
-    ]
-    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
+def shown_url(sock: socket.socket) -> str:
+    """Where clients find us."""
     host, port = sock.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    if server.started:
-        print(f"minisgl serves {settings.model_name} on http://{shown}:{port}/v1", flush=True)
+    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+
+def warn_if_open(host: str, api_key: str | None) -> None:
+    """Say so when anybody on the network may use the server."""
+    if api_key is None and not is_loopback(host):
+        why = f"listening on {host} without --api-key: whoever reaches this machine may use it"
+        print(f"minisgl: warning: {why}", file=sys.stderr, flush=True)
+
+
+class Watchers:
+    """Everything that observes: metrics always, a log and a trace if they are wanted."""
+
+    def __init__(self, operations: Operations) -> None:
+        def write(line: str) -> None:
+            print(line, file=sys.stderr, flush=True)
+
+        spell = as_json if operations.log_format == "json" else as_text
+        logged = operations.log_format != "none"
+        self.metrics = Metrics()
+        self.log = RequestLog(write, spell, operations.log_prompts) if logged else None
+        self.trace = TraceFile(Path(operations.trace)) if operations.trace else None
+
+    def all(self) -> list[Observer]:
+        return [w for w in (self.metrics, self.log, self.trace) if w is not None]
+
+    def close(self) -> None:
+        if self.trace is not None:
+            self.trace.close()
+
+
+def dressed_app(
+    frontend: Frontend, settings: ApiSettings, gate: Gate, watchers: Watchers, max_body: int
+) -> FastAPI:
+    """The application with its gate, its limits, its log and its metrics."""
+    middleware = [Middleware(BodyLimit, max_bytes=max_body)]
+    if watchers.log is not None:
+        middleware.insert(0, Middleware(LogRequests, log=watchers.log))
+    app = create_app(frontend, settings, gate, middleware)
+    add_metrics_route(app, watchers.metrics)
+    return app
+
+
+async def serve(
+    group: WorkerGroup, frontend: Frontend, watchers: Watchers, sock: socket.socket,
+    config: ServerConfig, operations: Operations, settings: ApiSettings,
+) -> int:  # fmt: skip
+    """Serve over HTTP until it is over; returns the exit status."""
+    gate = Gate(config.max_running_req + operations.max_queue, reason="the model is loading")
+    app = dressed_app(frontend, settings, gate, watchers, operations.max_body_size)
+    server = CalmServer(
+        uvicorn.Config(
+            app, http=patient_http(operations.stall_timeout), ws="none", log_level="warning",
+            access_log=False, timeout_graceful_shutdown=2, timeout_keep_alive=75,
+        )
+    )  # fmt: skip
+
+    def say_ready() -> None:
+        print(f"minisgl serves {settings.model_name} on {shown_url(sock)}", flush=True)
+
+    life = Life(
+        server, group, frontend, gate,
+        drain_timeout=operations.drain_timeout, on_ready=say_ready,
+    )  # fmt: skip
+    return await life.run(sock)
+
+
+async def chat(group: WorkerGroup, frontend: Frontend, settings: ApiSettings) -> int:
+    """Chat in this terminal, with the engine in the worker processes."""
+    params = SamplingParams(**settings.sampling_defaults)
+
+    def talk(messages: Conversation) -> AsyncGenerator[UserReply, None]:
+        return frontend.generate(params, messages=list[dict[str, Any]](messages))
+
+    await group.wait_ready()
+    await frontend.start()
     try:
-        await serving
+        await run_shell(talk)
     finally:
-        for watcher in watchers:
-            watcher.cancel()
+        await frontend.stop()
+    return 0
 
 
-def run(config: ServerConfig, shell: bool) -> None:
-    """Start all parts, serve or chat, and leave nothing behind."""
+def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
+    """Start all parts, serve or chat, and leave nothing behind; returns the exit status."""
     path = resolve_model_path(config.model_path)
-    settings = settings_for(config, path)
-    sock = None if shell else listen(config.host, config.port)
-    with WorkerGroup(config) as group:
-        frontend_inbox = ZmqInbox(group.addresses.frontend)
-        group.wait_ready()
+    settings = settings_for(config, path, operations.request_timeout)
+    with ExitStack() as stack:
+        sock = None
+        if not shell:
+            sock = stack.enter_context(listen(config.host, config.port))
+            warn_if_open(config.host, config.api_key)
+        watchers = Watchers(operations)
+        stack.callback(watchers.close)
+        group = stack.enter_context(
+            WorkerGroup(config, traced=operations.trace is not None, debug=operations.debug)
+        )
+        inbox = ZmqInbox(group.addresses.frontend)
+        stack.callback(inbox.close)
         outboxes = [ZmqOutbox(address) for address in group.addresses.tokenizers]
-        frontend = Frontend(outboxes, frontend_inbox)
-        try:
-            if sock is None:
-                asyncio.run(run_shell(frontend, settings.sampling_defaults))
-            else:
-                asyncio.run(serve_http(group, frontend, settings, sock))
-        finally:
-            frontend.close()
-            for outbox in outboxes:
-                outbox.close()
-            frontend_inbox.close()
+        for outbox in outboxes:
+            stack.callback(outbox.close)
+        frontend = Frontend(outboxes, inbox, watchers.all())
+        stack.callback(frontend.close)
+        if sock is None:
+            return asyncio.run(chat(group, frontend, settings))
+        return asyncio.run(serve(group, frontend, watchers, sock, config, operations, settings))
 
 
 @contextmanager
@@ -302,15 +350,15 @@ def terminable() -> Iterator[None]:
     So `with` blocks end. The status is the one that shells give.
     """
 
-    def leave(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
+    def leave(sig: int, _: object) -> None:
+        raise SystemExit(128 + sig)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {sig: signal.signal(sig, leave) for sig in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -318,13 +366,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         with terminable():
-            run(config_from(args), args.shell)
+            if args.connect is not None:
+                asyncio.run(run_shell(Remote(args.connect, args.api_key)))
+                return 0
+            return run(config_from(args), operations_from(args), args.shell)
     except (ValueError, OSError, StartFailed) as error:
-        print(f"minisgl: {error}", file=sys.stderr)
-        return 2
+        text = str(error) if isinstance(error, StartFailed) else one_line(error)
+        print(f"minisgl: {text}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
-        pass
-    return 0
+        return 0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Starts the worker processes of a server, watches them, and stops them again.
 
-Generated from notebooks/12_server.ipynb: edit there.
+Generated from notebooks/12b_operations.ipynb: edit there.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import multiprocessing
 import shutil
@@ -20,35 +21,54 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from minisgl.config import ServerConfig
 from minisgl.scheduler.messages import ExitMsg
 from minisgl.server.channels import ZmqOutbox
 from minisgl.server.parts import Addresses, leave_with_parent
 
 SCHEDULER = "minisgl.server.scheduler_part:scheduler_part"
-TEXT = "minisgl.server.worker:text_part"
+TEXT = "minisgl.server.text_part:text_part"
 
 
 class StartFailed(RuntimeError):
     """A part of the server could not start; the message says which and why."""
 
 
+def one_line(error: Exception) -> str:
+    """An error for people: our own begin with the field at fault, others with their type."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+
+
 def enter(
-    part: str, name: str, config: ServerConfig, addresses: Addresses, index: int, status: Any
-) -> None:
+    part: str, name: str, config: ServerConfig, addresses: Addresses, index: int, status: Any,
+    debug: bool,
+) -> None:  # fmt: skip
     """First code of every worker process: tells the parent that it is ready, or why it failed."""
     # Ctrl-C reaches the whole group; the parent alone answers it, and tells us to leave.
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # in order: what we made, we remove
+    for sig in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(sig, signal.SIG_IGN)
     leave_with_parent(addresses.folder)
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which outlives a killed process
     module, function = part.split(":")
+    started = threading.Event()
+
+    def ready() -> None:
+        started.set()
+        status.put((name, None))
+
     try:
         main = getattr(importlib.import_module(module), function)
-        main(config, addresses, index, lambda: status.put((name, None)))
+        # From here on there are things of ours to remove, in order. Not before: PyTorch's import
+        # calls Python from C++ that aborts loudly when an exception comes out of it.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        main(config, addresses, index, ready)
     except Exception as error:
-        traceback.print_exc()
-        status.put((name, f"{type(error).__name__}: {error}"))
+        if debug or started.is_set():
+            traceback.print_exc()
+        status.put((name, one_line(error)))
         raise SystemExit(1) from error
 
 
@@ -58,31 +78,37 @@ def ignoring(*signals: signal.Signals) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # Python handles signals in the main thread alone
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
+    before = {sig: signal.signal(sig, signal.SIG_IGN) for sig in signals}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
+
+
+def private_folder() -> Path:
+    """A new folder for sockets that its owner alone may enter (mode 0700)."""
+    # The path of a socket has at most 107 bytes; 32 of them are ours.
+    place = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 75 else "/tmp"
+    return Path(tempfile.mkdtemp(prefix="minisgl-", dir=place))
 
 
 class WorkerGroup:
     """The worker processes of one server and the folder of their sockets. A context manager."""
 
-    def __init__(self, config: ServerConfig) -> None:
-        # The path of a socket has at most 107 bytes; 32 of them are ours.
-        place = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 75 else "/tmp"
-        self._folder = Path(tempfile.mkdtemp(prefix="minisgl-", dir=place))
+    def __init__(self, config: ServerConfig, traced: bool = False, debug: bool = False) -> None:
+        self._folder = private_folder()
         self.addresses = Addresses.in_folder(self._folder, config.num_tokenizer)
         context = multiprocessing.get_context("spawn")
         self._status = context.SimpleQueue()
-        self._grace = 0.0  # seconds to end by themselves, once they can hear us
-        parts = [(SCHEDULER, "scheduler", 0), (TEXT, "text worker", -1)]
+        self.grace = 0.0  # seconds to end by themselves, once they can hear us
+        parts = [(SCHEDULER, "scheduler", int(traced)), (TEXT, "text worker", -1)]
         parts += [(TEXT, f"tokenizer {i}", i) for i in range(config.num_tokenizer)]
+        self._waiting = {name for _, name, _ in parts}  # not ready yet
         self._processes: dict[str, BaseProcess] = {
             name: context.Process(
                 target=enter,
-                args=(part, name, config, self.addresses, index, self._status),
+                args=(part, name, config, self.addresses, index, self._status, debug),
                 name=f"minisgl {name}",
             )
             for part, name, index in parts
@@ -94,52 +120,49 @@ class WorkerGroup:
                 process.start()
         return self
 
-    def wait_ready(self, timeout: float = 1800.0) -> None:
-        """Return when every part can work. Raises `StartFailed` with the part's own reason."""
-        deadline, waiting = time.monotonic() + timeout, set(self._processes)
-        while waiting:
-            if self._status.empty():
-                dead = self.dead()
-                if dead is not None and self._status.empty():
-                    raise StartFailed(f"{dead} ended before it was ready")
-                if time.monotonic() > deadline:
-                    raise StartFailed(
-                        f"not ready within {timeout:.0f} s: {', '.join(sorted(waiting))}"
-                    )
-                time.sleep(0.02)
-                continue
-            name, problem = self._status.get()
-            if problem is not None:
-                raise StartFailed(f"{name}: {problem}")
-            waiting.discard(name)
-        self._grace = 5.0
-
     def dead(self) -> str | None:
         """Name of a worker that has ended, or None while all live."""
         return next((name for name, p in self._processes.items() if not p.is_alive()), None)
 
+    async def wait_ready(self, timeout: float = 1800.0) -> None:
+        """Return when every part can work. Raises `StartFailed` with the part's own reason."""
+        deadline = time.monotonic() + timeout
+        while self._waiting:
+            if self._status.empty():
+                dead = self.dead()
+                if dead is not None and self._status.empty():
+                    raise StartFailed(f"{dead}: ended before it was ready")
+                if time.monotonic() > deadline:
+                    slow = ", ".join(sorted(self._waiting))
+                    raise StartFailed(f"{slow}: not ready within {timeout:.0f} s")
+                await asyncio.sleep(0.02)
+                continue
+            name, problem = self._status.get()
+            if problem is not None:
+                raise StartFailed(f"{name}: {problem}")
+            self._waiting.discard(name)
+        self.grace = 5.0
+
     def __exit__(self, *_: object) -> None:
         """Ask every worker to leave, then insist; no process and no socket file stays behind."""
         with ignoring(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if self._grace:
+            if self.grace:
                 self._ask()
-            deadline = time.monotonic() + self._grace
+            deadline = time.monotonic() + self.grace
             for process in self._processes.values():
                 process.join(timeout=max(0.0, deadline - time.monotonic()))
-            for insist in ("terminate", "kill"):
-                for process in self._processes.values():
-                    if process.is_alive():
-                        getattr(process, insist)()
-                        process.join(timeout=2.0)
+            for insist, seconds in (("terminate", 1.0), ("kill", 2.0)):
+                left = [process for process in self._processes.values() if process.is_alive()]
+                for process in left:
+                    getattr(process, insist)()
+                for process in left:
+                    process.join(timeout=seconds)
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _ask(self) -> None:
         """An `ExitMsg` to every inbox."""
-        for address in {
-            self.addresses.scheduler,
-            self.addresses.detokenizer,
-            *self.addresses.tokenizers,
-        }:
+        addresses = self.addresses
+        for address in {addresses.scheduler, addresses.detokenizer, *addresses.tokenizers}:
             box = ZmqOutbox(address)
             box.put(ExitMsg())
             box.close()

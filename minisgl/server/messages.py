@@ -13,6 +13,16 @@ from minisgl.core import SamplingParams
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
 
 
+class TokenLogprob(msgspec.Struct, array_like=True):
+    """How likely one token of an answer was, and what else the model might have said."""
+
+    text: str  # of this token alone; a part of a character reads as U+FFFD
+    data: bytes  # exactly what the token stands for
+    logprob: float  # natural logarithm
+    offset: int  # characters of the answer before it
+    top: list[tuple[str, bytes, float]] = []  # the most likely tokens: text, bytes, logprob
+
+
 class TokenizeMsg(msgspec.Struct, tag=True, kw_only=True):
     """Frontend to text worker: one request as text, as messages or as token ids."""
 
@@ -34,12 +44,34 @@ class UserReply(msgspec.Struct, tag=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    logprobs: list[TokenLogprob] = []
 
 
-ToText = TokenizeMsg | AbortMsg | TokenReply | ErrorReply | ExitMsg
-ToScheduler = UserMsg | AbortMsg | ExitMsg
-ToFrontend = UserReply | ErrorReply
-Message = TokenizeMsg | AbortMsg | TokenReply | ErrorReply | ExitMsg | UserMsg | UserReply
+class StatsMsg(msgspec.Struct, tag=True, kw_only=True):
+    """How the scheduler is doing: requests, pages of the pool, and counts since its start."""
+
+    running: int = 0  # requests that hold a row
+    waiting: int = 0  # requests that do not
+    free_pages: int = 0
+    cached_pages: int = 0  # in the prefix cache and held by nobody: evictable
+    used_pages: int = 0  # held by requests
+    steps: int = 0
+    graph_replays: int = 0
+    retractions: int = 0
+
+
+class TraceMsg(msgspec.Struct, tag=True):
+    """What the scheduler did lately: name, start and end in seconds of its clock, and step."""
+
+    events: list[tuple[str, float, float, int]]
+
+
+Watched = StatsMsg | TraceMsg
+
+Message = (
+    TokenizeMsg | AbortMsg | ExitMsg | UserMsg | TokenReply | ErrorReply | UserReply | StatsMsg
+    | TraceMsg
+)  # fmt: skip
 
 
 class Codec:

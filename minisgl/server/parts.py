@@ -1,6 +1,6 @@
 """What every worker process knows: where the inboxes are, and whether its parent still lives.
 
-Generated from notebooks/12_server.ipynb: edit there.
+Generated from notebooks/12b_operations.ipynb: edit there.
 """
 
 from __future__ import annotations

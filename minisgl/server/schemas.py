@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from minisgl.core import SamplingParams
+from minisgl.core import MAX_LOGPROBS, SamplingParams
 
 
 def valid_unicode(text: str) -> str:
@@ -25,17 +25,24 @@ def valid_unicode(text: str) -> str:
 Text = Annotated[str, AfterValidator(valid_unicode)]
 Count = Annotated[int, Field(lt=2**63)]  # what a message can hold; ranges are checked later
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopText = Annotated[Text, Field(max_length=1024)]
+MAX_ANSWERS = 1024  # of one HTTP request: prompts times n
 
 
 class ApiError(Exception):
     """An error that becomes `{"error": {message, type, param, code}}` with an HTTP status."""
 
-    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, code: str, param: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
+        self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}  # seconds
 
     def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = {429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+        kind = kind if self.status < 500 else "server_error"
         return {
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         }
@@ -68,21 +75,22 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What chat and plain completions share. Unknown fields are ignored, null means the default."""
+    """What all requests share. Unknown fields are ignored, null means the default."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Count | None = None
     max_tokens: Count | None = None
-    stop: Text | list[Text] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     seed: int | None = None
     n: int | None = Field(default=None, ge=1, le=128)
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # seconds
 
     @property
     def include_usage(self) -> bool:
@@ -91,6 +99,18 @@ class GenerationRequest(BaseModel):
     def token_limit(self) -> int | None:
         """New tokens asked for; None means up to the context window."""
         return self.max_tokens
+
+    def wanted_logprobs(self) -> int | None:
+        """How many likely tokens to tell beside each chosen one; None if nothing is asked for."""
+        return None
+
+    def refuse_unsupported(self) -> None:
+        """Say no to what would change the answer; let pass what would not."""
+        for name, harmless in HARMLESS.items():
+            value = (self.model_extra or {}).get(name)
+            if value is not None and value not in harmless and (name, value) != ("best_of", self.n):
+                only = f"only {harmless[0]!r} is supported, got {value!r:.80}"
+                raise ApiError(400, f"{name}: {only}", code="unsupported", param=name)
 
     def sampling_params(self, defaults: Mapping[str, Any], index: int = 0) -> SamplingParams:
         """The engine's params: what the client set, else what the model advises, else ours.
@@ -106,6 +126,7 @@ class GenerationRequest(BaseModel):
             "stop_token_ids": self.stop_token_ids,
             "seed": None if self.seed is None else (self.seed + index) % 2**63,
             "ignore_eos": self.ignore_eos,
+            "logprobs": self.wanted_logprobs(),
         }
         if self.top_k == 0:  # many clients spell "off" so
             asked["top_k"] = -1
@@ -118,36 +139,48 @@ class GenerationRequest(BaseModel):
             raise ApiError(400, str(error), code="invalid_value", param=param) from error
 
 
+HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "suffix": ("",),
+    "echo": (False,),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "prompt_logprobs": (False,),
+}
+
+
 class ChatRequest(GenerationRequest):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=16384)
     max_completion_tokens: Count | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     response_format: dict[str, Any] | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
     def refuse_unsupported(self) -> None:
-        """Say no to what would change the answer; let pass what would not."""
+        super().refuse_unsupported()
+        reason, param = "", ""
         if self.tools and self.tool_choice != "none":
-            raise ApiError(
-                400, "tools: calling tools is not supported", code="unsupported", param="tools"
-            )
-        if (self.response_format or {}).get("type", "text") != "text":
-            raise ApiError(
-                400,
-                f"response_format: only type 'text' is supported, got {self.response_format!r}",
-                code="unsupported",
-                param="response_format",
-            )
-        if self.logprobs:
-            raise ApiError(
-                400, "logprobs: not served over HTTP yet", code="unsupported", param="logprobs"
-            )
+            reason, param = "calling tools is not supported", "tools"
+        elif (self.response_format or {}).get("type", "text") != "text":
+            reason = f"only type 'text' is supported, got {self.response_format!r:.80}"
+            param = "response_format"
+        elif self.top_logprobs is not None and not self.logprobs:
+            reason, param = "needs logprobs to be true", "top_logprobs"
+        if param:
+            raise ApiError(400, f"{param}: {reason}", code="unsupported", param=param)
 
 
 class CompletionRequest(GenerationRequest):
@@ -155,8 +188,6 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Text | list[TokenId] | list[Text] | list[list[TokenId]]
     logprobs: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt. An empty list is one empty prompt, and is refused later as such."""
@@ -164,8 +195,12 @@ class CompletionRequest(GenerationRequest):
             return [self.prompt]  # type: ignore[list-item]
         return list(self.prompt)  # type: ignore[arg-type]
 
-    def refuse_unsupported(self) -> None:
-        for name in ("logprobs", "echo", "suffix"):
-            value = getattr(self, name)
-            if value is not None and value is not False and value != "":  # logprobs=0 asks for some
-                raise ApiError(400, f"{name}: not supported", code="unsupported", param=name)
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class GenerateRequest(GenerationRequest):
+    """Body of `POST /generate`: one prompt as text or as token ids; streamed unless told not to."""
+
+    prompt: Text | list[TokenId]
+    n: Literal[1] | None = None

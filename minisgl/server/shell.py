@@ -1,81 +1,69 @@
-"""A chat in the terminal: an ordinary client of the same frontend that the HTTP routes use.
+"""A chat in the terminal: an ordinary client, of this process's frontend or of a server.
 
-Generated from notebooks/12_server.ipynb: edit there.
+Generated from notebooks/12b_operations.ipynb: edit there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-import sys
-import threading
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
-from io import FileIO
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 
-from prompt_toolkit import PromptSession
-from prompt_toolkit.history import InMemoryHistory
+from minisgl.server.frontend import RequestFailed
+from minisgl.server.lines import line_reader, quiet_keys
+from minisgl.server.messages import UserReply
 
-from minisgl.core import SamplingParams
-from minisgl.server.frontend import Frontend, RequestFailed
+HELP = """\
+/help    shows this
+/stats   speed and cached tokens of the last answer
+/reset   forgets the conversation
+/exit    leaves, as Ctrl-D does
+Ctrl-C   stops an answer
+"""
 
-HELP = "/reset forgets the conversation · /exit or Ctrl-D leaves · Ctrl-C stops an answer"
+Conversation = list[dict[str, str]]
+Talk = Callable[[Conversation], AsyncGenerator[UserReply, None]]
 
 
-def line_reader() -> Callable[[], Awaitable[str]]:
-    """An async function that asks for a line; with editing and history on a terminal."""
-    if sys.stdin.isatty():
-        session: PromptSession[str] = PromptSession(history=InMemoryHistory())
-        return lambda: session.prompt_async("you> ")
-    raw = FileIO(sys.stdin.fileno(), closefd=False)
-
-    async def read() -> str:
-        """A thread waits for the line: one that Python need not join when we leave before."""
-        loop = asyncio.get_running_loop()
-        line: asyncio.Future[bytes] = loop.create_future()
-
-        def give(found: bytes) -> None:
-            if not line.done():
-                line.set_result(found)
-
-        def wait() -> None:
-            found = raw.readline()  # unbuffered: a buffer's lock would be held at the exit
-            with suppress(RuntimeError):  # the loop is closed, nobody reads on
-                loop.call_soon_threadsafe(give, found)
-
-        threading.Thread(target=wait, daemon=True, name="stdin").start()
-        text = await line
-        if not text:
-            raise EOFError
-        return text.decode(errors="replace").rstrip("\r\n")
-
-    return read
+def stats_line(reply: UserReply, pieces: int, seconds: float) -> str:
+    """Speed and cached tokens of an answer that came in so many pieces and seconds."""
+    tokens = max(reply.completion_tokens, pieces)  # a server counts at the end, if it gets there
+    speed = tokens / seconds if seconds > 0 else 0.0
+    text = f"{tokens} tokens in {seconds:.2f} s, {speed:.1f} tok/s"
+    if reply.prompt_tokens:
+        text += f"; prompt {reply.prompt_tokens} tokens, {reply.cached_tokens} of them cached"
+    return text
 
 
 class Shell:
     """One conversation. Every turn sends all of it again, and the prefix cache makes that cheap."""
 
-    def __init__(
-        self, frontend: Frontend, params: SamplingParams, write: Callable[[str], Any]
-    ) -> None:
-        self._frontend, self._params, self._write = frontend, params, write
-        self.history: list[dict[str, str]] = []
+    def __init__(self, talk: Talk, write: Callable[[str], Any]) -> None:
+        self._talk, self._write = talk, write
+        self.history: Conversation = []
+        self.stats = "no answer yet"
 
     async def turn(self, text: str) -> None:
         """Answer one line of the user; a refused turn leaves the history as it was."""
         messages = [*self.history, {"role": "user", "content": text}]
-        answer = ""
+        answer, start, last, pieces = "", time.perf_counter(), None, 0
         try:
-            async for reply in self._frontend.generate(self._params, messages=messages):
-                answer += reply.text
-                self._write(reply.text)
+            async with aclosing(self._talk(messages)) as replies:
+                async for last in replies:
+                    answer += last.text
+                    pieces += bool(last.text)
+                    self._write(last.text)
         except RequestFailed as failure:
             self._write(f"[{failure}; /reset starts over]\n")
             return
         except asyncio.CancelledError:
             self._write(" [stopped]")
         self._write("\n")
+        if last is not None:
+            self.stats = stats_line(last, pieces, time.perf_counter() - start)
         self.history = [*messages, {"role": "assistant", "content": answer}]
 
     async def handle(self, line: str) -> bool:
@@ -88,10 +76,13 @@ class Shell:
             case "/reset":
                 self.history = []
                 self._write("[conversation forgotten]\n")
+            case "/stats":
+                self._write(f"[{self.stats}]\n")
             case command if command.startswith("/"):
-                self._write(f"[{HELP}]\n")
+                self._write(HELP)
             case text:
-                await self._interruptible(text)
+                with quiet_keys():
+                    await self._interruptible(text)
         return True
 
     async def _interruptible(self, text: str) -> None:
@@ -107,19 +98,16 @@ class Shell:
             raise turn.exception()  # type: ignore[misc]
 
 
-async def run_shell(frontend: Frontend, sampling_defaults: Mapping[str, Any]) -> None:
+async def run_shell(talk: Talk) -> None:
     """Read lines and answer them until the user leaves."""
 
     def write(text: str) -> None:
         print(text, end="", flush=True)
 
-    shell, read = Shell(frontend, SamplingParams(**sampling_defaults), write), line_reader()
-    print(HELP)
-    await frontend.start()
+    shell, read = Shell(talk, write), line_reader()
+    write(HELP)
     try:
         while await shell.handle(await read()):
             pass
     except (EOFError, KeyboardInterrupt):
         pass
-    finally:
-        await frontend.stop()

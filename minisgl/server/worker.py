@@ -1,4 +1,4 @@
-"""The text worker (tokenize and detokenize) and the loops that the server's processes run.
+"""The text worker: text to token ids on the way in, token ids to text on the way out.
 
 Generated from notebooks/12_server.ipynb: edit there.
 """
@@ -6,13 +6,19 @@ Generated from notebooks/12_server.ipynb: edit there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from minisgl.config import ModelConfig, ServerConfig, max_seq_len, resolve_model_path
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
-from minisgl.server.channels import Inbox, Outbox, ZmqInbox, ZmqOutbox
-from minisgl.server.messages import Message, TokenizeMsg, UserReply
-from minisgl.server.parts import Addresses, parent_alive
+from minisgl.server.channels import Inbox, Outbox
+from minisgl.server.messages import (
+    Message,
+    StatsMsg,
+    TokenizeMsg,
+    TokenLogprob,
+    TraceMsg,
+    UserReply,
+)
+from minisgl.server.token_bytes import TokenBytes
 from minisgl.tokenizer import DecodeStatus, Tokenizer
 
 
@@ -29,6 +35,7 @@ class TextWorker:
         self._tokenizer = tokenizer
         self._to_scheduler, self._to_frontend = to_scheduler, to_frontend
         self._open: dict[int, OpenText] = {}
+        self._bytes = TokenBytes(tokenizer)
         self._window = window  # tokens
         longest = max(map(len, tokenizer.backend.get_vocab()), default=1)
         self._max_chars = 4 * window * longest  # of a prompt; surely too long beyond
@@ -42,6 +49,8 @@ class TextWorker:
                 self._detokenize(msg)
             case AbortMsg():
                 self._to_scheduler.put(msg)
+            case StatsMsg() | TraceMsg():
+                self._to_frontend.put(msg)
             case ErrorReply():
                 self._open.pop(msg.uid, None)
                 self._to_frontend.put(msg)
@@ -51,11 +60,14 @@ class TextWorker:
     def _too_long(self, msg: TokenizeMsg) -> ErrorReply | None:
         """The refusal of a text that cannot fit the window, found without encoding it."""
         texts = [msg.text] if msg.messages is None else [m.get("content") for m in msg.messages]
-        size = sum(len(text) for text in texts if isinstance(text, str))
-        if size <= self._max_chars:
+        size, what = sum(len(text) for text in texts if isinstance(text, str)), "characters"
+        if size <= self._max_chars and len(texts) <= self._window:
             return None
-        why = f"prompt: {size} characters are too many for a window of {self._window} tokens"
-        return ErrorReply(uid=msg.uid, message=why, code="context_length_exceeded", param="prompt")
+        if len(texts) > self._window:  # each message takes a token or more
+            size, what = len(texts), "messages"
+        param = "prompt" if msg.messages is None else "messages"
+        why = f"{param}: {size} {what} are too many for a window of {self._window} tokens"
+        return ErrorReply(uid=msg.uid, message=why, code="context_length_exceeded", param=param)
 
     def _tokenize(self, msg: TokenizeMsg) -> None:
         """One request to token ids, or an error to its caller."""
@@ -89,31 +101,43 @@ class TextWorker:
         entry = self._open.get(msg.uid)
         if entry is None:
             entry = self._open[msg.uid] = OpenText(DecodeStatus(self._tokenizer, stop=msg.stop))
-        text = ""
-        ids: list[int] = []
-        if not entry.stopped and msg.token is not None:
+        already_closed, text, ids = entry.stopped, "", list[int]()
+        if not already_closed and msg.token is not None:
             entry.completion_tokens += 1
             ids = [msg.token]
+            if msg.logprob is not None and msg.token not in entry.status.skipped:
+                entry.logprobs.append(self._logprob(msg, msg.token, entry.offset()))
             text = entry.status.push(msg.token)
             if entry.status.stopped and not msg.finished:
                 self._to_scheduler.put(AbortMsg(uid=msg.uid))
-        already_closed, entry.stopped = entry.stopped, entry.status.stopped
+        entry.stopped = entry.status.stopped
         if msg.finished:
             del self._open[msg.uid]
             text += "" if entry.stopped else entry.status.finish()
+        entry.sent += len(text)
         if not already_closed:
             self._to_frontend.put(self._reply(msg, entry, text, ids))
 
+    def _logprob(self, msg: TokenReply, token: int, offset: int) -> TokenLogprob:
+        def spell(token: int) -> tuple[str, bytes]:
+            data = self._bytes(token)
+            return data.decode(errors="replace"), data
+
+        top = [(*spell(other), value) for other, value in msg.top_logprobs or []]
+        return TokenLogprob(*spell(token), logprob=msg.logprob or 0.0, offset=offset, top=top)
+
     def _reply(self, msg: TokenReply, entry: OpenText, text: str, ids: list[int]) -> UserReply:
+        finished = msg.finished or entry.stopped
         return UserReply(
             uid=msg.uid,
             text=text,
             token_ids=ids,
-            finished=msg.finished or entry.stopped,
+            finished=finished,
             finish_reason="stop" if entry.stopped else msg.finish_reason,
             prompt_tokens=msg.prompt_tokens,
             cached_tokens=msg.cached_tokens,
             completion_tokens=entry.completion_tokens,
+            logprobs=entry.take_logprobs(finished),
         )
 
 
@@ -124,6 +148,29 @@ class OpenText:
     status: DecodeStatus
     completion_tokens: int = 0
     stopped: bool = False
+    sent: int = 0  # characters that have gone out
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of text that has not
+    ends: list[int] = field(default_factory=list)  # where their text ends, as far as it is known
+
+    def offset(self) -> int:
+        """Characters of the answer so far, those that are held back included."""
+        return self.sent + len(self.status.filter.held)
+
+    def take_logprobs(self, finished: bool) -> list[TokenLogprob]:
+        """The entries whose text is out, after a token was pushed and its text counted."""
+        if self.stopped:
+            finished = False
+        elif not self.status.stream.pending:  # no half character: all texts end somewhere
+            end = self.offset()
+            if len(self.logprobs) > len(self.ends) and "\ufffd" not in self.logprobs[-1].text:
+                # Bytes before it may have become U+FFFD by now: count from the end.
+                self.logprobs[-1].offset = end - len(self.logprobs[-1].text)
+            self.ends += [end] * (len(self.logprobs) - len(self.ends))
+        ready = sum(end <= self.sent for end in self.ends)
+        ready = len(self.logprobs) if finished else ready
+        taken, self.logprobs = self.logprobs[:ready], self.logprobs[ready:]
+        self.ends = self.ends[ready:]
+        return taken
 
 
 def run_text_worker(worker: TextWorker, inbox: Inbox, alive: Callable[[], bool]) -> None:
@@ -133,18 +180,3 @@ def run_text_worker(worker: TextWorker, inbox: Inbox, alive: Callable[[], bool])
             if isinstance(msg, ExitMsg):
                 return
             worker.handle(msg)
-
-
-def text_part(
-    config: ServerConfig, addresses: Addresses, index: int, ready: Callable[[], None]
-) -> None:
-    """Text worker: index -1 is the one that detokenizes, 0… are extra tokenizers."""
-    inbox = ZmqInbox(addresses.detokenizer if index < 0 else addresses.tokenizers[index])
-    to_scheduler, to_frontend = ZmqOutbox(addresses.scheduler), ZmqOutbox(addresses.frontend)
-    path = resolve_model_path(config.model_path)
-    window = max_seq_len(config, ModelConfig.from_path(path))
-    worker = TextWorker(Tokenizer(path), to_scheduler, to_frontend, window)
-    ready()
-    run_text_worker(worker, inbox, parent_alive)
-    for box in (inbox, to_scheduler, to_frontend):
-        box.close()

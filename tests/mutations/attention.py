@@ -10,6 +10,8 @@ TORCH = "minisgl.attention.torch_backend"
 TRITON = "minisgl.attention.triton_backend"
 KERNELS = "minisgl.kernels.paged_attention"
 PLAN = "minisgl.attention.plan_arithmetic"
+FLASHINFER = "minisgl.attention.flashinfer_backend"
+LISTS = "minisgl.kernels.kv_indices"
 
 MUTATIONS = [
     Mutation(
@@ -92,17 +94,18 @@ MUTATIONS = [
         f"{TEST}test_torch_decode_reads_a_shared_prefix_once",
     ),
     Mutation(
-        "attention: the graph plan keeps old lengths",
+        "attention: the graph plan does not see the new token",
         TORCH,
-        "self.seq_lens.copy_(torch.from_numpy(meta.seq_lens))",
-        "pass",
+        "masks = self.positions <= self.buffers.positions[:, None]",
+        "masks = self.positions < self.buffers.positions[:, None].clamp(min=1)",
         f"{TEST}test_graph_plan_equals_eager_plan[1-torch]",
     ),
     Mutation(
-        "attention: the graph plan makes new buffers",
+        "attention: the graph plan keeps the rows of its capture",
         TORCH,
-        "self.rows.copy_(torch.from_numpy(meta.table_idx))",
-        "self.rows = torch.from_numpy(meta.table_idx).long()",
+        "self.batch_size, self.buffers = batch_size, buffers",
+        "self.batch_size, self.buffers = batch_size, DecodeBuffers(\n"
+        "            buffers.rows.clone(), buffers.positions, buffers.out_loc\n        )",
         f"{TEST}test_graph_plan_equals_eager_plan[1-torch]",
     ),
     Mutation(
@@ -178,10 +181,87 @@ MUTATIONS = [
     ),
     Mutation(
         "attention: FlashInfer's host buffer is filled without waiting",
-        "minisgl.attention.flashinfer_backend",
+        FLASHINFER,
         "self.turn = 1 - self.turn",
         "self.turn = 0",
         f"{TEST}test_pitfall_04_flashinfer_plans_alternate_host_buffers",
+    ),
+    Mutation(
+        "attention: kv_indices on the device are off by one page",
+        LISTS,
+        "slots_ptr = page_table_ptr + row * table_stride + page * PAGE_SIZE",
+        "slots_ptr = page_table_ptr + row * table_stride + (page + 1) * PAGE_SIZE",
+        f"{TEST}test_kv_indices_kernel_cases",
+    ),
+    Mutation(
+        "attention: kv_indices on the device write one page too many",
+        LISTS,
+        "inside = page < num_pages",
+        "inside = page <= num_pages",
+        f"{TEST}test_kv_indices_kernel_cases",
+    ),
+    Mutation(
+        "attention: every block of kv_indices is the first one",
+        LISTS,
+        "page = block * PAGES + tl.arange(0, PAGES)",
+        "page = tl.arange(0, PAGES)",
+        f"{TEST}test_kv_indices_kernel_cases",
+    ),
+    Mutation(
+        "attention: ragged prefill although there is a prefix",
+        FLASHINFER,
+        "return meta.phase is Phase.PREFILL and meta.no_prefix and",
+        "return meta.phase is Phase.PREFILL and",
+        f"{TEST}test_flashinfer_ragged_only_without_prefix",
+    ),
+    Mutation(
+        "attention: a ragged plan goes back to numbers that were overwritten",
+        FLASHINFER,
+        "        if self.paged is not None:\n            return self.paged.attend(q, layer_id)",
+        "        if self.paged is not None and k is None:\n"
+        "            return self.paged.attend(q, layer_id)",
+        f"{TEST}test_flashinfer_ragged_plan_stays_with_the_pages_once_it_went_there",
+    ),
+    Mutation(
+        "attention: FlashInfer attends before it stores",
+        FLASHINFER,
+        "        store_kv(k, v, self.pool.k_cache(layer_id), self.pool.v_cache(layer_id), "
+        "self.out_loc)\n        return self.attend(q, layer_id, k, v)",
+        "        out = self.attend(q, layer_id, k, v)\n"
+        "        store_kv(k, v, self.pool.k_cache(layer_id), self.pool.v_cache(layer_id), "
+        "self.out_loc)\n        return out",
+        f"{TEST}test_flashinfer_plan_describes_the_batch",
+    ),
+    Mutation(
+        "attention: the Triton backend attends before it stores",
+        TRITON,
+        "        store_kv(k, v, self.pool.k_cache(layer_id), self.pool.v_cache(layer_id), "
+        "self.out_loc)\n        return self.attend(q, layer_id)",
+        "        out = self.attend(q, layer_id)\n"
+        "        store_kv(k, v, self.pool.k_cache(layer_id), self.pool.v_cache(layer_id), "
+        "self.out_loc)\n        return out",
+        f"{TEST}test_triton_cases",
+    ),
+    Mutation(
+        "attention: a request without a hit reads the pool from its start",
+        TORCH,
+        "slots, mask = hit or (self.out_loc[rows], None)",
+        "slots, mask = hit or (self.out_loc[: stop - start], None)",
+        f"{TEST}test_torch_attends_to_what_is_stored",
+    ),
+    Mutation(
+        "attention: the short plan is trusted without a look",
+        FLASHINFER,
+        "        return [int(x) for x in call()] == [int(x) for x in wrapper._plan_info]",
+        "        return bool([int(x) for x in call()])",
+        f"{TEST}test_flashinfer_short_plan_must_answer_like_the_public_one",
+    ),
+    Mutation(
+        "attention: the short plan counts pages instead of tokens",
+        FLASHINFER,
+        "torch.from_numpy(meta.seq_lens)",
+        "torch.from_numpy(meta.kv_indptr[1:] - meta.kv_indptr[:-1])",
+        f"{TEST}test_flashinfer_short_plan_is_only_the_planner",
     ),
     Mutation(
         "attention: a pair decodes with its prefill backend",

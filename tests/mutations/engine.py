@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations import Mutation
 
 MEMORY, STEP, ENGINE = "minisgl.engine.memory", "minisgl.engine.step", "minisgl.engine.engine"
+STEP_GRAPH = "minisgl.engine.step_graph"
 TESTS = "tests/test_engine.py::"
 
 MUTATIONS = [
@@ -62,8 +63,8 @@ MUTATIONS = [
     Mutation(
         "step_out_loc_reversed",
         STEP,
-        "out_loc=tables.page_table[token_rows, positions],",
-        "out_loc=tables.page_table[token_rows, positions][::-1].copy(),",
+        "out_loc = tables.page_table[token_rows, positions]",
+        "out_loc = tables.page_table[token_rows, positions][::-1]",
         TESTS + "test_layout_equals_the_slow_way",
     ),
     Mutation(
@@ -135,6 +136,104 @@ MUTATIONS = [
         "    @torch.inference_mode()\n    def step(",
         "    def step(",
         TESTS + "test_nothing_is_kept_for_a_backward_pass",
+    ),
+    Mutation(
+        "pack_scatters_one_too_far",
+        STEP,
+        "packed[1, :count] += 1",
+        "packed[1, :count] += 2",
+        TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
+    ),
+    Mutation(
+        "pack_padding_scatters_to_a_real_place",
+        STEP,
+        "packed[1, :count] += 1",
+        "packed[1, :count] += 1\n    packed[1, count:] = packed[0, 0]",
+        TESTS + "test_padding_writes_to_no_real_row",
+    ),
+    Mutation(
+        "pack_forgets_the_positions",
+        STEP,
+        "packed[2], packed[3], packed[4] = rows, positions, out_loc",
+        "packed[2], packed[4] = rows, out_loc",
+        TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
+    ),
+    Mutation(
+        "pack_swaps_the_keys",
+        STEP,
+        "[:, :count] = sampling.keys",
+        "[:, :count] = sampling.keys[::-1]",
+        TESTS + "test_a_recorded_step_reads_what_was_sent",
+    ),
+    Mutation(
+        "pack_shifts_the_temperatures",
+        STEP,
+        "packed[6].view(np.float32)[:count] = sampling.temperature",
+        "packed[6].view(np.float32)[size : size + count] = sampling.temperature",
+        TESTS + "test_packed_by_hand",
+    ),
+    Mutation(
+        "step_graph_reads_the_temperatures_elsewhere",
+        STEP_GRAPH,
+        "whole[6].view(torch.float32)[:size]",
+        "whole[6].view(torch.float32)[::2]",
+        TESTS + "test_a_recorded_step_reads_what_was_sent",
+    ),
+    Mutation(
+        "step_graph_draws_from_the_wrong_rows",
+        STEP_GRAPH,
+        "self.draw(self.logits[:size], ",
+        "self.draw(self.logits[-size:], ",
+        TESTS + "test_recorded_logits_are_those_of_the_step",
+    ),
+    Mutation(
+        "step_graph_copies_its_input_once",
+        STEP_GRAPH,
+        "        self.staging.send(packed, self.memory[: packed.size])\n",
+        "",
+        TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
+    ),
+    Mutation(
+        "step_graph_scatters_nothing",
+        STEP_GRAPH,
+        "        tokens.index_copy_(0, static.scatter, drawn)\n",
+        "",
+        TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
+    ),
+    Mutation(
+        "replay_does_not_overrule_filtered_rows",
+        ENGINE,
+        "if fi.sampling is None or fi.sampling.simple:",
+        "if fi.sampling is None or len(fi.sampling.logprob_rows) == 0:",
+        TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
+    ),
+    Mutation(
+        "replay_overrules_on_the_host_only",
+        ENGINE,
+        "        tokens.index_copy_(0, graph.scatter_places(size, count), out.next_ids)\n",
+        "",
+        TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
+    ),
+    Mutation(
+        "replay_filters_the_wrong_logits",
+        ENGINE,
+        "self.sampler.sample(graph.logits[:count], fi.sampling)",
+        "self.sampler.sample(graph.logits[-count:], fi.sampling)",
+        TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
+    ),
+    Mutation(
+        "replay_samples_the_padding",
+        ENGINE,
+        "self.sampler.sample(graph.logits[:count], fi.sampling)",
+        "self.sampler.sample(graph.logits[:size], fi.sampling)",
+        TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
+    ),
+    Mutation(
+        "step_tokens_die_with_the_next_step",
+        STEP,
+        "return part.clone()",
+        "return part",
+        TESTS + "test_tokens_outlive_the_next_recorded_step",
     ),
     Mutation(
         "engine_trial_uses_real_pages",

@@ -1,0 +1,83 @@
+"""Decode attention that needs no plan: all it has to know lies in tensors on the device.
+
+Generated from notebooks/05b_fused.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minisgl.attention.base import DecodeBuffers
+from minisgl.attention.metadata import AttentionMetadata
+from minisgl.core import Phase
+from minisgl.kernels.decode_attention import Scratch, decode_attention, splits_of
+from minisgl.kvcache.page_table import TableManager
+from minisgl.kvcache.pool import KVPool
+
+
+class FusedPlan:
+    """Decode over the rows of the page table; eager and captured steps use the same object."""
+
+    def __init__(self, backend: Any, buffers: DecodeBuffers) -> None:
+        self.backend, self.buffers = backend, buffers
+        self.pool, self.out_loc = backend.pool, buffers.out_loc
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, **raw: Any) -> Tensor:
+        """`decode_attention` over one layer; `raw` says how to turn q and k, if they are not."""
+        to, backend = self.buffers, self.backend
+        return decode_attention(
+            q, k, v, self.pool.k_cache(layer_id), self.pool.v_cache(layer_id),
+            backend.tables.device_page_table, to.rows, to.positions, to.out_loc,
+            backend.scratch, backend.scale, **raw,
+        )  # fmt: skip
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
+        """Store k and v, attend, return a tensor of q's shape."""
+        return self.decode(q, k, v, layer_id)
+
+    def attend(
+        self, q: Tensor, layer_id: int, k: Tensor | None = None, v: Tensor | None = None
+    ) -> Tensor:
+        """`run` where the pool has k and v already; the kernel reads the newest ones first."""
+        if k is None or v is None:
+            k, v = (
+                cache.flatten(0, 1).index_select(0, self.out_loc)
+                for cache in (self.pool.k_cache(layer_id), self.pool.v_cache(layer_id))
+            )
+        return self.decode(q, k, v, layer_id)
+
+    def update(self, meta: AttentionMetadata | None) -> None:
+        """Nothing to do: the buffers that the kernel reads are the plan."""
+
+
+class FusedBackend:
+    """Plan-free decode; prefill belongs to another backend."""
+
+    name = "fused"
+    plan_free = True
+
+    def __init__(
+        self, pool: KVPool, tables: TableManager, num_qo_heads: int, sm_scale: float
+    ) -> None:
+        """Scratch memory suits as many requests as there are rows."""
+        self.pool, self.tables, self.scale = pool, tables, sm_scale
+        kv = pool.num_kv_heads
+        most = max(bs * kv * splits_of(bs, kv)[0] for bs in range(1, tables.num_rows + 2))
+        self.scratch = Scratch(most, num_qo_heads // kv, pool.head_dim, pool.buffer.device)
+
+    def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> FusedPlan:
+        """An eager decode step; ValueError for a prefill."""
+        if meta.phase is not Phase.DECODE:
+            raise ValueError("attention_backend: 'fused' decodes only; pair it, as in 'fi,fused'")
+        rows, positions = (
+            torch.tensor(part, dtype=torch.int64, device=out_loc.device)
+            for part in (meta.table_idx, meta.seq_lens - 1)
+        )
+        return FusedPlan(self, DecodeBuffers(rows, positions, out_loc))
+
+    def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> FusedPlan:
+        """Decode over static buffers."""
+        return FusedPlan(self, buffers)

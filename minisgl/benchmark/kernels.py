@@ -1,0 +1,377 @@
+"""Kernels alone: time in a CUDA graph, achieved bandwidth and arithmetic.
+
+Generated from notebooks/13b_floor.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from minisgl.attention.base import AttentionBackend, DecodeBuffers, GraphPlan
+from minisgl.attention.factory import create_backend
+from minisgl.attention.metadata import build_metadata
+from minisgl.benchmark.roofline import Ceilings
+from minisgl.config import ModelConfig
+from minisgl.core import IntArray, Phase
+from minisgl.engine.graph import capturing, new_graph
+from minisgl.kvcache.page_table import TableManager
+from minisgl.kvcache.pool import KVPool
+
+Call = Callable[[], object]
+
+
+class Row(NamedTuple):
+    """One kernel: how to make the call, and what one launch moves and computes.
+
+    `launches` is above 1 if a call starts the kernel several times, each time on other memory.
+    """
+
+    name: str
+    make: Callable[[], Call]
+    nbytes: int
+    flops: int = 0
+    launches: int = 1
+
+
+CALLS = 10  # in one graph
+REPEATS = 20
+
+
+@torch.inference_mode()
+def graph_seconds(call: Call, device: torch.device) -> float:
+    """Median seconds of one call on a GPU, from replays of a graph that holds several."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(3):  # compile, and choose algorithms
+            call()
+    torch.cuda.synchronize(device)
+    graph = new_graph(device)
+    with capturing(graph):
+        for _ in range(CALLS):
+            call()
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
+    graph.replay()
+    for before, after in marks:
+        before.record()
+        graph.replay()
+        after.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(a.elapsed_time(b) for a, b in marks) / CALLS / 1e3
+
+
+@torch.inference_mode()
+def plain_seconds(call: Call) -> float:
+    """Median seconds of one call on a CPU, where a launch costs next to nothing."""
+    call()
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def measure_row(row: Row, device: torch.device) -> dict[str, Any]:
+    """Time a row; what it needs is freed again."""
+    call = row.make()
+    seconds = graph_seconds(call, device) if device.type == "cuda" else plain_seconds(call)
+    seconds /= row.launches
+    return {
+        "name": row.name,
+        "us": round(seconds * 1e6, 2),
+        "tb_per_s": round(row.nbytes / seconds / 1e12, 4),
+        "tflop_per_s": round(row.flops / seconds / 1e12, 4),
+    }
+
+
+def make_copy(elements: int, device: torch.device) -> Call:
+    source = torch.ones(elements, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def make_read(elements: int, device: torch.device) -> Call:
+    return torch.ones(elements, device=device).sum
+
+
+def make_matmul(size: int, dtype: torch.dtype, device: torch.device) -> Call:
+    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    return lambda: a @ b
+
+
+def ceiling_rows(dtype: torch.dtype, device: torch.device) -> list[Row]:
+    """Copy, read, and a square matrix product: far larger than any cache on a GPU."""
+    on_gpu = device.type == "cuda"
+    elements, size = (1 << 28, 8192) if on_gpu else (1 << 24, 512)
+    return [
+        Row("copy", partial(make_copy, elements, device), 8 * elements),
+        Row("read", partial(make_read, elements, device), 4 * elements),
+        Row(f"matmul {size}", partial(make_matmul, size, dtype, device), 0, 2 * size**3),
+    ]
+
+
+def ceilings_of(rows: Sequence[dict[str, Any]]) -> Ceilings:
+    """The best of the measured rows."""
+    bandwidth = max(row["tb_per_s"] for row in rows)
+    return Ceilings(bandwidth * 1e12, max(row["tflop_per_s"] for row in rows) * 1e12)
+
+
+Product = Callable[[torch.Tensor], object]  # of a weight
+
+
+def fused_product(name: str, x: torch.Tensor, weight: torch.Tensor) -> Product:
+    """How `FusedModel` computes the projection `name`, with the norm, gate or residual around it.
+
+    Raises ValueError if a single row meets a weight of odd sizes.
+    """
+    from minisgl.kernels import linear
+
+    if len(x) > 1:
+        calls = {"qkv": linear.linear, "gate_up": linear.gated_linear}
+        return partial(calls.get(name, linear.open_linear), x)
+    if name in ("qkv", "gate_up"):
+        norm = torch.ones_like(x[0])
+        one = partial(linear.row_linear, x, norm=norm, eps=1e-6, gated=name == "gate_up")
+    else:
+        one = partial(linear.row_linear, x, add=torch.ones_like(weight[:, 0])[None])
+    if one(weight) is None:
+        raise ValueError(f"fused {name}: no block divides a weight of {list(weight.shape)}")
+    return one
+
+
+def make_linear(
+    rows: int, width: int, out: int, copies: int, dtype: torch.dtype, device: torch.device,
+    fused: str | None = None,
+) -> Call:  # fmt: skip
+    """One product [rows, width] @ [width, out] with each of `copies` weights in turn.
+
+    By torch, or as the projection `fused` of chapter 05b.
+    """
+    x = torch.randn(rows, width, dtype=dtype, device=device)
+    weights = torch.randn(copies, out, width, dtype=dtype, device=device)
+    product: Product = partial(torch.nn.functional.linear, x)
+    if fused is not None:
+        product = fused_product(fused, x, weights[0])
+
+    def call() -> None:
+        for weight in weights:
+            product(weight)
+
+    return call
+
+
+def linear_rows(
+    model: ModelConfig, batches: Sequence[int], dtype: torch.dtype, device: torch.device, *,
+    fused: bool = False,
+) -> list[Row]:  # fmt: skip
+    """The products of a layer and the head, by torch; or those of a layer by chapter 05b."""
+    q, kv = model.num_qo_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    hidden, inner = model.hidden_size, model.intermediate_size
+    shapes = {"qkv": (hidden, q + 2 * kv), "o": (q, hidden), "gate_up": (hidden, 2 * inner),
+              "down": (inner, hidden), "head": (hidden, model.vocab_size)}  # fmt: skip
+    shapes = {name: s for name, s in shapes.items() if not (fused and name == "head")}
+    enough = (1 << 28) if device.type == "cuda" else (1 << 23)  # bytes, more than a cache holds
+    rows = []
+    for (name, (width, out)), batch in ((s, b) for s in shapes.items() for b in batches):
+        weight = width * out * dtype.itemsize
+        copies = -(-enough // weight)
+        moved = weight + batch * (width + out) * dtype.itemsize
+        make = partial(
+            make_linear, batch, width, out, copies, dtype, device, name if fused else None
+        )
+        flops, label = 2 * batch * width * out, "fused" if fused else "linear"
+        rows.append(Row(f"{label} {name}, batch {batch}", make, moved, flops, launches=copies))
+    return rows
+
+
+def make_add_norm(model: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> Call:
+    from minisgl.kernels.norm import add_norm
+
+    parts = torch.randn(4, rows, model.hidden_size, device=device)
+    residual, norm = parts[0].to(dtype), torch.ones(model.hidden_size, dtype=dtype, device=device)
+    return lambda: add_norm(parts, residual, norm, 1e-6)
+
+
+def make_silu(model: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> Call:
+    from minisgl.kernels.linear import silu_and_mul
+
+    gate_up = torch.randn(rows, 2 * model.intermediate_size, dtype=dtype, device=device)
+    return lambda: silu_and_mul(gate_up)
+
+
+def make_embed(model: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> Call:
+    from minisgl.kernels.embedding import embed
+
+    ids = torch.randint(model.vocab_size, (rows,), device=device)
+    weight = torch.zeros(model.vocab_size, model.hidden_size, dtype=dtype, device=device)
+    return lambda: embed(ids, weight)
+
+
+def make_rotate(model: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> Call:
+    from minisgl.kernels.rotate_store import rotate_and_store
+
+    qo, kv, dim = model.num_qo_heads, model.num_kv_heads, model.head_dim
+    qkv = torch.randn(rows, (qo + 2 * kv) * dim, dtype=dtype, device=device)
+    norm = torch.ones(dim, dtype=dtype, device=device)
+    table = torch.randn(rows, dim, device=device)
+    at = torch.arange(rows, device=device)
+    k, v = torch.empty(2, rows, 1, kv, dim, dtype=dtype, device=device)
+    return lambda: rotate_and_store(qkv, (norm, norm), 1e-6, table, at, at, k, v, qo)
+
+
+def make_store(model: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> Call:
+    from minisgl.kernels.store_kv import store_kv
+
+    shape = (rows, model.num_kv_heads, model.head_dim)
+    k, v = torch.randn(2, *shape, dtype=dtype, device=device)
+    k_cache, v_cache = torch.empty_like(k)[:, None], torch.empty_like(v)[:, None]
+    at = torch.arange(rows, device=device)
+    return lambda: store_kv(k, v, k_cache, v_cache, at)
+
+
+LISTED = 1024  # tokens of each request, one page each, in the row of `kv_indices`
+
+
+def make_lists(model: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> Call:
+    from minisgl.kernels.kv_indices import write_kv_indices
+
+    table = torch.zeros(rows, LISTED, dtype=torch.int32, device=device)
+    starts = LISTED * torch.arange(rows + 1, dtype=torch.int32, device=device)
+    at, out = torch.arange(rows, device=device), torch.empty_like(table).flatten()
+    return lambda: write_kv_indices(table, at, starts, out, page_size=1, max_pages=LISTED)
+
+
+def make_sample(
+    temperature: float, model: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device
+) -> Call:
+    from minisgl.kernels.sample import sample_logits
+
+    logits = torch.randn(rows, model.vocab_size, dtype=dtype, device=device)
+    keys = torch.randint(2**30, (2, rows), dtype=torch.int32, device=device)
+    heat = torch.full((rows,), temperature, device=device)
+    return lambda: sample_logits(logits, keys, heat)
+
+
+def small_rows(
+    model: ModelConfig, batches: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[Row]:
+    """The kernels between the products of a step; bytes are what one row reads and writes."""
+    q, kv = model.num_qo_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    size, vocab = dtype.itemsize, model.vocab_size
+    kernels: dict[str, tuple[Callable[..., Call], int]] = {
+        "add_norm": (make_add_norm, model.hidden_size * (4 * 4 + 3 * size)),
+        "rotate_and_store": (make_rotate, size * (2 * q + 5 * kv)),
+        "silu_and_mul": (make_silu, 3 * model.intermediate_size * size),
+        "embed": (make_embed, 2 * model.hidden_size * size),
+        "store_kv": (make_store, 4 * kv * size),
+        "kv_indices": (make_lists, 2 * 4 * LISTED),
+        "sample_logits greedy": (partial(make_sample, 0.0), vocab * size),
+        "sample_logits 0.6": (partial(make_sample, 0.6), vocab * size),
+    }
+    return [
+        Row(f"{name}, batch {batch}", partial(make, model, batch, dtype, device), batch * nbytes)
+        for name, (make, nbytes) in kernels.items() for batch in batches
+    ]  # fmt: skip
+
+
+def scatter_pages(lengths: IntArray, tables: TableManager, num_pages: int) -> None:
+    """Give every row random pages of a pool of `num_pages`, enough for its length."""
+    pages, size, taken = np.random.default_rng(0).permutation(num_pages), tables.page_size, 0
+    for row, length in enumerate(lengths):
+        count = -(-int(length) // size)
+        slots = pages[taken : taken + count, None] * size + np.arange(size)
+        tables.write(row, 0, slots.reshape(-1)[:length].astype(np.int32))
+        taken += count
+    tables.flush()
+
+
+@dataclass
+class DecodeCase:
+    """The attention of one decode step in all layers of a pool, to be called again and again."""
+
+    plan: GraphPlan
+    q: torch.Tensor  # [bs, qo_heads, head_dim]
+    k: torch.Tensor  # [bs, kv_heads, head_dim]
+    v: torch.Tensor
+    tables: TableManager
+    layers: int = 1
+
+    def __call__(self) -> torch.Tensor:
+        """The output of the last layer."""
+        for layer_id in range(self.layers):
+            out = self.plan.attend(self.q, layer_id, self.k, self.v)
+        return out
+
+
+def decode_plan(
+    chosen: AttentionBackend, tables: TableManager, lengths: IntArray, device: torch.device
+) -> GraphPlan:
+    """A graph plan for one new token of every row, made ready."""
+    bs = len(lengths)
+    rows, ones = np.arange(bs, dtype=np.int32), np.ones(bs, dtype=np.int32)
+    parts = (rows, lengths - 1, tables.page_table[rows, lengths - 1])
+    buffers = DecodeBuffers(*(torch.from_numpy(p.astype(np.int64)).to(device) for p in parts))
+    plan = chosen.graph_plan(bs, buffers)
+    meta = build_metadata(Phase.DECODE, rows, ones, lengths, tables.page_table, tables.page_size)
+    plan.update(meta)
+    return plan
+
+
+def make_decode(
+    model: ModelConfig, backend: str, page_size: int, lengths: IntArray,
+    dtype: torch.dtype, device: torch.device, layers: int = 1,
+) -> DecodeCase:  # fmt: skip
+    """A filled pool, tables and plan; the new tokens are stored already."""
+    bs, num_pages = len(lengths), int((-(-lengths // page_size)).sum())
+    heads, head_dim = model.num_kv_heads, model.head_dim
+    pool = KVPool(num_layers=layers, num_pages=num_pages, page_size=page_size, num_kv_heads=heads,
+                  head_dim=head_dim, dtype=dtype, device=device)  # fmt: skip
+    pool.buffer.normal_()
+    tables = TableManager(bs, int(lengths.max()), page_size, pool.dummy_page, device)
+    scatter_pages(lengths, tables, num_pages)
+    chosen = create_backend(backend, pool=pool, tables=tables, num_qo_heads=model.num_qo_heads)
+    plan = decode_plan(chosen, tables, lengths, device)
+    q = torch.randn(bs, model.num_qo_heads, head_dim, dtype=dtype, device=device)
+    k, v = (torch.randn(bs, heads, head_dim, dtype=dtype, device=device) for _ in range(2))
+    for layer_id in range(layers):
+        plan.run(q, k, v, layer_id)
+    return DecodeCase(plan, q, k, v, tables, layers)
+
+
+def decode_rows(
+    model: ModelConfig, backends: Sequence[str], page_sizes: Sequence[int], lengths: IntArray,
+    dtype: torch.dtype, device: torch.device,
+) -> list[Row]:  # fmt: skip
+    """A row for each backend and page size, over the same lengths."""
+    nbytes = 2 * int(lengths.sum()) * model.num_kv_heads * model.head_dim * dtype.itemsize
+    flops = 4 * int(lengths.sum()) * model.num_qo_heads * model.head_dim
+    layers = -(-(1 << 28) // nbytes) if device.type == "cuda" else 1
+    return [
+        Row(f"decode {name}, page {page}, batch {len(lengths)}",
+            partial(make_decode, model, name, page, lengths, dtype, device, layers),
+            nbytes, flops, launches=layers)
+        for name in backends for page in page_sizes
+    ]  # fmt: skip
+
+
+def measure_rows(rows: Iterable[Row], device: torch.device) -> list[dict[str, Any]]:
+    """All rows in order; one whose library is missing or refuses says why instead of a time."""
+    found = []
+    for row in tqdm(list(rows), desc="kernels", disable=None):
+        try:
+            found.append(measure_row(row, device))
+        except (ImportError, ValueError, RuntimeError) as error:
+            found.append({"name": row.name, "skipped": str(error).splitlines()[0]})
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return found

@@ -1,0 +1,130 @@
+"""Throughput: all requests at once through `LLM.generate`, with the steps that were launched.
+
+Generated from notebooks/13b_floor.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from minisgl.benchmark.roofline import Roofline
+from minisgl.benchmark.workload import RandomRequest
+from minisgl.core import Batch, Phase, SamplingParams
+from minisgl.llm import LLM
+from minisgl.scheduler.scheduler import Launched, Scheduler
+
+
+class Launch(NamedTuple):
+    """One step: its phase, its requests, and the tokens it computed."""
+
+    phase: Phase
+    requests: int
+    tokens: int
+
+
+@contextmanager
+def launches(scheduler: Scheduler) -> Iterator[list[Launch]]:
+    """A list that grows by one entry with every step inside the `with` block."""
+    log: list[Launch] = []
+    plain = scheduler.launch
+
+    def launch(batch: Batch) -> Launched:
+        log.append(Launch(batch.phase, len(batch.reqs), sum(req.extend_len for req in batch.reqs)))
+        return plain(batch)
+
+    scheduler.launch = launch  # type: ignore[method-assign]
+    try:
+        yield log
+    finally:
+        scheduler.launch = plain  # type: ignore[method-assign]
+
+
+def redraw(requests: Sequence[RandomRequest], vocab_size: int, seed: int) -> list[RandomRequest]:
+    """The same lengths with other prompts, so that nothing of them is cached."""
+    rng = np.random.default_rng(seed)
+    top = min(vocab_size, 10_001)
+    return [
+        RandomRequest(rng.integers(0, top, len(r.input_ids), dtype=np.int32), r.output_len)
+        for r in requests
+    ]
+
+
+def run_once(llm: LLM, requests: Sequence[RandomRequest], temperature: float) -> float:
+    """Seconds until every request has exactly its number of tokens; ValueError if one cannot."""
+    need = max(len(r.input_ids) + r.output_len for r in requests)
+    if need > llm.scheduler.limits.total:
+        room = llm.scheduler.limits.total
+        raise ValueError(f"output-len: a request needs {need} tokens, there is room for {room}")
+    prompts = [request.input_ids for request in requests]
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=r.output_len, ignore_eos=True)
+        for r in requests
+    ]
+    start = time.perf_counter()
+    outs = llm.generate(prompts, params)
+    seconds = time.perf_counter() - start
+    assert [len(out["token_ids"]) for out in outs] == [r.output_len for r in requests]
+    return seconds
+
+
+WARM_UP_TOKENS = 4
+
+
+def step_counts(log: Sequence[Launch]) -> dict[str, float]:
+    """How many steps of each phase, their tokens, and the mean number of requests in a decode."""
+    steps = {phase: [entry for entry in log if entry.phase is phase] for phase in Phase}
+    decode = [entry.requests for entry in steps[Phase.DECODE]]
+    return {
+        "prefill_steps": len(steps[Phase.PREFILL]),
+        "prefill_tokens": sum(entry.tokens for entry in steps[Phase.PREFILL]),
+        "decode_steps": len(decode),
+        "decode_tokens": sum(decode),
+        "mean_batch": round(sum(decode) / max(1, len(decode)), 1),
+    }
+
+
+def measure_offline(
+    llm: LLM, requests: Sequence[RandomRequest], *, temperature: float, repeats: int, seed: int = 0
+) -> dict[str, Any]:
+    """Seconds of every repetition, their median as tokens per second, and what was launched."""
+    short = [RandomRequest(r.input_ids, min(WARM_UP_TOKENS, r.output_len)) for r in requests]
+    warm_up = run_once(llm, short, temperature)
+    vocab_size = llm.scheduler.engine.model_config.vocab_size
+    seconds = []
+    for index in tqdm(range(repeats), desc="offline runs", disable=None):
+        fresh = redraw(requests, vocab_size, seed + 1 + index)
+        with launches(llm.scheduler) as log:
+            seconds.append(run_once(llm, fresh, temperature))
+    output_tokens = sum(r.output_len for r in requests)
+    return {
+        "tokens_per_s": round(output_tokens / statistics.median(seconds), 1),
+        "median_seconds": round(statistics.median(seconds), 4),
+        "seconds": [round(s, 4) for s in seconds],
+        "warm_up_seconds": round(warm_up, 3),
+        "input_tokens": sum(len(r.input_ids) for r in requests),
+        "output_tokens": output_tokens,
+        "steps": step_counts(log),  # of the last repetition
+    }
+
+
+def offline_floor(
+    roof: Roofline, requests: Sequence[RandomRequest], max_running: int
+) -> dict[str, float]:
+    """The least seconds of the same lengths, part by part, and the rate that they would give."""
+    prompts = [len(r.input_ids) for r in requests]
+    outputs = [r.output_len for r in requests]
+    floor = roof.workload(prompts, outputs, max_running)
+    return {
+        "prefill_seconds": floor.prefill,
+        "decode_linear_seconds": floor.linear,
+        "decode_kv_seconds": floor.kv,
+        "seconds": floor.seconds,
+        "tokens_per_s": sum(outputs) / floor.seconds,
+    }

@@ -1,0 +1,278 @@
+"""Products with few rows: a weight matrix is read once, at the speed of the memory.
+
+Generated from notebooks/05b_fused.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from minisgl.kernels.pdl import launch_options
+
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+@triton.jit
+def finish_row(
+    y, up, squares, K, eps, bias_ptr, add_ptr, cols,
+    NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """What follows a product: the norm's scale, the bias, the gate, the residual."""
+    if NORM:
+        scale = tl.rsqrt(squares / K + eps)
+        y, up = y * scale, up * scale
+    if BIAS:
+        y += tl.load(bias_ptr + cols).to(tl.float32)
+    if GATED:
+        y = y * tl.sigmoid(y) * up
+    if ADD:
+        y += tl.load(add_ptr + cols).to(tl.float32)
+    return y
+
+
+@triton.jit
+def row_kernel(
+    x_ptr, w_ptr, norm_ptr, bias_ptr, add_ptr, out_ptr, N, K, eps,
+    BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`BN` outputs of one row: out = x w^T, x [K], w [N, K], or [2 N, K] where it is gated."""
+    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    ks = tl.arange(0, BK)
+    w_ptr += cols[:, None].to(tl.int64) * K + ks[None, :]
+    if PDL:
+        gdc_launch_dependents()
+    w = tl.load(w_ptr)  # weights depend on nobody: fetch them before the input is there
+    u = tl.load(w_ptr + N * K) if GATED else w
+    if PDL:
+        gdc_wait()
+    total = tl.zeros([BN, BK], tl.float32)
+    total_up = tl.zeros([BN, BK], tl.float32)
+    squares = tl.zeros([BK], tl.float32)
+    for k in range(0, K, BK):
+        if k > 0:
+            w = tl.load(w_ptr + k)
+            u = tl.load(w_ptr + N * K + k) if GATED else w
+        x = tl.load(x_ptr + k + ks).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + k + ks).to(tl.float32)
+        total += w.to(tl.float32) * x[None, :]
+        if GATED:
+            total_up += u.to(tl.float32) * x[None, :]
+    y = finish_row(
+        tl.sum(total, 1), tl.sum(total_up, 1), tl.sum(squares, 0), K, eps, bias_ptr, add_ptr, cols,
+        NORM, GATED, BIAS, ADD,
+    )  # fmt: skip
+    tl.store(out_ptr + cols, y.to(out_ptr.dtype.element_ty))
+
+
+def row_block(n: int, k: int, norm: bool, gated: bool) -> tuple[int, int, int] | None:
+    """(BN, BK, warps) of `row_kernel` for a weight [n, k]; None if no choice divides it."""
+    if norm or gated:
+        bk = 512
+        bn, warps = (8, 4) if gated else (4, 4) if n <= 4096 else (16, 4)
+    else:
+        bk = 1024
+        bn, warps = (2, 4) if n <= 2048 else (8, 2)
+    return None if n % bn or k % bk else (bn, bk, warps)
+
+
+def row_linear(
+    x: Tensor, weight: Tensor, *, norm: Tensor | None = None, eps: float = 0.0,
+    bias: Tensor | None = None, add: Tensor | None = None, gated: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """One row through a layer: x [1, k], weight [n, k] to [1, n]; None if the sizes do not fit.
+
+    norm [k]: RMS-normalise x first. gated: weight [2 n, k] holds gate and up, and the result is
+    silu(gate) * up. add [1, n]: the residual.
+    """
+    n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
+    block = row_block(n, k, norm is not None, gated)
+    if block is None or x.shape[0] != 1:
+        return None
+    bn, bk, warps = block
+    out = torch.empty(1, n, dtype=x.dtype, device=x.device)
+    row_kernel[(n // bn,)](
+        x, weight, x if norm is None else norm, x if bias is None else bias,
+        x if add is None else add, out, n, k, eps, BN=bn, BK=bk, NORM=norm is not None,
+        GATED=gated, BIAS=bias is not None, ADD=add is not None, num_warps=warps,
+        **launch_options(x),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def prefetch(pointers):
+    """Ask for cache lines: they travel to the L2 cache while nobody waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def rows_kernel(
+    x_ptr, w_ptr, bias_ptr, out_ptr, M, N, K, part,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    SWAP: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[split] [M, N] = x[:, part of K] w[:, part of K]^T; grid (N / BN, M / BM, splits).
+
+    SWAP computes the transpose, so that the many weight rows stand where the tensor core wants 64.
+    """
+    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    rows = tl.program_id(1) * BM + tl.arange(0, BM)
+    split = tl.program_id(2)
+    ks = split * part + tl.arange(0, BK)
+    if PDL:
+        gdc_launch_dependents()
+        lines = split * part + tl.arange(0, AHEAD) * 64
+        prefetch(w_ptr + cols[:, None].to(tl.int64) * K + lines[None, :])
+        gdc_wait()
+    real = rows[:, None] < M
+    x_ptr += rows[:, None].to(tl.int64) * K + ks[None, :]
+    w_ptr += cols[:, None].to(tl.int64) * K + ks[None, :]
+    if SWAP:
+        y = tl.zeros([BN, BM], tl.float32)
+        up = tl.zeros([BN, BM], tl.float32)
+    else:
+        y = tl.zeros([BM, BN], tl.float32)
+        up = tl.zeros([BM, BN], tl.float32)
+    for k in tl.range(0, part, BK, num_stages=STAGES):
+        x = tl.load(x_ptr + k, mask=real, other=0.0)
+        w = tl.load(w_ptr + k)
+        y = tl.dot(w, tl.trans(x), y) if SWAP else tl.dot(x, tl.trans(w), y)
+        if GATED:
+            u = tl.load(w_ptr + k + N * K)
+            up = tl.dot(u, tl.trans(x), up) if SWAP else tl.dot(x, tl.trans(u), up)
+    if SWAP:
+        y, up = tl.trans(y), tl.trans(up)
+    if BIAS:
+        y += tl.load(bias_ptr + cols).to(tl.float32)[None, :]
+    if GATED:
+        y = y * tl.sigmoid(y) * up
+    place = (split * M + rows[:, None]).to(tl.int64) * N + cols[None, :]
+    tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=real)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How `rows_kernel` cuts a product."""
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+    swap: bool
+    splits: int = 1
+
+
+# Tried on an H200 with the weights of Qwen3-0.6B and 8B: up to FEW_ROWS our kernel beats cuBLAS,
+# but for two weights of 8B at 64 rows. Beyond, small products with an open sum still do.
+FEW_ROWS = 64
+SPLIT_FLOPS = 2.5e9
+
+
+def tiling(m: int, n: int, k: int, *, gated: bool, open_sum: bool) -> Tiling | None:
+    """How to cut x [m, k] by a weight [n, k]; None: leave it to cuBLAS.
+
+    open_sum: the caller adds up the splits, so a weight with few rows may be cut along k, too.
+    """
+    if m > FEW_ROWS and (not open_sum or 2.0 * m * n * k > SPLIT_FLOPS):
+        return None
+    if m <= 32:
+        bm, bn, bk, warps, stages, swap = 16 if m <= 16 else 32, 64, 128, 4, 4 if gated else 6, True
+    elif m <= FEW_ROWS:
+        bn = 32 if n <= 8192 and n * k < 2**24 else 64
+        bm, bk, warps, stages, swap = 64, 128, 4, 4 if gated or bn == 64 else 6, False
+    else:
+        bm, bn, bk, warps, stages, swap = 128, 64, 64, 8, 5, False
+    if n % bn or k % bk:
+        return None
+    splits = 1
+    tiles = n // bn * -(-m // bm)
+    while open_sum and tiles * splits < 128 and splits < 8 and k % (2 * splits * bk) == 0:
+        splits *= 2
+    return Tiling(bm, bn, bk, warps, stages, swap, splits)
+
+
+def launch_rows(
+    x: Tensor, weight: Tensor, out: Tensor, cut: Tiling, bias: Tensor | None, gated: bool
+) -> None:
+    """Start `rows_kernel`; out holds `cut.splits` results [m, n]."""
+    m, k = x.shape
+    n, part = out.shape[-1], k // cut.splits
+    rows_kernel[(n // cut.bn, triton.cdiv(m, cut.bm), cut.splits)](
+        x, weight, x if bias is None else bias, out, m, n, k, part,
+        BM=cut.bm, BN=cut.bn, BK=cut.bk, GATED=gated, BIAS=bias is not None, SWAP=cut.swap,
+        AHEAD=min(8, 1 << (part // 64).bit_length() - 1), STAGES=cut.stages,
+        num_warps=cut.warps, **launch_options(x),
+    )  # fmt: skip
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [m, k] by weight [n, k], plus bias [n]: [m, n]."""
+    m, n, k = x.shape[0], *weight.shape
+    cut = tiling(m, n, k, gated=False, open_sum=False)
+    if cut is None:
+        return F.linear(x, weight, bias)
+    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    launch_rows(x, weight, out, cut, bias, gated=False)
+    return out
+
+
+def open_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [m, k] by weight [n, k] as parts [splits, m, n], still to be added up: float32 if many."""
+    m, n, k = x.shape[0], *weight.shape
+    cut = tiling(m, n, k, gated=False, open_sum=True)
+    if cut is None:
+        return F.linear(x, weight)[None]
+    dtype = torch.float32 if cut.splits > 1 else x.dtype
+    out = torch.empty(cut.splits, m, n, dtype=dtype, device=x.device)
+    launch_rows(x, weight, out, cut, None, gated=False)
+    return out
+
+
+@triton.jit
+def silu_mul_kernel(gate_up_ptr, out_ptr, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """silu(gate) * up of one row; grid (rows, N / BLOCK)."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    inside = cols < N
+    gate = tl.load(gate_up_ptr + row * 2 * N + cols, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * N + N + cols, mask=inside, other=0.0).to(tl.float32)
+    y = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + row * N + cols, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up: [m, 2 n] to [m, n]."""
+    m, n = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(m, n, dtype=gate_up.dtype, device=gate_up.device)
+    block = min(1024, triton.next_power_of_2(n))
+    silu_mul_kernel[(m, triton.cdiv(n, block))](
+        gate_up, out, n, BLOCK=block, num_warps=4, **launch_options(gate_up)
+    )
+    return out
+
+
+def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """silu(x gate^T) * (x up^T): x [m, k], weight [2 n, k] holds gate and up: [m, n]."""
+    m, n, k = x.shape[0], weight.shape[0] // 2, weight.shape[1]
+    cut = tiling(m, n, k, gated=True, open_sum=False)
+    if cut is None:
+        return silu_and_mul(F.linear(x, weight))
+    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    launch_rows(x, weight, out, cut, None, gated=True)
+    return out

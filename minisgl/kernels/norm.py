@@ -1,0 +1,57 @@
+"""The sum of a product's parts, the residual and the RMS norm, in one pass over a row.
+
+Generated from notebooks/05b_fused.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from minisgl.kernels.pdl import launch_options
+
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+@triton.jit
+def add_norm_kernel(
+    parts_ptr, residual_ptr, sum_ptr, norm_ptr, out_ptr, M, N, eps,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row: sum = residual + parts, out = norm of sum."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < N
+    if PDL:
+        gdc_launch_dependents()
+    weight = tl.load(norm_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    x = tl.load(residual_ptr + row * N + cols, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        place = (part * M + row) * N + cols
+        x += tl.load(parts_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    rounded = x.to(sum_ptr.dtype.element_ty)
+    if PARTS > 0:
+        tl.store(sum_ptr + row * N + cols, rounded, mask=inside)
+    x = rounded.to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight
+    tl.store(out_ptr + row * N + cols, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def add_norm(
+    parts: Tensor | None, residual: Tensor, norm: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(RMS norm of the sum, the sum) of parts [p, m, n] and residual [m, n]; norm [n]."""
+    m, n = residual.shape
+    out = torch.empty_like(residual)
+    total = residual if parts is None else torch.empty_like(residual)
+    block = triton.next_power_of_2(n)
+    add_norm_kernel[(m,)](
+        residual if parts is None else parts, residual, total, norm, out, m, n, eps,
+        PARTS=0 if parts is None else parts.shape[0], BLOCK=block,
+        num_warps=max(4, min(16, block // 256)), **launch_options(residual),
+    )  # fmt: skip
+    return out, total

@@ -1,0 +1,163 @@
+"""The decoder of chapter 05 as a chain of fused kernels, over the same weights.
+
+Generated from notebooks/05b_fused.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minisgl.attention.base import ForwardBatch
+from minisgl.attention.fused_backend import FusedPlan
+from minisgl.distributed.comm import Comm
+from minisgl.kernels.embedding import embed
+from minisgl.kernels.linear import gated_linear, linear, open_linear, row_linear
+from minisgl.kernels.norm import add_norm
+from minisgl.kernels.rotate_store import rotate_and_store
+from minisgl.layers.mlp import GatedMLP
+
+
+@dataclass(frozen=True)
+class FusedAttention:
+    """The weights of one attention layer, as the kernels want them."""
+
+    qkv: Tensor
+    bias: Tensor | None
+    out: Tensor
+    norms: tuple[Tensor, Tensor] | None  # of queries and keys, [head_dim] each
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    table: Tensor  # cosines and sines
+
+    def attend(self, qkv: Tensor, fb: ForwardBatch, layer_id: int) -> Tensor:
+        """Attention of new tokens [n, (qo + 2 kv) d]: [n, qo d]."""
+        n, qo, kv = len(qkv), self.num_qo_heads, self.num_kv_heads
+        plan = fb.attn
+        if isinstance(plan, FusedPlan):
+            heads = qkv.view(n, qo + 2 * kv, self.head_dim)
+            y = plan.decode(
+                heads[:, :qo], heads[:, qo : qo + kv], heads[:, qo + kv :], layer_id,
+                norms=self.norms, eps=self.eps, table=self.table,
+            )  # fmt: skip
+            return y.view(n, -1)
+        caches = plan.pool.k_cache(layer_id), plan.pool.v_cache(layer_id)
+        q, k, v = rotate_and_store(
+            qkv, self.norms, self.eps, self.table, fb.positions, plan.out_loc, *caches, qo
+        )
+        return plan.attend(q, layer_id, k, v).reshape(n, -1)
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """The weights of one decoder layer."""
+
+    first_norm: Tensor
+    second_norm: Tensor
+    attention: FusedAttention
+    mlp: nn.Module
+    gate_up: Tensor | None  # None: the MLP is not the gated one, and computes itself
+    down: Tensor | None
+
+    def one_row(self, x: Tensor, fb: ForwardBatch, layer_id: int) -> Tensor | None:
+        """A single token: five kernels, x [1, hidden] to the same; None if the sizes do not fit."""
+        attention, eps = self.attention, self.attention.eps
+        if self.gate_up is None or self.down is None:
+            return None
+        qkv = row_linear(x, attention.qkv, norm=self.first_norm, eps=eps, bias=attention.bias)
+        if qkv is None:
+            return None
+        y = attention.attend(qkv, fb, layer_id)
+        total = row_linear(y, attention.out, add=x)
+        if total is None:
+            return None
+        mid = row_linear(total, self.gate_up, norm=self.second_norm, eps=eps, gated=True)
+        return None if mid is None else row_linear(mid, self.down, add=total)
+
+
+def fuse_layer(layer: Any, eps: float, table: Tensor) -> FusedLayer:
+    """The weights of a `DecoderLayer`, for the kernels."""
+    attention, norms = layer.self_attn, None
+    if attention.qk_norm is not None:
+        weight = attention.qk_norm.weight
+        norms = weight[0].contiguous(), weight[attention.num_qo_heads].contiguous()
+    fused = FusedAttention(
+        attention.qkv_proj.weight, attention.qkv_proj.bias, attention.o_proj.weight, norms,
+        attention.num_qo_heads, attention.num_kv_heads, attention.head_dim, eps, table,
+    )  # fmt: skip
+    gated = isinstance(layer.mlp, GatedMLP)
+    return FusedLayer(
+        layer.input_layernorm.weight, layer.post_attention_layernorm.weight, fused, layer.mlp,
+        layer.mlp.gate_up_proj.weight if gated else None,
+        layer.mlp.down_proj.weight if gated else None,
+    )  # fmt: skip
+
+
+def can_fuse(model: Any) -> bool:
+    """True if the kernels compute this model: 16-bit weights on a GPU, heads a power of two."""
+    weight, dim = model.model.embed_tokens.weight, model.config.head_dim
+    known = all(not layer.self_attn.o_proj.has_bias for layer in model.model.layers)
+    fits = dim in (32, 64, 128, 256)
+    return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16) and fits and known
+
+
+class FusedModel:
+    """`CausalLM.forward`, fused: a ForwardBatch to logits [rows wanted, vocab_size]."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.eps = model, model.config.rms_norm_eps
+        self.comm: Comm = model.place.comm
+        decoder = model.model
+        table = decoder.rotary.table
+        self.layers = [fuse_layer(layer, self.eps, table) for layer in decoder.layers]
+        self.final_norm = decoder.norm.weight
+
+    def __call__(self, fb: ForwardBatch) -> Tensor:
+        """Logits, in `fb.logits` if that is given."""
+        embedding = self.model.model.embed_tokens
+        x = self.comm.all_reduce(embed(fb.input_ids, embedding.weight, embedding.start))
+        done = self.all_one_row(x, fb) if len(x) == 1 and self.comm.size == 1 else None
+        if done is None:
+            y = self.all_rows(x, fb)
+        else:
+            y = add_norm(None, done, self.final_norm, self.eps)[0]
+        logits: Tensor = self.model.lm_head(y, fb.logits)
+        return logits
+
+    def all_one_row(self, x: Tensor, fb: ForwardBatch) -> Tensor | None:
+        """The layers over a single token."""
+        for layer_id, layer in enumerate(self.layers):
+            y = layer.one_row(x, fb, layer_id)
+            if y is None:
+                return None
+            x = y
+        return x
+
+    def all_rows(self, residual: Tensor, fb: ForwardBatch) -> Tensor:
+        """The layers over any number of tokens, and the final norm of the rows wanted."""
+        parts: Tensor | None = None
+        for layer_id, layer in enumerate(self.layers):
+            x, residual = add_norm(parts, residual, layer.first_norm, self.eps)
+            qkv = linear(x, layer.attention.qkv, layer.attention.bias)
+            y = layer.attention.attend(qkv, fb, layer_id)
+            parts = self.row_parallel(y, layer.attention.out)
+            x, residual = add_norm(parts, residual, layer.second_norm, self.eps)
+            if layer.gate_up is None or layer.down is None:
+                parts = layer.mlp(x)[None]
+            else:
+                parts = self.row_parallel(gated_linear(x, layer.gate_up), layer.down)
+        if fb.last_idx is not None and parts is not None:
+            parts, residual = parts[:, fb.last_idx], residual[fb.last_idx]
+        return add_norm(parts, residual, self.final_norm, self.eps)[0]
+
+    def row_parallel(self, x: Tensor, weight: Tensor) -> Tensor:
+        """A product cut by its input: parts [p, n, hidden], summed over the ranks."""
+        if self.comm.size == 1:
+            return open_linear(x, weight)
+        return self.comm.all_reduce(F.linear(x, weight))[None]

@@ -1,0 +1,102 @@
+"""A server's life: load, serve, drain, leave with the right status.
+
+Generated from notebooks/12b_operations.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from minisgl.server.frontend import Frontend
+from minisgl.server.gate import Gate
+from minisgl.server.launch import StartFailed, WorkerGroup
+
+
+class CalmServer(uvicorn.Server):
+    """Counts the signals that ask it to stop, and leaves what to do about them to `Life`."""
+
+    asked = 0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.asked += 1
+
+
+class Life:
+    """From the first 503 to the exit status: 0 after a stop, 1 after a failure."""
+
+    def __init__(
+        self, server: CalmServer, group: WorkerGroup, frontend: Frontend, gate: Gate, *,
+        drain_timeout: float, on_ready: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.server, self.group, self.frontend, self.gate = server, group, frontend, gate
+        self.drain_timeout, self.on_ready = drain_timeout, on_ready  # seconds
+        self.failed: StartFailed | None = None
+        self.status = 0
+
+    async def run(self, sock: socket.socket) -> int:
+        """Serve on a listening socket until it is over; raises `StartFailed` if it never began."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, self.server.handle_exit, signal.SIGHUP, None)
+        states = asyncio.ensure_future(self._states())
+        try:
+            await self.server.serve(sockets=[sock])
+        finally:
+            states.cancel()
+            await asyncio.gather(states, return_exceptions=True)
+        if self.failed is not None:
+            raise self.failed
+        return self.status
+
+    async def _states(self) -> None:
+        try:
+            if await self._load() and await self._serve():
+                await self._drain()
+        except StartFailed as failed:
+            self.failed = failed
+        finally:
+            self.server.should_exit = True
+
+    async def _load(self) -> bool:
+        """Wait for the workers; False if somebody asked to stop first."""
+        loading = asyncio.ensure_future(self.group.wait_ready())
+        while not loading.done() and not self.server.asked:
+            await asyncio.wait({loading}, timeout=0.05)
+        if not loading.done():
+            loading.cancel()
+            return False
+        loading.result()
+        while not self.server.started:
+            await asyncio.sleep(0.01)
+        self.gate.reason = None
+        self.on_ready()
+        return True
+
+    async def _serve(self) -> bool:
+        """Until somebody asks to stop: True; or until a worker dies: False."""
+        while not self.server.asked:
+            dead = self.group.dead()
+            if dead is not None:
+                self.status, self.group.grace = 1, 0.5
+                self.frontend.fail_all(f"the {dead} died; restart the server")
+                print(f"minisgl: the {dead} died", file=sys.stderr, flush=True)
+                await asyncio.sleep(1.0)  # time for error events, and for a look at /health
+                return False
+            await asyncio.sleep(0.1)
+        return True
+
+    async def _drain(self) -> None:
+        """Nobody new; answers under way may finish, until the deadline or another signal."""
+        self.gate.reason = "the server is shutting down"
+        end = time.monotonic() + self.drain_timeout
+        while self.gate.taken and time.monotonic() < end and self.server.asked < 2:
+            await asyncio.sleep(0.05)
+        self.frontend.fail_all(self.gate.reason)
+        await asyncio.sleep(0.05)

@@ -1,0 +1,138 @@
+"""Bounds on what one connection may cost: body size, slow senders, slow readers, dead peers.
+
+Generated from notebooks/12b_operations.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from minisgl.server.schemas import ApiError
+
+
+class BodyLimit:
+    """Reads a body of at most `max_bytes` within `seconds`, then lets the application see it."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float = 60.0) -> None:
+        self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            async with asyncio.timeout(self._seconds):
+                body = await self._read(scope, receive)
+        except TimeoutError:
+            await refuse(ApiError(408, "body: it came too slowly", code="slow_body"), scope, send)
+        except ApiError as error:
+            await refuse(error, scope, send)
+        else:
+            if body is not None:  # else the client has left
+                await self._app(scope, replay(body, receive), send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The whole body; None if the client left before its end. Raises 413 beyond the limit."""
+        claimed = dict(scope["headers"]).get(b"content-length", b"0")
+        size, parts, more = 0, list[bytes](), True
+        if claimed.isdigit() and int(claimed) > self._max_bytes:
+            size, more = int(claimed), False
+        while more and size <= self._max_bytes:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            more = message.get("more_body", False)
+        if size > self._max_bytes:
+            why = f"body: more than the {self._max_bytes} bytes that this server takes"
+            raise ApiError(413, why, code="body_too_large")
+        return b"".join(parts)
+
+
+async def refuse(error: ApiError, scope: Scope, send: Send) -> None:
+    """Answer with an error and end the connection: the rest of the body is not wanted."""
+
+    async def nothing() -> Message:
+        return {"type": "http.disconnect"}
+
+    headers = {"connection": "close", **error.headers}
+    await JSONResponse(error.body(), error.status, headers)(scope, nothing, send)
+
+
+def replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
+    """A `receive` that gives the body first and then what the connection says."""
+    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def first_the_body() -> Message:
+        return waiting.pop() if waiting else await receive()
+
+    return first_the_body
+
+
+Http: Any = AutoHTTPProtocol  # uvicorn's choice, by what is installed
+
+
+class PatientHttp(Http):
+    """uvicorn's HTTP protocol with bounded patience, in seconds, for each connection."""
+
+    stall, head = 30.0, 30.0  # to take what we write, to send a whole request head
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        transport.set_write_buffer_limits(high=0)
+        peer = transport.get_extra_info("socket")
+        if peer is not None and hasattr(socket, "TCP_KEEPIDLE"):
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, seconds in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for name in list(self._timers):
+            self._disarm(name)
+        super().connection_lost(exc)
+
+    def _arm(self, name: str, seconds: float) -> None:
+        """Cut the connection in `seconds`, unless disarmed before."""
+        if name not in self._timers:
+            loop = asyncio.get_running_loop()
+            self._timers[name] = loop.call_later(seconds, self.transport.abort)
+
+    def _disarm(self, name: str) -> None:
+        timer = self._timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _await_head(self) -> None:
+        """Between two requests, wait for the next; after its head, no longer."""
+        if self.cycle is None or self.cycle.response_complete:
+            self._arm("head", self.head)
+        else:
+            self._disarm("head")
+
+    def data_received(self, data: bytes) -> None:
+        Http.data_received(self, data)
+        self._await_head()
+
+    def pause_writing(self) -> None:
+        """The peer takes nothing more."""
+        Http.pause_writing(self)
+        self._arm("stall", self.stall)
+
+    def resume_writing(self) -> None:
+        self._disarm("stall")
+        Http.resume_writing(self)
+
+
+def patient_http(stall: float, head: float = 30.0) -> type[asyncio.Protocol]:
+    """The protocol class for one server."""
+    return type("PatientHttp", (PatientHttp,), {"stall": stall, "head": head})

@@ -1,0 +1,120 @@
+"""One line per HTTP request: an id, counts and times; text only if asked for.
+
+Generated from notebooks/12b_operations.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minisgl.server.frontend import Observer, Prompt
+from minisgl.server.messages import UserReply
+
+Record = dict[str, Any]
+
+
+def as_text(record: Mapping[str, Any]) -> str:
+    """A record for people: `name=value` in order; strings with spaces are quoted."""
+
+    def show(value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        plain = text.isprintable() and " " not in text and '"' not in text
+        return text if plain else json.dumps(text)
+
+    return " ".join(f"{name}={show(value)}" for name, value in record.items())
+
+
+def as_json(record: Mapping[str, Any]) -> str:
+    """A record for programs: one JSON object."""
+    return json.dumps(record, ensure_ascii=False)
+
+
+class RequestLog(Observer):
+    """Collects what is known about each HTTP request and writes it as one line at its end."""
+
+    def __init__(
+        self, write: Callable[[str], Any], spell: Callable[[Record], str] = as_text,
+        prompts: bool = False,
+    ) -> None:  # fmt: skip
+        self._write, self._spell, self._prompts = write, spell, prompts
+        self._records: dict[str, Record] = {}  # by request id
+        self._ids: dict[int, str] = {}  # of each uid
+
+    def begin(self, scope: Scope) -> str:
+        """Name a request of the HTTP side."""
+        request_id = uuid.uuid4().hex
+        self._records[request_id] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "id": request_id,
+            "method": scope["method"],
+            "path": scope["path"],
+        }
+        return request_id
+
+    def end(self, request_id: str, status: int | None, seconds: float) -> None:
+        """Write its line; a status of None means that the client left before it got one."""
+        record = self._records.pop(request_id)
+        started = record.pop("started", None)
+        if "first" in record:
+            record["ttft_ms"] = round(1000 * (record.pop("first") - started), 1)
+        self._write(
+            self._spell({**record, "status": status or 499, "ms": round(1000 * seconds, 1)})
+        )
+
+    def opened(self, uid: int, request_id: str, prompt: Prompt) -> None:
+        record = self._records.get(request_id)
+        if record is None:  # not over HTTP
+            return
+        self._ids[uid] = request_id
+        record.setdefault("started", time.perf_counter())
+        record["answers"] = record.get("answers", 0) + 1
+        if self._prompts:
+            record["prompt"] = next((value for value in prompt.values() if value is not None), None)
+
+    def replied(self, uid: int, reply: UserReply) -> None:
+        record = self._records.get(self._ids.get(uid, ""))
+        if record is None:
+            return
+        record.setdefault("first", time.perf_counter())
+        record.update(prompt_tokens=reply.prompt_tokens, cached_tokens=reply.cached_tokens)
+        record["tokens"] = record.get("tokens", 0) + len(reply.token_ids)
+        if self._prompts:
+            record["answer"] = record.get("answer", "") + reply.text
+
+    def closed(self, uid: int, outcome: str) -> None:
+        record = self._records.get(self._ids.pop(uid, ""))
+        if record is not None:
+            record["outcome"] = outcome
+
+
+class LogRequests:
+    """ASGI middleware: an id for each HTTP request, in its headers and in its line of the log."""
+
+    def __init__(self, app: ASGIApp, log: RequestLog) -> None:
+        self._app, self._log = app, log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope["request_id"] = request_id = self._log.begin(scope)
+        start, status = time.perf_counter(), list[int]()
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                status.append(message["status"])
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, named)
+        finally:
+            seconds = time.perf_counter() - start
+            self._log.end(request_id, status[0] if status else None, seconds)

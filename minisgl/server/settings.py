@@ -1,0 +1,60 @@
+"""What the routes must know of the config and of the model.
+
+Generated from notebooks/12_server.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from minisgl.config import ModelConfig, ServerConfig, max_seq_len
+from minisgl.core import SamplingParams
+
+
+@dataclass(frozen=True)
+class ApiSettings:
+    """What the routes must know beside the frontend."""
+
+    model_name: str
+    max_model_len: int
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    api_key: str | None = None
+    request_timeout: float | None = None  # seconds for one answer; a request may ask for less
+
+
+def sampling_defaults(path: Path) -> dict[str, Any]:
+    """What the model's `generation_config.json` advises; without it, a temperature of 1."""
+    file = path / "generation_config.json"
+    advice = json.loads(file.read_text()) if file.is_file() else {}
+    if advice.get("do_sample") is False:
+        return {"temperature": 0.0}
+    known = {
+        name: advice[name]
+        for name in ("temperature", "top_p", "top_k")
+        if advice.get(name) is not None
+    }
+    if known.get("top_k") == 0:  # the hub's spelling of "off"
+        del known["top_k"]
+    try:
+        SamplingParams(**known)
+    except ValueError as error:  # the model's fault: say so now, not to each client
+        raise ValueError(f"generation_config.json: {error}") from None
+    return {"temperature": 1.0, **known}
+
+
+def settings_for(
+    config: ServerConfig, path: Path, request_timeout: float | None = None
+) -> ApiSettings:
+    """What the routes say of the model in the folder `path`."""
+    name = config.served_model_name or (path.name if config.model_path else "minisgl-tiny")
+    return ApiSettings(
+        model_name=name,
+        max_model_len=max_seq_len(config, ModelConfig.from_path(path)),
+        sampling_defaults=sampling_defaults(path),
+        api_key=config.api_key,
+        request_timeout=request_timeout,
+    )

@@ -1,0 +1,173 @@
+"""Cases for the fused kernels that run on a CPU in Triton's interpreter and on a GPU alike."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+
+from minisgl.attention.base import DecodeBuffers, ForwardBatch
+from minisgl.attention.fused_backend import FusedBackend
+from minisgl.attention.metadata import AttentionMetadata, build_metadata
+from minisgl.attention.torch_backend import TorchBackend
+from minisgl.config import ModelConfig
+from minisgl.core import Phase
+from minisgl.distributed.comm import SingleRank
+from minisgl.kvcache.page_table import TableManager
+from minisgl.kvcache.pool import KVPool
+from minisgl.models.base import CausalLM
+from minisgl.models.registry import build_model
+from minisgl.models.weights import load_dummy_weights
+from tests.checkpoints import base_config
+
+
+def close(got: torch.Tensor, want: torch.Tensor, limit: float) -> None:
+    """The relative distance of two tensors is below `limit`."""
+    error = (got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)
+    assert error < limit, float(error)
+
+
+def limit_of(dtype: torch.dtype) -> float:
+    return 2e-5 if dtype == torch.float32 else 2e-2
+
+
+class World:
+    """A pool, tables and requests with random cached tokens."""
+
+    def __init__(
+        self, lens: list[int], *, kv: int, dim: int, layers: int = 1, page_size: int = 4,
+        device: str = "cpu", dtype: torch.dtype = torch.float32, qo: int = 4, seed: int = 0,
+    ) -> None:  # fmt: skip
+        rng = np.random.default_rng(seed)
+        pages = [-(-(n + 1) // page_size) for n in lens]
+        total = sum(pages)
+        self.pool = KVPool(
+            num_layers=layers, num_pages=total, page_size=page_size, num_kv_heads=kv,
+            head_dim=dim, dtype=dtype, device=device,
+        )  # fmt: skip
+        gen = torch.Generator().manual_seed(seed)
+        self.pool.buffer.copy_(torch.randn(self.pool.buffer.shape, generator=gen))
+        width = -(-(max(lens) + 2) // page_size) * page_size
+        self.tables = TableManager(len(lens) + 1, width, page_size, self.pool.dummy_page, device)
+        shuffled = rng.permutation(total)
+        at = 0
+        self.rows = []
+        for count in pages:
+            row = self.tables.allocate()
+            slots = shuffled[at : at + count, None] * page_size + np.arange(page_size)
+            self.tables.write(row, 0, slots.reshape(-1).astype(np.int32))
+            self.rows.append(row)
+            at += count
+        self.tables.flush()
+        self.lens = np.array(lens, np.int32)
+        self.device, self.dtype, self.page_size, self.qo = device, dtype, page_size, qo
+
+    def meta(
+        self, phase: Phase = Phase.DECODE, extend: list[int] | None = None
+    ) -> AttentionMetadata:
+        ones = np.ones(len(self.lens), np.int32) if extend is None else np.array(extend, np.int32)
+        rows = np.array(self.rows, np.int32)
+        return build_metadata(phase, rows, ones, self.lens, self.tables.page_table, self.page_size)
+
+    def places(self, extend: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions and slots of the last `extend` tokens of each request."""
+        ones = [1] * len(self.lens) if extend is None else extend
+        positions = np.concatenate([np.arange(n - e, n) for n, e in zip(self.lens, ones)])
+        rows = np.repeat(self.rows, ones)
+        slots = self.tables.page_table[rows, positions].astype(np.int64)
+        return (
+            torch.tensor(positions, dtype=torch.int64, device=self.device),
+            torch.tensor(slots, device=self.device),
+        )
+
+    def backend(self, cls: Any) -> Any:
+        return cls(self.pool, self.tables, self.qo, self.pool.head_dim**-0.5)
+
+    def random(self, *shape: int, seed: int = 1) -> torch.Tensor:
+        gen = torch.Generator().manual_seed(seed)
+        return torch.randn(*shape, generator=gen).to(self.device, self.dtype)
+
+
+def check_decode(lens: list[int], *, qo: int, kv: int, dim: int, **where: Any) -> None:
+    """The fused backend equals the torch backend, twice in a row, and stores the same."""
+    world = World(lens, kv=kv, dim=dim, qo=qo, **where)
+    bs = len(lens)
+    q, k, v = (world.random(bs, h, dim, seed=i) for i, h in enumerate((qo, kv, kv)))
+    positions, out_loc = world.places()
+    before = world.pool.buffer.clone()
+    want = world.backend(TorchBackend).plan(world.meta(), out_loc).run(q, k, v, 0)
+    stored = world.pool.buffer.clone()
+    rows = torch.tensor(world.rows, dtype=torch.int64, device=world.device)
+    fused = world.backend(FusedBackend)
+    plan = fused.graph_plan(bs, DecodeBuffers(rows, positions, out_loc))
+    for _ in range(2):
+        world.pool.buffer.copy_(before)
+        got = plan.run(q, k, v, 0)
+        close(got, want, limit_of(world.dtype))
+        assert torch.equal(world.pool.buffer, stored)
+        assert int(fused.scratch.done.sum()) == 0
+    close(fused.plan(world.meta(), out_loc).attend(q, 0), want, limit_of(world.dtype))
+
+
+def small_model(
+    arch: str, device: str = "cpu", dtype: torch.dtype = torch.float32, **changes: Any
+) -> CausalLM:
+    """A model of random weights whose sizes suit every kernel."""
+    sizes = {
+        "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "head_dim": 64, "num_hidden_layers": 2,
+        "max_position_embeddings": 2048,
+    }  # fmt: skip
+    config = ModelConfig.from_hf({**base_config(arch), **sizes, **changes})
+    model = build_model(config, SingleRank(), dtype=dtype, device="meta")
+    load_dummy_weights(model, device=device, dtype=dtype)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.5, 1.5)
+        if name.endswith("bias"):
+            parameter.data.normal_()
+    for layer in model.model.layers:  # heads share one weight
+        norm = layer.self_attn.qk_norm
+        if norm is not None:
+            norm.weight.data[: norm.num_qo_heads] = norm.weight.data[0].clone()
+            norm.weight.data[norm.num_qo_heads :] = norm.weight.data[norm.num_qo_heads].clone()
+    return model
+
+
+def check_model(model: CausalLM, lens: list[int], extend: list[int] | None) -> None:
+    """The fused model equals the plain one: a decode step, or a prefill of `extend` tokens."""
+    from minisgl.models.fused import FusedModel
+
+    config, weight = model.config, model.model.embed_tokens.weight
+    world = World(
+        lens, kv=config.num_kv_heads, dim=config.head_dim, layers=config.num_layers,
+        device=str(weight.device), dtype=weight.dtype, qo=config.num_qo_heads,
+    )  # fmt: skip
+    phase = Phase.DECODE if extend is None else Phase.PREFILL
+    meta = world.meta(phase, extend)
+    positions, out_loc = world.places(extend)
+    gen = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, config.vocab_size, (len(positions),), generator=gen).to(weight.device)
+    last = None
+    if extend is not None:
+        last = torch.tensor(np.cumsum(extend) - 1, device=weight.device)
+    before = world.pool.buffer.clone()
+
+    def run(forward: Any, backend: Any) -> torch.Tensor:
+        world.pool.buffer.copy_(before)
+        plan = world.backend(backend).plan(meta, out_loc)
+        fb = ForwardBatch(phase, ids, positions, out_loc, last, plan)
+        with torch.inference_mode():
+            return forward(fb)
+
+    want = run(model, TorchBackend)
+    kept = world.pool.buffer.clone()
+    for backend in (TorchBackend, FusedBackend) if extend is None else (TorchBackend,):
+        got = run(FusedModel(model), backend)
+        close(got, want, 2 * limit_of(weight.dtype))
+        close(world.pool.buffer, kept, limit_of(weight.dtype))

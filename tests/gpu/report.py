@@ -1,0 +1,260 @@
+"""All proofs that need a GPU, in one command, stored as one JSON file.
+
+`python3 -m tests.gpu.report --out OUT` runs the tests of this folder, some of them again under
+compute-sanitizer's memcheck, the soak, and the accuracy table; `--only` chooses among them. The
+file is written after each part, and sections that it holds already and that are not run stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from minisgl.benchmark.report import circumstances, save
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTEST = ["-m", "pytest", "-o", "addopts=", "--noconftest", "-p", "no:cacheprovider", "-q"]
+STORED = ROOT / "notebooks" / "data" / "tiny_accuracy.json"
+POINT = 0.01
+
+FUSED, SAMPLER, ATTENTION = (
+    f"tests/gpu/test_{name}_gpu.py::" for name in ("fused", "sampler", "attention")
+)
+CHECKED = [  # one of each kernel and of each path through it, on small inputs
+    *(FUSED + f"test_products[dtype0-{rows}-weight0]" for rows in (1, 8, 17, 65, 256)),
+    FUSED + "test_one_row[weight0]",
+    FUSED + "test_norm_and_embedding",
+    *(FUSED + f"test_decode[{case}]" for case in ("1-128-heads0", "3-64-heads3", "40-128-heads4")),
+    SAMPLER + "test_draws_are_those_of_the_oracle[2-torch.bfloat16]",
+    SAMPLER + "test_filters_leave_what_kept_leaves[torch.float32]",
+    ATTENTION + "test_store_kv_kernel",
+    *(ATTENTION + f"test_kv_indices_kernel[{case}]" for case in ("2-3", "512-16")),
+    *(
+        ATTENTION + f"test_backends_agree[triton-dtype0-{case}]"
+        for case in ("decode", "prefill", "partial", "page 1")
+    ),
+]  # fmt: skip
+
+
+def execute(command: Sequence[str], seconds: float, **env: str) -> dict[str, Any]:
+    """Run a command from the root of the project: status (None: too slow), seconds, output."""
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **env}, timeout=seconds, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        status, output = done.returncode, done.stdout
+    except subprocess.TimeoutExpired as late:
+        raw = late.stdout or b""
+        status, output = None, raw if isinstance(raw, str) else raw.decode(errors="replace")
+    print(output[-3000:], flush=True)
+    took = round(time.monotonic() - start, 1)
+    shown = shlex.join(["python3" if part == sys.executable else part for part in command])
+    return {"command": shown, "status": status, "seconds": took, "output": output}
+
+
+def read_junit(path: Path) -> dict[str, Any]:
+    """Counts of a junit file, what failed and why, what was skipped and why, the slowest."""
+    if not path.is_file():
+        return {"tests": 0, "failures": {}, "skipped": {}}
+    cases = list(ElementTree.parse(path).getroot().iter("testcase"))
+    failures, skipped = {}, Counter[str]()
+    files: Counter[str] = Counter()
+    for case in cases:
+        name = f"{case.get('classname', '')}::{case.get('name', '')}"
+        files[case.get("classname", "").rpartition(".")[2]] += 1
+        for child in case:
+            if child.tag in ("failure", "error"):
+                failures[name] = (child.get("message") or "")[:500]
+            if child.tag == "skipped":
+                skipped[child.get("message") or ""] += 1
+    slow = sorted(cases, key=lambda case: -float(case.get("time", 0)))[:8]
+    return {
+        "tests": len(cases), "passed_tests": len(cases) - len(failures) - skipped.total(),
+        "failures": failures, "skipped": dict(skipped), "files": dict(files),
+        "slowest": {case.get("name"): float(case.get("time", 0)) for case in slow},
+    }  # fmt: skip
+
+
+def run_pytest(before: Sequence[str], what: Sequence[str], seconds: float, **env: str) -> Any:
+    """pytest on `what`, perhaps under another program: its result and the junit file's."""
+    with tempfile.TemporaryDirectory() as folder:
+        junit = Path(folder) / "junit.xml"
+        command = [*before, sys.executable, *PYTEST, *what]
+        done = execute([*command, f"--junitxml={junit}"], seconds, **env)
+        found = read_junit(junit)
+    done["command"] = done["command"].rpartition(" ")[0]  # without the file, which is gone
+    passed = done["status"] == 0 and found["tests"] > 0 and not found["failures"]
+    return {"passed": passed, **done, **found}
+
+
+def tests(args: argparse.Namespace) -> dict[str, Any]:
+    """Every test of this folder; something must have run, not only been skipped."""
+    select = ["-k", args.select] if args.select else []
+    found = run_pytest((), ["tests/gpu", *select], args.seconds)
+    found["passed"] = found["passed"] and found["passed_tests"] > 0
+    output = found.pop("output")
+    return found if found["passed"] else found | {"output": output[-4000:]}
+
+
+def find_sanitizer() -> str | None:
+    """compute-sanitizer, from the path or from where CUDA is usually installed."""
+    usual = sorted(Path("/usr/local").glob("cuda*/bin/compute-sanitizer"))
+    return shutil.which("compute-sanitizer") or (str(usual[-1]) if usual else None)
+
+
+def sanitizer(args: argparse.Namespace) -> dict[str, Any]:
+    """memcheck over a few kernels; torch's cache is off, so that each tensor has its own bounds."""
+    program = find_sanitizer()
+    if program is None:
+        return {"passed": False, "reason": "compute-sanitizer is not installed"}
+    memcheck = [program, "--tool", "memcheck", "--error-exitcode", "9"]
+    found = run_pytest(memcheck, CHECKED, args.seconds, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    output = found.pop("output")
+    lines = output.splitlines()
+    found["summary"] = [line for line in lines if "ERROR SUMMARY" in line]
+    clean = any("ERROR SUMMARY: 0 errors" in line for line in found["summary"])
+    found["passed"] = found["passed"] and clean and found["passed_tests"] > 0
+    return found if found["passed"] else found | {"output": output[-6000:]}
+
+
+def soak(args: argparse.Namespace) -> dict[str, Any]:
+    """`tests/gpu/soak.py` in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "soak.json"
+        how = ["--minutes", str(args.minutes), "--seed", str(args.seed), "--attn", args.attn]
+        command = [sys.executable, "-m", "tests.gpu.soak", *how, "--device", args.device]
+        done = execute([*command, "--json", str(out)], args.seconds)
+        output = done.pop("output")
+        done["command"] = done["command"].rpartition(" --json")[0]
+        if not out.is_file():
+            return {"passed": False, **done, "output": output[-4000:]}
+        return {**done, **json.loads(out.read_text())["results"]}
+
+
+def compare_scores(
+    scores: dict[str, float], stored: dict[str, float], counts: dict[str, int]
+) -> dict[str, Any]:
+    """Each row beside the stored one, and all cases together; `passed` is about all of them.
+
+    A row has too few cases for one point to mean anything: one case is two points or more.
+    """
+    rows = {
+        name: {
+            "cases": counts[name], "here": scores[name], "stored": stored[name],
+            "difference": round(scores[name] - stored[name], 4),
+            "within_a_point": abs(scores[name] - stored[name]) <= POINT + 1e-9,
+        }
+        for name in stored
+    }  # fmt: skip
+    here, there = (
+        sum(table[name] * counts[name] for name in stored) / sum(counts.values())
+        for table in (scores, stored)
+    )
+    return {
+        "passed": abs(here - there) <= POINT, "all_cases": sum(counts.values()),
+        "here": round(here, 5), "stored": round(there, 5), "difference": round(here - there, 5),
+        "rows_beyond_a_point": [name for name, row in rows.items() if not row["within_a_point"]],
+        "rows": rows,
+    }  # fmt: skip
+
+
+def accuracy(args: argparse.Namespace) -> dict[str, Any]:
+    """The embedded model's held-out table, all machinery on, beside the CPU's float32 numbers."""
+    from minisgl import LLM, SamplingParams
+    from minisgl.tiny import evaluate
+    from minisgl.tiny.checkpoint import load_model
+    from minisgl.tiny.model_path import model_path
+
+    stored = json.loads(STORED.read_text())
+    _, tokenizer = load_model(model_path(), "cpu")
+    counter = evaluate.token_counter(tokenizer)
+    cases = evaluate.all_cases(stored["seed"], args.per_task, counter)
+    greedy = SamplingParams(temperature=0.0, max_tokens=evaluate.MAX_NEW_TOKENS)
+    how: dict[str, Any] = {"device": args.device, "attention_backend": args.attn}
+    if args.device == "cuda":
+        how["dtype"] = "bfloat16"
+    start = time.monotonic()
+    with LLM(overlap=True, cache_type="radix", **how) as llm:
+        engine = llm.scheduler.engine
+        outs: list[dict[str, Any]] = []
+
+        def generate(prompts: list[list[int]]) -> list[list[int]]:
+            outs.extend(llm.generate(prompts, greedy))
+            return [out["token_ids"] for out in outs]
+
+        scores, wrong = evaluate.evaluate(generate, tokenizer, cases)
+        llm.scheduler.cache.check_integrity()
+        about = {
+            "backend": engine.config.attention_backend, "dtype": engine.config.dtype,
+            "kernels": engine.config.kernels, "page_size": engine.page_size,
+            "graphs": list(engine.graph.sizes) if engine.graph is not None else [],
+            "cached_tokens": sum(out["cached_tokens"] for out in outs),
+        }  # fmt: skip
+    counts = Counter(case.name for case in cases)
+    found = compare_scores(scores, stored["scores"], counts)
+    print(evaluate.report(scores))
+    print(f"all: {found['here']:.2%}, stored {found['stored']:.2%}")
+    if args.device == "cuda":
+        found["passed"] = found["passed"] and bool(about["graphs"]) and about["cached_tokens"] > 0
+    new = [line for line in wrong if line not in stored["wrong"]]
+    return {**found, **about, "seconds": round(time.monotonic() - start, 1), "newly_wrong": new}
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "accuracy": accuracy, "sanitizer": sanitizer, "soak": soak, "tests": tests,
+}  # fmt: skip
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--minutes", type=float, default=3.0, help="of the soak")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--per-task", type=int, default=50, help="cases; 50 are stored")
+    parser.add_argument("--attn", default="auto", help="attention backends of accuracy and soak")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--select", default="", help="pytest's -k for the section tests")
+    parser.add_argument("--seconds", type=float, default=560, help="limit of a section")
+    return parser.parse_args(argv)
+
+
+def command_of(args: argparse.Namespace, *names: str) -> str:
+    """What to type to get these sections again; where the file lies is nobody's business."""
+    how = ["--attn", args.attn, "--minutes", str(args.minutes), "--seed", str(args.seed)]
+    return shlex.join(["python3", "-m", "tests.gpu.report", "--only", *names, *how])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the sections one after the other; 0 if all passed."""
+    args = parse(argv)
+    results: dict[str, Any] = {}
+    if args.out.is_file():
+        results = json.loads(args.out.read_text())["results"]
+    for name in args.only:
+        print(f"== {name}", flush=True)
+        about = circumstances() | {"command": command_of(args, name)}
+        results[name] = {**SECTIONS[name](args), "circumstances": about}
+        save(args.out, results, command_of(args, *results))
+    for name in args.only:
+        print(f"{name}: {'passed' if results[name]['passed'] else 'FAILED'}")
+    return 0 if all(results[name]["passed"] for name in args.only) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,90 @@
+"""Fused kernels and the fused model on a GPU, against plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+pytest.importorskip("triton")
+
+from minisgl.kernels import linear as kernels
+from minisgl.kernels.embedding import embed
+from minisgl.kernels.norm import add_norm
+from tests.fused_cases import check_decode, check_model, close, small_model
+
+BF16 = torch.bfloat16
+WEIGHTS = [(1024, 1024), (1024, 3072), (6144, 1024), (4096, 4096), (2560, 9728), (5120, 5120)]
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
+    gen = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=gen, device="cuda").to(dtype)
+
+
+def silu_mul(y: torch.Tensor) -> torch.Tensor:
+    gate, up = y.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 17, 32, 48, 64, 65, 128, 200, 256])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_products(rows: int, weight: tuple[int, int], dtype: torch.dtype) -> None:
+    n, k = weight
+    x, w = normal(rows, k, dtype=dtype), normal(n, k, seed=1, dtype=dtype) * 0.05
+    bias = normal(n, seed=2, dtype=dtype)
+    exact = x.double() @ w.double().T
+    close(kernels.linear(x, w, bias), exact + bias, 1e-2)
+    close(kernels.open_linear(x, w).sum(0), exact, 1e-2)
+    close(kernels.gated_linear(x, w), silu_mul(exact), 1e-2)
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_one_row(weight: tuple[int, int]) -> None:
+    n, k = weight
+    x, w = normal(1, k), normal(n, k, seed=1) * 0.05
+    norm, add = normal(k, seed=2), normal(1, n, seed=3)
+    y = torch.nn.functional.rms_norm(x.double(), (k,), norm.double(), 1e-6) @ w.double().T
+    got = kernels.row_linear(x, w, norm=norm, eps=1e-6)
+    if got is not None:
+        close(got, y, 1e-2)
+    got = kernels.row_linear(x, w, norm=norm, eps=1e-6, gated=True)
+    if got is not None:
+        close(got, silu_mul(y), 1e-2)
+    got = kernels.row_linear(x, w, add=add)
+    if got is not None:
+        close(got, add.double() + x.double() @ w.double().T, 1e-2)
+
+
+def test_norm_and_embedding() -> None:
+    residual, norm, parts = normal(70, 5120), normal(5120, seed=1), normal(4, 70, 5120, seed=2)
+    got, total = add_norm(parts.float(), residual, norm, 1e-6)
+    want = residual.double() + parts.double().sum(0)
+    close(total, want, 1e-2)
+    close(got, torch.nn.functional.rms_norm(want, (5120,), norm.double(), 1e-6), 1e-2)
+    table, ids = normal(100, 1000), torch.tensor([0, 5, 99, 199, 200], device="cuda")
+    assert torch.equal(embed(ids, table, 100)[3], table[99])
+    assert not embed(ids, table, 100)[:3].any()
+
+
+@pytest.mark.parametrize("heads", [(16, 8), (32, 8), (40, 8), (28, 4), (8, 8)])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("bs", [1, 3, 8, 40, 130])
+def test_decode(heads: tuple[int, int], dim: int, bs: int) -> None:
+    lens = [1 + (i * 397) % 1500 for i in range(bs)]
+    lens[0] = 5000
+    check_decode(lens, qo=heads[0], kv=heads[1], dim=dim, page_size=16, device="cuda", dtype=BF16)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])
+def test_model(arch: str, dtype: torch.dtype) -> None:
+    model = small_model(arch, "cuda", dtype)
+    check_model(model, [700], None)
+    check_model(model, [5, 1, 300], None)
+    check_model(model, [9] * 70, None)
+    check_model(model, [60, 3, 200], [60, 1, 80])

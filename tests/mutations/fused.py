@@ -1,0 +1,129 @@
+"""Bugs in the fused kernels: what a kernel leaves out, or takes from the wrong place."""
+
+from __future__ import annotations
+
+from tests.mutations import Mutation
+
+TEST = "tests/test_fused.py::"
+LINEAR = "minisgl.kernels.linear"
+NORM = "minisgl.kernels.norm"
+ROTATE = "minisgl.kernels.rotate_store"
+DECODE = "minisgl.kernels.decode_attention"
+MODEL = f"{TEST}test_fused_model_equals_the_plain_one[qwen3]"
+ORACLE = f"{TEST}test_decode_equals_the_oracle"
+
+MUTATIONS = [
+    Mutation(
+        "fused: the norm's scale is left out of a row",
+        LINEAR,
+        "scale = tl.rsqrt(squares / K + eps)",
+        "scale = 1.0",
+        f"{TEST}test_row_linear_with_norm",
+    ),
+    Mutation(
+        "fused: the norm's weight is left out of a row",
+        LINEAR,
+        "x *= tl.load(norm_ptr + k + ks).to(tl.float32)",
+        "x *= 1.0",
+        f"{TEST}test_row_linear_with_norm",
+    ),
+    Mutation(
+        "fused: the residual is not added to a row",
+        LINEAR,
+        "        y += tl.load(add_ptr + cols).to(tl.float32)",
+        "        y += 0.0",
+        f"{TEST}test_row_linear_adds_the_residual_and_declines_odd_sizes",
+    ),
+    Mutation(
+        "fused: every split reads the first part of the weights",
+        LINEAR,
+        "ks = split * part + tl.arange(0, BK)",
+        "ks = tl.arange(0, BK)",
+        f"{TEST}test_products_of_few_rows",
+    ),
+    Mutation(
+        "fused: gate and up are swapped",
+        LINEAR,
+        "    if GATED:\n        y = y * tl.sigmoid(y) * up\n    place",
+        "    if GATED:\n        y = up * tl.sigmoid(up) * y\n    place",
+        f"{TEST}test_products_of_few_rows",
+    ),
+    Mutation(
+        "fused: only the first part of a product is added",
+        NORM,
+        "for part in tl.static_range(PARTS):",
+        "for part in tl.static_range(min(PARTS, 1)):",
+        f"{TEST}test_add_norm",
+    ),
+    Mutation(
+        "fused: the sum before a norm is not kept",
+        NORM,
+        "tl.store(sum_ptr + row * N + cols, rounded, mask=inside)",
+        "tl.store(sum_ptr + row * N + cols, rounded * 0, mask=inside)",
+        f"{TEST}test_add_norm",
+    ),
+    Mutation(
+        "fused: the rotation takes the wrong half",
+        ROTATE,
+        "return a * cos - b * sin, b * cos + a * sin",
+        "return a * cos + b * sin, b * cos - a * sin",
+        MODEL,
+    ),
+    Mutation(
+        "fused: prefill stores keys at the token's position",
+        ROTATE,
+        "k_place = k_cache_ptr + slot * KV * HEAD_DIM",
+        "k_place = k_cache_ptr + position * KV * HEAD_DIM",
+        MODEL,
+    ),
+    Mutation(
+        "fused: decode stores at the wrong slot",
+        DECODE,
+        "slot = tl.load(slots_ptr + request) * (KV * HEAD_DIM)",
+        "slot = tl.load(slots_ptr) * (KV * HEAD_DIM)",
+        ORACLE,
+    ),
+    Mutation(
+        "fused: the new token is not folded in",
+        DECODE,
+        "    acc = acc * old[:, None] + p[:, None] * v.to(tl.float32)[None, :]\n"
+        "    return new, total * old + p, acc",
+        "    return m, total, acc",
+        ORACLE,
+    ),
+    Mutation(
+        "fused: a cached token is read twice, as cached and as new",
+        DECODE,
+        "begin, tl.minimum(begin + part, length - 1), scale",
+        "begin, tl.minimum(begin + part, length), scale",
+        ORACLE,
+    ),
+    Mutation(
+        "fused: the merge ignores the last part",
+        DECODE,
+        "for i in range(count):",
+        "for i in range(count - 1):",
+        f"{TEST}test_decode_of_one_long_request",
+    ),
+    Mutation(
+        "fused: the counter of finished parts is not reset",
+        DECODE,
+        "tl.store(done_ptr + place, 0)",
+        "tl.store(done_ptr + place, count)",
+        f"{TEST}test_decode_of_one_long_request",
+    ),
+    Mutation(
+        "fused: the embedding ignores where its shard starts",
+        "minisgl.kernels.embedding",
+        "local = tl.load(ids_ptr + token) - first",
+        "local = tl.load(ids_ptr + token)",
+        f"{TEST}test_embedding_of_a_shard",
+    ),
+    Mutation(
+        "fused: the model gives the rows of a prefill the wrong residual",
+        "minisgl.models.fused",
+        "parts, residual = parts[:, fb.last_idx], residual[fb.last_idx]",
+        "parts, residual = parts[:, fb.last_idx], residual[: len(fb.last_idx)]",
+        MODEL,
+    ),
+]

@@ -1,0 +1,51 @@
+"""What tests of the sampling kernels share: keys, settings of rows, and the torch oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from minisgl.engine.sampler import draw, gumbel_noise, step_keys
+
+
+def make_keys(rows: int, first: int = 0) -> torch.Tensor:
+    """Keys of `rows` requests, int32 [2, rows]."""
+    seeds = np.arange(first, first + rows, dtype=np.uint64)
+    return torch.from_numpy(step_keys(seeds, np.arange(rows)))
+
+
+def row_tensors(rows: list[tuple[float, int, float]]) -> tuple[torch.Tensor, ...]:
+    """temperature float32, top_k int32 and top_p float64, [bs] each."""
+    temperature, top_k, top_p = zip(*rows, strict=True)
+    return (
+        torch.tensor(temperature, dtype=torch.float32),
+        torch.tensor(top_k, dtype=torch.int32),
+        torch.tensor(top_p, dtype=torch.float64),
+    )
+
+
+def assert_same_draws(
+    got: torch.Tensor, logits: torch.Tensor, keys: torch.Tensor, temperature: torch.Tensor,
+    top_k: torch.Tensor, top_p: torch.Tensor,
+) -> None:  # fmt: skip
+    """Each token is the one that `draw` takes, or one whose score differs by rounding only.
+
+    Everything on one device, which the oracle uses, too.
+    """
+    vocab, different = logits.shape[1], 0
+    ids = torch.arange(vocab, dtype=torch.int32, device=logits.device)
+    for row, token in enumerate(got.tolist()):
+        one, k = slice(row, row + 1), int(top_k[row])
+        k = k if 0 < k < vocab else vocab
+        wanted: list[torch.Tensor] = []
+        if temperature[row] > 0:
+            wanted = [keys[:, one], temperature[one]]
+            if k < vocab or top_p[row] < 1:
+                wanted += [torch.tensor([k], device=logits.device), top_p[one]]
+        want = int(draw(logits[one], ids, k, *wanted))
+        if token != want:
+            different += 1
+            noise = gumbel_noise(keys[:, one], ids)[0, [token, want]]
+            scores = logits[row, [token, want]].float() + temperature[row] * noise
+            assert torch.isclose(scores[0], scores[1], rtol=1e-6, atol=0), (row, token, want)
+    assert different <= max(1, len(got) // 1000), f"{different} of {len(got)} rows"

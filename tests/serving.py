@@ -1,0 +1,136 @@
+"""Servers for tests: in threads with a real socket, and as `python -m minisgl`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import uvicorn
+
+from minisgl.config import ServerConfig
+from minisgl.server.cli import Watchers, dressed_app
+from minisgl.server.frontend import Observer
+from minisgl.server.gate import Gate
+from minisgl.server.limits import patient_http
+from minisgl.server.options import Operations
+from minisgl.server.settings import settings_for
+from minisgl.server.threads import ThreadedServer
+
+PAGES, WINDOW = 64, 256
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    """Poll until the condition holds; a failure says what was waited for."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.005)
+
+
+class Live:
+    """A real uvicorn on a real socket, over the scheduler of a random model, in threads."""
+
+    def __init__(
+        self, checkpoint: Path, *, observers: tuple[Observer, ...] = (), limit: int = 1000,
+        stall: float = 30.0, head: float = 30.0, max_waiting: int | None = None,
+        send_buffer: int | None = None,
+        operations: Operations | None = None, **fields: Any,
+    ) -> None:  # fmt: skip
+        self.pages = fields.pop("num_page_override", PAGES)
+        config = ServerConfig(model_path=str(checkpoint), num_page_override=self.pages, **fields)
+        self.operations = operations or Operations(log_format="none")
+        self.watchers = Watchers(self.operations)
+        self.server = ThreadedServer(config, [*self.watchers.all(), *observers])
+        if max_waiting is not None:
+            self.server.frontend._max_waiting = max_waiting
+        self.gate = Gate(limit)
+        settings = settings_for(config, checkpoint, self.operations.request_timeout)
+        app = dressed_app(
+            self.server.frontend, settings, self.gate, self.watchers, self.operations.max_body_size
+        )
+        self.app = app
+        protocol = patient_http(stall, head)
+        options = uvicorn.Config(app, log_level="warning", http=protocol, ws="none")
+        self.http = uvicorn.Server(options)
+        self.sock = socket.create_server(("127.0.0.1", 0))
+        if send_buffer is not None:  # sockets that are accepted inherit it
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        self.port = self.sock.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.thread = threading.Thread(target=self.http.run, args=([self.sock],), daemon=True)
+
+    def __enter__(self) -> Live:
+        self.server.__enter__()
+        self.thread.start()
+        wait_for(lambda: self.http.started, "uvicorn to start")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.should_exit = True
+        self.thread.join(timeout=10)
+        self.server.__exit__()
+
+    def assert_pages_home(self) -> None:
+        """No request left, and every page free or in the tree."""
+        scheduler = self.server.scheduler
+        wait_for(lambda: not scheduler.has_work, "the scheduler to be idle")
+        scheduler.cache.check_integrity()
+        assert scheduler.cache.available_tokens == self.pages * scheduler.engine.page_size
+        assert scheduler.tables.free_rows == scheduler.engine.config.max_running_req
+        wait_for(lambda: self.gate.taken == 0, "all places to be free")
+        assert not self.server.frontend._streams
+
+
+class Served:
+    """`python -m minisgl` as a user starts it."""
+
+    def __init__(self, folder: Path, *flags: str, **options: Any) -> None:
+        self.folder = folder
+        self.started = time.monotonic()
+        port = [] if "--port" in flags else ["--port", "0"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "minisgl", *port, *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(folder)},
+            start_new_session=True,
+            **options,
+        )
+
+    def ready(self) -> str:
+        """Wait for the one line with the URL; return the URL."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        self.seconds = time.monotonic() - self.started
+        assert "http://" in line, line + (self.process.communicate()[1] if not line else "")
+        return line.split()[-1]
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def workers(self) -> list[psutil.Process]:
+        """The worker processes in the order of their start: scheduler, text worker, tokenizers."""
+        return [c for c in self.children() if "spawn_main" in " ".join(c.cmdline())]
+
+    def assert_gone(self, children: list[psutil.Process], seconds: float = 20.0) -> None:
+        """No process and no file is left."""
+        wait_for(lambda: not any(c.is_running() for c in children), "workers to leave", seconds)
+        assert not list(self.folder.glob("minisgl-*"))
+
+
+def metric(url: str, name: str) -> float:
+    """One number of `/metrics`; `name` may carry labels."""
+    for line in httpx.get(f"{url}/metrics", timeout=10).text.splitlines():
+        if line.startswith(f"minisgl_{name} "):
+            return float(line.split()[-1])
+    return 0.0

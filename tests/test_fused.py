@@ -1,0 +1,148 @@
+"""Fused kernels against plain PyTorch, in Triton's interpreter; tests/gpu has them on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fused_cases import check_decode, check_model, close, small_model
+
+pytest.importorskip("triton")
+from minisgl.kernels import linear as kernels
+from minisgl.kernels.decode_attention import splits_of, tile_of
+from minisgl.kernels.embedding import embed
+from minisgl.kernels.norm import add_norm
+
+FEW_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_row_linear_with_norm(gated: bool, bias: bool) -> None:
+    n, k = 32, 1024
+    x, w, norm = normal(1, k), normal(2 * n if gated else n, k, seed=1), normal(k, seed=2)
+    b = normal(n, seed=3) if bias and not gated else None
+    got = kernels.row_linear(x, w, norm=norm, eps=1e-5, bias=b, gated=gated)
+    y = rms(x, norm, 1e-5) @ w.T
+    want = torch.nn.functional.silu(y[:, :n]) * y[:, n:] if gated else y
+    assert got is not None
+    close(got, want if b is None else want + b, 1e-5)
+
+
+def test_row_linear_adds_the_residual_and_declines_odd_sizes() -> None:
+    x, w, add = normal(1, 2048), normal(16, 2048, seed=1), normal(1, 16, seed=2)
+    got = kernels.row_linear(x, w, add=add)
+    assert got is not None
+    close(got, add + x @ w.T, 1e-5)
+    assert kernels.row_linear(normal(1, 96), normal(16, 96)) is None
+    assert kernels.row_linear(normal(2, 1024), normal(16, 1024)) is None
+
+
+@pytest.mark.parametrize("rows", [1, 7, 16, 20, 33, 64, 65, 130])
+def test_products_of_few_rows(rows: int) -> None:
+    x, w, bias = normal(rows, 512), normal(128, 512, seed=1), normal(128, seed=2)
+    close(kernels.linear(x, w, bias), x @ w.T + bias, 1e-5)
+    parts = kernels.open_linear(x, w)
+    assert parts.shape[1:] == (rows, 128)
+    close(parts.sum(0), x @ w.T, 1e-5)
+    y = x @ w.T
+    close(kernels.gated_linear(x, w), torch.nn.functional.silu(y[:, :64]) * y[:, 64:], 1e-5)
+
+
+def test_tiling_fills_the_gpu_and_divides_the_work() -> None:
+    for m in (1, 8, 16, 32, 64, 128, 256):
+        for n, k in ((1024, 2048), (1024, 3072), (4096, 4096), (4096, 12288), (5120, 17408)):
+            cut = kernels.tiling(m, n, k, gated=False, open_sum=True)
+            if cut is not None:
+                assert n % cut.bn == 0 and k % (cut.splits * cut.bk) == 0
+                assert m <= kernels.FEW_ROWS or 2 * m * n * k <= kernels.SPLIT_FLOPS
+    assert kernels.tiling(8, 1024, 2048, gated=False, open_sum=True).splits == 8
+    assert kernels.tiling(256, 4096, 1024, gated=False, open_sum=False) is None
+    assert kernels.tiling(8, 100, 1024, gated=False, open_sum=False) is None
+
+
+@pytest.mark.parametrize("parts", [None, 1, 3])
+def test_add_norm(parts: int | None) -> None:
+    residual, norm = normal(5, 96), normal(96, seed=1)
+    pieces = None if parts is None else normal(parts, 5, 96, seed=2)
+    before = residual.clone()
+    got, total = add_norm(pieces, residual, norm, 1e-6)
+    want = residual if pieces is None else residual + pieces.sum(0)
+    close(total, want, 1e-6)
+    close(got, rms(want, norm, 1e-6), 1e-5)
+    assert torch.equal(residual, before)
+
+
+def test_embedding_of_a_shard() -> None:
+    weight, ids = normal(10, 48), torch.tensor([0, 9, 10, 19, 25])
+    got = embed(ids, weight, first=10)
+    assert torch.equal(got[2:4], weight[[0, 9]])
+    assert not got[[0, 1, 4]].any()
+    assert torch.equal(embed(ids[:2], weight), weight[[0, 9]])
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    lens=st.lists(st.integers(1, 90), min_size=1, max_size=4),
+    heads=st.sampled_from([(2, 2), (4, 2), (8, 2), (5, 1)]),
+    page_size=st.sampled_from([1, 4, 16]),
+)
+def test_decode_equals_the_oracle(lens: list[int], heads: tuple[int, int], page_size: int) -> None:
+    check_decode(lens, qo=heads[0], kv=heads[1], dim=32, page_size=page_size)
+
+
+def test_decode_of_one_long_request() -> None:
+    check_decode([700], qo=4, kv=1, dim=64, page_size=16)
+
+
+def test_few_requests_are_cut_until_the_gpu_is_full() -> None:
+    assert splits_of(1, 8) == (16, 1) and splits_of(8, 8) == (4, 1) and splits_of(16, 8) == (2, 1)
+    assert splits_of(32, 8) == splits_of(256, 8) == (2, 2048)
+    assert tile_of(1, 8, 128, 4)[0] < tile_of(1, 8, 128, 2)[0]
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large blocks: the interpreter takes as long as there are programs, however large they are."""
+    real, cut = kernels.row_block, kernels.tiling
+
+    def wide(n: int, k: int, norm: bool, gated: bool) -> tuple[int, int, int] | None:
+        block = real(n, k, norm, gated)
+        return None if block is None else (128, *block[1:])
+
+    def coarse(m: int, n: int, k: int, **how: bool) -> kernels.Tiling | None:
+        found = cut(m, n, k, **how)
+        if found is None:
+            return None
+        return replace(found, bn=256, bk=512, splits=min(2, found.splits))
+
+    monkeypatch.setattr(kernels, "row_block", wide)
+    monkeypatch.setattr(kernels, "tiling", coarse)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])
+def test_fused_model_equals_the_plain_one(arch: str, few_programs: None) -> None:
+    layers = 2 if arch == "qwen3" else 1  # one architecture shows that layers follow each other
+    model = small_model(arch, num_hidden_layers=layers, **FEW_HEADS)
+    check_model(model, [9], None)
+    check_model(model, [5, 20], None)
+    check_model(model, [6, 3, 20], [6, 1, 8])
+
+
+def test_odd_sizes_fall_back() -> None:
+    model = small_model("qwen3", hidden_size=96, intermediate_size=160, head_dim=32)
+    check_model(model, [9], None)
+    check_model(model, [9, 4], [3, 4])

@@ -1,0 +1,407 @@
+"""Every line of the OpenAI contract over a real socket, with the openai client where it can."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from minisgl import LLM
+from minisgl.config import resolve_model_path
+from minisgl.core import SamplingParams
+from minisgl.scheduler.messages import TokenReply
+from minisgl.server.channels import QueueBox
+from minisgl.server.messages import TokenizeMsg
+from minisgl.server.options import Operations
+from minisgl.server.token_bytes import TokenBytes
+from minisgl.server.worker import TextWorker
+from minisgl.tokenizer import Tokenizer
+from tests.checkpoints import make_checkpoint
+from tests.serving import WINDOW, Live
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(
+        tmp_path_factory.mktemp("model"), tokenizer=True, max_position_embeddings=WINDOW
+    )
+
+
+@pytest.fixture(scope="module")
+def live(checkpoint: Path) -> Iterator[Live]:
+    with Live(checkpoint, operations=Operations(log_format="none", max_body_size=200_000)) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="any", max_retries=0)
+
+
+def complete(live: Live, **fields: Any) -> httpx.Response:
+    body = {"prompt": "hello", "max_tokens": 8, "temperature": 0, **fields}
+    return httpx.post(f"{live.url}/v1/completions", json=body, timeout=30)
+
+
+def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream that ended as it should."""
+    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert events[-1] == "[DONE]", events[-1]
+    return [json.loads(event) for event in events[:-1]]
+
+
+# Log probabilities
+
+
+def test_completion_logprobs_are_those_of_the_engine(live: Live, checkpoint: Path) -> None:
+    choice = complete(live, logprobs=3).json()["choices"][0]
+    with LLM(checkpoint, num_pages=64) as llm:
+        params = SamplingParams(max_tokens=8, logprobs=3)
+        expected = llm.generate("hello", params)[0]
+    found = choice["logprobs"]
+    assert choice["text"] == expected["text"]
+    assert found["token_logprobs"] == pytest.approx(
+        [entry["logprob"] for entry in expected["logprobs"]], abs=1e-4
+    )
+    lengths = {len(found[name]) for name in ("tokens", "token_logprobs", "top_logprobs")}
+    assert lengths == {8} and all(len(top) <= 3 for top in found["top_logprobs"])
+    for token, value, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"]):
+        assert top[token] == value == max(top.values())  # greedy
+
+
+def test_chat_logprobs_with_the_sdk(client: openai.OpenAI, live: Live) -> None:
+    name = client.models.list().data[0].id
+    ask = {"model": name, "messages": [{"role": "user", "content": "hi"}], "seed": 3}
+    whole = client.chat.completions.create(**ask, max_tokens=6, logprobs=True, top_logprobs=2)
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None and len(logprobs.content) == 6
+    for entry in logprobs.content:
+        assert len(entry.top_logprobs) == 2 and entry.bytes is not None and entry.logprob <= 0
+    data = b"".join(bytes(entry.bytes or []) for entry in logprobs.content)
+    assert data.decode(errors="replace") == whole.choices[0].message.content
+    stream = client.chat.completions.create(
+        **ask, max_tokens=6, logprobs=True, top_logprobs=2, stream=True
+    )
+    pieces = [
+        entry
+        for chunk in stream
+        if chunk.choices and chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content or []
+    ]
+    assert [(e.token, e.bytes) for e in pieces] == [(e.token, e.bytes) for e in logprobs.content]
+    values = [entry.logprob for entry in logprobs.content]
+    assert [entry.logprob for entry in pieces] == pytest.approx(values, abs=1e-4)
+    bare = client.chat.completions.create(**ask, max_tokens=2, logprobs=True)
+    assert bare.choices[0].logprobs.content[0].top_logprobs == []
+    assert client.chat.completions.create(**ask, max_tokens=2).choices[0].logprobs is None
+
+
+def test_text_offsets_find_their_tokens(live: Live) -> None:
+    choice = complete(live, logprobs=0, max_tokens=40, temperature=1, seed=1).json()["choices"][0]
+    text, found = choice["text"], choice["logprobs"]
+    assert all(top == {} for top in found["top_logprobs"])
+    assert found["text_offset"] == sorted(found["text_offset"]) and found["text_offset"][0] == 0
+    for token, offset in zip(found["tokens"], found["text_offset"]):
+        if "\ufffd" not in token:
+            assert text[offset : offset + len(token)] == token
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"logprobs": "x"}, "logprobs"),
+    ],
+)
+def test_bad_logprobs_are_named(live: Live, fields: dict[str, Any], param: str) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    response = httpx.post(f"{live.url}/v1/chat/completions", json=body)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == param and param in error["message"]
+    response = complete(live, logprobs=21)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "logprobs"
+
+
+def worker_run(
+    tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...], finished: bool
+) -> tuple[str, list[Any]]:
+    """Text and entries that a client gets for these tokens."""
+    out = QueueBox()
+    worker = TextWorker(tokenizer, QueueBox(), out, WINDOW)
+    for position, token in enumerate(ids):
+        last = finished and position == len(ids) - 1
+        worker.handle(
+            TokenReply(uid=0, token=token, stop=stop, logprob=-1.0, finished=last, top_logprobs=[])
+        )
+    replies = out.get_all(0.0)
+    return "".join(r.text for r in replies), [entry for r in replies for entry in r.logprobs]
+
+
+def test_no_logprob_tells_a_part_of_a_stop_string(checkpoint: Path) -> None:
+    """Entries come in order, each after its text; none shows text that was cut."""
+    tokenizer = Tokenizer(checkpoint)
+    for text, stop in [
+        ("go on STOP never", "STOP"),
+        ("say 🙂 and 日本 STOP", "日本"),
+        ("say 🙂 and", "🙂"),
+        ("aaab", "ab"),
+        ("no stop at all 🙂", "zzz"),
+    ]:
+        ids = tokenizer.encode(text, add_special_tokens=False).tolist()
+        shown, entries = worker_run(tokenizer, ids, (stop,), finished=True)
+        data = b"".join(entry.data for entry in entries)
+        assert shown == text.split(stop)[0]
+        assert shown.encode().startswith(data)
+        if stop not in text:
+            assert data.decode() == text
+
+
+def test_bytes_of_tokens_spell_their_text(checkpoint: Path) -> None:
+    for tokenizer in (Tokenizer(checkpoint), Tokenizer(resolve_model_path(None))):
+        spell = TokenBytes(tokenizer)
+        rng = random.Random(0)
+        special = set(spell._added)
+        plain = [token for token in range(tokenizer.vocab_size) if token not in special]
+        for _ in range(50):
+            ids = rng.choices(plain, k=20)
+            data = b"".join(spell(token) for token in ids)
+            assert data.decode(errors="replace") == tokenizer.decode(ids)
+        assert spell(10**6) == b""
+
+
+# Choices, seeds, prompts
+
+
+def test_choices_with_one_seed_differ_and_come_again(live: Live) -> None:
+    def texts(**fields: Any) -> list[str]:
+        reply = complete(live, n=4, temperature=1, max_tokens=12, **fields).json()
+        return [choice["text"] for choice in reply["choices"]]
+
+    first = texts(seed=5)
+    assert len(set(first)) == 4 and texts(seed=5) == first
+    assert texts(seed=6) != first and complete(live, seed=2**63 - 1, n=2).status_code == 200
+    streamed = ["", "", "", ""]
+    for chunk in chunks_of(complete(live, n=4, temperature=1, max_tokens=12, seed=5, stream=True)):
+        streamed[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert streamed == first
+    live.assert_pages_home()
+
+
+def test_token_ids_and_text_are_one_prompt(live: Live, checkpoint: Path) -> None:
+    ids = Tokenizer(checkpoint).encode("hello").tolist()
+    both = complete(live, prompt=[ids, ids], logprobs=1).json()
+    assert both["choices"][0]["text"] == both["choices"][1]["text"]
+    assert both["choices"][0]["text"] == complete(live).json()["choices"][0]["text"]
+    assert both["usage"]["prompt_tokens"] == 2 * len(ids)
+    chunks = chunks_of(
+        complete(live, prompt=["a", "b"], n=2, stream=True, stream_options={"include_usage": True})
+    )
+    assert {c["choices"][0]["index"] for c in chunks[:-1]} == {0, 1, 2, 3}
+    assert chunks[-1]["usage"]["completion_tokens"] == 4 * 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_never_leak(live: Live, stream: bool) -> None:
+    """Every piece of a greedy answer as a stop string: the text ends right before it."""
+    free = complete(live, max_tokens=30).json()["choices"][0]["text"]
+    for start in range(2, len(free) - 3, 4):
+        stop = free[start : start + 3]
+        response = complete(live, max_tokens=30, stop=[stop, "never there"], stream=stream)
+        if stream:
+            choices = [chunk["choices"][0] for chunk in chunks_of(response)]
+            text, reason = "".join(c["text"] for c in choices), choices[-1]["finish_reason"]
+        else:
+            choice = response.json()["choices"][0]
+            text, reason = choice["text"], choice["finish_reason"]
+        assert (text, reason) == (free[: free.index(stop)], "stop")
+    live.assert_pages_home()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 129}, "n"),
+        ({"prompt": ["x"] * 1025}, "prompt"),
+        ({"prompt": ["x"] * 513, "n": 2}, "prompt"),
+        ({"stop": ["x"] * 65}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"stop_token_ids": list(range(1025))}, "stop_token_ids"),
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": float("1e400")}, "timeout"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"presence_penalty": -1}, "presence_penalty"),
+        ({"logit_bias": {"5": 100}}, "logit_bias"),
+        ({"best_of": 2}, "best_of"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+    ],
+)
+def test_what_is_too_much_or_unknown_is_named(
+    live: Live, fields: dict[str, Any], param: str
+) -> None:
+    content = json.dumps({"prompt": "x", **fields})
+    headers = {"content-type": "application/json"}
+    response = httpx.post(f"{live.url}/v1/completions", content=content, headers=headers)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == param, error
+    assert param in error["message"]
+
+
+def test_harmless_values_pass(live: Live) -> None:
+    fields = {
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "logit_bias": {},
+        "best_of": 2,
+        "n": 2,
+        "echo": False,
+        "suffix": "",
+        "user": "me",
+        "store": True,
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": False,
+    }
+    assert complete(live, **fields).status_code == 200
+
+
+def test_a_mass_of_messages_is_refused_at_once(live: Live, checkpoint: Path) -> None:
+    message = {"role": "user", "content": ""}
+    out = QueueBox()
+    worker = TextWorker(Tokenizer(checkpoint), QueueBox(), out, WINDOW)
+    worker.handle(
+        TokenizeMsg(uid=1, sampling_params=SamplingParams(), messages=[message] * (WINDOW + 1))
+    )
+    (error,) = out.get_all(0.0)
+    assert error.code == "context_length_exceeded" and error.param == "messages"
+    with Live(checkpoint, operations=Operations(log_format="none", max_body_size=2**24)) as large:
+        response = httpx.post(
+            f"{large.url}/v1/chat/completions", json={"messages": [message] * 200_000}, timeout=30
+        )
+    assert response.status_code == 400 and response.json()["error"]["param"] == "messages"
+
+
+# Routes
+
+
+def test_models_and_unknown_names(client: openai.OpenAI, live: Live) -> None:
+    name = client.models.list().data[0].id
+    assert client.models.retrieve(name).id == name
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("gpt-9")
+    assert caught.value.code == "model_not_found" and caught.value.param == "model"
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="gpt-9", messages=[{"role": "user", "content": "x"}])
+
+
+def test_generate_gives_bare_text(live: Live) -> None:
+    body = {"prompt": "hello", "max_tokens": 8, "temperature": 0}
+    text = complete(live).json()["choices"][0]["text"]
+    whole = httpx.post(f"{live.url}/generate", json={**body, "stream": False}).json()
+    assert whole == {"text": text}
+    stream = httpx.post(f"{live.url}/generate", json=body)
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    events = stream.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    joined = ["\n".join(line[6:] for line in event.split("\n")) for event in events[:-2]]
+    assert "".join(joined) == text
+    ids = httpx.post(f"{live.url}/generate", json={"prompt": [5, 6], "max_tokens": 2})
+    assert ids.status_code == 200
+    for bad in ({}, {"prompt": []}, {"prompt": "x", "n": 2}, {"prompt": "x", "max_tokens": 0}):
+        assert httpx.post(f"{live.url}/generate", json=bad).status_code == 400
+    live.assert_pages_home()
+
+
+def test_browsers_may_ask_and_read_errors(live: Live) -> None:
+    origin = {"origin": "http://example.org"}
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "x-a"}
+    allowed = httpx.options(f"{live.url}/v1/completions", headers={**origin, **asked})
+    assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"]
+    for content in (b"{", b"x" * 300_000):
+        response = httpx.post(f"{live.url}/v1/completions", headers=origin, content=content)
+        assert response.status_code in (400, 413)
+        assert response.headers["access-control-allow-origin"] == "*"
+
+
+def test_body_that_is_too_large(live: Live) -> None:
+    """By its header, and chunked without one; either way the rest is not read."""
+    large = httpx.post(f"{live.url}/v1/completions", content=b" " * 200_001)
+    sent = 0
+
+    def pieces() -> Iterator[bytes]:
+        nonlocal sent
+        for _ in range(100_000):
+            sent += 1000
+            yield b" " * 1000
+
+    chunked = httpx.post(f"{live.url}/v1/completions", content=pieces(), timeout=30)
+    for response in (large, chunked):
+        error = response.json()["error"]
+        assert response.status_code == 413 and error["code"] == "body_too_large"
+        assert "200000" in error["message"]
+    assert sent < 50_000_000
+    fits = json.dumps({"prompt": "x", "max_tokens": 1}).ljust(200_000)
+    headers = {"content-type": "application/json"}
+    response = httpx.post(f"{live.url}/v1/completions", content=fits, headers=headers)
+    assert response.status_code == 200
+
+
+def test_ids_and_headers(live: Live, checkpoint: Path) -> None:
+    with Live(checkpoint, operations=Operations(log_prompts=True)) as logged:
+        response = complete(logged)
+        assert response.json()["id"] == "cmpl-" + response.headers["x-request-id"]
+        missing = httpx.get(f"{logged.url}/nowhere")
+        assert missing.headers["x-request-id"] and missing.json()["error"]["code"] == "http_404"
+    stream = complete(live, stream=True)
+    assert stream.headers["cache-control"] == "no-cache"
+
+
+# The openai client, asynchronous
+
+
+def test_async_client_with_many_streams(live: Live) -> None:
+    async def one(client: openai.AsyncOpenAI, name: str, index: int) -> tuple[str, str]:
+        ask: dict[str, Any] = {
+            "model": name,
+            "messages": [{"role": "user", "content": f"number {index}"}],
+            "max_tokens": 10,
+            "temperature": 0,
+        }
+        stream = await client.chat.completions.create(
+            **ask, stream=True, stream_options={"include_usage": True}
+        )
+        text, usage = "", None
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+        assert usage is not None and usage.completion_tokens == 10
+        whole = await client.chat.completions.create(**ask)
+        return text, whole.choices[0].message.content or ""
+
+    async def all_of_them() -> list[tuple[str, str]]:
+        async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="x") as client:
+            name = (await client.models.list()).data[0].id
+            return await asyncio.gather(*(one(client, name, index) for index in range(24)))
+
+    assert all(streamed == whole for streamed, whole in asyncio.run(all_of_them()))
+    live.assert_pages_home()
+
+
+def test_sdk_raises_the_right_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="", prompt=[5] * (WINDOW + 1))
+    assert caught.value.code == "context_length_exceeded" and str(WINDOW) in caught.value.message
+    assert str(WINDOW + 1) in caught.value.message
+    # LiteLLM, and what builds on it, recognises the error by these words.
+    assert "is longer than the model's context length" in caught.value.message
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="", prompt="x", top_p=3)
+    assert caught.value.param == "top_p" and caught.value.type == "invalid_request_error"

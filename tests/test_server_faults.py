@@ -1,0 +1,528 @@
+"""Faults: clients that leave or stall, half-open sockets, hostile bodies, workers that stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, settings
+
+from minisgl import LLM
+from minisgl.core import SamplingParams
+from minisgl.scheduler.messages import AbortMsg
+from minisgl.server.channels import QueueBox
+from minisgl.server.frontend import Frontend, RequestFailed
+from minisgl.server.limits import BodyLimit
+from minisgl.server.messages import UserReply
+from minisgl.server.options import Operations
+from tests.checkpoints import make_checkpoint
+from tests.serving import WINDOW, Live, Served, metric, wait_for
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(
+        tmp_path_factory.mktemp("model"), tokenizer=True, max_position_embeddings=WINDOW
+    )
+
+
+@pytest.fixture(scope="module")
+def live(checkpoint: Path) -> Iterator[Live]:
+    with Live(checkpoint) as running:
+        yield running
+
+
+def raw_request(live: Live, body: dict[str, Any] | bytes, buffer: int = 0) -> socket.socket:
+    """A socket that has sent one POST and read nothing."""
+    connection = socket.socket()
+    if buffer:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.connect(("127.0.0.1", live.port))
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        + f"content-length: {len(content)}\r\n\r\n".encode()
+        + content
+    )
+    return connection
+
+
+def read_until(connection: socket.socket, end: bytes) -> bytes:
+    """Everything up to what must come."""
+    data = b""
+    while end not in data:
+        more = connection.recv(2**16)
+        assert more, data[-300:]
+        data += more
+    return data
+
+
+def reset(connection: socket.socket) -> None:
+    """Vanish with a reset instead of a farewell."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+# Leaving, in every state
+
+
+class Steps:
+    """The scheduler's step when the abort of a request reached its inbox, and at its release."""
+
+    def __init__(self, live: Live) -> None:
+        self.arrived: dict[int, int] = {}
+        self.released: dict[int, int] = {}
+        scheduler, box = live.server.scheduler, live.server._to_scheduler
+        put, release = box.put, scheduler.release
+
+        def noted_put(msg: Any) -> None:
+            if isinstance(msg, AbortMsg):
+                self.arrived[msg.uid] = scheduler.step
+            put(msg)
+
+        def noted_release(req: Any) -> None:
+            self.released[req.uid] = scheduler.step
+            release(req)
+
+        box.put, scheduler.release = noted_put, noted_release  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("state", ["queued", "mid-prefill", "decoding", "many choices"])
+def test_leaving_frees_all_within_a_step(checkpoint: Path, state: str, stream: bool) -> None:
+    fields: dict[str, Any] = {"max_running_req": 8}
+    if state == "queued":
+        fields["max_running_req"] = 1
+    if state == "mid-prefill":
+        fields["max_extend_tokens"] = 4
+    with Live(checkpoint, **fields) as live:
+        scheduler, steps = live.server.scheduler, Steps(live)
+        body = {"prompt": [5] * 120, "ignore_eos": True, "stream": stream, "max_tokens": 130}
+        others = []
+        if state == "queued":
+            others = [raw_request(live, {**body, "prompt": [6] * 100})]
+            wait_for(lambda: len(scheduler.decode.running) == 1, "the row to be taken")
+        if state == "many choices":
+            body["n"] = 6
+        connection = raw_request(live, body)
+        reached = {
+            "queued": lambda: len(scheduler.prefill.waiting) == 1,
+            "mid-prefill": lambda: scheduler.prefill.chunked is not None,
+            "decoding": lambda: len(scheduler.decode.running) == 1,
+            "many choices": lambda: len(scheduler.decode.running) == 6,
+        }
+        wait_for(reached[state], state, 10)
+        uids = [uid for uid, req in scheduler.reqs.items() if req.prompt_len == 120]
+        reset(connection)
+        assert len(uids) == body.get("n", 1)
+        wait_for(lambda: all(uid in steps.released for uid in uids), "the abort")
+        # One step may be under way when the message comes; the next turn reads it.
+        assert all(steps.released[uid] - steps.arrived[uid] <= 1 for uid in uids), vars(steps)
+        for other in others:
+            reset(other)
+        live.assert_pages_home()
+
+
+def test_a_response_that_is_never_sent_aborts_its_request(live: Live) -> None:
+    """The client vanishes between the first event and the sending of it."""
+    for _ in range(20):
+        connection = raw_request(live, {"prompt": "hi", "stream": True, "ignore_eos": True})
+        time.sleep(random.Random(0).random() * 0.02)
+        reset(connection)
+    live.assert_pages_home()
+
+
+# Slow readers, slow senders
+
+
+def test_slow_reader_is_cut(checkpoint: Path) -> None:
+    """A socket that takes nothing for the stall time is a client that left."""
+    with Live(checkpoint, stall=0.5) as live:
+        body = {"prompt": "hi", "stream": True, "ignore_eos": True, "n": 32, "logprobs": 20}
+        started = time.monotonic()
+        connection = raw_request(live, body, buffer=1024)
+        wait_for(lambda: live.gate.taken == 32, "the stream to begin")
+        wait_for(lambda: live.gate.taken == 0, "the reader to be cut", 20)
+        assert time.monotonic() - started > 0.5
+        live.assert_pages_home()
+        wait_for(lambda: not live.http.server_state.connections, "the connection to be gone")
+        connection.close()
+
+
+def test_slow_reader_that_takes_a_little_is_not_cut(checkpoint: Path) -> None:
+    """Backpressure joins what waits; the answer arrives whole."""
+    with Live(checkpoint, stall=0.5, send_buffer=4096) as live:
+        body = {"prompt": "hi", "stream": True, "ignore_eos": True, "n": 8, "logprobs": 5}
+        connection = raw_request(live, {**body, "max_tokens": 120}, buffer=2048)
+        data, started = b"", time.monotonic()
+        while not data.endswith(b"0\r\n\r\n"):
+            more = connection.recv(2048)
+            assert more, "it was cut"
+            data += more
+            time.sleep(0.02)
+        assert time.monotonic() - started > 0.8
+        assert data.count(b'"finish_reason": "length"') == 8 and b"[DONE]" in data
+        connection.close()
+        live.assert_pages_home()
+
+
+def test_stream_that_nobody_reads_has_a_limit() -> None:
+    """Beyond the limit the request is aborted; the reader finds its text, then the reason."""
+
+    async def run() -> tuple[list[str], list[Any]]:
+        outbox = QueueBox()
+        frontend = Frontend([outbox], QueueBox(), max_waiting=10)
+        stream = frontend.generate(SamplingParams(), text="x")
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        reply = UserReply(uid=0, text="a", token_ids=[1])
+        for _ in range(40):
+            frontend._dispatch([reply])
+        got = [(await waiting).text]
+        with pytest.raises(RequestFailed, match="tokens wait") as caught:
+            async for more in stream:
+                got.append(more.text)
+        assert caught.value.code == "slow_reader"
+        return got, outbox.get_all(0.0)
+
+    got, sent = asyncio.run(run())
+    assert "".join(got) == "a" * 11
+    assert [type(message).__name__ for message in sent] == ["TokenizeMsg", "AbortMsg"]
+
+
+def test_memory_of_a_stalled_stream_is_bounded(checkpoint: Path) -> None:
+    """While the socket takes nothing, what waits is counted in tokens and cut at the limit."""
+    with Live(checkpoint, stall=20, max_waiting=20) as live:
+        body = {"prompt": "hi", "stream": True, "ignore_eos": True, "n": 16, "logprobs": 20}
+        connection = raw_request(live, body, buffer=1024)
+        scheduler = live.server.scheduler
+        wait_for(lambda: scheduler.step > 5 and not scheduler.has_work, "the aborts", 15)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
+        connection.settimeout(10)
+        data = read_until(connection, b"\r\n0\r\n\r\n")
+        assert b"slow_reader" in data and b"[DONE]" not in data
+        connection.close()
+        live.assert_pages_home()
+
+
+def test_half_a_request_is_cut(checkpoint: Path) -> None:
+    with Live(checkpoint, head=0.4) as live:
+        halves = [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"]
+        for half in halves:
+            with socket.create_connection(("127.0.0.1", live.port), timeout=5) as connection:
+                connection.sendall(half)
+                assert connection.recv(100) == b""
+        with socket.create_connection(("127.0.0.1", live.port), timeout=5) as connection:
+            for _ in range(2):  # a whole request, then half a one on the same connection
+                connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+                read_until(connection, b'{"status":"ok"}')
+            connection.sendall(b"GET /hea")
+            assert connection.recv(100) == b""
+        assert httpx.get(f"{live.url}/health").status_code == 200
+        wait_for(lambda: len(live.http.server_state.connections) == 0, "connections to be gone")
+
+
+def test_body_that_never_ends_is_cut(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BodyLimit.__init__, "__defaults__", (0.3,))
+    with (
+        Live(checkpoint) as live,
+        socket.create_connection(("127.0.0.1", live.port), timeout=5) as connection,
+    ):
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
+        connection.sendall(head + b'{"pro')
+        assert b"408" in connection.recv(4096)
+        live.assert_pages_home()
+
+
+@pytest.mark.parametrize(("claim", "pieces"), [(None, 11), (b"5", 11), (b"5000", 0)])
+def test_body_is_read_up_to_its_limit(claim: bytes | None, pieces: int) -> None:
+    """Whatever the header claims, one piece beyond the limit is the last that is asked for."""
+    read, sent = [0], list[Any]()
+
+    async def receive() -> Any:
+        read[0] += 1
+        return {"type": "http.request", "body": b"x" * 100, "more_body": True}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def app(*_: Any) -> None:
+        raise AssertionError("the application must not see this body")
+
+    headers = [] if claim is None else [(b"content-length", claim)]
+    scope = {"type": "http", "method": "POST", "headers": headers}
+    asyncio.run(BodyLimit(app, 1000)(scope, receive, send))
+    assert read[0] == pieces and sent[0]["status"] == 413
+    assert (b"connection", b"close") in sent[0]["headers"]
+
+
+# Deadlines
+
+
+def test_deadline_of_a_request(live: Live) -> None:
+    body = {"prompt": "hi", "ignore_eos": True, "n": 16, "timeout": 0.05}
+    response = httpx.post(f"{live.url}/v1/completions", json=body)
+    error = response.json()["error"]
+    assert response.status_code == 408 and error["code"] == "deadline_exceeded"
+    assert error["param"] == "timeout" and "0.05" in error["message"]
+    live.assert_pages_home()
+    quick = {"prompt": "hi", "max_tokens": 1, "timeout": 20}
+    assert httpx.post(f"{live.url}/v1/completions", json=quick).status_code == 200
+
+
+def test_missed_deadline_is_an_abort() -> None:
+    async def run() -> list[Any]:
+        outbox = QueueBox()
+        frontend = Frontend([outbox], QueueBox())
+        with pytest.raises(RequestFailed, match="within 0"):
+            await anext(frontend.generate(SamplingParams(), text="x", timeout=0.01))
+        assert not frontend._streams
+        return outbox.get_all(0.0)
+
+    assert [type(m).__name__ for m in asyncio.run(run())] == ["TokenizeMsg", "AbortMsg"]
+
+
+def test_deadline_of_the_server_ends_a_stream(checkpoint: Path) -> None:
+    operations = Operations(log_format="none", request_timeout=0.2)
+    with Live(checkpoint, operations=operations) as live:
+        body = {"prompt": "hi", "ignore_eos": True, "n": 24, "stream": True, "timeout": 100}
+        response = httpx.post(f"{live.url}/v1/completions", json=body)
+        last = [line for line in response.text.splitlines() if line][-1]
+        assert response.status_code == 200 and "deadline_exceeded" in last
+        live.assert_pages_home()
+
+
+# A full queue
+
+
+def test_full_queue_is_a_429_at_once(checkpoint: Path) -> None:
+    with Live(checkpoint, limit=4) as live:
+        long = {"prompt": "hi", "ignore_eos": True, "stream": True}
+        connections = [raw_request(live, {**long, "n": 3}), raw_request(live, long)]
+        wait_for(lambda: live.gate.taken == 4, "the places to be taken")
+        refused = httpx.post(f"{live.url}/v1/completions", json={"prompt": "x"})
+        error = refused.json()["error"]
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert error["code"] == "queue_full" and error["type"] == "rate_limit_error"
+        too_many = httpx.post(f"{live.url}/v1/completions", json={"prompt": "x", "n": 5})
+        assert too_many.status_code == 400 and too_many.json()["error"]["param"] == "n"
+        assert httpx.get(f"{live.url}/health").status_code == 200
+        for connection in connections:
+            reset(connection)
+        live.assert_pages_home()
+        short = {"prompt": "x", "max_tokens": 2, "n": 4}
+        assert httpx.post(f"{live.url}/v1/completions", json=short).status_code == 200
+        live.assert_pages_home()
+
+
+# Hostile bodies
+
+
+SEEDS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "hello", "max_tokens": 2, "stop": ["x"], "logprobs": 1}),
+    ("/v1/completions", {"prompt": [[5, 6], [7]], "max_tokens": 2, "n": 2, "stream": True}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+            "max_tokens": 2,
+            "stream_options": {"include_usage": True},
+            "logprobs": True,
+            "top_logprobs": 2,
+        },
+    ),
+    ("/generate", {"prompt": "hello", "max_tokens": 2, "temperature": 0.5, "seed": 1}),
+]
+ODD: list[Any] = [
+    None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, -(2**63), 10**30, 1e308, 0.5, -0.0, "", "x",
+    "\ud800", "\x00", "🙂" * 50, "x" * 5000, [], [[]], [None], {}, {"a": 1}, ["x", 5], [[5], "x"],
+    [-1], [2**40], {"type": "json_object"}, [{"role": "user"}], [{"type": "text"}], "NaN",
+]  # fmt: skip
+
+
+def mutate(rng: random.Random, value: Any) -> Any:
+    """The same value with something wrong somewhere inside."""
+    if isinstance(value, dict) and value and rng.random() < 0.8:
+        name = rng.choice(list(value))
+        out = {**value, name: mutate(rng, value[name])}
+        if rng.random() < 0.15:
+            out[rng.choice(["temperature", "top_p", "top_k", "n", "tools", "extra"])] = rng.choice(
+                ODD
+            )
+        if rng.random() < 0.1:
+            del out[name]
+        return out
+    if isinstance(value, list) and value and rng.random() < 0.6:
+        at = rng.randrange(len(value))
+        return [*value[:at], mutate(rng, value[at]), *value[at:]]
+    return rng.choice(ODD)
+
+
+def hostile_body(rng: random.Random) -> tuple[str, bytes]:
+    path, seed = rng.choice(SEEDS)
+    body: Any = seed
+    for _ in range(rng.choice([0, 1, 1, 2])):
+        body = mutate(rng, body)
+    content = json.dumps(body).encode()
+    kind = rng.random()
+    if kind < 0.1:  # cut, doubled, or with a byte that does not belong
+        content = content[: rng.randrange(len(content) + 1)]
+    elif kind < 0.2:
+        at = rng.randrange(len(content) + 1)
+        content = content[:at] + bytes([rng.randrange(256)]) + content[at:]
+    elif kind < 0.25:
+        content = b"[" * rng.randrange(1, 50_000)
+    elif kind < 0.3:
+        content = content.replace(b"2", rng.choice([b"NaN", b"Infinity", b"1e999", b"9" * 5000]))
+    return path, content
+
+
+def test_mutated_bodies_are_answered(
+    live: Live, capfd: pytest.CaptureFixture[str], rounds: int = 300
+) -> None:
+    rng = random.Random(12)
+    headers = {"content-type": "application/json"}
+    found: dict[int, int] = {}
+    with httpx.Client(base_url=live.url, timeout=30) as client:
+        for _ in range(rounds):
+            path, content = hostile_body(rng)
+            response = client.post(path, content=content, headers=headers)
+            found[response.status_code] = found.get(response.status_code, 0) + 1
+            assert response.status_code < 500, (path, content[:300], response.text)
+            if response.status_code >= 400:
+                assert response.json()["error"]["message"], content[:300]
+            else:
+                assert '"internal_error"' not in response.text, (content[:300], response.text)
+        assert client.get("/health").status_code == 200
+    assert set(found) <= {200, 400, 404, 408, 413} and found[200] > 10 and found[400] > 100, found
+    live.assert_pages_home()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_own_schema_is_kept(live: Live) -> None:
+    """schemathesis asks what the server's OpenAPI schema allows, and what it does not."""
+    import schemathesis
+
+    schema = schemathesis.openapi.from_url(f"{live.url}/openapi.json")
+
+    for result in schema.get_all_operations():
+        run_case(result.ok())
+    live.assert_pages_home()
+
+
+def run_case(operation: Any) -> None:
+    """Run generated cases of one operation, as schemathesis' pytest plugin would."""
+    from hypothesis import given
+
+    strategy = operation.as_strategy()
+
+    @given(case=strategy)
+    @settings(
+        max_examples=15, deadline=None, derandomize=True, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    def run(case: Any) -> None:
+        if isinstance(case.body, dict):
+            case.body["max_tokens"] = 2
+        response = case.call(timeout=60)
+        assert response.status_code < 500, (case.body, response.text)
+
+    run()
+
+
+# Many streams
+
+
+def test_many_streams_are_not_mixed_up(checkpoint: Path, tmp_path: Path, count: int = 150) -> None:
+    """Each answer is the one that the offline engine gives to its prompt, piece by piece."""
+    prompts = [f"request number {index} " * (index % 3 + 1) for index in range(count)]
+    with LLM(checkpoint, num_pages=512) as llm:
+        params = SamplingParams(max_tokens=24, ignore_eos=True)
+        expected = [out["text"] for out in llm.generate(prompts, params)]
+    flags = ["--model", str(checkpoint), "--num-pages", "128", "--log-format", "none"]
+    served = Served(tmp_path, *flags)
+    url = served.ready()
+
+    async def one(client: httpx.AsyncClient, prompt: str) -> str:
+        body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        events: list[str] = []
+        async with client.stream("POST", "/completions", json={**body, "stream": True}) as reply:
+            async for line in reply.aiter_lines():
+                events += [line[6:]] if line else []
+        assert events.pop() == "[DONE]"
+        chunks = [json.loads(event) for event in events]
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+    async def all_of_them() -> list[str]:
+        limits = httpx.Limits(max_connections=count)
+        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+            return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
+
+    assert asyncio.run(all_of_them()) == expected
+    root = url.removesuffix("/v1")
+    wait_for(lambda: metric(root, "used_pages") == 0, "all pages to be home")
+    served.process.terminate()
+    assert served.process.wait(timeout=20) == 0
+
+
+def test_dead_scheduler_thread_ends_its_streams(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process too: a scheduler that fails says so to every client."""
+
+    def broken() -> None:
+        raise RuntimeError("out of ideas")
+
+    with Live(checkpoint) as live:
+        body = {"prompt": "hi", "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=10) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            monkeypatch.setattr(live.server.scheduler, "next_step", broken)
+            assert "out of ideas" in [line for line in lines if line][-1]
+        assert httpx.get(f"{live.url}/health").status_code == 503
+
+
+# Stopped workers
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_stopped_worker_goes_on_where_it_was(checkpoint: Path, tmp_path: Path, worker: int) -> None:
+    """SIGSTOP for a while: deadlines are kept meanwhile, and afterwards nothing is lost."""
+    served = Served(tmp_path, "--model", str(checkpoint), "--log-format", "none")
+    url = served.ready()
+    children = served.children()
+    body = {"prompt": "hi", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    alone = httpx.post(f"{url}/completions", json=body, timeout=30).json()["choices"][0]["text"]
+    with httpx.stream(
+        "POST", f"{url}/completions", json={**body, "stream": True, "n": 4}, timeout=30
+    ) as response:
+        lines = response.iter_lines()
+        first = next(lines)
+        served.workers()[worker].suspend()
+        time.sleep(0.3)
+        late = httpx.post(f"{url}/completions", json={**body, "timeout": 0.3}, timeout=10)
+        assert late.status_code == 408
+        assert httpx.get(f"{url.removesuffix('/v1')}/health").status_code == 200
+        served.workers()[worker].resume()
+        texts = ["", "", "", ""]
+        for line in [first, *lines]:
+            if line.startswith("data: {"):
+                choice = json.loads(line[6:])["choices"][0]
+                texts[choice["index"]] += choice["text"]
+    assert texts == [alone] * 4
+    wait_for(lambda: metric(url.removesuffix("/v1"), "running") == 0, "no request to be left")
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(timeout=15) == 0
+    served.assert_gone(children)

@@ -1,0 +1,680 @@
+"""What a server owes its operator: limits, lifecycle, safety, metrics, logs, trace and shell."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from minisgl.config import ServerConfig
+from minisgl.core import SamplingParams
+from minisgl.server.cli import (
+    build_parser,
+    config_from,
+    listen,
+    main,
+    warn_if_open,
+)
+from minisgl.server.connect import Remote
+from minisgl.server.launch import WorkerGroup
+from minisgl.server.logs import as_json, as_text
+from minisgl.server.options import Operations, is_loopback
+from minisgl.server.settings import sampling_defaults
+from minisgl.server.shell import Shell
+from minisgl.server.threads import ThreadedServer
+from tests.checkpoints import make_checkpoint
+from tests.serving import PAGES, WINDOW, Live, Served, metric, wait_for
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(
+        tmp_path_factory.mktemp("model"), tokenizer=True, max_position_embeddings=WINDOW
+    )
+
+
+@pytest.fixture(scope="module")
+def live(checkpoint: Path) -> Iterator[Live]:
+    with Live(checkpoint) as running:
+        yield running
+
+
+def test_impossible_defaults_are_the_models_fault(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(ValueError, match=r"generation_config.json: temperature: .*'hot'"):
+        sampling_defaults(tmp_path)
+
+
+def test_sockets_have_short_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: Path
+) -> None:
+    """A socket's path has at most 107 bytes, a TMPDIR may have more."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("d" * 90)))
+    group = WorkerGroup(ServerConfig(model_path=str(checkpoint), num_tokenizer=12))
+    addresses = group.addresses
+    assert all(len(a) <= 107 for a in (addresses.detokenizer, *addresses.tokenizers))
+    addresses.folder.rmdir()
+
+
+def test_shell_keeps_a_conversation(checkpoint: Path) -> None:
+    config = ServerConfig(model_path=str(checkpoint), num_page_override=PAGES)
+    said: list[str] = []
+
+    async def talk(server: ThreadedServer) -> None:
+        frontend = server.frontend
+        params = SamplingParams(max_tokens=6)
+        shell = Shell(lambda messages: frontend.generate(params, messages=messages), said.append)
+        await frontend.start()
+        assert await shell.handle("/stats") and "no answer yet" in said[-1]
+        assert await shell.handle("hello")
+        assert await shell.handle("   ")
+        assert await shell.handle("again")
+        assert [m["role"] for m in shell.history] == ["user", "assistant"] * 2
+        assert await shell.handle("/stats")
+        assert "6 tokens in" in said[-1] and "tok/s" in said[-1] and "cached" in said[-1]
+        assert await shell.handle("long " * 300)  # refused, and the history stays
+        assert len(shell.history) == 4
+        assert await shell.handle("/reset") and shell.history == []
+        assert await shell.handle("/help") and "/stats" in said[-1]
+        assert not await shell.handle("/exit")
+        await frontend.stop()
+
+    with ThreadedServer(config) as server:
+        asyncio.run(talk(server))
+
+
+# Command line and processes
+
+
+FLAGS = (
+    "--model-path",
+    "--model",
+    "--dtype",
+    "--tensor-parallel-size",
+    "--tp",
+    "--max-running-requests",
+    "--max-seq-len-override",
+    "--memory-ratio",
+    "--num-pages",
+    "--page-size",
+    "--cuda-graph-max-bs",
+    "--max-prefill-length",
+    "--attention-backend",
+    "--attn",
+    "--cache-type",
+    "--num-tokenizer",
+    "--dummy-weight",
+    "--device",
+    "--disable-overlap",
+    "--shell",
+    "--host",
+    "--port",
+)
+
+
+def test_help_explains_every_flag() -> None:
+    text = build_parser().format_help()
+    for flag in FLAGS:
+        assert flag in text
+
+
+def test_flags_reach_the_config() -> None:
+    flags = "--page-size 4 --attn triton --cache-type hash --disable-overlap --num-pages 9 --tp 2"
+    config = config_from(build_parser().parse_args(flags.split()))
+    assert (config.page_size, config.attention_backend, config.cache_type) == (4, "triton", "hash")
+    assert (config.overlap, config.num_page_override, config.tp.size) == (False, 9, 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--page-size", "0"], "page_size"),
+        (["--model", "/no/such/folder"], "/no/such/folder"),
+        (["--memory-ratio", "nan"], "memory_ratio"),
+        (["--dtype", "float7"], "dtype"),
+        (["--max-queue", "-1"], "max_queue"),
+        (["--request-timeout", "0"], "request_timeout"),
+        (["--connect", "ftp://x"], "connect"),
+    ],
+)
+def test_wrong_flag_is_one_clear_line(
+    flags: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags) == 1
+    error = capsys.readouterr().err
+    assert word in error and error.startswith("minisgl: ") and error.count("\n") == 1
+
+
+def test_taken_port_is_said_before_a_model_loads(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--model", str(checkpoint), "--port", str(port)]) == 1
+    assert f"{port}" in capsys.readouterr().err
+
+
+BUSY = """
+import multiprocessing, sys, time
+from pathlib import Path
+from minisgl.server.parts import leave_with_parent
+
+def child(folder, told):
+    leave_with_parent(Path(folder))
+    told.set()
+    while True:
+        time.sleep(0.01)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    told = context.Event()
+    context.Process(target=child, args=(sys.argv[1], told)).start()
+    told.wait()
+    print("busy", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_served_process_answers_and_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    served = Served(tmp_path, "--model", str(checkpoint), "--num-tokenizer", "1")
+    url = served.ready()
+    children = served.children()
+    assert len(children) >= 3 and list(tmp_path.glob("minisgl-*/*"))
+    reply = httpx.post(f"{url}/completions", json={"prompt": "hi", "max_tokens": 4}, timeout=30)
+    assert reply.json()["usage"]["completion_tokens"] == 4
+    os.killpg(served.process.pid, signal.SIGINT)  # Ctrl-C reaches the whole group
+    _, errors = served.process.communicate(timeout=20)
+    assert served.process.returncode == 0 and "Traceback" not in errors, errors
+    served.assert_gone(children)
+
+
+def test_two_ranks_answer_as_one_does(live: Live, checkpoint: Path, tmp_path: Path) -> None:
+    served = Served(tmp_path, "--model", str(checkpoint), "--tp", "2", "--device", "cpu")
+    url = served.ready()
+    children = served.children()
+    body = {"prompt": "one and two", "max_tokens": 12, "temperature": 0}
+    two = httpx.post(f"{url}/completions", json=body, timeout=30).json()["choices"][0]["text"]
+    one = httpx.post(f"{live.url}/v1/completions", json=body, timeout=30).json()
+    assert two == one["choices"][0]["text"]
+    served.process.terminate()  # as a container is stopped: to the first process only
+    _, errors = served.process.communicate(timeout=30)
+    assert served.process.returncode == 0 and "Traceback" not in errors, errors
+    served.assert_gone(children)
+
+
+@pytest.mark.parametrize("worker", [0, 1, 2])
+def test_killed_worker_ends_every_stream_and_the_server(
+    checkpoint: Path, tmp_path: Path, worker: int
+) -> None:
+    """SIGKILL to the scheduler, the text worker, a tokenizer: error events, 503, status 1."""
+    served = Served(tmp_path, "--model", str(checkpoint), "--num-tokenizer", "1")
+    url = served.ready()
+    children = served.children()
+    body = {"prompt": "hi", "ignore_eos": True, "stream": True, "n": 16, "temperature": 1}
+    with httpx.stream("POST", f"{url}/completions", json=body, timeout=30) as response:
+        lines = response.iter_lines()
+        next(lines)
+        killed = time.monotonic()
+        served.workers()[worker].kill()
+        last = [line for line in lines if line][-1]
+    assert "died" in last or last == "data: [DONE]", last
+    health = httpx.get(f"{url.removesuffix('/v1')}/health")
+    refused = httpx.post(f"{url}/completions", json={"prompt": "x"})
+    assert (health.status_code, refused.status_code) == (503, 503)
+    assert refused.headers["retry-after"] and "died" in refused.json()["error"]["message"]
+    _, errors = served.process.communicate(timeout=10)
+    assert time.monotonic() - killed < 5
+    assert served.process.returncode == 1
+    lines = [line for line in errors.splitlines() if not line.startswith("time=")]
+    assert len(lines) == 1 and "died" in lines[0], errors
+    served.assert_gone(children)
+
+
+def test_killed_parent_takes_workers_along(checkpoint: Path, tmp_path: Path) -> None:
+    served = Served(tmp_path, "--model", str(checkpoint))
+    served.ready()
+    children = served.children()
+    served.process.kill()
+    served.process.communicate()
+    served.assert_gone(children)
+
+
+def test_killed_parent_takes_busy_workers_along(checkpoint: Path, tmp_path: Path) -> None:
+    """A scheduler that never waits for messages never asks for its parent; it must leave too."""
+    script = tmp_path / "busy.py"
+    script.write_text(BUSY)
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    parent = subprocess.Popen([sys.executable, str(script), str(sockets)], stdout=subprocess.PIPE)
+    assert parent.stdout is not None and parent.stdout.readline() == b"busy\n"
+    children = psutil.Process(parent.pid).children(recursive=True)
+    parent.kill()
+    parent.communicate()
+    wait_for(lambda: not any(child.is_running() for child in children), "workers to leave")
+    wait_for(lambda: not sockets.exists(), "the folder to go")
+
+
+def test_leaving_with_a_stream_under_way(checkpoint: Path, tmp_path: Path) -> None:
+    """Ctrl-C, and again: the client hears why its stream ends, and all is cleaned up."""
+    served = Served(tmp_path, "--model", str(checkpoint), "--log-format", "none")
+    url = served.ready()
+    children = served.children()
+    body = {"prompt": "hi", "ignore_eos": True, "stream": True, "n": 64, "temperature": 1}
+    with httpx.stream("POST", f"{url}/completions", json=body, timeout=30) as response:
+        lines = response.iter_lines()
+        next(lines)
+        for wait in (0.3, 0.1, 0.1, 0.1):
+            os.killpg(served.process.pid, signal.SIGINT)
+            time.sleep(wait)
+        assert "the server is shutting down" in [line for line in lines if line][-1]
+    _, errors = served.process.communicate(timeout=20)
+    assert served.process.returncode == 0 and not errors, errors
+    served.assert_gone(children)
+
+
+def test_shell_over_a_pipe(checkpoint: Path, tmp_path: Path) -> None:
+    served = subprocess.run(
+        [sys.executable, "-m", "minisgl", "--shell", "--model", str(checkpoint)],
+        input="hello\n/reset\n/exit\n",
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert served.returncode == 0 and "forgotten" in served.stdout, served.stderr
+    assert not list(tmp_path.glob("minisgl-*"))
+
+
+def test_shell_leaves_although_nobody_types(checkpoint: Path, tmp_path: Path) -> None:
+    shell = subprocess.Popen(
+        [sys.executable, "-m", "minisgl", "--shell", "--model", str(checkpoint)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"},
+    )
+    assert shell.stdout is not None and "/help" in shell.stdout.readline()
+    shell.terminate()
+    assert shell.wait(timeout=8) == 128 + signal.SIGTERM
+    assert shell.communicate()[1] == "" and not list(tmp_path.glob("minisgl-*"))
+
+
+def test_unstartable_model_is_one_clear_line(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "broken", tokenizer=True, drop=("model.norm.weight",))
+    done = subprocess.run(
+        [sys.executable, "-m", "minisgl", "--port", "0", "--model", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 1
+    assert "model.norm.weight" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+# Start
+
+
+def test_two_servers_race_for_a_port(checkpoint: Path, tmp_path: Path) -> None:
+    """Binding is not listening: the loser must know before it loads a model, and say so."""
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port: .*{port}"):
+            listen("127.0.0.1", port)
+    flags = ["--model", str(checkpoint), "--port", str(port)]
+    both = [Served(tmp_path, *flags), Served(tmp_path, *flags)]
+    wait_for(lambda: any(s.process.poll() is not None for s in both), "one to give up", 60)
+    loser, winner = sorted(both, key=lambda s: s.process.poll() is None)
+    assert loser.process.returncode == 1
+    errors = loser.process.communicate()[1]
+    assert str(port) in errors and errors.count("\n") == 1, errors
+    assert str(port) in winner.ready()
+    children = winner.children()
+    winner.process.terminate()
+    assert winner.process.wait(timeout=20) == 0
+    winner.assert_gone(children)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def test_while_the_model_loads_the_answer_is_503(checkpoint: Path, tmp_path: Path) -> None:
+    port = free_port()
+    served = Served(tmp_path, "--model", str(checkpoint), "--port", str(port))
+    seen: list[int] = []
+
+    def look() -> bool:
+        try:
+            response = httpx.get(f"http://127.0.0.1:{port}/health", timeout=10)
+        except httpx.TransportError:
+            return False
+        seen.append(response.status_code)
+        if response.status_code == 503:
+            assert response.headers["retry-after"]
+            assert "loading" in response.json()["error"]["message"]
+            refused = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "x"})
+            seen.append(refused.status_code)
+        return response.status_code == 200
+
+    wait_for(look, "the server to be ready", 60)
+    assert seen[:2] == [503, 503] and seen[-1] == 200
+    served.process.terminate()
+    assert served.process.wait(timeout=20) == 0
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_stop_while_the_model_loads(checkpoint: Path, tmp_path: Path, sig: signal.Signals) -> None:
+    port = free_port()
+    flags = ["--model", str(checkpoint), "--port", str(port), "--log-format", "none"]
+    served = Served(tmp_path, *flags)
+
+    def answers() -> bool:
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code == 503
+        except httpx.TransportError:
+            return False
+
+    wait_for(answers, "the first 503", 60)
+    children = served.children()
+    served.process.send_signal(sig)
+    _, errors = served.process.communicate(timeout=20)
+    assert served.process.returncode == 0 and not errors, errors
+    served.assert_gone(children)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--num-pages", "100000000000"], ("memory", "pages")),
+        (["--tp", "3", "--device", "cpu"], ("tp",)),
+        (["--max-seq-len-override", "100000"], ("max_seq_len_override",)),
+        (["--trace", "/no/such/folder/trace.json"], ("/no/such/folder",)),
+    ],
+)
+def test_start_that_fails_is_one_line(
+    checkpoint: Path, tmp_path: Path, flags: list[str], words: tuple[str, ...]
+) -> None:
+    served = Served(tmp_path, "--model", str(checkpoint), *flags)
+    _, errors = served.process.communicate(timeout=90)
+    assert served.process.returncode == 1
+    assert errors.count("\n") == 1 and errors.startswith("minisgl: "), errors
+    assert any(word in errors for word in words), errors
+    assert not list(tmp_path.glob("minisgl-*"))
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_worker_killed_while_it_loads(checkpoint: Path, tmp_path: Path, worker: int) -> None:
+    served = Served(tmp_path, "--model", str(checkpoint), "--log-format", "none")
+    wait_for(lambda: len(served.workers()) == 2, "the workers to start", 60)
+    children = served.children()
+    served.workers()[worker].kill()
+    _, errors = served.process.communicate(timeout=20)
+    assert served.process.returncode == 1 and errors.count("\n") == 1, errors
+    assert "ended before it was ready" in errors
+    served.assert_gone(children)
+
+
+# Safety
+
+
+def test_only_loopback_is_silent(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path
+) -> None:
+    assert build_parser().parse_args([]).host == "127.0.0.1"
+    for host, loopback in [
+        ("127.0.0.1", True), ("::1", True), ("localhost", True), ("127.8.8.8", True),
+        ("0.0.0.0", False), ("::", False), ("192.168.0.7", False), ("example.org", False),
+    ]:  # fmt: skip
+        assert is_loopback(host) == loopback
+        for key in (None, "k"):
+            warn_if_open(host, key)
+            warned = "--api-key" in capsys.readouterr().err
+            assert warned == (not loopback and key is None), (host, key)
+
+
+def test_sockets_lie_in_a_private_folder(checkpoint: Path) -> None:
+    group = WorkerGroup(ServerConfig(model_path=str(checkpoint)))
+    folder = group.addresses.folder
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.rmdir()
+
+
+def test_log_lines_carry_no_text_unless_asked(checkpoint: Path) -> None:
+    for prompts in (False, True):
+        lines: list[str] = []
+        with Live(checkpoint, operations=Operations(log_prompts=prompts)) as live:
+            assert live.watchers.log is not None
+            live.watchers.log._write = lines.append
+            live.watchers.log._spell = as_json
+            body = {"prompt": "my secret is hunter2", "max_tokens": 4, "n": 2}
+            answer = httpx.post(f"{live.url}/v1/completions", json=body).json()
+            chat = {"messages": [{"role": "user", "content": "hunter2"}], "max_tokens": 2}
+            httpx.post(f"{live.url}/v1/chat/completions", json=chat)
+            httpx.post(f"{live.url}/v1/completions", json={"prompt": "hunter2", "top_p": "hunter2"})
+            httpx.post(f"{live.url}/v1/completions", content=b'{"hunter2')
+            wait_for(lambda found=lines: len(found) == 4, "the lines")  # type: ignore[misc]
+        records = [json.loads(line) for line in lines]
+        assert [record["status"] for record in records] == [200, 200, 400, 400]
+        first = records[0]
+        assert "cmpl-" + first["id"] == answer["id"] and first["outcome"] == "length"
+        assert first["answers"] == 2 and first["tokens"] == 8
+        assert first["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+        assert first["ms"] >= first["ttft_ms"] > 0
+        assert ("hunter2" in "".join(lines)) == ("answer" in first) == prompts
+
+
+def test_lines_for_people_stay_lines() -> None:
+    record = {"path": "/a\nstatus=200", "id": "x", "n": 3, "text": 'say "hi"'}
+    assert as_text(record) == 'path="/a\\nstatus=200" id=x n=3 text="say \\"hi\\""'
+    assert json.loads(as_json(record)) == record
+
+
+# Stopping
+
+
+def stream_lines(url: str, **fields: Any) -> Any:
+    body = {"prompt": "hi", "ignore_eos": True, "stream": True, "temperature": 1, **fields}
+    return httpx.stream("POST", f"{url}/completions", json=body, timeout=30)
+
+
+def test_drain_finishes_what_is_under_way(checkpoint: Path, tmp_path: Path) -> None:
+    """SIGTERM: nobody new, the stream ends as it should, then status 0."""
+    served = Served(tmp_path, "--model", str(checkpoint), "--log-format", "none")
+    url = served.ready()
+    children = served.children()
+    with httpx.Client() as kept, stream_lines(url, n=16) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert kept.get(f"{url}/models").status_code == 200
+        served.process.terminate()
+        root = url.removesuffix("/v1")
+        wait_for(lambda: kept.get(f"{root}/health").status_code == 503, "the drain to begin")
+        refused = httpx.post(f"{url}/completions", json={"prompt": "x"})
+        assert refused.status_code == 503 and "shutting down" in refused.text
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    _, errors = served.process.communicate(timeout=20)
+    assert served.process.returncode == 0 and not errors, errors
+    served.assert_gone(children)
+
+
+def test_drain_has_a_deadline(checkpoint: Path, tmp_path: Path) -> None:
+    flags = ["--model", str(checkpoint), "--log-format", "none", "--drain-timeout", "0.2"]
+    served = Served(tmp_path, *flags)
+    url = served.ready()
+    children = served.children()
+    with stream_lines(url, n=64) as response:
+        lines = response.iter_lines()
+        next(lines)
+        served.process.terminate()
+        assert "shutting down" in [line for line in lines if line][-1]
+    _, errors = served.process.communicate(timeout=20)
+    assert served.process.returncode == 0 and not errors, errors
+    served.assert_gone(children)
+
+
+# Metrics and traces
+
+
+def test_metrics_tell_what_happened(checkpoint: Path, tmp_path: Path) -> None:
+    served = Served(tmp_path, "--model", str(checkpoint), "--num-pages", "64")
+    url = served.ready()
+    root = url.removesuffix("/v1")
+    body = {"prompt": "hello " * 20, "max_tokens": 5, "ignore_eos": True}
+    usages = [
+        httpx.post(f"{url}/completions", json=body, timeout=30).json()["usage"] for _ in range(2)
+    ]
+    with stream_lines(url) as response:
+        next(response.iter_lines())
+    wait_for(lambda: metric(root, 'requests_total{outcome="left"}') == 1, "the abort")
+    wait_for(lambda: metric(root, "running") == 0 and metric(root, "steps_total") > 10, "idleness")
+    assert metric(root, 'requests_total{outcome="length"}') == 2
+    assert metric(root, "completion_tokens_total") >= 10
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    assert cached > 0 and metric(root, "cached_prompt_tokens_total") >= cached
+    assert metric(root, "prompt_tokens_total") > cached
+    pages = [metric(root, f"{kind}_pages") for kind in ("free", "cached", "used")]
+    assert sum(pages) == 64 and pages[2] == 0 and pages[1] > 0
+    assert metric(root, "time_to_first_token_seconds_count") == 3
+    assert metric(root, "time_per_output_token_seconds_count") >= 2
+    assert metric(root, "open_requests") == 0
+    served.process.terminate()
+    _, errors = served.process.communicate(timeout=20)
+    assert served.process.returncode == 0
+    assert errors.count("path=/v1/completions") == 3 and "outcome=left" in errors
+
+
+def test_trace_opens_although_the_server_was_killed(checkpoint: Path, tmp_path: Path) -> None:
+    """A whole list after a stop; after a kill it lacks its end, as viewers allow."""
+    for kill in (False, True):
+        file = tmp_path / f"trace-{kill}.json"
+        served = Served(tmp_path, "--model", str(checkpoint), "--trace", str(file))
+        url = served.ready()
+        body = {"prompt": "hello", "max_tokens": 5, "ignore_eos": True}
+        httpx.post(f"{url}/completions", json=body, timeout=30)
+        wait_for(lambda f=file: '"launch"' in f.read_text(), "the report")
+        if kill:
+            served.process.kill()
+        else:
+            served.process.terminate()
+        served.process.communicate(timeout=20)
+        text = file.read_text()
+        events = json.loads(text.rsplit(",\n", 1)[0] + "]" if kill else text)
+        names = {event["name"] for event in events}
+        assert {"wait", "stream", "text", "launch", "process", "schedule"} <= names
+        spans = {e["name"]: e for e in events if e["ph"] == "X" and e["pid"] == 2}
+        stream, wait = spans["stream"], spans["wait"]
+        assert wait["ts"] + wait["dur"] == pytest.approx(stream["ts"], abs=1)
+        launches = [e["ts"] for e in events if e["name"] == "launch"]
+        # Both processes read one clock: the steps lie within the request.
+        assert wait["ts"] < launches[0] < stream["ts"] < stream["ts"] + stream["dur"]
+        assert launches[0] == min(launches) and len(launches) >= 5
+
+
+# Shell
+
+
+def test_shell_of_a_server_elsewhere(live: Live, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "minisgl", "--connect", live.url],
+        input="hello\n/stats\nagain\n" + "long " * 300 + "\n/exit\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert " tok/s; prompt " in done.stdout and "[400: prompt: " in done.stdout
+    live.assert_pages_home()
+    away = subprocess.run(
+        [sys.executable, "-m", "minisgl", "--connect", f"http://127.0.0.1:{free_port()}"],
+        input="hello\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert away.returncode == 0 and "[connection: " in away.stdout and not away.stderr
+
+
+def test_leaving_a_server_elsewhere_aborts(live: Live) -> None:
+    async def run() -> None:
+        async for _ in Remote(live.url)([{"role": "user", "content": "hello"}]):
+            break
+
+    asyncio.run(run())
+    live.assert_pages_home()
+    assert Remote("host:1/v1")._path == Remote("http://host:1/")._path == "/v1/chat/completions"
+
+
+class Terminal:
+    """`python -m minisgl` on a pseudo-terminal."""
+
+    def __init__(self, *flags: str) -> None:
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "minisgl", *flags],
+            stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            env={**os.environ, "TERM": "dumb", "PROMPT_TOOLKIT_NO_CPR": "1"},
+        )  # fmt: skip
+        os.close(slave)
+        self.seen = ""
+
+    def read_until(self, text: str, seconds: float = 60.0) -> str:
+        """Everything that appears up to `text`."""
+        end = time.monotonic() + seconds
+        while text not in self.seen:
+            assert time.monotonic() < end, f"waited for {text!r}, saw {self.seen[-400:]!r}"
+            if select.select([self.master], [], [], 0.1)[0]:
+                self.seen += os.read(self.master, 4096).decode(errors="replace")
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def look(self, seconds: float) -> None:
+        """Take in what appears for a while: Ctrl-C drops what nobody has read."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if select.select([self.master], [], [], 0.02)[0]:
+                self.seen += os.read(self.master, 4096).decode(errors="replace")
+
+    def type(self, keys: str) -> None:
+        os.write(self.master, keys.encode())
+
+
+def test_keys_during_an_answer_and_ctrl_c(live: Live) -> None:
+    """Arrow keys leave no trace in the answer; Ctrl-C stops the answer and not the shell."""
+    terminal = Terminal("--connect", live.url)
+    terminal.read_until("you> ")
+    terminal.type("hello\r")
+    frontend = live.server.frontend
+    wait_for(lambda: bool(frontend._streams), "the answer to begin", 30)
+    terminal.look(0.05)
+    terminal.type("\x1b[A\x1b[Bqwerty")
+    terminal.look(0.1)
+    terminal.type("\x03")
+    answer = terminal.read_until("[stopped]")
+    assert "^[" not in answer and "qwerty" not in answer
+    live.assert_pages_home()
+    terminal.read_until("you> ")
+    terminal.type("/stats\r")
+    terminal.read_until("tok/s")
+    terminal.type("/exit\r")
+    assert terminal.process.wait(timeout=20) == 0
+    os.close(terminal.master)

@@ -1,0 +1,98 @@
+"""The scripts of `tests/gpu`, for a moment and on a CPU: the soak, and the report of all proofs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl.core import SamplingParams
+from tests.gpu import report, soak
+from tests.gpu.soak import Asked, Round, compare, run_round, verdict
+
+CPU: dict[str, Any] = {"device": "cpu"}
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_short_round_loses_nothing(page_size: int) -> None:
+    found = run_round(page_size, 600, 3, CPU | {"cuda_graph_bs": (1, 4, 24)}, keep=6, turns=100)
+    assert found["wrong"] == []
+    assert found["steps"] > 100 and found["seen"]["checks"] >= found["steps"] // 100
+    assert found["seen"]["evictions"] > 0 and found["seen"]["cached tokens"] > 0
+    assert sum(found["aborted_in"].values()) > 4 and len(found["aborted_in"]) >= 3
+    assert sum(share["compared"] for share in found["answers"].values()) == 6
+
+
+def test_a_lost_page_is_noticed() -> None:
+    one = Round(16, 0, CPU, 4)
+    one.scheduler.cache.take_pages(1)
+    with pytest.raises(RuntimeError, match="lost"):
+        one.run(600, 20)
+        one.settle()
+
+
+def test_a_wrong_answer_is_counted() -> None:
+    ids = [5, 6, 7, 8]
+    wrong = Asked(ids, SamplingParams(max_tokens=4), "noise", tokens=[1791, 1791])
+    answers = compare([wrong], CPU)
+    assert answers["noise"] == {"compared": 1, "first": 0.0, "start": 0.0, "whole": 0.0}
+    memory = {"resident_mib": 100.0, "resident_growth_mib": 40.0}
+    memory |= {f"{name}_growth_mib": 0.0 for name in ("gpu", "gpu_tensors")}
+    said = verdict({"answers": answers, "memory": memory}, exact=True)
+    assert [line.partition(":")[0] for line in said] == ["noise", "resident"]
+
+
+def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "soak.json"
+    how = ["--minutes", "0.02", "--rounds", "1", "--device", "cpu", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", ["soak", *how])
+    assert soak.main() == 0
+    stored = json.loads(path.read_text())
+    assert stored["results"]["passed"] and stored["hardware"]["cpu"]
+
+
+def test_the_kernels_that_memcheck_sees_are_there() -> None:
+    """The report names cases of tests by their ids, which change when a test does."""
+    command = [sys.executable, *report.PYTEST, "--collect-only", "tests/gpu"]
+    done = subprocess.run(command, cwd=report.ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
+    assert not set(report.CHECKED) - set(done.stdout.splitlines())
+
+
+def test_scores_are_compared_by_row_and_in_all() -> None:
+    stored, counts = {"add": 1.0, "sort": 0.9}, {"add": 300, "sort": 10}
+    found = report.compare_scores({"add": 0.995, "sort": 0.7}, stored, counts)
+    assert not found["passed"] and found["rows_beyond_a_point"] == ["sort"]
+    assert found["rows"]["sort"]["difference"] == -0.2
+    better = report.compare_scores({"add": 0.995, "sort": 0.8}, stored, counts)
+    assert better["passed"] and better["rows"]["add"]["within_a_point"]
+
+
+def test_a_junit_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "junit.xml"
+    path.write_text(
+        '<testsuites><testsuite><testcase classname="tests.gpu.a" name="x" time="2.5"/>'
+        '<testcase classname="tests.gpu.a" name="y" time="1"><failure message="bad"/></testcase>'
+        '<testcase classname="tests.gpu.b" name="z" time="0"><skipped message="no GPU"/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    found = report.read_junit(path)
+    assert found["tests"] == 3 and found["passed_tests"] == 1
+    assert found["failures"] == {"tests.gpu.a::y": "bad"} and found["skipped"] == {"no GPU": 1}
+    assert found["files"] == {"a": 2, "b": 1}
+    assert report.read_junit(tmp_path / "none.xml")["tests"] == 0
+
+
+def test_a_report_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sections come one by one, and a failed one gives a status that a program sees."""
+    out = tmp_path / "report.json"
+    for name, passed in (("soak", True), ("tests", False)):
+        monkeypatch.setitem(report.SECTIONS, name, lambda args, passed=passed: {"passed": passed})
+        assert report.main(["--out", str(out), "--only", name]) == (not passed)
+    stored = json.loads(out.read_text())
+    assert list(stored["results"]) == ["soak", "tests"] and str(tmp_path) not in out.read_text()
+    assert stored["results"]["soak"]["circumstances"]["versions"]["torch"]
