@@ -93,12 +93,16 @@ class Live:
 class Served:
     """`python -m minisgl` as a user starts it."""
 
-    def __init__(self, folder: Path, *flags: str, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, *flags: str, script: Path | None = None, **options: Any
+    ) -> None:
+        """`script` stands in for the package; more `options` are those of `Popen`."""
         self.folder = folder
         self.started = time.monotonic()
         port = [] if "--port" in flags else ["--port", "0"]
+        start = ["-m", "minisgl"] if script is None else [str(script)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "minisgl", *port, *flags],
+            [sys.executable, *start, *port, *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -16,7 +16,7 @@ import pytest
 from minisgl import LLM
 from minisgl.config import resolve_model_path
 from minisgl.core import SamplingParams
-from minisgl.scheduler.messages import TokenReply
+from minisgl.scheduler.messages import TokenReply, UserMsg
 from minisgl.server.channels import QueueBox
 from minisgl.server.messages import TokenizeMsg
 from minisgl.server.options import Operations
@@ -176,6 +176,49 @@ def test_bytes_of_tokens_spell_their_text(checkpoint: Path) -> None:
             data = b"".join(spell(token) for token in ids)
             assert data.decode(errors="replace") == tokenizer.decode(ids)
         assert spell(10**6) == b""
+
+
+# Whose a request is
+
+
+@pytest.mark.parametrize(
+    ("fields", "client"),
+    [
+        ({}, "address 127.0.0.1"),
+        ({"user": None}, "address 127.0.0.1"),
+        ({"user": ""}, "address 127.0.0.1"),
+        ({"user": "address 127.0.0.1"}, "user address 127.0.0.1"),  # nobody can pose as an address
+        ({"user": "日本"}, "user 日本"),
+    ],
+)
+def test_scheduler_learns_whose_a_request_is(
+    live: Live, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], client: str
+) -> None:
+    box = live.server._to_scheduler
+    put, seen = box.put, list[str]()
+
+    def noted(msg: Any) -> None:
+        if isinstance(msg, UserMsg):
+            seen.append(msg.client)
+        put(msg)
+
+    monkeypatch.setattr(box, "put", noted)
+    body = {"max_tokens": 1, **fields}
+    chat = {**body, "messages": [{"role": "user", "content": "x"}]}
+    routes = {
+        "/v1/completions": {**body, "prompt": ["a", "b"], "n": 2, "temperature": 1},
+        "/v1/chat/completions": chat,
+        "/generate": {**body, "prompt": "a"},
+    }
+    for path, content in routes.items():
+        assert httpx.post(f"{live.url}{path}", json=content, timeout=30).status_code == 200
+    assert seen == [client] * 6
+
+
+def test_users_are_short_strings(live: Live) -> None:
+    for user in (5, ["x"], "x" * 1025):
+        error = complete(live, user=user).json()["error"]
+        assert error["param"] == "user", error
 
 
 # Choices, seeds, prompts

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import signal
 import socket
 import struct
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,8 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from minisgl import LLM
 from minisgl.core import SamplingParams
@@ -25,6 +28,7 @@ from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.limits import BodyLimit
 from minisgl.server.messages import UserReply
 from minisgl.server.options import Operations
+from minisgl.server.pulse import Watch
 from tests.checkpoints import make_checkpoint
 from tests.serving import WINDOW, Live, Served, metric, wait_for
 
@@ -422,8 +426,6 @@ def test_own_schema_is_kept(live: Live) -> None:
 
 def run_case(operation: Any) -> None:
     """Run generated cases of one operation, as schemathesis' pytest plugin would."""
-    from hypothesis import given
-
     strategy = operation.as_strategy()
 
     @given(case=strategy)
@@ -525,4 +527,199 @@ def test_stopped_worker_goes_on_where_it_was(checkpoint: Path, tmp_path: Path, w
     wait_for(lambda: metric(url.removesuffix("/v1"), "running") == 0, "no request to be left")
     served.process.send_signal(signal.SIGTERM)
     assert served.process.wait(timeout=15) == 0
+    served.assert_gone(children)
+
+
+# Workers that live and do not work
+
+
+def hand_watch(worker: float, step: float) -> tuple[Watch, list[float]]:
+    """A watch whose clock is moved by hand."""
+    clock = [0.0]
+    return Watch(worker, step, clock=lambda: clock[0]), clock
+
+
+@given(
+    turns=st.lists(
+        st.tuples(
+            st.sampled_from([0.1, 0.3, 7200.0]),  # seconds that pass
+            st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=2),
+        ),
+        max_size=120,
+    ),
+    limits=st.tuples(st.sampled_from([0.0, 2.0, 3.0]), st.sampled_from([0.0, 2.5, 6.0])),
+)
+@settings(deadline=None)
+def test_watch_agrees_with_a_diary(
+    turns: list[tuple[float, list[tuple[bool, bool]]]], limits: tuple[float, float]
+) -> None:
+    """The first complaint comes when a count has been silent for its limit of waking time."""
+    watch, clock = hand_watch(*limits)
+    pulses = {"scheduler": [0, 0], "text worker": [0, 0]}
+    assert watch.look(pulses) is None
+    diary: list[tuple[float, list[tuple[bool, bool]]]] = []  # waking seconds, and who counted
+    for seconds, counted in turns:
+        clock[0] += seconds
+        for counts, which in zip(pulses.values(), counted, strict=True):
+            for kind in range(2):
+                counts[kind] += which[kind]
+        diary.append((min(seconds, 0.5), counted))
+        expected = set()
+        for kind, limit in enumerate(limits):
+            for index, name in enumerate(pulses):
+                silent = 0.0
+                for awake, entry in reversed(diary):
+                    if entry[index][kind]:
+                        break
+                    silent += awake
+                if limit and silent > limit + 1e-9:
+                    expected.add((name, kind))
+        said = watch.look(pulses)
+        assert (said is not None) == bool(expected), (said, expected)
+        if said is not None:
+            kind = int("one step" in said)
+            assert any(name in said and k == kind for name, k in expected)
+            return
+
+
+def test_hours_of_sleep_are_nobodys_fault() -> None:
+    watch, clock = hand_watch(2, 2)
+    for _ in range(3):
+        assert watch.look({"scheduler": [1, 1]}) is None
+        clock[0] += 3600
+
+
+@pytest.mark.parametrize("worker", [0, 1, 2])
+def test_stopped_worker_is_found(checkpoint: Path, tmp_path: Path, worker: int) -> None:
+    """SIGSTOP for good, at some moment: error events, 503, one line, status 1, nothing left."""
+    names = ("scheduler", "text worker", "tokenizer 0")
+    flags = ["--num-tokenizer", "1", "--worker-timeout", "2", "--log-format", "none"]
+    served = Served(tmp_path, "--model", str(checkpoint), *flags)
+    url = served.ready()
+    children = served.children()
+    victim = served.workers()[worker]
+    time.sleep(random.Random(worker).random())
+    body = {"prompt": "hi", "ignore_eos": True, "stream": True, "n": 16}
+    with httpx.stream("POST", f"{url}/completions", json=body, timeout=30) as response:
+        lines = response.iter_lines()
+        next(lines)
+        victim.suspend()
+        stopped = time.monotonic()
+        if worker < 2:  # the answers under way cannot end without it
+            assert "no sign of life" in [line for line in lines if line][-1]
+    health = f"{url.removesuffix('/v1')}/health"
+    wait_for(lambda: httpx.get(health).status_code == 503, "the 503")
+    assert time.monotonic() - stopped > 1.5
+    assert names[worker] in httpx.get(health).json()["error"]["message"]
+    _, errors = served.process.communicate(timeout=15)
+    assert time.monotonic() - stopped < 12
+    expected = f"minisgl: the {names[worker]} gives no sign of life for 2 s\n"
+    assert (served.process.returncode, errors) == (1, expected)
+    served.assert_gone(children)
+
+
+def test_step_without_end_is_found(checkpoint: Path, tmp_path: Path) -> None:
+    """A loop that is caught while its process lives, as by a GPU that hangs."""
+    script = tmp_path / "hang.py"
+    script.write_text(HANG)
+    served = Served(tmp_path, "--model", str(checkpoint), "--log-format", "none",
+                    "--step-timeout", "1.5", script=script)  # fmt: skip
+    url = served.ready()
+    children = served.children()
+    body = {"prompt": "hi", "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/completions", json=body, timeout=30) as response:
+        last = [line for line in response.iter_lines() if line][-1]
+    assert "the scheduler has been in one step for 1.5 s" in last
+    _, errors = served.process.communicate(timeout=15)
+    assert served.process.returncode == 1 and errors.count("\n") == 1, errors
+    served.assert_gone(children)
+
+
+# The scheduler's module is named by a string, so a script can put another in its place.
+HANG = """
+import sys, time
+from minisgl.server import launch
+from minisgl.server.cli import main
+
+def hanging(config, addresses, index, link):
+    from minisgl.scheduler.scheduler import Scheduler
+    from minisgl.server.scheduler_part import scheduler_part
+    launched = Scheduler.launch
+
+    def launch(self, batch):
+        if self.step == 5:
+            time.sleep(1000)
+        return launched(self, batch)
+
+    Scheduler.launch = launch
+    scheduler_part(config, addresses, index, link)
+
+if __name__ == "__main__":
+    sys.path.insert(0, __file__.rpartition("/")[0])
+    launch.SCHEDULER = "hang:hanging"
+    raise SystemExit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("asleep", ["one worker", "the group"])
+def test_sleep_within_the_limit_loses_nothing(
+    checkpoint: Path, tmp_path: Path, asleep: str
+) -> None:
+    """A worker may be stopped for a while; all together (Ctrl-Z, a closed laptop) for any time."""
+    flags = ["--worker-timeout", "2", "--step-timeout", "3", "--log-format", "none"]
+    served = Served(tmp_path, "--model", str(checkpoint), *flags)
+    url = served.ready()
+    children = served.children()
+    body = {"prompt": "hi", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    alone = httpx.post(f"{url}/completions", json=body, timeout=30).json()["choices"][0]["text"]
+    texts = [""] * 4
+    streamed = {**body, "stream": True, "n": 4}
+    with httpx.stream("POST", f"{url}/completions", json=streamed, timeout=60) as response:
+        for number, line in enumerate(response.iter_lines()):
+            if line.startswith("data: {"):
+                choice = json.loads(line[6:])["choices"][0]
+                texts[choice["index"]] += choice["text"]
+            if number == 20 and asleep == "the group":
+                os.killpg(served.process.pid, signal.SIGSTOP)
+                time.sleep(4.5)
+                os.killpg(served.process.pid, signal.SIGCONT)
+            elif number in (20, 120):
+                victim = served.workers()[number // 120]
+                victim.suspend()
+                time.sleep(1.0)
+                victim.resume()
+    assert texts == [alone] * 4
+    time.sleep(2.5)  # idle for longer than the limit is no silence
+    assert httpx.get(f"{url.removesuffix('/v1')}/health").status_code == 200
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(timeout=15) == 0
+    served.assert_gone(children)
+
+
+def test_stopped_rank_is_not_left_behind(checkpoint: Path, tmp_path: Path) -> None:
+    """A rank is a child of the scheduler and cannot leave with it while it is stopped."""
+    flags = ["--tp", "2", "--device", "cpu", "--step-timeout", "2", "--log-format", "none"]
+    served = Served(tmp_path, "--model", str(checkpoint), *flags)
+    url = served.ready()
+    children = served.children()
+    rank = served.workers()[0].children()[-1]
+    body = {"prompt": "hi", "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/completions", json=body, timeout=30) as response:
+        lines = response.iter_lines()
+        next(lines)
+        rank.suspend()
+        assert "one step" in [line for line in lines if line][-1]
+    assert served.process.wait(timeout=20) == 1
+    served.assert_gone(children)
+
+
+def test_shell_ends_with_its_engine(checkpoint: Path, tmp_path: Path) -> None:
+    flags = ["--shell", "--worker-timeout", "2"]
+    served = Served(tmp_path, "--model", str(checkpoint), *flags, stdin=subprocess.PIPE)
+    assert served.process.stdout is not None and "/help" in served.process.stdout.readline()
+    children = served.children()
+    served.workers()[1].suspend()
+    assert served.process.wait(timeout=15) == 1
+    expected = "minisgl: the text worker gives no sign of life for 2 s\n"
+    assert served.process.communicate()[1] == expected
     served.assert_gone(children)

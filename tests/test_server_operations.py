@@ -36,6 +36,7 @@ from minisgl.server.connect import Remote
 from minisgl.server.launch import WorkerGroup
 from minisgl.server.logs import as_json, as_text
 from minisgl.server.options import Operations, is_loopback
+from minisgl.server.pulse import Watch
 from minisgl.server.settings import sampling_defaults
 from minisgl.server.shell import Shell
 from minisgl.server.threads import ThreadedServer
@@ -67,7 +68,8 @@ def test_sockets_have_short_paths(
 ) -> None:
     """A socket's path has at most 107 bytes, a TMPDIR may have more."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("d" * 90)))
-    group = WorkerGroup(ServerConfig(model_path=str(checkpoint), num_tokenizer=12))
+    config = ServerConfig(model_path=str(checkpoint), num_tokenizer=12)
+    group = WorkerGroup(config, Watch(60, 600))
     addresses = group.addresses
     assert all(len(a) <= 107 for a in (addresses.detokenizer, *addresses.tokenizers))
     addresses.folder.rmdir()
@@ -452,7 +454,7 @@ def test_only_loopback_is_silent(
 
 
 def test_sockets_lie_in_a_private_folder(checkpoint: Path) -> None:
-    group = WorkerGroup(ServerConfig(model_path=str(checkpoint)))
+    group = WorkerGroup(ServerConfig(model_path=str(checkpoint)), Watch(60, 600))
     folder = group.addresses.folder
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.rmdir()
@@ -465,7 +467,7 @@ def test_log_lines_carry_no_text_unless_asked(checkpoint: Path) -> None:
             assert live.watchers.log is not None
             live.watchers.log._write = lines.append
             live.watchers.log._spell = as_json
-            body = {"prompt": "my secret is hunter2", "max_tokens": 4, "n": 2}
+            body = {"prompt": "my secret is hunter2", "max_tokens": 4, "n": 2, "user": "ann"}
             answer = httpx.post(f"{live.url}/v1/completions", json=body).json()
             chat = {"messages": [{"role": "user", "content": "hunter2"}], "max_tokens": 2}
             httpx.post(f"{live.url}/v1/chat/completions", json=chat)
@@ -480,6 +482,7 @@ def test_log_lines_carry_no_text_unless_asked(checkpoint: Path) -> None:
         assert first["prompt_tokens"] == answer["usage"]["prompt_tokens"]
         assert first["ms"] >= first["ttft_ms"] > 0
         assert ("hunter2" in "".join(lines)) == ("answer" in first) == prompts
+        assert not any(word in line for line in lines for word in ('"ann"', "user ann", "127.0"))
 
 
 def test_lines_for_people_stay_lines() -> None:
@@ -562,6 +565,17 @@ def test_metrics_tell_what_happened(checkpoint: Path, tmp_path: Path) -> None:
     assert errors.count("path=/v1/completions") == 3 and "outcome=left" in errors
 
 
+def test_metrics_count_retractions(checkpoint: Path) -> None:
+    """Answers that outgrow a pool that was promised to more of them than it can hold."""
+    with Live(checkpoint, num_page_override=12, reserve_tokens=1) as live:
+        body = {"prompt": "hi", "max_tokens": 100, "ignore_eos": True, "n": 4, "temperature": 1}
+        assert httpx.post(f"{live.url}/v1/completions", json=body, timeout=60).status_code == 200
+        live.assert_pages_home()
+        count = live.server.scheduler.retractions
+        assert count > 0
+        wait_for(lambda: metric(live.url, "retractions_total") == count, "the report")
+
+
 def test_trace_opens_although_the_server_was_killed(checkpoint: Path, tmp_path: Path) -> None:
     """A whole list after a stop; after a kill it lacks its end, as viewers allow."""
     for kill in (False, True):
@@ -583,6 +597,10 @@ def test_trace_opens_although_the_server_was_killed(checkpoint: Path, tmp_path: 
         spans = {e["name"]: e for e in events if e["ph"] == "X" and e["pid"] == 2}
         stream, wait = spans["stream"], spans["wait"]
         assert wait["ts"] + wait["dur"] == pytest.approx(stream["ts"], abs=1)
+        steps = [e["args"] for e in events if e["name"] in ("launch", "wait", "process")]
+        steps = [args for args in steps if "step" in args]
+        assert {(args["size"], args["phase"]) for args in steps} == {(1, "prefill"), (1, "decode")}
+        assert all(set(e["args"]) == {"step"} for e in events if e["name"] == "schedule")
         launches = [e["ts"] for e in events if e["name"] == "launch"]
         # Both processes read one clock: the steps lie within the request.
         assert wait["ts"] < launches[0] < stream["ts"] < stream["ts"] + stream["dur"]

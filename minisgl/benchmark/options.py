@@ -13,7 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
-from minisgl.config import resolve_model_path
+from minisgl import flags
+from minisgl.config import SchedulerConfig, resolve_model_path
 from minisgl.known_models import KNOWN_CONFIGS
 
 
@@ -57,25 +58,20 @@ def model_folder(name: str | None, shapes_only: bool) -> Iterator[Path]:
         yield Path(folder)
 
 
-Group = argparse._ArgumentGroup
+Group = flags.Group
 
 
-def add_integer(group: Group, flags: str, what: str, low: int = 1, **more: Any) -> None:
+def add_integer(group: Group, names: str, what: str, low: int = 1, **more: Any) -> None:
     """A flag, or several names of one, that takes an integer or as many as `nargs` says."""
     fields: dict[str, Any] = {"metavar": "N", "type": at_least(low), "help": what, **more}
-    group.add_argument(*flags.split(), **fields)
+    group.add_argument(*names.split(), **fields)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Which model, with which weights, where."""
-    group = parser.add_argument_group("model")
     known = ", ".join(name.split("/")[1] for name in KNOWN_CONFIGS)
     which = f"folder, hub id, or with --dummy-weight one of {known}; none: the embedded model"
-    group.add_argument("--model", "--model-path", metavar="M", default=None, help=which)
-    random = "random weights of the model's shapes"
-    group.add_argument("--dummy-weight", action="store_true", help=random)
-    group.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    flags.add_model_flags(parser.add_argument_group("model"), which)
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
@@ -86,40 +82,14 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", metavar="OUT", type=Path, default=None, help=where)
 
 
+ENGINE_FIELDS = flags.ENGINE_FIELDS
+
+
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """What an engine may be told; the names are those of the server's command line."""
-    group = parser.add_argument_group("engine")
-    names = "auto, torch, triton, fi, or two for prefill,decode like fi,fused"
-    group.add_argument("--attn", "--attention-backend", dest="attention_backend",
-                       metavar="NAME", default=None, help=names)  # fmt: skip
-    group.add_argument("--cache-type", choices=["radix", "hash", "naive"], default=None)
-    group.add_argument("--kernels", choices=["auto", "torch", "triton"], default=None,
-                       help="of norms, products and sums in a layer")  # fmt: skip
-    group.add_argument("--decode-tensor-cores", action=argparse.BooleanOptionalAction,
-                       default=None, help="in FlashInfer's decode")  # fmt: skip
-    add_integer(group, "--page-size", "tokens per KV page")
-    pages = "KV pages; none: what memory allows"
-    add_integer(group, "--num-pages", pages, dest="num_page_override")
-    group.add_argument("--memory-ratio", metavar="R", type=float, default=None,
-                       help="share of memory for weights and KV")  # fmt: skip
-    add_integer(group, "--max-running-req --max-running-requests", "requests in one batch")
-    budget = "prompt tokens per step"
-    add_integer(group, "--max-prefill-length", budget, dest="max_extend_tokens")
-    add_integer(group, "--max-seq-len-override", "context window; none: the model's")
-    add_integer(group, "--cuda-graph-max-bs", "largest captured batch; 0: none", low=0)
-    add_integer(group, "--torch-compile-max-bs", "largest compiled batch; 0: none", low=0)
-    group.add_argument("--disable-overlap", action="store_true", help="schedule, then compute")
-
-
-ENGINE_FIELDS = (
-    "dtype", "device", "max_seq_len_override", "attention_backend", "cache_type", "page_size",
-    "num_page_override", "memory_ratio", "max_running_req", "max_extend_tokens", "kernels",
-    "decode_tensor_cores", "cuda_graph_max_bs", "torch_compile_max_bs",
-)  # fmt: skip
+    """What an engine may be told."""
+    flags.add_engine_flags(parser.add_argument_group("engine"), SchedulerConfig())
 
 
 def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
     """The flags that were given, as fields of `SchedulerConfig`; the others keep its defaults."""
-    given = {name: getattr(args, name) for name in ENGINE_FIELDS}
-    fields = {name: value for name, value in given.items() if value is not None}
-    return {**fields, "use_dummy_weight": args.dummy_weight, "overlap": not args.disable_overlap}
+    return flags.engine_fields(args)

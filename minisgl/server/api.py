@@ -85,10 +85,15 @@ class Completer:
     def __init__(
         self, frontend: Frontend, admission: Admission, shape: ChatShape | CompletionShape,
         jobs: list[Job], *, model_name: str, prompts: int, request_id: str, timeout: float | None,
+        client: str,
     ) -> None:  # fmt: skip
         self._frontend, self._admission, self._shape = frontend, admission, shape
         self._jobs, self._prompts = jobs, prompts
-        self._request_id, self._timeout = request_id, timeout
+        self._terms: dict[str, Any] = {
+            "request_id": request_id,
+            "timeout": timeout,
+            "client": client,
+        }
         self._head = {
             "id": shape.prefix + request_id,
             "created": int(time.time()),
@@ -97,9 +102,7 @@ class Completer:
 
     def _generate(self, job: Job) -> AsyncGenerator[UserReply, None]:
         """The replies of one job."""
-        return self._frontend.generate(
-            job.params, **job.prompt, request_id=self._request_id, timeout=self._timeout
-        )
+        return self._frontend.generate(job.params, **job.prompt, **self._terms)
 
     async def _collect(self, job: Job) -> Answer:
         answer = Answer()
@@ -357,6 +360,13 @@ def check_model(asked: str | None, settings: ApiSettings) -> None:
         )
 
 
+def client_of(request: Request, body: GenerationRequest) -> str:
+    """To whom a request counts: the `user` that it names, or else the address of its peer."""
+    if body.user:
+        return f"user {body.user}"
+    return "" if request.client is None else f"address {request.client.host}"
+
+
 @dataclass(frozen=True)
 class Service:
     """What the routes share."""
@@ -379,7 +389,7 @@ class Service:
             jobs_for(body, prompts, self.settings.sampling_defaults),
             model_name=self.settings.model_name, prompts=len(prompts),
             request_id=request.scope.get("request_id") or uuid.uuid4().hex,
-            timeout=min(limits, default=None),
+            timeout=min(limits, default=None), client=client_of(request, body),
         )  # fmt: skip
 
 

@@ -92,23 +92,26 @@ class ZmqOutbox:
 class SchedulerChannel:
     """The scheduler's channel over two boxes; `alive` says whether to go on waiting.
 
-    `report` gives what watchers should know; it is asked at most every `report_every` seconds.
+    `beat` is called in each turn of the loop and while it waits. `report` gives what watchers
+    should know; it is asked at most every `report_every` seconds.
     """
 
     def __init__(
         self, inbox: Inbox, outbox: Outbox, alive: Callable[[], bool] = lambda: True,
-        report_every: float = 0.5,
+        beat: Callable[[], None] = lambda: None, report_every: float = 0.5,
     ) -> None:  # fmt: skip
-        self._inbox, self._outbox, self._alive = inbox, outbox, alive
+        self._inbox, self._outbox, self._alive, self._beat = inbox, outbox, alive, beat
         self.report: Callable[[], Sequence[Watched]] = list
         self._report_every, self._report_at = report_every, 0.0  # seconds; time of the next one
 
     def recv(self, block: bool) -> list[Msg]:
         """All messages that wait; with `block`, wait for one, or leave when nobody is left."""
+        self._beat()
         messages = self._inbox.get_all(timeout=0.0)
         if block and not messages:
             self._send_report()
         while block and not messages and self._alive():
+            self._beat()
             messages = self._inbox.get_all(timeout=0.5)
         if not messages and block:
             return [ExitMsg()]

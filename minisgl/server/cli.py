@@ -21,21 +21,25 @@ from starlette.middleware import Middleware
 
 from minisgl.config import ServerConfig, TPInfo, resolve_model_path
 from minisgl.core import SamplingParams
+from minisgl.flags import Group, add_engine_flags, add_model_flags, engine_fields
 from minisgl.server.api import create_app
 from minisgl.server.channels import ZmqInbox, ZmqOutbox
 from minisgl.server.connect import Remote
 from minisgl.server.frontend import Frontend, Observer
 from minisgl.server.gate import Gate
-from minisgl.server.launch import StartFailed, WorkerGroup, one_line
+from minisgl.server.launch import PartFailed, WorkerGroup, one_line
 from minisgl.server.life import CalmServer, Life
 from minisgl.server.limits import BodyLimit, patient_http
 from minisgl.server.logs import LogRequests, RequestLog, as_json, as_text
 from minisgl.server.messages import UserReply
 from minisgl.server.metrics import Metrics, add_metrics_route
 from minisgl.server.options import Operations, is_loopback
+from minisgl.server.pulse import Watch
 from minisgl.server.settings import ApiSettings, settings_for
 from minisgl.server.shell import Conversation, run_shell
 from minisgl.server.trace import TraceFile
+
+MODELS = "folder in Hugging Face layout, or a hub id; none: the small model in the package"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -45,97 +49,18 @@ def build_parser() -> argparse.ArgumentParser:
         description="Serve a language model over an OpenAI-compatible API, or chat (--shell).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add_model_flags(parser.add_argument_group("model"))
-    engine = parser.add_argument_group("engine")
-    add_engine_flags(engine)
-    add_memory_flags(engine)
+    model = parser.add_argument_group("model")
+    add_model_flags(model, MODELS)
+    model.add_argument(
+        "--tensor-parallel-size", "--tp", metavar="N", type=int, default=1, help="ranks, one a GPU"
+    )
+    add_engine_flags(parser.add_argument_group("engine"), ServerConfig())
     add_server_flags(parser.add_argument_group("server"))
     add_operation_flags(parser.add_argument_group("operations"))
     return parser
 
 
-def add_model_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--model-path",
-        "--model",
-        metavar="PATH",
-        default=None,
-        help="folder in Hugging Face layout, or a hub id; none: the small model in the package",
-    )
-    group.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    group.add_argument(
-        "--tensor-parallel-size",
-        "--tp",
-        metavar="N",
-        type=int,
-        default=1,
-        help="ranks, one per GPU",
-    )
-    group.add_argument(
-        "--dummy-weight",
-        action="store_true",
-        help="random weights of the model's shapes, to measure speed",
-    )
-    group.add_argument(
-        "--max-seq-len-override",
-        metavar="N",
-        type=int,
-        default=None,
-        help="context window in tokens",
-    )
-
-
-def add_engine_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--attention-backend",
-        "--attn",
-        metavar="NAME",
-        default="auto",
-        help="auto, torch, triton, fi, or two for prefill,decode like fi,fused",
-    )
-    group.add_argument(
-        "--cache-type", choices=["radix", "hash", "naive"], default="radix", help="prefix cache"
-    )
-    group.add_argument(
-        "--page-size", metavar="N", type=int, default=None, help="tokens per KV page"
-    )
-    group.add_argument(
-        "--num-pages",
-        metavar="N",
-        type=int,
-        default=None,
-        help="KV pages; none: what memory allows",
-    )
-
-
-def add_memory_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--memory-ratio",
-        metavar="R",
-        type=float,
-        default=0.9,
-        help="share of memory for weights and KV",
-    )
-    group.add_argument(
-        "--max-running-requests", metavar="N", type=int, default=256, help="requests in one batch"
-    )
-    group.add_argument(
-        "--max-prefill-length", metavar="N", type=int, default=8192, help="prompt tokens per step"
-    )
-    group.add_argument(
-        "--cuda-graph-max-bs",
-        metavar="N",
-        type=int,
-        default=None,
-        help="largest captured batch; 0: none",
-    )
-    group.add_argument(
-        "--disable-overlap", action="store_true", help="schedule and compute in turns"
-    )
-
-
-def add_server_flags(group: argparse._ArgumentGroup) -> None:
+def add_server_flags(group: Group) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all")
     group.add_argument("--port", type=int, default=1919, help="0 picks a free one")
     group.add_argument(
@@ -168,12 +93,14 @@ OPERATION_FLAGS = (
     ("request-timeout", "S", float, "seconds for one answer, then 408; none: no limit"),
     ("stall-timeout", "S", float, "seconds that a reader may take nothing before it is cut"),
     ("drain-timeout", "S", float, "seconds for answers under way when asked to stop"),
+    ("worker-timeout", "S", float, "seconds without a sign of life of a worker; 0: no limit"),
+    ("step-timeout", "S", float, "seconds that one step of a worker may take; 0: no limit"),
     ("log-format", "NAME", str, "text, json or none"),
     ("trace", "FILE", str, "write a Chrome/Perfetto trace of requests, steps and streams"),
 )
 
 
-def add_operation_flags(group: argparse._ArgumentGroup) -> None:
+def add_operation_flags(group: Group) -> None:
     default = Operations()
     for name, metavar, kind, words in OPERATION_FLAGS:
         value = getattr(default, name.replace("-", "_"))
@@ -193,21 +120,9 @@ def operations_from(args: argparse.Namespace) -> Operations:
 def config_from(args: argparse.Namespace) -> ServerConfig:
     """Flags to config. Raises `ValueError` that names the field."""
     return ServerConfig(
-        model_path=args.model_path,
-        dtype=args.dtype,
-        device=args.device,
+        **engine_fields(args),
+        model_path=args.model,
         tp=TPInfo(rank=0, size=args.tensor_parallel_size),
-        use_dummy_weight=args.dummy_weight,
-        max_seq_len_override=args.max_seq_len_override,
-        attention_backend=args.attention_backend,
-        cache_type=args.cache_type,
-        page_size=args.page_size,
-        num_page_override=args.num_pages,
-        memory_ratio=args.memory_ratio,
-        max_running_req=args.max_running_requests,
-        max_extend_tokens=args.max_prefill_length,
-        cuda_graph_max_bs=args.cuda_graph_max_bs,
-        overlap=not args.disable_overlap,
         host=args.host,
         port=args.port,
         num_tokenizer=args.num_tokenizer,
@@ -310,9 +225,16 @@ async def chat(group: WorkerGroup, frontend: Frontend, settings: ApiSettings) ->
 
     await group.wait_ready()
     await frontend.start()
+    shell = asyncio.ensure_future(run_shell(talk))
     try:
-        await run_shell(talk)
+        while not shell.done():
+            if (broken := group.broken()) is not None:
+                raise PartFailed(broken)
+            await asyncio.wait({shell}, timeout=0.1)
+        shell.result()
     finally:
+        shell.cancel()
+        await asyncio.gather(shell, return_exceptions=True)
         await frontend.stop()
     return 0
 
@@ -328,9 +250,9 @@ def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
             warn_if_open(config.host, config.api_key)
         watchers = Watchers(operations)
         stack.callback(watchers.close)
-        group = stack.enter_context(
-            WorkerGroup(config, traced=operations.trace is not None, debug=operations.debug)
-        )
+        watch = Watch(operations.worker_timeout, operations.step_timeout)
+        traced, debug = operations.trace is not None, operations.debug
+        group = stack.enter_context(WorkerGroup(config, watch, traced=traced, debug=debug))
         inbox = ZmqInbox(group.addresses.frontend)
         stack.callback(inbox.close)
         outboxes = [ZmqOutbox(address) for address in group.addresses.tokenizers]
@@ -370,8 +292,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 asyncio.run(run_shell(Remote(args.connect, args.api_key)))
                 return 0
             return run(config_from(args), operations_from(args), args.shell)
-    except (ValueError, OSError, StartFailed) as error:
-        text = str(error) if isinstance(error, StartFailed) else one_line(error)
+    except (ValueError, OSError, PartFailed) as error:
+        text = str(error) if isinstance(error, PartFailed) else one_line(error)
         print(f"minisgl: {text}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

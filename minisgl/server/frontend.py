@@ -183,12 +183,13 @@ class Frontend:
     async def generate(
         self, sampling_params: SamplingParams, *, text: str | None = None,
         messages: list[dict[str, Any]] | None = None, input_ids: list[int] | None = None,
-        request_id: str = "", timeout: float | None = None,
+        request_id: str = "", timeout: float | None = None, client: str = "",
     ) -> AsyncGenerator[UserReply, None]:  # fmt: skip
         """Replies of one new request, until it is finished; `timeout` is in seconds, for all of it.
 
-        Leaving early (break, cancellation, a client that disconnects) aborts the request, so its
-        pages are free within a step. Raises `RequestFailed` if refused, late, or a worker died.
+        The scheduler shares its time fairly between clients; "" is one client, too. Leaving early
+        (break, cancellation, a client that disconnects) aborts the request, so its pages are free
+        within a step. Raises `RequestFailed` if refused, late, or a worker died.
         """
         if self.failure is not None:
             raise RequestFailed(self.failure, code="service_unavailable")
@@ -199,7 +200,9 @@ class Frontend:
         wait = self._open(uid, timeout)
         outcome, finished = "left", False
         try:
-            self._outbox(uid).put(TokenizeMsg(uid=uid, sampling_params=sampling_params, **prompt))
+            self._outbox(uid).put(
+                TokenizeMsg(uid=uid, sampling_params=sampling_params, client=client, **prompt)
+            )
             while not finished:
                 reply = await wait()
                 if isinstance(reply, ErrorReply):

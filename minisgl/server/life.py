@@ -17,7 +17,7 @@ import uvicorn
 
 from minisgl.server.frontend import Frontend
 from minisgl.server.gate import Gate
-from minisgl.server.launch import StartFailed, WorkerGroup
+from minisgl.server.launch import PartFailed, WorkerGroup
 
 
 class CalmServer(uvicorn.Server):
@@ -38,11 +38,11 @@ class Life:
     ) -> None:  # fmt: skip
         self.server, self.group, self.frontend, self.gate = server, group, frontend, gate
         self.drain_timeout, self.on_ready = drain_timeout, on_ready  # seconds
-        self.failed: StartFailed | None = None
+        self.failed: PartFailed | None = None
         self.status = 0
 
     async def run(self, sock: socket.socket) -> int:
-        """Serve on a listening socket until it is over; raises `StartFailed` if it never began."""
+        """Serve on a listening socket until it is over; raises `PartFailed` if it never began."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, self.server.handle_exit, signal.SIGHUP, None)
         states = asyncio.ensure_future(self._states())
@@ -59,7 +59,7 @@ class Life:
         try:
             if await self._load() and await self._serve():
                 await self._drain()
-        except StartFailed as failed:
+        except PartFailed as failed:
             self.failed = failed
         finally:
             self.server.should_exit = True
@@ -80,13 +80,13 @@ class Life:
         return True
 
     async def _serve(self) -> bool:
-        """Until somebody asks to stop: True; or until a worker dies: False."""
+        """Until somebody asks to stop: True; or until a worker fails: False."""
         while not self.server.asked:
-            dead = self.group.dead()
-            if dead is not None:
+            broken = self.group.broken()
+            if broken is not None:
                 self.status, self.group.grace = 1, 0.5
-                self.frontend.fail_all(f"the {dead} died; restart the server")
-                print(f"minisgl: the {dead} died", file=sys.stderr, flush=True)
+                self.frontend.fail_all(f"{broken}; restart the server")
+                print(f"minisgl: {broken}", file=sys.stderr, flush=True)
                 await asyncio.sleep(1.0)  # time for error events, and for a look at /health
                 return False
             await asyncio.sleep(0.1)

@@ -28,6 +28,7 @@ class TokenizeMsg(msgspec.Struct, tag=True, kw_only=True):
 
     uid: int
     sampling_params: SamplingParams
+    client: str = ""  # who asks: the scheduler shares its time fairly between clients
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     input_ids: list[int] | None = None
@@ -60,10 +61,15 @@ class StatsMsg(msgspec.Struct, tag=True, kw_only=True):
     retractions: int = 0
 
 
-class TraceMsg(msgspec.Struct, tag=True):
-    """What the scheduler did lately: name, start and end in seconds of its clock, and step."""
+# Name, start and end in seconds of the scheduler's clock, the step that it was done for, and, where
+# they are known, the requests in that step (else 0) and its phase (else "").
+Span = tuple[str, float, float, int, int, str]
 
-    events: list[tuple[str, float, float, int]]
+
+class TraceMsg(msgspec.Struct, tag=True):
+    """What the scheduler did lately."""
+
+    events: list[Span]
 
 
 Watched = StatsMsg | TraceMsg

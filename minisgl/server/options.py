@@ -20,6 +20,8 @@ class Operations:
     request_timeout: float | None = None
     stall_timeout: float = 30.0
     drain_timeout: float = 30.0
+    worker_timeout: float = 60.0
+    step_timeout: float = 600.0
     log_format: str = "text"
     log_prompts: bool = False
     trace: str | None = None
@@ -35,6 +37,8 @@ OPERATION_RULES: dict[str, Rule] = {
     "request_timeout": optional(number(0, above=True)),
     "stall_timeout": number(0, above=True),
     "drain_timeout": number(0),
+    "worker_timeout": number(0),
+    "step_timeout": number(0),
     "log_format": word("text", "json", "none"),
     "log_prompts": flag,
     "trace": optional(text),

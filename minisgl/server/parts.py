@@ -9,8 +9,17 @@ import multiprocessing
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a worker tells its parent: that it can work, and each turn of its loop."""
+
+    ready: Callable[[], None]
+    beat: Callable[[], None]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Generated from notebooks/12b_operations.ipynb: edit there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 
 from minisgl.config import ServerConfig
@@ -14,20 +13,17 @@ from minisgl.distributed.ranks import Ranks, run_loop
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.scheduler import build_scheduler
 from minisgl.server.channels import SchedulerChannel, ZmqInbox, ZmqOutbox
-from minisgl.server.parts import Addresses, parent_alive
+from minisgl.server.parts import Addresses, Link, parent_alive
 from minisgl.server.stats import Reporter
 
 
-def scheduler_part(
-    config: ServerConfig, addresses: Addresses, index: int, ready: Callable[[], None]
-) -> None:
+def scheduler_part(config: ServerConfig, addresses: Addresses, index: int, link: Link) -> None:
     """The only rank, or rank 0, which starts the others and leads them; index 1 asks for a trace.
 
     Rank 0 alone reports: the others do what it does.
     """
-    outer = SchedulerChannel(
-        ZmqInbox(addresses.scheduler), ZmqOutbox(addresses.detokenizer), parent_alive
-    )
+    inbox, outbox = ZmqInbox(addresses.scheduler), ZmqOutbox(addresses.detokenizer)
+    outer = SchedulerChannel(inbox, outbox, parent_alive, link.beat)
     outer.report = reporter = Reporter(traced=bool(index))
     with ExitStack() as stack:
         stack.callback(outer.close)
@@ -39,5 +35,5 @@ def scheduler_part(
         scheduler = reporter.scheduler = build_scheduler(
             config, channel, comm, trace=reporter.trace
         )
-        ready()
-        run_loop(scheduler, config.overlap)
+        link.ready()
+        run_loop(scheduler, scheduler.overlap)

@@ -91,6 +91,7 @@ class GenerationRequest(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # seconds
+    user: Annotated[Text, Field(max_length=1024)] | None = None  # for whom the caller asks
 
     @property
     def include_usage(self) -> bool:

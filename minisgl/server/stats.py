@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minisgl.scheduler.scheduler import Scheduler, TraceEvent
-from minisgl.server.messages import StatsMsg, TraceMsg, Watched
+from minisgl.server.messages import Span, StatsMsg, TraceMsg, Watched
 
 
 def stats_of(scheduler: Scheduler) -> StatsMsg:
@@ -25,7 +25,7 @@ def stats_of(scheduler: Scheduler) -> StatsMsg:
         used_pages=engine.num_pages - free - cached,
         steps=scheduler.step,
         graph_replays=getattr(engine.graph, "replays", 0),
-        retractions=getattr(scheduler, "retractions", 0),
+        retractions=scheduler.retractions,
     )
 
 
@@ -40,6 +40,6 @@ class Reporter:
     def __call__(self) -> Sequence[Watched]:
         if self.scheduler is None:
             return []
-        events = [(e.name, e.start, e.end, e.step) for e in self._events]
+        events: list[Span] = [*self._events]
         self._events.clear()
         return [stats_of(self.scheduler), *([TraceMsg(events)] if events else [])]

@@ -5,25 +5,21 @@ Generated from notebooks/12b_operations.ipynb: edit there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from minisgl.config import ModelConfig, ServerConfig, max_seq_len, resolve_model_path
 from minisgl.server.channels import ZmqInbox, ZmqOutbox
-from minisgl.server.parts import Addresses, parent_alive
+from minisgl.server.parts import Addresses, Link, parent_alive
 from minisgl.server.worker import TextWorker, run_text_worker
 from minisgl.tokenizer import Tokenizer
 
 
-def text_part(
-    config: ServerConfig, addresses: Addresses, index: int, ready: Callable[[], None]
-) -> None:
+def text_part(config: ServerConfig, addresses: Addresses, index: int, link: Link) -> None:
     """Text worker: index -1 is the one that detokenizes, 0… are extra tokenizers."""
     inbox = ZmqInbox(addresses.detokenizer if index < 0 else addresses.tokenizers[index])
     to_scheduler, to_frontend = ZmqOutbox(addresses.scheduler), ZmqOutbox(addresses.frontend)
     path = resolve_model_path(config.model_path)
     window = max_seq_len(config, ModelConfig.from_path(path))
     worker = TextWorker(Tokenizer(path), to_scheduler, to_frontend, window)
-    ready()
-    run_text_worker(worker, inbox, parent_alive)
+    link.ready()
+    run_text_worker(worker, inbox, parent_alive, link.beat)
     for box in (inbox, to_scheduler, to_frontend):
         box.close()

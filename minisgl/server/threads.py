@@ -31,7 +31,6 @@ class ThreadedServer:
     ) -> None:
         to_scheduler, to_text, to_frontend = QueueBox(), QueueBox(), QueueBox()
         self._to_scheduler, self._to_text = to_scheduler, to_text
-        self._overlap = config.overlap
         channel = SchedulerChannel(to_scheduler, to_text)
         channel.report = reporter = Reporter(traced)
         self.scheduler = build_scheduler(config, channel, trace=reporter.trace)
@@ -59,7 +58,7 @@ class ThreadedServer:
     def _run_scheduler(self) -> None:
         """A scheduler that fails takes no caller with it: all streams end with the reason."""
         try:
-            run_loop(self.scheduler, self._overlap)
+            run_loop(self.scheduler, self.scheduler.overlap)
         except Exception as error:
             traceback.print_exc()
             self.frontend.fail_soon(f"the scheduler died: {error}")

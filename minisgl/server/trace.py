@@ -55,8 +55,9 @@ class TraceFile(Observer):
 
     def told(self, msg: Watched) -> None:
         if isinstance(msg, TraceMsg):
-            for name, start, end, step in msg.events:
-                self._span(name, SCHEDULER_ROWS, 0, start, end, step=step)
+            for name, start, end, step, size, phase in msg.events:
+                about = {"size": size, "phase": phase} if phase else {}
+                self._span(name, SCHEDULER_ROWS, 0, start, end, step=step, **about)
             self._file.flush()
 
     def close(self) -> None:

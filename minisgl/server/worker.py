@@ -93,7 +93,9 @@ class TextWorker:
             )
             return
         self._to_scheduler.put(
-            UserMsg(uid=msg.uid, input_ids=ids, sampling_params=msg.sampling_params)
+            UserMsg(
+                uid=msg.uid, input_ids=ids, sampling_params=msg.sampling_params, client=msg.client
+            )
         )
 
     def _detokenize(self, msg: TokenReply) -> None:
@@ -173,10 +175,15 @@ class OpenText:
         return taken
 
 
-def run_text_worker(worker: TextWorker, inbox: Inbox, alive: Callable[[], bool]) -> None:
-    """Handle messages until an `ExitMsg` comes or the parent is gone."""
+def run_text_worker(
+    worker: TextWorker, inbox: Inbox, alive: Callable[[], bool],
+    beat: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Handle messages until an `ExitMsg` comes or the parent is gone; `beat` after each."""
     while alive():
+        beat()
         for msg in inbox.get_all(timeout=0.5):
             if isinstance(msg, ExitMsg):
                 return
             worker.handle(msg)
+            beat()

@@ -91,9 +91,9 @@ MUTATIONS = [
     ),
     Mutation(
         name="benchmark: a flag does not reach the engine",
-        module="minisgl.benchmark.options",
-        old='"overlap": not args.disable_overlap',
-        new='"overlap": True',
+        module="minisgl.flags",
+        old="if name in ENGINE_FIELDS}",
+        new='if name in ENGINE_FIELDS and name != "overlap"}',
         test=TEST + "test_every_engine_flag_reaches_the_config",
     ),
 ]

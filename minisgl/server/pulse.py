@@ -1,0 +1,71 @@
+"""Whether workers that live also work: counters that they raise and the parent watches.
+
+Generated from notebooks/12b_operations.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, MutableSequence
+
+EVERY = 0.2  # seconds between two counts of the thread
+
+
+class Pulse:
+    """A worker's side: `counts` is shared memory for two integers, `[thread, loop]`."""
+
+    def __init__(self, counts: MutableSequence[int]) -> None:
+        self._counts = counts
+
+    def start(self) -> None:
+        """Count as long as the process runs, whatever its loop does."""
+
+        def count() -> None:
+            while True:
+                self._counts[0] += 1
+                time.sleep(EVERY)
+
+        threading.Thread(target=count, daemon=True, name="pulse").start()
+
+    def beat(self) -> None:
+        """The loop has come round. Takes well below a microsecond."""
+        self._counts[1] += 1
+
+
+class Watch:
+    """The parent's side: for how many seconds that it was awake itself each count stood still.
+
+    The limits are in seconds, for a worker's thread and for one turn of its loop; 0 is no limit.
+    """
+
+    def __init__(
+        self, worker_timeout: float, step_timeout: float,
+        clock: Callable[[], float] = time.monotonic, nap: float = 0.5,
+    ) -> None:  # fmt: skip
+        self._limits, self._clock, self._nap = (worker_timeout, step_timeout), clock, nap
+        self._looked: float | None = None
+        self._seen: dict[tuple[str, int], int] = {}
+        self._silent: dict[tuple[str, int], float] = {}
+
+    def look(self, pulses: Mapping[str, MutableSequence[int]]) -> str | None:
+        """What is wrong with a worker, if anything is; call it several times a second."""
+        now = self._clock()
+        # Longer than a nap means that we slept ourselves: the others may have, too.
+        awake = 0.0 if self._looked is None else min(now - self._looked, self._nap)
+        self._looked = now
+        for kind, limit in enumerate(self._limits):
+            for name, counts in pulses.items():
+                silent = self._silence(name, kind, counts[kind], awake)
+                if limit and silent > limit:
+                    what = ("gives no sign of life for", "has been in one step for")[kind]
+                    return f"the {name} {what} {limit:g} s"
+        return None
+
+    def _silence(self, name: str, kind: int, count: int, awake: float) -> float:
+        """Seconds for which a count has not changed."""
+        key = name, kind
+        changed = self._seen.get(key) != count
+        self._seen[key] = count
+        self._silent[key] = 0.0 if changed else self._silent.get(key, 0.0) + awake
+        return self._silent[key]
