@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+import pytest
 import uvicorn
 
 from minisgl.config import ServerConfig
@@ -24,6 +26,7 @@ from minisgl.server.limits import patient_http
 from minisgl.server.options import Operations
 from minisgl.server.settings import settings_for
 from minisgl.server.threads import ThreadedServer
+from tests.checkpoints import make_checkpoint
 
 PAGES, WINDOW = 64, 256
 
@@ -34,6 +37,22 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) ->
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
         time.sleep(0.005)
+
+
+def random_model(factory: pytest.TempPathFactory) -> Path:
+    """Folder of a small model with random weights, a tokenizer and a window of `WINDOW`."""
+    return make_checkpoint(factory.mktemp("model"), tokenizer=True, max_position_embeddings=WINDOW)
+
+
+def stream(url: str, **fields: Any) -> AbstractContextManager[httpx.Response]:
+    """An endless stream from the URL of an API, unless the fields say else."""
+    body = {"prompt": "hi", "ignore_eos": True, "stream": True, "temperature": 1, **fields}
+    return httpx.stream("POST", f"{url}/completions", json=body, timeout=60)
+
+
+def last_event(lines: Iterable[str]) -> str:
+    """The last line that says something."""
+    return [line for line in lines if line][-1]
 
 
 class Live:
@@ -125,6 +144,13 @@ class Served:
     def workers(self) -> list[psutil.Process]:
         """The worker processes in the order of their start: scheduler, text worker, tokenizers."""
         return [c for c in self.children() if "spawn_main" in " ".join(c.cmdline())]
+
+    def ended(self, children: list[psutil.Process], status: int = 0) -> str:
+        """Wait for its end, which must be this and leave nothing; what stderr says."""
+        _, errors = self.process.communicate(timeout=30)
+        assert self.process.returncode == status and "Traceback" not in errors, errors
+        self.assert_gone(children)
+        return errors
 
     def assert_gone(self, children: list[psutil.Process], seconds: float = 20.0) -> None:
         """No process and no file is left."""

@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from minisgl.config import ServerConfig
 from minisgl.core import SamplingParams
@@ -32,17 +34,14 @@ from minisgl.server.messages import (
 from minisgl.server.schemas import ChatRequest, CompletionRequest
 from minisgl.server.settings import ApiSettings, sampling_defaults, settings_for
 from minisgl.server.threads import ThreadedServer
-from minisgl.server.worker import TextWorker
+from minisgl.server.worker import PromptQueue, TextWorker, run_text_worker
 from minisgl.tokenizer import Tokenizer
-from tests.checkpoints import make_checkpoint
-from tests.serving import WINDOW, Live, wait_for
+from tests.serving import WINDOW, Live, random_model, wait_for
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(
-        tmp_path_factory.mktemp("model"), tokenizer=True, max_position_embeddings=WINDOW
-    )
+    return random_model(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +84,7 @@ def test_codec_returns_what_it_was_given() -> None:
             logprobs=[TokenLogprob("x", b"x", -0.1, 3, [("y", b"\xff", -2.0)])],
         ),
         StatsMsg(running=1, free_pages=7),
-        TraceMsg([("launch", 1.0, 2.0, 3)]),
+        TraceMsg([("launch", 1.0, 2.0, 3, 4, "decode")]),
     ]
     assert [codec.decode(codec.encode(m)) for m in messages] == messages
 
@@ -118,7 +117,93 @@ def test_channel_leaves_when_its_parent_is_gone() -> None:
     assert channel.recv(block=False) == []
 
 
+class Feed:
+    """An inbox that gives prepared batches without waiting, then nothing."""
+
+    def __init__(self, *batches: list[Any]) -> None:
+        self.batches = list(batches)
+
+    def get_all(self, timeout: float) -> list[Any]:
+        return self.batches.pop(0) if self.batches else []
+
+
+def test_every_turn_of_a_loop_is_a_beat() -> None:
+    """While a loop waits and after each message: that is how a worker shows that it works on."""
+    beats: list[None] = []
+    lives = iter([True] * 5)
+    channel = SchedulerChannel(
+        Feed(), QueueBox(), lambda: next(lives, False), lambda: beats.append(None)
+    )
+    assert channel.recv(block=True) == [ExitMsg()] and len(beats) == 6
+    assert channel.recv(block=False) == [] and len(beats) == 7
+
+    class Idle(TextWorker):
+        def __init__(self) -> None:
+            pass
+
+        def handle(self, msg: Any) -> None:
+            handled.append(len(beats))
+
+    handled: list[int] = []
+    beats.clear()
+    tokens = [TokenReply(uid=0, token=1)] * 3
+    run_text_worker(Idle(), Feed(tokens, [ExitMsg()]), lambda: True, lambda: beats.append(None))
+    assert handled == [1, 2, 3] and len(beats) == 5
+
+
 # Text worker
+
+
+def text_of(uid: int, size: int) -> TokenizeMsg:
+    return TokenizeMsg(uid=uid, text="x" * size, sampling_params=SamplingParams())
+
+
+@given(st.lists(st.one_of(st.integers(0, 40), st.none(), st.just("leave")), max_size=60))
+def test_short_prompts_go_first_in_bounds(events: list[int | str | None]) -> None:
+    """Integers arrive with that size, None takes one out, "leave" drops one that waits."""
+    queue, sizes, order = PromptQueue(), list[int](), list[int]()
+    since: dict[int, list[int]] = {}  # of each that waits: later ones that went first
+    for event in [*events, *[None] * len(events)]:
+        if isinstance(event, int):
+            queue.add(text_of(len(sizes), event))
+            since[len(sizes)] = []
+            sizes.append(event)
+        elif event == "leave":
+            uid = next(iter(since), None)
+            assert queue.drop(-1) is False
+            assert uid is None or queue.drop(uid)
+            since.pop(uid, None)  # type: ignore[arg-type]
+        else:
+            found = queue.pop()
+            assert (found is None) == (not since)
+            if found is None:
+                continue
+            order.append(found.uid)
+            del since[found.uid]
+            for uid, later in since.items():
+                later += [found.uid] if found.uid > uid else []
+                # The last one that overtook it had the room of its own size.
+                assert sum(sizes[other] for other in later) <= sizes[uid]
+        assert len(queue) == len(since)
+    assert len(order) == len(set(order))
+    together = PromptQueue()  # of those that wait at one moment, the shortest is first
+    for uid, size in enumerate(sizes):
+        together.add(text_of(uid, size))
+    found = together.pop()
+    assert found is None or sizes[found.uid] == min(sizes)
+
+
+def test_answers_go_before_prompts_and_leavers_are_dropped(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer)
+    first = [text_of(0, 50), text_of(1, 90), AbortMsg(uid=7), TokenReply(uid=8, token=5)]
+    run_text_worker(
+        bench.worker, Feed(first, [AbortMsg(uid=1), text_of(2, 9)], [], [ExitMsg()]), lambda: True
+    )
+    sent = bench.to_scheduler.get_all(0.0)
+    assert [(type(m).__name__, m.uid) for m in sent] == [
+        ("AbortMsg", 7), ("UserMsg", 0), ("UserMsg", 2)
+    ]  # fmt: skip
+    assert [reply.uid for reply in bench.to_frontend.get_all(0.0)] == [8]
 
 
 class Bench:

@@ -23,15 +23,12 @@ from minisgl.server.options import Operations
 from minisgl.server.token_bytes import TokenBytes
 from minisgl.server.worker import TextWorker
 from minisgl.tokenizer import Tokenizer
-from tests.checkpoints import make_checkpoint
-from tests.serving import WINDOW, Live
+from tests.serving import WINDOW, Live, random_model
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(
-        tmp_path_factory.mktemp("model"), tokenizer=True, max_position_embeddings=WINDOW
-    )
+    return random_model(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

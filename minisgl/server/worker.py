@@ -5,6 +5,8 @@ Generated from notebooks/12_server.ipynb: edit there.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -59,12 +61,11 @@ class TextWorker:
 
     def _too_long(self, msg: TokenizeMsg) -> ErrorReply | None:
         """The refusal of a text that cannot fit the window, found without encoding it."""
-        texts = [msg.text] if msg.messages is None else [m.get("content") for m in msg.messages]
-        size, what = sum(len(text) for text in texts if isinstance(text, str)), "characters"
-        if size <= self._max_chars and len(texts) <= self._window:
+        size, what, count = characters(msg), "characters", len(msg.messages or [])
+        if size <= self._max_chars and count <= self._window:
             return None
-        if len(texts) > self._window:  # each message takes a token or more
-            size, what = len(texts), "messages"
+        if count > self._window:  # each message takes a token or more
+            size, what = count, "messages"
         param = "prompt" if msg.messages is None else "messages"
         why = f"{param}: {size} {what} are too many for a window of {self._window} tokens"
         return ErrorReply(uid=msg.uid, message=why, code="context_length_exceeded", param=param)
@@ -143,6 +144,12 @@ class TextWorker:
         )
 
 
+def characters(msg: TokenizeMsg) -> int:
+    """How much text there is to encode."""
+    texts = [msg.text] if msg.messages is None else [m.get("content") for m in msg.messages]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
 @dataclass
 class OpenText:
     """What the detokenizer keeps for one request."""
@@ -175,15 +182,57 @@ class OpenText:
         return taken
 
 
+class PromptQueue:
+    """Prompts that wait to be encoded, short before long, each overtaken by its own size at most.
+
+    The order is that of `characters encoded before it came + its own characters`.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, int]] = []  # tag, number of arrival, uid
+        self._waiting: dict[int, TokenizeMsg] = {}
+        self._clock, self._arrivals = 0, itertools.count()  # characters; prompts
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, msg: TokenizeMsg) -> None:
+        self._waiting[msg.uid] = msg
+        tag = self._clock + characters(msg)
+        heapq.heappush(self._heap, (tag, next(self._arrivals), msg.uid))
+
+    def drop(self, uid: int) -> bool:
+        """Forget a prompt whose client left; False if it does not wait here."""
+        return self._waiting.pop(uid, None) is not None
+
+    def pop(self) -> TokenizeMsg | None:
+        """The next prompt, if any is left."""
+        while self._heap:
+            msg = self._waiting.pop(heapq.heappop(self._heap)[2], None)
+            if msg is not None:
+                self._clock += characters(msg)
+                return msg
+        return None
+
+
 def run_text_worker(
     worker: TextWorker, inbox: Inbox, alive: Callable[[], bool],
     beat: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
-    """Handle messages until an `ExitMsg` comes or the parent is gone; `beat` after each."""
+    """Handle messages until an `ExitMsg` comes or the parent is gone; `beat` after each.
+
+    Answers come before prompts: they are quick, and readers wait for them.
+    """
+    prompts = PromptQueue()
     while alive():
         beat()
-        for msg in inbox.get_all(timeout=0.5):
+        for msg in inbox.get_all(timeout=0.0 if prompts else 0.5):
             if isinstance(msg, ExitMsg):
                 return
-            worker.handle(msg)
+            if isinstance(msg, TokenizeMsg):
+                prompts.add(msg)
+            elif not (isinstance(msg, AbortMsg) and prompts.drop(msg.uid)):
+                worker.handle(msg)
             beat()
+        if (prompt := prompts.pop()) is not None:
+            worker.handle(prompt)
