@@ -597,14 +597,17 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(EngineConfig):
-    """An engine's config and how steps are filled.
+    """An engine's config, who runs when, and how steps are filled.
 
-    `max_extend_tokens` is the budget of one prefill step, in tokens.
+    `max_extend_tokens` is the budget of one prefill step. `reserve_tokens` of an answer have their
+    pages promised ahead; None promises the longest possible answer. `overlap` None: on a GPU.
     """
 
     max_extend_tokens: int = 8192
     cache_type: Literal["radix", "hash", "naive"] = "radix"
-    overlap: bool = True
+    schedule_policy: Literal["fcfs", "fair"] = "fcfs"
+    reserve_tokens: int | None = 512
+    overlap: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -612,7 +615,10 @@ class ServerConfig(SchedulerConfig):
     """A scheduler's config and where to serve; port 0 is any free one.
 
     `num_tokenizer` counts tokenizer processes; 0 means that the detokenizer's process does both.
+    Strangers share a server, so requests are taken in a fair order.
     """
+
+    schedule_policy: Literal["fcfs", "fair"] = "fair"
 
     host: str = "127.0.0.1"
     port: int = 1919
@@ -680,7 +686,9 @@ SCHEDULER_RULES: dict[str, Rule] = {
     **ENGINE_RULES,
     "max_extend_tokens": integer(1),
     "cache_type": word("radix", "hash", "naive"),
-    "overlap": flag,
+    "schedule_policy": word("fcfs", "fair"),
+    "reserve_tokens": optional(integer(1)),
+    "overlap": optional(flag),
 }
 SERVER_RULES: dict[str, Rule] = {
     **SCHEDULER_RULES,
@@ -760,6 +768,8 @@ def resolve(config: C, model: ModelConfig) -> C:
     device = choose_device(config.device, config.tp.rank)
     dtype = choose_dtype(config.dtype, device, model)
     moe = "torch" if device == "cpu" else "triton"
+    if isinstance(config, SchedulerConfig) and config.overlap is None:
+        config = replace(config, overlap=device != "cpu")
     return replace(
         config,
         device=device,

@@ -100,12 +100,13 @@ class Req:
     Compared and hashed by identity.
     """
 
-    __slots__ = ("_ids", "cache_handle", "cached_len", "device_len", "host_len", "matched_len",
-                 "max_device_len", "prompt_len", "sampling_params", "table_idx", "uid")  # fmt: skip
+    __slots__ = ("_ids", "cache_handle", "cached_len", "client", "device_len", "host_len",
+                 "matched_len", "max_device_len", "prefill_len", "prompt_len", "sampling_params",
+                 "table_idx", "uid")  # fmt: skip
 
     def __init__(
         self, *, uid: int, input_ids: IntArray, sampling_params: SamplingParams,
-        max_new_tokens: int, table_idx: int = -1, cache_handle: Any = None,
+        max_new_tokens: int, table_idx: int = -1, cache_handle: Any = None, client: str = "",
     ) -> None:  # fmt: skip
         """`input_ids` is the prompt, [prompt_len] token ids; it is copied."""
         prompt = np.asarray(input_ids)
@@ -113,7 +114,8 @@ class Req:
             raise refuse("input_ids", "a list of one token id or more", prompt.tolist())
         self.uid, self.sampling_params = uid, sampling_params
         self.table_idx, self.cache_handle = table_idx, cache_handle
-        self.prompt_len = self.host_len = self.device_len = int(prompt.size)
+        self.client = client
+        self.prompt_len = self.host_len = self.device_len = self.prefill_len = int(prompt.size)
         self.max_device_len = self.prompt_len + integer(1)("max_new_tokens", max_new_tokens)
         self.cached_len = self.matched_len = 0  # matched: came from the prefix cache at admission
         self._ids = np.empty(self.max_device_len, dtype=np.int32)
@@ -152,8 +154,8 @@ class Req:
 
     @property
     def is_chunked(self) -> bool:
-        """True if the next pass ends inside the prompt, so that nothing is sampled from it."""
-        return self.device_len < self.prompt_len
+        """True if the next pass ends before `prefill_len`, so that nothing is sampled from it."""
+        return self.device_len < self.prefill_len
 
     def schedule(self, device_len: int) -> None:
         """Set where the next pass ends: the end of the prompt, or of a chunk of it."""
@@ -166,9 +168,14 @@ class Req:
         lengths = (self.cached_len, self.device_len, self.max_device_len)
         assert 0 <= self.cached_len < self.device_len <= self.max_device_len, lengths
         self.cached_len = self.device_len
-        if self.device_len >= self.prompt_len:
+        if self.device_len >= self.prefill_len:
             assert self.can_decode, lengths  # this pass was one too many
             self.device_len += 1
+
+    def restart(self) -> None:
+        """Back in the queue, nothing cached: all that the host knows is to be computed again."""
+        self.cached_len = 0
+        self.prefill_len = self.device_len = self.host_len
 
     def __repr__(self) -> str:
         """The three integers at a glance."""

@@ -152,7 +152,7 @@ class LLM:
 
     def answer(self, answers: dict[int, Answer], progress: bool) -> None:
         """Run the scheduler until all answers are complete; a failure leaves nothing behind."""
-        turn = self.scheduler.turn_overlap if self.config.overlap else self.scheduler.turn
+        turn = self.scheduler.turn_overlap if self.scheduler.overlap else self.scheduler.turn
         bar = tqdm(total=len(answers), desc="requests", disable=not progress)
         try:
             while self.channel.waiting or self.scheduler.has_work:

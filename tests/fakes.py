@@ -21,6 +21,7 @@ from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.messages import Reply, TokenReply, UserMsg
 from minisgl.scheduler.prefill import PrefillManager
+from minisgl.scheduler.queue import ArrivalOrder, FairQueue
 from minisgl.scheduler.scheduler import Scheduler
 
 VOCAB = 1000
@@ -108,28 +109,33 @@ class Driver:
         engine: Any = None,
         trace: Callable[[Any], None] | None = None,
         min_shared: int = 32,
+        policy: str = "fcfs",
+        reserve: int | None = None,
+        join_tokens: int = 16,
         **sizes: int,
     ) -> None:
         self.engine = FakeEngine(**sizes) if engine is None else engine
         tables = self.engine.tables
         page_size = self.engine.page_size
         self.cache = CacheManager(self.engine.num_pages, page_size, tables, cache_type)
-        decode = DecodeManager()
+        decode, fair = DecodeManager(reserve), policy == "fair"
         prefill = PrefillManager(
             self.cache, tables, decode, page_size=page_size, max_extend_tokens=budget,
             min_shared=min_shared if cache_type != "naive" else 0,
+            waiting=FairQueue(budget) if fair else ArrivalOrder(),
+            join_tokens=join_tokens if fair else None,
         )  # fmt: skip
         self.channel = InProcessChannel()
         self.scheduler = Scheduler(
             self.engine, self.cache, prefill, decode, self.channel,
-            eos_token_ids=[EOS], trace=trace, check_every=0.0,
+            eos_token_ids=[EOS], trace=trace, check_every=0.0, interleave=fair,
         )  # fmt: skip
         self.turn = self.scheduler.turn_overlap if overlap else self.scheduler.turn
         self.replies: dict[int, list[Reply]] = {}
 
-    def ask(self, uid: int, prompt: Sequence[int], **params: Any) -> None:
+    def ask(self, uid: int, prompt: Sequence[int], client: str = "", **params: Any) -> None:
         """Send a request."""
-        self.channel.put(UserMsg(uid, list(prompt), SamplingParams(**params)))
+        self.channel.put(UserMsg(uid, list(prompt), SamplingParams(**params), client))
 
     def go(self, turns: int = 1) -> None:
         """Take turns, and collect what is said; every turn leaves all pages where they belong."""
@@ -156,6 +162,8 @@ class Driver:
             limit -= 1
             assert limit > 0, "the scheduler never becomes idle"
         assert self.cache.available_tokens == self.engine.num_pages * self.engine.page_size
+        whole = self.scheduler.decode.reserve is None  # then promises cover whole answers
+        assert not whole or self.scheduler.retractions == 0
 
     def tokens(self, uid: int) -> list[int]:
         """The answer so far."""

@@ -235,6 +235,7 @@ def test_a_failure_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPat
         original(block)
 
     with monkeypatch.context() as patch:
+        patch.setattr(llm.scheduler, "overlap", True)
         patch.setattr(llm.scheduler, "turn_overlap", turn)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["hello", "there"], SamplingParams(max_tokens=50))
@@ -312,3 +313,10 @@ def test_any_temperature_above_a_million_is_flat(llm: LLM) -> None:
         for t in (1e6, 1e300)
     ]
     assert answers[0] == answers[1] and len(set(answers[0])) > 1
+
+
+@pytest.mark.parametrize("overlap", [None, False, True])
+def test_a_cpu_overlaps_only_when_told(overlap: bool | None) -> None:
+    """There the host is the device: a step launched early is a token delivered late."""
+    with LLM(device="cpu", num_pages=64, overlap=overlap) as llm:
+        assert llm.scheduler.overlap is bool(overlap)

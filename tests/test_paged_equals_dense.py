@@ -83,6 +83,9 @@ class PagedEqualsDense(RuleBasedStateMachine):
         tokens=st.integers(40, 80),
         rows=st.integers(1, 4),
         graphs=st.booleans(),
+        policy=st.sampled_from(["fcfs", "fair"]),
+        reserve=st.sampled_from([None, 1, 4]),
+        join_tokens=st.sampled_from([2, 16]),
     )
     def start(self, page_size: int, tokens: int, rows: int, graphs: bool, **how: Any) -> None:
         fields = {"cuda_graph_bs": (1, 3)} if graphs else {}

@@ -527,6 +527,166 @@ def test_abort_in_mid_prefill_keeps_the_prefix() -> None:
     assert d.replies[2][-1].cached_tokens == 16
 
 
+# ------------------------------------------------------------------ memory is taken back
+
+
+@LOOPS
+@pytest.mark.parametrize("cache_type", ["radix", "hash", "naive"])
+def test_the_youngest_is_taken_back_and_goes_on(overlap: bool, cache_type: str) -> None:
+    """Three answers that do not fit together: all are complete, and nothing is said twice."""
+    d = Driver(overlap=overlap, cache_type=cache_type, reserve=1, num_pages=10, page_size=4)
+    for uid in range(3):
+        d.ask(uid, [uid + 1] * 5, max_tokens=20, ignore_eos=True)
+    d.drain()
+    assert d.scheduler.retractions > 0
+    for uid in range(3):
+        assert d.tokens(uid) == expected([uid + 1] * 5, 20, ignore_eos=True)
+        assert all(r.prompt_tokens == 5 and r.cached_tokens == 0 for r in d.replies[uid])
+    ends = [s.uids for s in d.engine.steps if s.phase == "decode"]
+    assert all(0 in uids for uids in ends[:19])  # the oldest never waits
+
+
+@LOOPS
+def test_who_is_taken_back_comes_before_newcomers(overlap: bool) -> None:
+    d = Driver(overlap=overlap, reserve=1, num_pages=10, page_size=4, max_running_req=2)
+    for uid in range(2):
+        d.ask(uid, [uid + 1] * 5, max_tokens=28, ignore_eos=True)
+    d.go(4)
+    for uid in range(2, 12):
+        d.ask(uid, [uid + 1] * 3, max_tokens=2, ignore_eos=True)
+    while d.scheduler.retractions == 0:
+        d.go()
+    assert d.scheduler.prefill.waiting.first() is d.scheduler.reqs[1]
+    d.drain()
+    assert d.tokens(1) == expected([2] * 5, 28, ignore_eos=True)
+
+
+@LOOPS
+def test_what_was_computed_is_found_again(overlap: bool) -> None:
+    """Pages of a request that was taken back stay cached until somebody needs them."""
+    d = Driver(overlap=overlap, reserve=1, num_pages=10, page_size=4)
+    d.ask(0, [1] * 5, max_tokens=20, ignore_eos=True)
+    d.ask(1, [2] * 5, max_tokens=30, ignore_eos=True)
+    d.drain()
+    again = [s for s in d.engine.steps if s.phase == "prefill" and s.uids == [1]]
+    assert d.scheduler.retractions == 1 and len(again) == 1
+    assert again[0].extend[0] < again[0].seq_lens[0]  # some pages had been evicted, not all
+
+
+@LOOPS
+@pytest.mark.parametrize("policy", ["fcfs", "fair"])
+def test_abort_of_a_request_that_was_taken_back(overlap: bool, policy: str) -> None:
+    d = Driver(overlap=overlap, reserve=1, num_pages=10, page_size=4, policy=policy)
+    for uid in range(3):
+        d.ask(uid, [uid + 1] * 5, max_tokens=20, ignore_eos=True)
+    while d.scheduler.retractions == 0:
+        d.go()
+    back = d.scheduler.prefill.waiting.first()
+    assert back is not None and back.table_idx < 0
+    d.channel.put(AbortMsg(back.uid))
+    d.drain()
+    assert d.reason(back.uid) == "abort"
+
+
+@LOOPS
+def test_a_half_done_prompt_is_taken_back_first(overlap: bool) -> None:
+    """Between its chunks others decode, and need the page that it was promised."""
+    d = Driver(
+        overlap=overlap, policy="fair", reserve=1, budget=2, num_pages=9, page_size=4, join_tokens=1
+    )
+    d.ask(0, [1] * 4, max_tokens=28, ignore_eos=True)
+    d.go(2)
+    d.ask(1, list(range(24)), max_tokens=4, ignore_eos=True)
+    d.drain()
+    assert d.scheduler.retractions > 0
+    assert d.tokens(0) == expected([1] * 4, 28, ignore_eos=True)
+    assert d.tokens(1) == expected(range(24), 4, ignore_eos=True)
+    assert sum(s.uids == [0] for s in d.engine.steps if s.phase == "prefill") == 2  # 4 tokens
+
+
+@LOOPS
+def test_a_half_done_prompt_that_found_no_room_goes_on_later(overlap: bool) -> None:
+    d = Driver(overlap=overlap, policy="fair", budget=8, join_tokens=1, min_shared=0)
+    d.ask(0, [1] * 24, max_tokens=2, ignore_eos=True)
+    d.go()
+    for uid in (1, 2):
+        d.ask(uid, [uid + 1] * 4, max_tokens=2, ignore_eos=True)
+    d.drain()
+    full = d.engine.steps[1]
+    assert (full.uids, full.extend) == ([1, 2], [4, 4])
+    assert d.tokens(0) == expected([1] * 24, 2, ignore_eos=True)
+
+
+def test_no_promise_is_cut_without_a_reserve() -> None:
+    d = Driver(num_pages=10, page_size=4)
+    for uid in range(6):
+        d.ask(uid, [uid + 1] * 5, max_tokens=20, ignore_eos=True)
+    d.drain()
+    assert d.scheduler.retractions == 0
+
+
+def test_a_reserve_lets_more_run_at_once() -> None:
+    """Callers who leave max_tokens open are not promised the whole window."""
+    most = {}
+    for reserve in (None, 4):
+        d = Driver(num_pages=32, page_size=4, reserve=reserve)
+        for uid in range(8):
+            d.ask(uid, [3, 3, uid * 3])  # these answers end by themselves, early
+        d.drain()
+        most[reserve] = max(len(s.uids) for s in d.engine.steps)
+    assert most[None] <= 2 and most[4] == 8
+
+
+# ------------------------------------------------------------------ a fair order
+
+
+@LOOPS
+def test_a_short_request_behind_fifty_long_ones(overlap: bool) -> None:
+    """It is in the next step, and that step is short."""
+    d = Driver(
+        overlap=overlap, policy="fair", budget=64, num_pages=2000, max_running_req=64,
+        join_tokens=16, min_shared=0,
+    )  # fmt: skip
+    for uid in range(50):
+        d.ask(uid, [uid + 1] * 100, "flood", max_tokens=1)
+    d.go(5)
+    before = len(d.engine.steps)
+    d.ask(99, [5] * 6, "chat", max_tokens=1)
+    d.go()
+    step = d.engine.steps[before]
+    assert step.uids[0] == 99 and sum(step.extend) <= 16
+    d.drain()
+    assert all(len(d.tokens(uid)) == 1 for uid in range(50))
+
+
+def test_a_newcomer_at_most_doubles_a_step() -> None:
+    d = Driver(policy="fair", budget=1000, num_pages=2000, max_running_req=64, max_seq_len=1200,
+               join_tokens=16, min_shared=0)  # fmt: skip
+    for uid, tokens in enumerate((30, 25, 500, 40)):
+        d.ask(uid, [uid + 1] * tokens, max_tokens=1)
+    d.go()
+    d.drain()
+    first, second = d.engine.steps[:2]
+    assert (first.uids, first.extend) == ([1, 0], [25, 25])  # 30 would more than double it
+    assert (second.uids, second.extend) == ([0, 3], [5, 11])  # 16 are no trouble
+
+
+@LOOPS
+def test_running_requests_get_a_token_between_prompts(overlap: bool) -> None:
+    phases = {}
+    for policy in ("fcfs", "fair"):
+        d = Driver(overlap=overlap, policy=policy, budget=16, num_pages=500, max_running_req=32)
+        d.ask(0, [1] * 4, max_tokens=20, ignore_eos=True)
+        d.go(2)
+        start = len(d.engine.steps)
+        for uid in range(1, 9):
+            d.ask(uid, [uid + 1] * 16, max_tokens=2, ignore_eos=True)
+        d.drain()
+        phases[policy] = [s.phase[0] for s in d.engine.steps[start:]][:10]
+    assert phases["fcfs"][:6] == list("pppppp")
+    assert "pp" not in "".join(phases["fair"])
+
+
 # ------------------------------------------------------------------ rows that name freed slots
 
 
@@ -686,6 +846,9 @@ class Events(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 4, 16]),
         pages=st.integers(3, 10),
         rows=st.integers(1, 4),
+        policy=st.sampled_from(["fcfs", "fair"]),
+        reserve=st.sampled_from([None, 1, 6]),
+        join_tokens=st.sampled_from([1, 16]),
     )
     def start(self, **how: Any) -> None:
         how["num_pages"] = how.pop("pages") * (4 if how["page_size"] == 1 else 1)
@@ -695,14 +858,14 @@ class Events(RuleBasedStateMachine):
         self.aborted: set[int] = set()
 
     @rule(same=st.integers(0, 12), own=st.lists(st.integers(0, 2), min_size=1, max_size=12),
-          new=st.integers(1, 12), ignore=st.booleans())  # fmt: skip
-    def ask(self, same: int, own: list[int], new: int, ignore: bool) -> None:
+          new=st.integers(1, 12), ignore=st.booleans(), client=st.sampled_from("ab"))  # fmt: skip
+    def ask(self, same: int, own: list[int], new: int, ignore: bool, client: str) -> None:
         prompt = [4] * same + own
         limit = self.d.scheduler.limits.total
         uid = len(self.wanted)
         room = limit - len(prompt)
         self.wanted[uid] = expected(prompt, min(new, room), ignore) if room > 0 else []
-        self.d.ask(uid, prompt, max_tokens=new, ignore_eos=ignore)
+        self.d.ask(uid, prompt, client, max_tokens=new, ignore_eos=ignore)
 
     @precondition(lambda self: getattr(self, "wanted", None))
     @rule(data=st.data())

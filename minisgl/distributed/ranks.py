@@ -81,7 +81,7 @@ def tp_worker(comm: Comm, config: SchedulerConfig) -> None:
     config = config_of_rank(config, comm.rank, comm.size)
     scheduler = build_scheduler(config, BroadcastChannel(None, comm), comm)
     try:
-        run_loop(scheduler, config.overlap)
+        run_loop(scheduler, scheduler.overlap)
     finally:
         scheduler.engine.shutdown()
 

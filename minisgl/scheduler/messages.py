@@ -11,11 +11,15 @@ from minisgl.core import SamplingParams
 
 
 class UserMsg(msgspec.Struct, tag=True):
-    """A new request: `uid` is the caller's number for it, unused by any other live request."""
+    """A new request: `uid` is the caller's number for it, unused by any other live request.
+
+    `client` names who asks; requests of one client share what the queue gives to it.
+    """
 
     uid: int
     input_ids: list[int]
     sampling_params: SamplingParams
+    client: str = ""
 
 
 class AbortMsg(msgspec.Struct, tag=True):

@@ -1,30 +1,33 @@
-"""Who may start: admission by two budgets, in order of arrival, and prompts cut into chunks.
+"""Who may start: admission by two budgets, and prompts that are cut into chunks.
 
 Generated from notebooks/09_scheduler.ipynb: edit there.
 """
 
 from __future__ import annotations
 
-from collections import deque
-
 from minisgl.core import Batch, Phase, Req
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.page_table import TableManager
+from minisgl.kvcache.prefix_cache import CacheHandle
 from minisgl.scheduler.decode import DecodeManager, pages_to_come
+from minisgl.scheduler.queue import ArrivalOrder, WaitingQueue
 
 
 class PrefillAdder:
     """Fills one prefill step: counts down tokens of the step and pages of the pool."""
 
     def __init__(
-        self, cache: CacheManager, tables: TableManager, page_size: int, *,
-        budget: int, reserved: int, min_shared: int,
+        self, cache: CacheManager, tables: TableManager, page_size: int, *, budget: int,
+        reserved: int, min_shared: int, reserve: int | None = None, join_tokens: int | None = None,
     ) -> None:  # fmt: skip
         self.cache = cache
         self.tables = tables
         self.page_size = page_size
         self.budget = budget  # tokens that this step may still compute
+        self.taken = 0  # tokens that it computes so far
         self.reserved = reserved  # pages promised to requests admitted so far
+        self.reserve = reserve  # tokens of an answer that are promised; None: all
+        self.join_tokens = join_tokens  # see `room`; None: the budget alone counts
         self.min_shared = -(-min_shared // page_size) * page_size  # whole pages are cached
         self.reqs: list[Req] = []
         self.beginnings: set[bytes] = set()  # what this step computes first, of each request
@@ -33,11 +36,20 @@ class PrefillAdder:
         """Pages that are free or evictable, and promised to nobody."""
         return self.cache.available_tokens // self.page_size - self.reserved
 
+    def room(self) -> int:
+        """Tokens that one more prompt may add to this step; none after a prompt that was cut."""
+        if self.reqs and self.reqs[-1].is_chunked:
+            return 0
+        if self.join_tokens is None or not self.reqs:
+            return self.budget
+        return min(self.budget, max(self.join_tokens - self.taken, self.taken))
+
     def add_chunk(self, req: Req) -> None:
-        """Compute as much of an admitted prompt as the step's budget allows."""
-        length = min(self.budget, req.prompt_len - req.cached_len)
+        """Compute as much of an admitted prompt as there is room for."""
+        length = min(self.room(), req.prefill_len - req.cached_len)
         req.schedule(req.cached_len + length)
         self.budget -= length
+        self.taken += length
         self.reqs.append(req)
         if self.min_shared:
             self.beginnings.add(self.beginning(req, req.matched_len))
@@ -51,46 +63,57 @@ class PrefillAdder:
         long_enough = req.prompt_len - 1 - matched_len >= self.min_shared > 0
         return long_enough and self.beginning(req, matched_len) in self.beginnings
 
-    def try_admit(self, req: Req) -> bool:
-        """Give a waiting request its prefix, its row and a promise of pages, or change nothing."""
-        if self.budget <= 0 or self.tables.free_rows == 0:
+    def try_admit(self, req: Req, whole: bool = False) -> bool:
+        """Give a waiting request its prefix, its row and a promise of pages, or change nothing.
+
+        whole: only if all of its prompt has room in this step.
+        """
+        if self.room() <= 0 or self.tables.free_rows == 0:
             return False
         handle = self.cache.match_req(req.input_ids)
         if self.is_being_computed(req, handle.cached_len):
             return False
+        if whole and req.host_len - handle.cached_len > self.room():
+            return False
+        req.restart()
         req.cached_len = handle.cached_len
         # Locked pages are not evictable any more: lock first, then count what is left.
         self.cache.lock(handle)
-        needed = pages_to_come(req, self.page_size)
+        needed = pages_to_come(req, self.page_size, self.reserve)
         if needed > self.pages_left():
             self.cache.unlock(handle)
             req.cached_len = 0
             return False
-        req.cache_handle, req.matched_len = handle, handle.cached_len
-        req.table_idx = self.tables.allocate()
-        self.tables.write(req.table_idx, 0, handle.slots())
-        self.tables.write_tokens(req.table_idx, 0, req.input_ids)
         self.reserved += needed
+        self.seat(req, handle)
         self.add_chunk(req)
         return True
 
+    def seat(self, req: Req, handle: CacheHandle) -> None:
+        """A row for an admitted request, with the slots of its prefix and all tokens it has."""
+        req.cache_handle = handle
+        if req.host_len == req.prompt_len:  # not one that comes back with a part of its answer
+            req.matched_len = handle.cached_len
+        req.table_idx = self.tables.allocate()
+        self.tables.write(req.table_idx, 0, handle.slots())
+        self.tables.write_tokens(req.table_idx, 0, req.input_ids)
+
 
 class PrefillManager:
-    """Requests that wait, in order of arrival, and the one whose prompt is half done."""
+    """Requests that wait, and the one whose prompt is half done."""
 
     def __init__(
         self, cache: CacheManager, tables: TableManager, decode: DecodeManager, *,
         page_size: int, max_extend_tokens: int, min_shared: int = 32,
+        waiting: WaitingQueue | None = None, join_tokens: int | None = None,
     ) -> None:  # fmt: skip
         self.cache, self.tables, self.decode = cache, tables, decode
         self.page_size = page_size
         self.max_extend_tokens = max_extend_tokens  # of one step
         self.min_shared = min_shared  # tokens; 0 if the cache never remembers
-        self.waiting: deque[Req] = deque()
+        self.join_tokens = join_tokens
+        self.waiting: WaitingQueue = ArrivalOrder() if waiting is None else waiting
         self.chunked: Req | None = None
-
-    def add(self, req: Req) -> None:
-        self.waiting.append(req)
 
     def remove(self, req: Req) -> None:
         """Forget a request, wherever it stands; what it holds is released by the caller."""
@@ -99,27 +122,41 @@ class PrefillManager:
         elif req.table_idx < 0:  # not admitted yet
             self.waiting.remove(req)
 
+    def pages_to_finish(self) -> int:
+        """Pages that the rest of the half-done prompt takes, and nothing of its answer."""
+        return 0 if self.chunked is None else pages_to_come(self.chunked, self.page_size, 0)
+
     def adder(self) -> PrefillAdder:
         """A fresh step: a full token budget; what running requests may still need is set aside."""
+        reserve = self.decode.reserve
         reserved = self.decode.pages_to_come(self.page_size)
         if self.chunked is not None:
-            reserved += pages_to_come(self.chunked, self.page_size)
+            reserved += pages_to_come(self.chunked, self.page_size, reserve)
         return PrefillAdder(
-            self.cache, self.tables, self.page_size,
-            budget=self.max_extend_tokens, reserved=reserved, min_shared=self.min_shared,
+            self.cache, self.tables, self.page_size, budget=self.max_extend_tokens,
+            reserved=reserved, min_shared=self.min_shared, reserve=reserve,
+            join_tokens=self.join_tokens,
         )  # fmt: skip
 
     def schedule(self) -> Batch | None:
-        """The next prefill step: the half-done prompt first, then whoever waited longest."""
+        """The next prefill step: the half-done prompt and those who wait, as the queue says."""
         if not self.waiting and self.chunked is None:
             return None
-        adder = self.adder()
-        if self.chunked is not None:
-            adder.add_chunk(self.chunked)
-        while self.waiting and adder.try_admit(self.waiting[0]):
-            self.waiting.popleft()
+        adder, half_done = self.adder(), self.chunked
+        while adder.room() > 0:
+            first = self.waiting.first()
+            if half_done is not None and (first is None or self.waiting.goes_on(half_done)):
+                adder.add_chunk(half_done)
+                half_done = None
+            elif first is None or not adder.try_admit(first, whole=half_done is not None):
+                break
+            else:
+                self.waiting.remove(first)
+        if half_done is not None and adder.room() > 0:
+            adder.add_chunk(half_done)
+            half_done = None
         if not adder.reqs:
             return None
-        last = adder.reqs[-1]  # only the last one can have met the end of the budget
-        self.chunked = last if last.is_chunked else None
+        last = adder.reqs[-1]  # only the last one can have been cut
+        self.chunked = last if last.is_chunked else half_done
         return Batch(reqs=adder.reqs, phase=Phase.PREFILL)

@@ -23,6 +23,7 @@ from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, Reply, TokenReply, UserMsg
 from minisgl.scheduler.prefill import PrefillManager
+from minisgl.scheduler.queue import JOIN_TOKENS, ArrivalOrder, FairQueue
 
 
 class Limits(NamedTuple):
@@ -120,6 +121,8 @@ class TraceEvent(NamedTuple):
     start: float
     end: float
     step: int  # of the step that it was done for
+    size: int = 0  # requests in that step, where it is known
+    phase: str = ""  # prefill or decode, likewise
 
 
 class Launched(NamedTuple):
@@ -138,9 +141,14 @@ class Scheduler:
         channel: Channel, *, eos_token_ids: Iterable[int] = (),
         trace: Callable[[TraceEvent], None] | None = None,
         clock: Callable[[], float] = time.perf_counter, check_every: float = 1.0,
+        overlap: bool = True, interleave: bool = False,
     ) -> None:  # fmt: skip
         self.engine, self.cache, self.prefill, self.decode = engine, cache, prefill, decode
         self.channel, self.tables = channel, engine.tables
+        self.overlap = overlap  # which loop its owner should run
+        self.interleave = interleave  # no two prefill steps in a row while requests are running
+        self.last_phase = Phase.DECODE
+        self.retractions = 0
         self.eos_token_ids = frozenset(eos_token_ids)
         self.trace, self.clock = trace, clock
         pool_tokens = engine.num_pages * engine.page_size
@@ -152,14 +160,15 @@ class Scheduler:
         self.check_every, self.check_at = check_every, 0.0  # seconds; the time of the next check
 
     @contextmanager
-    def span(self, name: str, step: int) -> Iterator[None]:
+    def span(self, name: str, step: int, batch: Batch | None = None) -> Iterator[None]:
         """Report how long the block took, if somebody listens."""
         if self.trace is None:
             yield
             return
         start = self.clock()
         yield
-        self.trace(TraceEvent(name, start, self.clock(), step))
+        about = () if batch is None else (batch.size, batch.phase.value)
+        self.trace(TraceEvent(name, start, self.clock(), step, *about))
 
     @property
     def has_work(self) -> bool:
@@ -204,7 +213,7 @@ class Scheduler:
         if notice is not None:
             self.notices[req.uid] = notice
         self.reqs[req.uid] = req
-        self.prefill.add(req)
+        self.prefill.waiting.add(req)
 
     def make_req(self, msg: UserMsg) -> tuple[Req, str | None]:
         """The request that a message asks for, and a notice about it; raises `Refusal`."""
@@ -214,20 +223,32 @@ class Scheduler:
         check_prompt(ids, self.limits)
         params = check_params(msg.sampling_params)
         max_new_tokens, notice = clamp_max_tokens(len(ids), params.max_tokens, self.limits)
-        req = Req(uid=msg.uid, input_ids=ids, sampling_params=params, max_new_tokens=max_new_tokens)
+        req = Req(
+            uid=msg.uid, input_ids=ids, sampling_params=params, max_new_tokens=max_new_tokens,
+            client=msg.client,
+        )  # fmt: skip
         return req, notice
 
     def next_step(self) -> Batch | None:
-        """Who runs now: prompts first, so that new requests join the decode batch soon."""
+        """Who runs now: prompts first, so that new requests join the decode batch soon.
+
+        With `interleave` running requests get a token after every prefill step.
+        """
         with self.span("schedule", self.step):
-            return self.prefill.schedule() or self.decode.schedule()
+            if self.interleave and self.last_phase is Phase.PREFILL:
+                batch = self.decode_step() or self.prefill.schedule()
+            else:
+                batch = self.prefill.schedule() or self.decode_step()
+            self.last_phase = Phase.DECODE if batch is None else batch.phase
+            return batch
 
     def launch(self, batch: Batch) -> Launched:
         """Start a step and move its requests on, as if it were done: the device keeps the order."""
-        with self.span("launch", self.step):
+        with self.span("launch", self.step, batch):
             self.cache.allocate_paged(batch.reqs)
             inputs = self.engine.prepare(batch)
             output = self.engine.step(inputs)
+            self.prefill.waiting.charge(batch)
             for req in batch.reqs:
                 req.advance()
             if batch.phase is Phase.PREFILL:
@@ -237,11 +258,36 @@ class Scheduler:
             self.step += 1
             return Launched(self.step - 1, inputs, output)
 
+    def decode_step(self) -> Batch | None:
+        """One token for everybody who runs; if pages are missing, the youngest are taken back."""
+        size = self.engine.page_size
+        while self.decode.running:
+            available = self.cache.available_tokens // size - self.prefill.pages_to_finish()
+            if len(self.decode.running) <= available or self.decode.pages_now(size) <= available:
+                break
+            self.retract(self.prefill.chunked or self.decode.youngest)
+        return self.decode.schedule()
+
+    def retract(self, req: Req) -> None:
+        """Take row and pages from a request, and let it wait for its turn to go on."""
+        self.prefill.remove(req)
+        self.decode.remove(req)
+        self.give_back(req)
+        self.prefill.waiting.resume(req)
+        self.retractions += 1
+
+    def give_back(self, req: Req) -> None:
+        """Row and pages of an admitted request; what was computed stays in the prefix cache."""
+        self.cache.cache_req(req, finished=True)
+        self.tables.free(req.table_idx)
+        req.table_idx = -1
+
     def finish(self, launched: Launched) -> None:
         """Wait for a step's tokens, hand them out, release the requests that had their last one."""
-        with self.span("wait", launched.step):
+        batch = launched.inputs.batch
+        with self.span("wait", launched.step, batch):
             tokens = launched.output.wait()
-        with self.span("process", launched.step):
+        with self.span("process", launched.step, batch):
             replies: list[Reply] = []
             for index, (req, token) in enumerate(zip(launched.inputs.sampled, tokens.ids)):
                 # Aborted or stopped while this step was on its way: its token is dropped.
@@ -279,10 +325,9 @@ class Scheduler:
         self.notices.pop(req.uid, None)
         self.prefill.remove(req)
         self.decode.remove(req)
+        self.prefill.waiting.leave(req)
         if req.table_idx >= 0:
-            self.cache.cache_req(req, finished=True)
-            self.tables.free(req.table_idx)
-            req.table_idx = -1
+            self.give_back(req)
 
     def abort(self, uid: int) -> None:
         """End a request now, whatever it is doing. Too late is no error."""
@@ -346,11 +391,15 @@ def build_scheduler(
     """An engine and everything that feeds it; each part is given what it works with."""
     engine = build_engine(config, comm, progress=progress)
     cache = CacheManager(engine.num_pages, engine.page_size, engine.tables, config.cache_type)
-    decode = DecodeManager()
+    decode = DecodeManager(config.reserve_tokens)
+    fair, budget = config.schedule_policy == "fair", config.max_extend_tokens
     prefill = PrefillManager(
-        cache, engine.tables, decode,
-        page_size=engine.page_size, max_extend_tokens=config.max_extend_tokens,
+        cache, engine.tables, decode, page_size=engine.page_size, max_extend_tokens=budget,
         min_shared=0 if config.cache_type == "naive" else 32,
+        waiting=FairQueue(budget) if fair else ArrivalOrder(),
+        join_tokens=JOIN_TOKENS if fair else None,
     )  # fmt: skip
-    eos = engine.model_config.eos_token_ids
-    return Scheduler(engine, cache, prefill, decode, channel, eos_token_ids=eos, trace=trace)
+    return Scheduler(
+        engine, cache, prefill, decode, channel, eos_token_ids=engine.model_config.eos_token_ids,
+        trace=trace, overlap=bool(getattr(engine.config, "overlap", True)), interleave=fair,
+    )  # fmt: skip

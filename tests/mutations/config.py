@@ -87,7 +87,7 @@ MUTATIONS = [
     Mutation(
         "core: a chunk inside the prompt yields a token",
         CORE,
-        "if self.device_len >= self.prompt_len:",
+        "if self.device_len >= self.prefill_len:",
         "if self.can_decode:",
         "tests/test_core.py::test_a_chunk_is_not_sampled",
     ),

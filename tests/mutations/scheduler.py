@@ -9,7 +9,135 @@ SCHEDULER, LLM = "minisgl.scheduler.scheduler", "minisgl.llm"
 TESTS, LLM_TESTS = "tests/test_scheduler.py::", "tests/test_llm.py::"
 PAGED = "tests/test_paged_equals_dense.py::test_a_crowd_with_one_prefix"
 
+QUEUE, QUEUE_TESTS = "minisgl.scheduler.queue", "tests/test_queue.py::"
+
 MUTATIONS = [
+    Mutation(
+        "retract_takes_the_oldest",
+        DECODE,
+        "return next(reversed(self.running.values()))",
+        "return next(iter(self.running.values()))",
+        TESTS + "test_the_youngest_is_taken_back_and_goes_on",
+    ),
+    Mutation(
+        "retract_nobody",
+        SCHEDULER,
+        "            if len(self.decode.running) <= available or",
+        "            if True or",
+        TESTS + "test_the_youngest_is_taken_back_and_goes_on",
+    ),
+    Mutation(
+        "retract_spares_a_half_done_prompt",
+        SCHEDULER,
+        "self.retract(self.prefill.chunked or self.decode.youngest)",
+        "self.retract(self.decode.youngest)",
+        TESTS + "test_a_half_done_prompt_is_taken_back_first",
+    ),
+    Mutation(
+        "retract_spends_the_pages_of_a_half_done_prompt",
+        SCHEDULER,
+        "// size - self.prefill.pages_to_finish()",
+        "// size",
+        TESTS + "test_a_half_done_prompt_is_taken_back_first",
+    ),
+    Mutation(
+        "retract_counts_too_few_pages",
+        DECODE,
+        "req.cached_len % page_size == 0 for",
+        "req.cached_len % page_size == 1 for",
+        TESTS + "TestEvents",
+    ),
+    Mutation(
+        "retract_to_the_end_of_the_queue",
+        SCHEDULER,
+        "self.prefill.waiting.resume(req)",
+        "self.prefill.waiting.add(req)",
+        TESTS + "test_who_is_taken_back_comes_before_newcomers",
+    ),
+    Mutation(
+        "retract_keeps_the_row",
+        SCHEDULER,
+        "        self.tables.free(req.table_idx)\n",
+        "",
+        TESTS + "test_the_youngest_is_taken_back_and_goes_on",
+    ),
+    Mutation(
+        "scheduler_lets_running_requests_wait_for_all_prompts",
+        SCHEDULER,
+        "if self.interleave and self.last_phase is Phase.PREFILL:",
+        "if False:",
+        TESTS + "test_running_requests_get_a_token_between_prompts",
+    ),
+    Mutation(
+        "queue_leaves_in_the_order_of_arrival",
+        QUEUE,
+        "tag = (share.clock + req.prompt_len, next(self._numbers))",
+        "tag = (0.0, next(self._numbers))",
+        QUEUE_TESTS + "test_a_short_request_passes_the_long_ones_of_its_client",
+    ),
+    Mutation(
+        "queue_clock_stands_still",
+        QUEUE,
+        "share.clock += req.extend_len / (share.waiting + computed[req.client])",
+        "share.clock += 0",
+        QUEUE_TESTS + "test_nobody_starves_behind_short_requests",
+    ),
+    Mutation(
+        "queue_clock_counts_whoever_waits_once",
+        QUEUE,
+        "share.clock += req.extend_len / (share.waiting + computed[req.client])",
+        "share.clock += req.extend_len",
+        QUEUE_TESTS + "test_tags_are_those_of_a_device_that_works_side_by_side",
+    ),
+    Mutation(
+        "queue_gives_credit_to_who_was_away",
+        QUEUE,
+        "share.served = max(share.served, min(others, default=self._level))",
+        "pass",
+        QUEUE_TESTS + "test_who_was_away_has_no_credit",
+    ),
+    Mutation(
+        "queue_counts_requests_and_not_tokens",
+        QUEUE,
+        "share.served += req.extend_len",
+        "share.served += 100",
+        QUEUE_TESTS + "test_two_floods_share_by_tokens_not_by_requests",
+    ),
+    Mutation(
+        "queue_does_not_charge_answers",
+        QUEUE,
+        ".served += ANSWER_WEIGHT",
+        ".served += 0",
+        QUEUE_TESTS + "test_answers_are_charged_and_twice",
+    ),
+    Mutation(
+        "queue_minds_every_token",
+        QUEUE,
+        ".served // self._step_tokens",
+        ".served",
+        QUEUE_TESTS + "test_less_than_a_step_apart_counts_as_equal",
+    ),
+    Mutation(
+        "queue_never_forgets_a_client",
+        QUEUE,
+        "            del self._shares[req.client]\n",
+        "            pass\n",
+        QUEUE_TESTS + "TestAnyHistory",
+    ),
+    Mutation(
+        "queue_offers_who_has_left",
+        QUEUE,
+        "while share.heap[0][2] not in self._waiting:",
+        "while False:",
+        QUEUE_TESTS + "TestAnyHistory",
+    ),
+    Mutation(
+        "queue_half_done_prompts_always_go_on",
+        QUEUE,
+        "return self._tags[half_done] <= self._tags[first]",
+        "return True",
+        QUEUE_TESTS + "test_a_short_request_passes_a_half_done_one",
+    ),
     Mutation(
         "decode_order_is_not_that_of_arrival",
         DECODE,
@@ -20,15 +148,15 @@ MUTATIONS = [
     Mutation(
         "decode_promise_rounds_down",
         DECODE,
-        "last = -(-(req.max_device_len - 1) // page_size)",
-        "last = (req.max_device_len - 1) // page_size",
+        "return -(-end // page_size) - ",
+        "return end // page_size - ",
         TESTS + "test_promised_pages_are_exactly_what_a_life_takes",
     ),
     Mutation(
         "decode_promise_counts_the_last_token",
         DECODE,
-        "last = -(-(req.max_device_len - 1) // page_size)",
-        "last = -(-req.max_device_len // page_size)",
+        "end = req.max_device_len - 1",
+        "end = req.max_device_len",
         TESTS + "test_promised_pages_are_exactly_what_a_life_takes",
     ),
     Mutation(
@@ -41,9 +169,11 @@ MUTATIONS = [
     Mutation(
         "prefill_counts_before_it_locks",
         PREFILL,
-        "self.cache.lock(handle)\n        needed = pages_to_come(req, self.page_size)\n"
+        "self.cache.lock(handle)\n"
+        "        needed = pages_to_come(req, self.page_size, self.reserve)\n"
         "        if needed > self.pages_left():\n            self.cache.unlock(handle)\n",
-        "needed, left = pages_to_come(req, self.page_size), self.pages_left()\n"
+        "needed = pages_to_come(req, self.page_size, self.reserve)\n"
+        "        left = self.pages_left()\n"
         "        self.cache.lock(handle)\n        if needed > left:\n"
         "            self.cache.unlock(handle)\n",
         TESTS + "test_a_matched_prefix_is_locked_before_pages_are_counted",
@@ -65,7 +195,7 @@ MUTATIONS = [
     Mutation(
         "prefill_forgets_what_the_half_done_prompt_needs",
         PREFILL,
-        "reserved += pages_to_come(self.chunked, self.page_size)",
+        "reserved += pages_to_come(self.chunked, self.page_size, reserve)",
         "reserved += 0",
         TESTS + "test_a_half_done_prompt_keeps_its_pages",
     ),
@@ -85,32 +215,71 @@ MUTATIONS = [
     ),
     Mutation(
         "prefill_newcomers_before_the_chunk",
-        PREFILL,
-        "    if self.chunked is not None:\n            adder.add_chunk(self.chunked)\n"
-        "        while self.waiting and adder.try_admit(self.waiting[0]):\n"
-        "            self.waiting.popleft()\n",
-        "    while self.waiting and adder.try_admit(self.waiting[0]):\n"
-        "            self.waiting.popleft()\n"
-        "        if self.chunked is not None and adder.budget:\n"
-        "            adder.add_chunk(self.chunked)\n",
+        QUEUE,
+        "        return True\n",
+        "        return False\n",
         TESTS + "test_budget_is_shared_and_the_chunk_goes_first",
     ),
     Mutation(
         "prefill_small_ones_overtake",
         PREFILL,
-        "while self.waiting and adder.try_admit(self.waiting[0]):\n"
-        "            self.waiting.popleft()\n",
-        "for req in list(self.waiting):\n"
-        "            if adder.try_admit(req):\n"
-        "                self.waiting.remove(req)\n",
+        "            elif first is None or not adder.try_admit("
+        "first, whole=half_done is not None):\n"
+        "                break\n            else:\n                self.waiting.remove(first)\n",
+        "            else:\n"
+        "                for req in [r for r in list(self.waiting) if adder.try_admit(r)]:\n"
+        "                    self.waiting.remove(req)\n"
+        "                break\n",
         TESTS + "test_a_large_request_is_not_overtaken_for_ever",
     ),
     Mutation(
         "prefill_forgets_who_is_half_done",
         PREFILL,
-        "self.chunked = last if last.is_chunked else None",
+        "self.chunked = last if last.is_chunked else half_done",
         "self.chunked = None",
         TESTS + "test_pitfall_07_chunks_of_1200_at_256",
+    ),
+    Mutation(
+        "prefill_forgets_a_half_done_prompt_that_found_no_room",
+        PREFILL,
+        "self.chunked = last if last.is_chunked else half_done",
+        "self.chunked = last if last.is_chunked else None",
+        TESTS + "test_a_half_done_prompt_that_found_no_room_goes_on_later",
+    ),
+    Mutation(
+        "prefill_cuts_two_prompts",
+        PREFILL,
+        "if self.reqs and self.reqs[-1].is_chunked:",
+        "if False:",
+        TESTS + "test_a_newcomer_at_most_doubles_a_step",
+    ),
+    Mutation(
+        "prefill_newcomers_fill_the_step",
+        PREFILL,
+        "return min(self.budget, max(self.join_tokens - self.taken, self.taken))",
+        "return self.budget",
+        TESTS + "test_a_newcomer_at_most_doubles_a_step",
+    ),
+    Mutation(
+        "prefill_passes_a_half_done_prompt_with_half_a_prompt",
+        PREFILL,
+        "if whole and req",
+        "if False and req",
+        TESTS + "TestEvents",
+    ),
+    Mutation(
+        "prefill_forgets_what_was_said_before",
+        PREFILL,
+        "        req.restart()\n",
+        "",
+        TESTS + "test_the_youngest_is_taken_back_and_goes_on",
+    ),
+    Mutation(
+        "prefill_counts_an_answer_as_cached_prompt",
+        PREFILL,
+        "if req.host_len == req.prompt_len:",
+        "if True:",
+        TESTS + "test_the_youngest_is_taken_back_and_goes_on",
     ),
     Mutation(
         "prefill_goes_on_with_an_aborted_prompt",
@@ -171,15 +340,15 @@ MUTATIONS = [
     Mutation(
         "release_leaves_it_in_the_decode_batch",
         SCHEDULER,
-        "self.decode.remove(req)",
-        "pass",
+        "        self.decode.remove(req)\n        self.prefill.waiting.leave(req)\n",
+        "        self.prefill.waiting.leave(req)\n",
         TESTS + "test_end_token_stops_and_the_extra_token_is_dropped",
     ),
     Mutation(
         "abort_forgets_the_queue",
         SCHEDULER,
-        "        self.prefill.remove(req)\n",
-        "",
+        "        self.notices.pop(req.uid, None)\n        self.prefill.remove(req)\n",
+        "        self.notices.pop(req.uid, None)\n",
         TESTS + "test_abort_at_every_moment",
     ),
     Mutation(

@@ -1,0 +1,194 @@
+"""The order in which requests are admitted: as they came, or fair between clients.
+
+Generated from notebooks/08b_queue.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol
+
+from minisgl.core import Batch, Phase, Req
+
+
+class WaitingQueue(Protocol):
+    """Requests that wait for admission. Nothing but what was said and computed decides its order.
+
+    All ranks of a model see the same requests and steps, so they agree without a word.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Req]: ...
+
+    def add(self, req: Req) -> None:
+        """A new request."""
+        ...
+
+    def resume(self, req: Req) -> None:
+        """A request that had been admitted and gave its memory back: it comes before all others."""
+        ...
+
+    def first(self) -> Req | None:
+        """Who is next; None if nobody waits."""
+        ...
+
+    def remove(self, req: Req) -> None:
+        """It waits no longer: admitted, or given up."""
+        ...
+
+    def goes_on(self, half_done: Req) -> bool:
+        """True if an admitted request with half a prompt comes before the first who waits."""
+        ...
+
+    def charge(self, batch: Batch) -> None:
+        """A step is about to be computed."""
+        ...
+
+    def leave(self, req: Req) -> None:
+        """A request is over, whatever its state."""
+        ...
+
+
+class ArrivalOrder:
+    """First come, first served; a half-done prompt always goes on first."""
+
+    def __init__(self) -> None:
+        self._reqs: deque[Req] = deque()
+
+    def __len__(self) -> int:
+        return len(self._reqs)
+
+    def __iter__(self) -> Iterator[Req]:
+        return iter(self._reqs)
+
+    def add(self, req: Req) -> None:
+        self._reqs.append(req)
+
+    def resume(self, req: Req) -> None:
+        self._reqs.appendleft(req)
+
+    def first(self) -> Req | None:
+        return self._reqs[0] if self._reqs else None
+
+    def remove(self, req: Req) -> None:
+        self._reqs.remove(req)
+
+    def goes_on(self, half_done: Req) -> bool:
+        return True
+
+    def charge(self, batch: Batch) -> None:
+        """Costs do not matter here."""
+
+    def leave(self, req: Req) -> None:
+        """There is nothing to settle."""
+
+
+JOIN_TOKENS = 256  # a prefill step of so few tokens costs hardly more than a smaller one
+ANSWER_WEIGHT = 2
+
+
+@dataclass
+class Share:
+    """What one client has had, and what it waits for."""
+
+    served: int = 0  # tokens; those of answers count twice
+    clock: float = 0.0  # prompt tokens that each request would have had, side by side
+    live: int = 0  # requests, waiting or not
+    waiting: int = 0
+    heap: list[tuple[float, int, Req]] = field(default_factory=list)  # tag, number of arrival
+
+
+class FairQueue:
+    """Fair between clients, and short before long, in bounds, between requests of one client.
+
+    `step_tokens` is the budget of a prefill step: clients that are less than a step apart count as
+    equal. After Demers, Keshav and Shenker (1989), and Sheng et al. (2024) for the token counts.
+    """
+
+    def __init__(self, step_tokens: int) -> None:
+        self._step_tokens = step_tokens
+        self._shares: dict[str, Share] = {}  # of clients with a request that is not over
+        self._tags: dict[Req, tuple[float, int]] = {}  # of every request that is not over
+        self._waiting: dict[Req, None] = {}  # in no particular order
+        self._back: deque[Req] = deque()  # those that had to give their memory back
+        self._numbers = count()
+        self._level = 0  # what the client had been served who was last taken in
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._back)
+
+    def __iter__(self) -> Iterator[Req]:
+        yield from self._back
+        yield from self._waiting
+
+    def add(self, req: Req) -> None:
+        share = self._shares.setdefault(req.client, Share())
+        if not share.waiting:  # no credit for the time in which it wanted nothing
+            others = [other.served for other in self._shares.values() if other.waiting]
+            share.served = max(share.served, min(others, default=self._level))
+        tag = (share.clock + req.prompt_len, next(self._numbers))
+        heapq.heappush(share.heap, (*tag, req))
+        share.live += 1
+        share.waiting += 1
+        self._tags[req] = tag
+        self._waiting[req] = None
+
+    def resume(self, req: Req) -> None:
+        self._back.appendleft(req)
+
+    def remove(self, req: Req) -> None:
+        if req in self._waiting:
+            del self._waiting[req]
+            share = self._shares[req.client]
+            share.waiting -= 1
+            self._level = share.served
+        else:
+            self._back.remove(req)
+
+    def head(self, share: Share) -> Req:
+        """The request of a client with somebody waiting that would be done first."""
+        while share.heap[0][2] not in self._waiting:
+            heapq.heappop(share.heap)
+        return share.heap[0][2]
+
+    def rank(self, req: Req) -> tuple[int, int, int]:
+        """Where the first of a client stands among the first of all clients; low is soon."""
+        left = req.prefill_len - req.cached_len
+        return self._shares[req.client].served // self._step_tokens, left, self._tags[req][1]
+
+    def first(self) -> Req | None:
+        if self._back:
+            return self._back[0]
+        heads = (self.head(share) for share in self._shares.values() if share.waiting)
+        return min(heads, key=self.rank, default=None)
+
+    def goes_on(self, half_done: Req) -> bool:
+        first = self.first()
+        if first is None or first in self._back:
+            return first is None
+        if first.client == half_done.client:
+            return self._tags[half_done] <= self._tags[first]
+        return self.rank(half_done) <= self.rank(first)
+
+    def charge(self, batch: Batch) -> None:
+        if batch.phase is Phase.DECODE:
+            for req in batch.reqs:
+                self._shares[req.client].served += ANSWER_WEIGHT
+            return
+        computed = Counter(req.client for req in batch.reqs)
+        for req in batch.reqs:
+            share = self._shares[req.client]
+            share.served += req.extend_len
+            share.clock += req.extend_len / (share.waiting + computed[req.client])
+
+    def leave(self, req: Req) -> None:
+        share = self._shares[req.client]
+        share.live -= 1
+        del self._tags[req]
+        if not share.live:
+            del self._shares[req.client]

@@ -1,0 +1,293 @@
+"""The order of those who wait: fair in tokens between clients, bounded, and forgetful."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from minisgl.core import Batch, Phase, Req, SamplingParams
+from minisgl.scheduler.queue import ANSWER_WEIGHT, ArrivalOrder, FairQueue, WaitingQueue
+
+STEP = 100
+
+
+def make_req(uid: int, tokens: int, client: str = "") -> Req:
+    return Req(
+        uid=uid, input_ids=np.ones(tokens, np.int32), sampling_params=SamplingParams(),
+        max_new_tokens=500, client=client,
+    )  # fmt: skip
+
+
+def computed(queue: WaitingQueue, req: Req, tokens: int, phase: Phase = Phase.PREFILL) -> None:
+    """A step of so many tokens of one request."""
+    req.schedule(req.cached_len + tokens)
+    queue.charge(Batch(reqs=[req], phase=phase))
+    req.cached_len += tokens
+
+
+def admit(queue: WaitingQueue) -> Req:
+    """Take the first in, and compute its prompt."""
+    req = queue.first()
+    assert req is not None
+    queue.remove(req)
+    computed(queue, req, req.prefill_len)
+    return req
+
+
+def drain(queue: WaitingQueue) -> list[int]:
+    """Admit everybody, one after the other; the order of their numbers."""
+    order = []
+    while len(queue):
+        req = admit(queue)
+        queue.leave(req)
+        order.append(req.uid)
+    return order
+
+
+def test_arrival_order() -> None:
+    queue = ArrivalOrder()
+    reqs = [make_req(i, 10 - i) for i in range(4)]
+    for req in reqs:
+        queue.add(req)
+    assert queue.goes_on(make_req(9, 1)) and list(queue) == reqs
+    queue.remove(reqs[1])
+    queue.resume(reqs[1])
+    assert drain(queue) == [1, 0, 2, 3] and queue.first() is None
+
+
+def test_a_short_request_passes_the_long_ones_of_its_client() -> None:
+    queue = FairQueue(STEP)
+    for uid in range(50):
+        queue.add(make_req(uid, 400))
+    queue.add(make_req(99, 20))
+    assert drain(queue)[0] == 99
+
+
+def test_equal_requests_keep_their_order() -> None:
+    queue = FairQueue(STEP)
+    for uid in range(20):
+        queue.add(make_req(uid, 30))
+    assert drain(queue) == list(range(20))
+
+
+def test_nobody_starves_behind_short_requests() -> None:
+    """A long request waits while short ones arrive for ever; how long is bounded."""
+    queue = FairQueue(STEP)
+    queue.add(make_req(0, 400))
+    for turn in range(1, 200):
+        queue.add(make_req(turn, 10))
+        req = admit(queue)
+        queue.leave(req)
+        if req.uid == 0:
+            break
+    # Two wait at any time, so the clock moves by five tokens a turn, to 390.
+    assert 60 <= turn <= 90
+
+
+def test_a_new_client_goes_before_a_flood() -> None:
+    queue = FairQueue(STEP)
+    for uid in range(50):
+        queue.add(make_req(uid, 400, "flood"))
+    admit(queue)
+    queue.add(make_req(99, 20, "chat"))
+    first = queue.first()
+    assert first is not None and first.uid == 99
+
+
+def test_two_floods_share_by_tokens_not_by_requests() -> None:
+    queue = FairQueue(STEP)
+    for i in range(100):
+        queue.add(make_req(i, 100, "short"))
+    for i in range(100, 125):
+        queue.add(make_req(i, 400, "long"))
+    order = drain(queue)
+    for end in range(10, 100):
+        tokens = {"short": 0, "long": 0}
+        for uid in order[:end]:
+            tokens["short" if uid < 100 else "long"] += 100 if uid < 100 else 400
+        assert abs(tokens["short"] - tokens["long"]) <= 400 + STEP
+
+
+def test_who_was_away_has_no_credit() -> None:
+    queue = FairQueue(STEP)
+    other = make_req(0, 10, "away")
+    queue.add(other)
+    admit(queue)  # it still runs, so that its share is remembered
+    for uid in range(1, 30):
+        queue.add(make_req(uid, 300, "busy"))
+    for _ in range(10):
+        admit(queue)
+    for uid in range(100, 110):
+        queue.add(make_req(uid, 300, "away"))
+    order = [admit(queue).uid for _ in range(12)]
+    assert abs(sum(uid >= 100 for uid in order) - 6) <= 1  # in turns from now on
+
+
+def test_answers_are_charged_and_twice() -> None:
+    queue = FairQueue(STEP)
+    talker = make_req(0, 10, "talker")
+    queue.add(talker)
+    queue.add(make_req(1, 200, "b"))
+    assert admit(queue) is talker
+    for _ in range(STEP):
+        computed(queue, talker, 1, Phase.DECODE)
+    queue.add(make_req(2, 10, "talker"))
+    assert ANSWER_WEIGHT == 2
+    first = queue.first()
+    assert first is not None and first.uid == 1  # two steps ahead of b
+
+
+def test_less_than_a_step_apart_counts_as_equal() -> None:
+    queue = FairQueue(STEP)
+    queue.add(make_req(0, 30, "a"))
+    queue.add(make_req(1, 400, "b"))
+    admit(queue)  # a has had 30 tokens, b none
+    queue.add(make_req(2, 30, "a"))
+    first = queue.first()
+    assert first is not None and first.uid == 2
+
+
+@pytest.mark.parametrize("client", ["same", "other"])
+def test_a_short_request_passes_a_half_done_one(client: str) -> None:
+    queue = FairQueue(STEP)
+    queue.add(make_req(0, 1000, "same"))
+    queue.add(make_req(1, 1000, "same"))
+    half = queue.first()
+    assert half is not None
+    queue.remove(half)
+    computed(queue, half, 90)
+    assert queue.goes_on(half)
+    queue.add(make_req(2, 20, client))
+    assert not queue.goes_on(half)
+    queue.remove(first := queue.first())  # type: ignore[arg-type]
+    assert first is not None and first.uid == 2 and queue.goes_on(half)
+
+
+def test_who_was_taken_back_comes_first() -> None:
+    queue = FairQueue(STEP)
+    old, young = make_req(0, 50), make_req(1, 50)
+    for req in (old, young):
+        queue.add(req)
+        queue.remove(req)
+    queue.add(make_req(2, 5))
+    queue.resume(young)  # the youngest is taken back first
+    queue.resume(old)
+    half = make_req(3, 500)
+    queue.add(half)
+    queue.remove(half)
+    assert not queue.goes_on(half) and len(queue) == 3
+    assert [req.uid for req in queue][:2] == [0, 1]
+    order = []
+    while len(queue):
+        queue.remove(first := queue.first())  # type: ignore[arg-type]
+        order.append(first.uid)  # type: ignore[union-attr]
+    assert order == [0, 1, 2]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=12),
+    steps=st.lists(st.integers(1, 50), min_size=12, max_size=12),
+)
+def test_tags_are_those_of_a_device_that_works_side_by_side(
+    lengths: list[int], steps: list[int]
+) -> None:
+    """Against exact fractions: a clock that each computed token moves by 1 / present."""
+    queue, worker = FairQueue(10**9), make_req(1000, 10**5)
+    queue.add(worker)
+    queue.remove(worker)
+    clock, tags = Fraction(0), {}
+    for uid, (tokens, taken) in enumerate(zip(lengths, steps)):
+        tags[uid] = clock + tokens
+        queue.add(make_req(uid, tokens))
+        computed(queue, worker, taken)
+        clock += Fraction(taken, uid + 2)
+    order = []
+    while len(queue):
+        queue.remove(first := queue.first())  # type: ignore[arg-type]
+        order.append(first.uid)  # type: ignore[union-attr]
+    for a, b in pairwise(order):
+        assert (float(tags[a]), a) <= (float(tags[b]) + 1e-6, b) or abs(tags[a] - tags[b]) < 1e-6
+
+
+class AnyHistory(RuleBasedStateMachine):
+    """Whatever happens: nobody is lost, and nothing is kept of those who are over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = FairQueue(STEP)
+        self.waiting: dict[int, Req] = {}
+        self.running: dict[int, Req] = {}
+        self.uid = 0
+
+    @rule(tokens=st.integers(1, 300), client=st.sampled_from("abc"))
+    def add(self, tokens: int, client: str) -> None:
+        self.waiting[self.uid] = make_req(self.uid, tokens, client)
+        self.queue.add(self.waiting[self.uid])
+        self.uid += 1
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def admit(self) -> None:
+        req = self.queue.first()
+        assert req is not None
+        self.running[req.uid] = self.waiting.pop(req.uid)
+        self.queue.remove(req)
+        req.cached_len = 0
+        computed(self.queue, req, req.prefill_len)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def take_back(self, data: st.DataObject) -> None:
+        uid = data.draw(st.sampled_from(sorted(self.running)))
+        self.waiting[uid] = self.running.pop(uid)
+        self.queue.resume(self.waiting[uid])
+        assert self.queue.first() is self.waiting[uid]
+
+    @precondition(lambda self: self.waiting or self.running)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        uid = data.draw(st.sampled_from(sorted({**self.waiting, **self.running})))
+        req = self.waiting.pop(uid, None)
+        if req is not None:
+            self.queue.remove(req)
+        else:
+            req = self.running.pop(uid)
+        self.queue.leave(req)
+
+    def teardown(self) -> None:
+        assert len(self.queue) == len(self.waiting) == len(set(self.queue))
+        seen = set()
+        while len(self.queue):
+            first = self.queue.first()
+            assert first is not None
+            self.queue.remove(first)
+            seen.add(first.uid)
+        assert seen == set(self.waiting)
+        for req in [*self.waiting.values(), *self.running.values()]:
+            self.queue.leave(req)
+        kept = [getattr(self.queue, name) for name in ("_shares", "_tags", "_waiting", "_back")]
+        assert not any(kept)
+
+
+TestAnyHistory = AnyHistory.TestCase
+TestAnyHistory.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_ranks_agree() -> None:
+    """Two queues that hear the same give the same order, whatever the addresses of the objects."""
+    orders = []
+    for _ in range(2):
+        draw, queue, order = random.Random(3), FairQueue(STEP), list[int]()
+        for uid in range(200):
+            queue.add(make_req(uid, draw.randrange(1, 300), str(draw.randrange(5))))
+            if draw.random() < 0.6:
+                order.append(admit(queue).uid)
+        orders.append(order + drain(queue))
+    assert orders[0] == orders[1]
