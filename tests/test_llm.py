@@ -234,8 +234,8 @@ def test_a_failure_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPat
             raise KeyboardInterrupt
         original(block)
 
+    monkeypatch.setattr(llm.scheduler, "overlap", True)
     with monkeypatch.context() as patch:
-        patch.setattr(llm.scheduler, "overlap", True)
         patch.setattr(llm.scheduler, "turn_overlap", turn)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["hello", "there"], SamplingParams(max_tokens=50))
