@@ -108,7 +108,7 @@ class LLM:
         self.scheduler = build_scheduler(self.config, self.channel, progress=progress)
         if self.tokenizer is not None and not self.scheduler.eos_token_ids:
             self.scheduler.eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
-        self.next_uid = 0
+        self.next_uid, self.closed = 0, False
         self.lock = threading.Lock()  # threads may share the object; their calls take turns
 
     def encode(self, index: int, prompt: Prompt, params: SamplingParams) -> IntArray:
@@ -144,6 +144,8 @@ class LLM:
         ids = [self.encode(index, *pair) for index, pair in enumerate(zip(listed, params))]
         answers = [Answer(*pair, self.tokenizer) for pair in zip(ids, params)]
         with self.lock:
+            if self.closed:
+                raise RuntimeError("this LLM was shut down; make a new one")
             uids = range(self.next_uid, self.next_uid + len(answers))
             self.next_uid = uids.stop
             self.channel.put(*(UserMsg(u, i.tolist(), p) for u, i, p in zip(uids, ids, params)))
@@ -192,9 +194,12 @@ class LLM:
         return self.generate(prompts, sampling_params, progress=progress)
 
     def shutdown(self) -> None:
-        """Wait for the device and give the engine up; the object must not be used any more."""
-        self.scheduler.stop()
-        self.scheduler.engine.shutdown()
+        """Wait for the device and give the engine up, with its memory; twice is once."""
+        with self.lock:
+            if not self.closed:
+                self.closed = True
+                self.scheduler.stop()
+                self.scheduler.engine.shutdown()
 
     def __enter__(self) -> LLM:
         return self
@@ -212,7 +217,8 @@ def as_prompts(prompts: Any) -> list[Prompt]:
         return [prompts]
     if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype.kind in "iu":
         return [prompts]
-    if not isinstance(prompts, Sequence | np.ndarray):
+    scalar = isinstance(prompts, np.ndarray) and prompts.ndim == 0
+    if scalar or not isinstance(prompts, Sequence | np.ndarray):
         raise ValueError(f"prompts: must be text, token ids or a list of them, got {prompts!r}")
     if len(prompts) and isinstance(prompts[0], int | np.integer):
         return [prompts]

@@ -122,6 +122,7 @@ def test_the_prefix_stays_cached(llm: LLM) -> None:
         ([[[1]]], r"prompts\[0\]: .*flat"),
         ([""], r"prompts\[0\]: .*at least one token"),
         ({"a": 1}, "prompts: must be"),
+        (np.array(5), "prompts: must be"),
     ],
 )
 def test_invalid_prompts_are_refused_before_anything_runs(
@@ -320,3 +321,14 @@ def test_a_cpu_overlaps_only_when_told(overlap: bool | None) -> None:
     """There the host is the device: a step launched early is a token delivered late."""
     with LLM(device="cpu", num_pages=64, overlap=overlap) as llm:
         assert llm.scheduler.overlap is bool(overlap)
+
+
+def test_shutdown_gives_the_memory_back() -> None:
+    """At once, although others may still hold the object; and it says so when it is used."""
+    with LLM(device="cpu", num_pages=64) as llm:
+        pool = llm.scheduler.engine.pool
+        assert pool.buffer.untyped_storage().nbytes() > 0
+    assert pool.buffer.untyped_storage().nbytes() == 0
+    llm.shutdown()  # twice is once
+    with pytest.raises(RuntimeError, match="shut down"):
+        llm.generate("hello")

@@ -149,10 +149,14 @@ class Engine:
         return ForwardOutput(out)
 
     def shutdown(self) -> None:
-        """Wait for the device and let go of the graphs, which hold addresses of everything else."""
+        """Wait for the device, let go of the graphs, which hold addresses of all else, and the pool.
+
+        The next engine of this process finds the memory free. This one must not be used any more.
+        """
         if self.stream is not None:
             self.stream.synchronize()
         self.graph = None
+        self.pool.free()
 
 
 device_len = attrgetter("device_len")

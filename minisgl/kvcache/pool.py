@@ -50,6 +50,10 @@ class KVPool:
         """Values of one layer by page: a view [num_pages + 1, page_size, kv_heads, head_dim]."""
         return self._pages[layer_id][1]
 
+    def free(self) -> None:
+        """Give the memory back now, whoever still holds a view. No slot may be touched after it."""
+        self.buffer.untyped_storage().resize_(0)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the whole pool, the dummy page included."""

@@ -10,6 +10,13 @@ TESTS = "tests/test_engine.py::"
 
 MUTATIONS = [
     Mutation(
+        "shutdown_keeps_the_pool",
+        "minisgl.engine.engine",
+        "        self.pool.free()\n",
+        "",
+        "tests/test_llm.py::test_shutdown_gives_the_memory_back",
+    ),
+    Mutation(
         "memory_ratio_forgets_the_dummy_page",
         MEMORY,
         "- model_bytes\n    return available // page_bytes - 1",
