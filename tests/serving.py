@@ -47,7 +47,7 @@ def random_model(factory: pytest.TempPathFactory) -> Path:
 def stream(url: str, **fields: Any) -> AbstractContextManager[httpx.Response]:
     """An endless stream from the URL of an API, unless the fields say else."""
     body = {"prompt": "hi", "ignore_eos": True, "stream": True, "temperature": 1, **fields}
-    return httpx.stream("POST", f"{url}/completions", json=body, timeout=60)
+    return httpx.stream("POST", f"{url}/completions", json=body, timeout=20)
 
 
 def last_event(lines: Iterable[str]) -> str:

@@ -193,6 +193,17 @@ def test_short_prompts_go_first_in_bounds(events: list[int | str | None]) -> Non
     assert found is None or sizes[found.uid] == min(sizes)
 
 
+def test_long_prompt_keeps_its_turn() -> None:
+    """Short ones that come all the time overtake it until they have taken its own size."""
+    queue, order = PromptQueue(), list[int]()
+    queue.add(text_of(0, 100))
+    for uid in range(1, 40):
+        queue.add(text_of(uid, 10))
+        found = queue.pop()
+        order.append(-1 if found is None else found.uid)
+    assert order.index(0) in (9, 10) and order[0] == 1
+
+
 def test_answers_go_before_prompts_and_leavers_are_dropped(tokenizer: Tokenizer) -> None:
     bench = Bench(tokenizer)
     first = [text_of(0, 50), text_of(1, 90), AbortMsg(uid=7), TokenReply(uid=8, token=5)]

@@ -629,6 +629,25 @@ def test_watch_agrees_with_a_diary(
             return
 
 
+def test_silence_is_named_and_forgotten() -> None:
+    """By kind and by worker, after its limit and not before; one count begins anew."""
+    for kind, words in enumerate(("no sign of life for 2 s", "in one step for 2 s")):
+        watch, clock = hand_watch(2, 2)
+        pulses = {"text worker": [0, 0], "scheduler": [0, 0]}
+        said: list[str | None] = []
+        for turn in range(50):
+            clock[0] += 0.1
+            pulses["text worker"] = [turn, turn]
+            pulses["scheduler"][1 - kind] = turn
+            pulses["scheduler"][kind] = turn // 15  # silent for 1.5 s at a time
+            if turn > 25:
+                pulses["scheduler"][kind] = 1
+            said.append(watch.look(pulses))
+        first = next(turn for turn, why in enumerate(said) if why)
+        assert first in (35, 36), said  # 2 s after turn 15
+        assert "the scheduler" in str(said[first]) and words in str(said[first])
+
+
 def test_hours_of_sleep_are_nobodys_fault() -> None:
     watch, clock = hand_watch(2, 2)
     for _ in range(3):

@@ -237,7 +237,7 @@ MUTATIONS = [
         module="minisgl.server.pulse",
         old="if limit and silent > limit:",
         new="if False:",
-        test=FAULTS + "test_watch_agrees_with_a_diary",
+        test=FAULTS + "test_silence_is_named_and_forgotten",
     ),
     Mutation(
         name="server: the parent's own sleep counts as a worker's silence",
@@ -251,14 +251,14 @@ MUTATIONS = [
         module="minisgl.server.pulse",
         old="0.0 if changed else",
         new="",
-        test=FAULTS + "test_watch_agrees_with_a_diary",
+        test=FAULTS + "test_silence_is_named_and_forgotten",
     ),
     Mutation(
         name="server: the loop's pulse is the thread's",
         module="minisgl.server.pulse",
         old="counts[kind], awake",
         new="counts[0], awake",
-        test=FAULTS + "test_watch_agrees_with_a_diary",
+        test=FAULTS + "test_silence_is_named_and_forgotten",
     ),
     Mutation(
         name="server: nobody looks at the pulses",
@@ -300,7 +300,7 @@ MUTATIONS = [
         module="minisgl.server.worker",
         old="tag = self._clock + characters(msg)",
         new="tag = self._clock",
-        test=TEST + "test_short_prompts_go_first_in_bounds",
+        test=TEST + "test_long_prompt_keeps_its_turn",
     ),
     Mutation(
         name="server: a short request waits for all long ones",
@@ -314,7 +314,7 @@ MUTATIONS = [
         module="minisgl.server.worker",
         old="tag = self._clock + characters(msg)",
         new="tag = characters(msg)",
-        test=TEST + "test_short_prompts_go_first_in_bounds",
+        test=TEST + "test_long_prompt_keeps_its_turn",
     ),
     Mutation(
         name="server: a prompt whose client left is encoded",
