@@ -312,7 +312,9 @@ def test_a_rank_that_hangs_ends_the_group() -> None:
 
 def settings(folder: Path, **fields: Any) -> SchedulerConfig:
     """A small engine: chunks of 64 tokens, and a pool in which requests must evict."""
-    base: dict[str, Any] = {"num_page_override": 40, "page_size": 4, "max_extend_tokens": 64}
+    base: dict[str, Any] = {
+        "num_page_override": 40, "page_size": 4, "max_extend_tokens": 64, "overlap": True,
+    }  # fmt: skip
     return SchedulerConfig(model_path=str(folder), device="cpu", **{**base, **fields})
 
 
@@ -389,7 +391,7 @@ def busy_script() -> dict[int, list[Msg]]:
         params = SamplingParams(
             max_tokens=4 + uid % 9, ignore_eos=True, **(sampled if uid % 2 else {})
         )
-        turns.setdefault(uid // 6 * 4, []).append(UserMsg(uid, prompt, params))
+        turns.setdefault(uid // 6 * 4, []).append(UserMsg(uid, prompt, params, "ab"[uid % 2]))
     for uid, turn in ((3, 1), (8, 6), (9, 5), (20, 13)):
         turns.setdefault(turn, []).append(AbortMsg(uid))
     return turns
@@ -397,11 +399,13 @@ def busy_script() -> dict[int, list[Msg]]:
 
 @pytest.mark.parametrize("cache_type", ["radix", "hash", "naive"])
 @pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("policy", ["fcfs", "fair"])
 def test_pitfall_05_ranks_build_the_same_batches(
-    folder: Path, overlap: bool, cache_type: str
+    folder: Path, overlap: bool, cache_type: str, policy: str
 ) -> None:
-    """Same requests in the same order and the same slots, under aborts, chunks and eviction."""
-    config = settings(folder, overlap=overlap, cache_type=cache_type)
+    """Same requests, order and slots, under aborts, chunks, eviction and retraction."""
+    fields = {"schedule_policy": "fair", "reserve_tokens": 1} if policy == "fair" else {}
+    config = settings(folder, overlap=overlap, cache_type=cache_type, **fields)
     one, steps = play(SingleRank(), config, busy_script())
     played = run_threads(play, 2, config, busy_script())
     (tokens, first), (silence, second) = played
