@@ -1,13 +1,19 @@
 """`python -m minisgl.benchmark`.
 
-Generated from notebooks/13b_floor.ipynb: edit there.
+Generated from notebooks/13c_online.ipynb: edit there.
 """
 
 from __future__ import annotations
 
-from minisgl.benchmark import cli
+import sys
+from collections.abc import Sequence
 
-main = cli.main
+from minisgl.benchmark import cli, serving_cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of `python -m minisgl.benchmark`; returns the exit status."""
+    return cli.main(sys.argv[1:] if argv is None else argv, serving_cli.COMMANDS)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ import random
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,11 +34,12 @@ SIZES: dict[str, dict[str, Any]] = {  # what a flag means if it is not given
         "requests": 256, "input_len": [100, 1024], "output_len": [100, 1024],
         "batch_sizes": [1, 8, 64], "prompt_len": 512, "tokens": 256, "repeats": 3, "batch": 256,
         "lengths": [100, 1600], "backends": ["triton", "fi", "fused"], "page_sizes": [1, 16, 64],
+        "streams": 256,
     },
     "cpu": {
         "requests": 16, "input_len": [20, 100], "output_len": [20, 100],
         "batch_sizes": [1, 4], "prompt_len": 64, "tokens": 32, "repeats": 3, "batch": 8,
-        "lengths": [20, 100], "backends": ["torch"], "page_sizes": [1, 16],
+        "lengths": [20, 100], "backends": ["torch"], "page_sizes": [1, 16], "streams": 64,
     },
 }  # fmt: skip
 
@@ -101,10 +103,23 @@ COMMANDS = {
     "latency": ("time per token and to the first token at fixed batch sizes", add_latency),
     "kernels": ("bandwidth of decode attention, matrix products, copies", add_kernels),
 }
+Result = tuple[dict[str, Any], int]  # what is stored, and the exit status
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Three commands; every flag with its default in the help."""
+class Command(NamedTuple):
+    """A command of a later chapter: its help, its flags (all but those of a run), what it does."""
+
+    what: str
+    add: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], Result]
+
+
+More = Mapping[str, Command]
+NO_MORE: More = MappingProxyType({})
+
+
+def build_parser(more: More = NO_MORE) -> argparse.ArgumentParser:
+    """Three commands, and `more`; every flag with its default in the help."""
     what = "Measure the engine, beside the least time that the device allows."
     parser = options.Parser(prog="python -m minisgl.benchmark", description=what)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -114,6 +129,10 @@ def build_parser() -> argparse.ArgumentParser:
         options.add_model_flags(command)
         if name != "kernels":
             options.add_engine_flags(command)
+        options.add_run_flags(command)
+    for name, added in more.items():
+        command = commands.add_parser(name, help=added.what, description=f"Measure {added.what}.")
+        added.add(command)
         options.add_run_flags(command)
     return parser
 
@@ -273,28 +292,43 @@ def run_kernels(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 RUNS = {"offline": run_offline, "latency": run_latency, "kernels": run_kernels}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of `python -m minisgl.benchmark`; returns the exit status."""
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Run one of the three commands."""
+    fill_sizes(args)
+    if args.command != "kernels":
+        SchedulerConfig(**options.engine_fields(args))  # refuse before anything is measured
+    shapes_only = args.dummy_weight or args.command == "kernels"
+    with options.model_folder(args.model, shapes_only) as folder:
+        about = {
+            "benchmark": args.command,
+            "model": options.known_name(args.model) or args.model or "the embedded model",
+            "dummy_weight": args.dummy_weight,
+        }
+        return about | RUNS[args.command](folder, args)
+
+
+def shown(given: Sequence[str]) -> str:
+    """The command line as it is stored: without a key."""
+    words = [("--api-key=…" if word.startswith("--api-key=") else word) for word in given]
+    words = ["…" if before == "--api-key" else word for before, word in zip(["", *words], words)]
+    return shlex.join(["python", "-m", "minisgl.benchmark", *words])
+
+
+def main(argv: Sequence[str] | None = None, more: More = NO_MORE) -> int:
+    """The commands here and `more`; returns the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
-    args = build_parser().parse_args(given)
+    args = build_parser(more).parse_args(given)
     try:
-        fill_sizes(args)
-        if args.command != "kernels":
-            SchedulerConfig(**options.engine_fields(args))  # refuse before anything is measured
-        shapes_only = args.dummy_weight or args.command == "kernels"
-        with options.model_folder(args.model, shapes_only) as folder:
-            about = {
-                "benchmark": args.command,
-                "model": options.known_name(args.model) or args.model or "the embedded model",
-                "dummy_weight": args.dummy_weight,
-            }
-            results = about | RUNS[args.command](folder, args)
+        if args.command in more:
+            results, status = more[args.command].run(args)
+        else:
+            results, status = measure(args), 0
         if args.json is not None:
-            save(args.json, results, shlex.join(["python", "-m", "minisgl.benchmark", *given]))
+            save(args.json, results, shown(given))
     except (ValueError, OSError, ImportError, NotEnoughMemory) as error:
         print(f"python -m minisgl.benchmark: {error}", file=sys.stderr)
         return 2
-    return 0
+    return status
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def start_together(
 
 def drive(llm: LLM) -> Timeline:
     """Run the scheduler until nothing is left to do; one look at the clock for each step."""
-    turn = llm.scheduler.turn_overlap if llm.config.overlap else llm.scheduler.turn
+    turn = llm.scheduler.turn_overlap if llm.scheduler.overlap else llm.scheduler.turn
     line, start = Timeline([], []), time.perf_counter()
     while llm.channel.waiting or llm.scheduler.has_work:
         turn()

@@ -81,7 +81,7 @@ def profile_decode(
     """Write a Chrome trace of `steps` steady decode steps to `path`; the device's idle share."""
     on_gpu = llm.scheduler.engine.device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-    turn = llm.scheduler.turn_overlap if llm.config.overlap else llm.scheduler.turn
+    turn = llm.scheduler.turn_overlap if llm.scheduler.overlap else llm.scheduler.turn
     output_len = steps + 4 * SKIP
     start_together(llm, batch, prompt_len, output_len, SAMPLING[sampling], seed=batch)
     full = 0

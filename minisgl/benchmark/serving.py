@@ -1,0 +1,90 @@
+"""`python -m minisgl` as a child process: started on a free port, stopped at the end.
+
+Generated from notebooks/13c_online.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, NamedTuple
+
+import psutil
+
+from minisgl.flags import ENGINE_FLAGS
+
+
+class Child(NamedTuple):
+    """A server that runs: its URL and its process."""
+
+    url: str
+    process: psutil.Process
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU seconds so far: of the process that speaks HTTP, and of each worker."""
+        children = sorted(self.process.children(recursive=True), key=lambda p: p.create_time())
+        workers = [p for p in children if "resource_tracker" not in " ".join(p.cmdline())]
+        names = ["http", "scheduler", *(f"text {i}" for i in range(len(workers)))]  # as they start
+        return {n: sum(p.cpu_times()[:2]) for n, p in zip(names, [self.process, *workers])}
+
+
+def flags_of(fields: Mapping[str, Any]) -> list[str]:
+    """Fields of `SchedulerConfig` as flags of the server's command line."""
+    known = {"dtype": "--dtype", "device": "--device"}
+    known |= {flag.field: flag.names.split()[0] for flag in ENGINE_FLAGS}
+    words = ["--dummy-weight"] if fields.get("use_dummy_weight") else []
+    for name, value in fields.items():
+        if name == "overlap":
+            words += [] if value else [known[name]]
+        elif isinstance(value, bool) and name in known:
+            words.append(known[name] if value else known[name].replace("--", "--no-", 1))
+        elif name in known:
+            words += [known[name], "all" if value is None else str(value)]
+    return words
+
+
+def stop(process: subprocess.Popen[str], patience: float = 30.0) -> None:
+    """Ask a server to leave, and make it leave if it does not."""
+    process.terminate()
+    try:
+        process.wait(patience)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextmanager
+def served(folder: Path | None, flags: Sequence[str], patience: float = 600.0) -> Iterator[Child]:
+    """Our server on a free port; `ValueError` with its last words if it does not start."""
+    command = [sys.executable, "-m", "minisgl", "--port", "0", *flags]
+    command += [] if folder is None else ["--model", str(folder)]
+    with TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True,
+            start_new_session=True,  # Ctrl-C is for us; we stop the server ourselves
+        )  # fmt: skip
+        late = threading.Timer(patience, process.terminate)
+        late.start()
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            late.cancel()
+            if "http" not in line:
+                stop(process)
+                errors.seek(0)
+                said = errors.read().strip().splitlines() or ["it says nothing"]
+                raise ValueError(f"server: did not start ({said[-1][:500]})")
+            yield Child(line.split()[-1], psutil.Process(process.pid))
+        finally:
+            late.cancel()
+            stop(process)
+            if process.stdout is not None:
+                process.stdout.close()
