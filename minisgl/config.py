@@ -599,11 +599,12 @@ class EngineConfig:
 class SchedulerConfig(EngineConfig):
     """An engine's config, who runs when, and how steps are filled.
 
-    `max_extend_tokens` is the budget of one prefill step. `reserve_tokens` of an answer have their
-    pages promised ahead; None promises the longest possible answer. `overlap` None: on a GPU.
+    `max_extend_tokens` is the budget of one prefill step; None: 8192 on a GPU, 1024 on a CPU.
+    `reserve_tokens` of an answer have their pages promised ahead; None promises the longest
+    possible answer. `overlap` None: on a GPU.
     """
 
-    max_extend_tokens: int = 8192
+    max_extend_tokens: int | None = None
     cache_type: Literal["radix", "hash", "naive"] = "radix"
     schedule_policy: Literal["fcfs", "fair"] = "fcfs"
     reserve_tokens: int | None = 512
@@ -684,7 +685,7 @@ ENGINE_RULES: dict[str, Rule] = {
 
 SCHEDULER_RULES: dict[str, Rule] = {
     **ENGINE_RULES,
-    "max_extend_tokens": integer(1),
+    "max_extend_tokens": optional(integer(1)),
     "cache_type": word("radix", "hash", "naive"),
     "schedule_policy": word("fcfs", "fair"),
     "reserve_tokens": optional(integer(1)),
@@ -758,7 +759,18 @@ def choose_backend(backend: str, device: str, dtype: str, head_dim: int) -> str:
 
 
 C = TypeVar("C", bound=EngineConfig)
+S = TypeVar("S", bound=SchedulerConfig)
 DEFAULT_PAGE_SIZE = 16
+
+
+def settle_steps(config: S, device: str) -> S:
+    """How long a prefill step may be, and whether to plan ahead of the device."""
+    budget = 1024 if device == "cpu" else 8192
+    return replace(
+        config,
+        max_extend_tokens=config.max_extend_tokens or budget,
+        overlap=device != "cpu" if config.overlap is None else config.overlap,
+    )
 
 
 def resolve(config: C, model: ModelConfig) -> C:
@@ -768,8 +780,8 @@ def resolve(config: C, model: ModelConfig) -> C:
     device = choose_device(config.device, config.tp.rank)
     dtype = choose_dtype(config.dtype, device, model)
     moe = "torch" if device == "cpu" else "triton"
-    if isinstance(config, SchedulerConfig) and config.overlap is None:
-        config = replace(config, overlap=device != "cpu")
+    if isinstance(config, SchedulerConfig):
+        config = settle_steps(config, device)
     return replace(
         config,
         device=device,

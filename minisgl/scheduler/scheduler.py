@@ -265,7 +265,11 @@ class Scheduler:
             available = self.cache.available_tokens // size - self.prefill.pages_to_finish()
             if len(self.decode.running) <= available or self.decode.pages_now(size) <= available:
                 break
-            self.retract(self.prefill.chunked or self.decode.youngest)
+            if self.in_flight is not None:  # somebody in that step may have ended: look first
+                self.finish(self.in_flight)
+                self.in_flight = None
+            else:
+                self.retract(self.prefill.chunked or self.decode.youngest)
         return self.decode.schedule()
 
     def retract(self, req: Req) -> None:
@@ -392,7 +396,9 @@ def build_scheduler(
     engine = build_engine(config, comm, progress=progress)
     cache = CacheManager(engine.num_pages, engine.page_size, engine.tables, config.cache_type)
     decode = DecodeManager(config.reserve_tokens)
-    fair, budget = config.schedule_policy == "fair", config.max_extend_tokens
+    settled = engine.config
+    assert isinstance(settled, SchedulerConfig) and settled.max_extend_tokens is not None
+    fair, budget = config.schedule_policy == "fair", settled.max_extend_tokens
     prefill = PrefillManager(
         cache, engine.tables, decode, page_size=engine.page_size, max_extend_tokens=budget,
         min_shared=0 if config.cache_type == "naive" else 32,
@@ -401,5 +407,5 @@ def build_scheduler(
     )  # fmt: skip
     return Scheduler(
         engine, cache, prefill, decode, channel, eos_token_ids=engine.model_config.eos_token_ids,
-        trace=trace, overlap=bool(getattr(engine.config, "overlap", True)), interleave=fair,
+        trace=trace, overlap=bool(settled.overlap), interleave=fair,
     )  # fmt: skip
