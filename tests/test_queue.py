@@ -91,6 +91,48 @@ def test_nobody_starves_behind_short_requests() -> None:
     assert 60 <= turn <= 90
 
 
+@pytest.mark.parametrize("clients", [1, 3, 10**9], ids=["one", "three", "new"])
+def test_nobody_starves_behind_clients_that_come_once(clients: int) -> None:
+    """Short requests fill every step; their clients are forgotten as soon as they are served."""
+    queue = FairQueue(STEP)
+    queue.add(make_req(0, 400, "document"))
+    for turn in range(1, 500):
+        for uid in (2 * turn, 2 * turn + 1):  # two come, one is served
+            queue.add(make_req(uid, 50, str(uid % clients)))
+        req = admit(queue)
+        queue.leave(req)
+        if req.uid == 0:
+            break
+    assert turn < 100
+
+
+def test_a_new_client_is_not_behind_those_who_wait() -> None:
+    """Three floods took turns; who comes now starts where they are, and goes first if short."""
+    queue = FairQueue(STEP)
+    for uid in range(30):
+        queue.add(make_req(uid, 300, f"flood {uid % 3}"))
+    for _ in range(12):
+        queue.leave(admit(queue))
+    queue.add(make_req(99, 20, "chat"))
+    first = queue.first()
+    assert first is not None and first.uid == 99
+
+
+def test_a_newcomer_has_no_credit_for_the_answers_of_others() -> None:
+    queue = FairQueue(STEP)
+    talker = make_req(0, 10, "talker")
+    queue.add(talker)
+    admit(queue)
+    for uid in range(1, 11):
+        queue.add(make_req(uid, 300, "talker"))
+    for _ in range(400):
+        computed(queue, talker, 1, Phase.DECODE)
+    for uid in range(100, 110):
+        queue.add(make_req(uid, 300, "new"))
+    order = [admit(queue).uid for _ in range(8)]
+    assert sum(uid >= 100 for uid in order) == 4
+
+
 def test_a_new_client_goes_before_a_flood() -> None:
     queue = FairQueue(STEP)
     for uid in range(50):
@@ -144,14 +186,36 @@ def test_answers_are_charged_and_twice() -> None:
     assert first is not None and first.uid == 1  # two steps ahead of b
 
 
-def test_less_than_a_step_apart_counts_as_equal() -> None:
+@pytest.mark.parametrize("before", [0, 80])
+@pytest.mark.parametrize(("ahead", "equal"), [(30, True), (99, True), (100, False)])
+def test_less_than_a_step_apart_counts_as_equal(before: int, ahead: int, equal: bool) -> None:
+    """Wherever the two stand: 80 and 110 are as near as 0 and 30."""
     queue = FairQueue(STEP)
-    queue.add(make_req(0, 30, "a"))
-    queue.add(make_req(1, 400, "b"))
-    admit(queue)  # a has had 30 tokens, b none
-    queue.add(make_req(2, 30, "a"))
+    for uid, client in enumerate("ab"):
+        queue.add(make_req(uid, before + (ahead if client == "a" else 0) or 1, client))
+        queue.add(make_req(10 + uid, 30 if client == "a" else 400, client))
+    for req in [req for req in queue if req.uid < 2]:
+        queue.remove(req)
+        if tokens := before + (ahead if req.client == "a" else 0):
+            computed(queue, req, tokens)
     first = queue.first()
-    assert first is not None and first.uid == 2
+    assert first is not None and first.uid == (10 if equal else 11)
+
+
+def test_a_half_done_prompt_and_clients_a_few_tokens_apart() -> None:
+    queue = FairQueue(STEP)
+    half = make_req(0, 60, "a")
+    queue.add(half)
+    queue.add(make_req(1, 300, "b"))
+    queue.remove(half)
+    computed(queue, half, 30)
+    assert queue.goes_on(half)  # 30 tokens ahead of b, and the shorter one
+    talker = make_req(2, 10, "a")
+    queue.add(talker)
+    queue.remove(talker)
+    for _ in range(40):
+        computed(queue, talker, 1, Phase.DECODE)
+    assert not queue.goes_on(half)  # 110 tokens ahead
 
 
 @pytest.mark.parametrize("client", ["same", "other"])

@@ -589,6 +589,21 @@ def test_abort_of_a_request_that_was_taken_back(overlap: bool, policy: str) -> N
 
 
 @LOOPS
+def test_whoever_ends_in_the_step_on_its_way_leaves_pages(overlap: bool) -> None:
+    """The last page is held by an answer whose last token is being computed: no need to go."""
+    d = Driver(overlap=overlap, reserve=1, num_pages=3, page_size=4)
+    d.ask(0, [1] * 4, max_tokens=8, ignore_eos=True)
+    d.go(4)  # seven tokens have key and value
+    d.ask(1, [2] * 3, max_tokens=2, ignore_eos=True)
+    d.drain()
+    together = next(i for i, s in enumerate(d.engine.steps) if s.uids == [0, 1])
+    assert d.engine.steps[together].seq_lens == [8, 4]  # full pages, all three
+    assert d.scheduler.retractions == 0
+    assert d.tokens(0) == expected([1] * 4, 8, ignore_eos=True)
+    assert d.tokens(1) == expected([2] * 3, 2, ignore_eos=True)
+
+
+@LOOPS
 def test_a_half_done_prompt_is_taken_back_first(overlap: bool) -> None:
     """Between its chunks others decode, and need the page that it was promised."""
     d = Driver(

@@ -117,6 +117,7 @@ class FairQueue:
         self._waiting: dict[Req, None] = {}  # in no particular order
         self._back: deque[Req] = deque()  # those that had to give their memory back
         self._numbers = count()
+        self._clock = 0.0  # prompt tokens that each client would have had, side by side
         self._level = 0  # what the client had been served who was last taken in
 
     def __len__(self) -> int:
@@ -130,7 +131,7 @@ class FairQueue:
         share = self._shares.setdefault(req.client, Share())
         if not share.waiting:  # no credit for the time in which it wanted nothing
             others = [other.served for other in self._shares.values() if other.waiting]
-            share.served = max(share.served, min(others, default=self._level))
+            share.served = max(share.served, int(self._clock), min(others, default=self._level))
         tag = (share.clock + req.prompt_len, next(self._numbers))
         heapq.heappush(share.heap, (*tag, req))
         share.live += 1
@@ -156,16 +157,17 @@ class FairQueue:
             heapq.heappop(share.heap)
         return share.heap[0][2]
 
-    def rank(self, req: Req) -> tuple[int, int, int]:
-        """Where the first of a client stands among the first of all clients; low is soon."""
-        left = req.prefill_len - req.cached_len
-        return self._shares[req.client].served // self._step_tokens, left, self._tags[req][1]
+    def rank(self, req: Req) -> tuple[int, int]:
+        """Where a request stands among those of clients that count as equal; low is soon."""
+        return req.prefill_len - req.cached_len, self._tags[req][1]
 
     def first(self) -> Req | None:
         if self._back:
             return self._back[0]
-        heads = (self.head(share) for share in self._shares.values() if share.waiting)
-        return min(heads, key=self.rank, default=None)
+        shares = [share for share in self._shares.values() if share.waiting]
+        least = min((share.served for share in shares), default=0)
+        equal = (share for share in shares if share.served < least + self._step_tokens)
+        return min((self.head(share) for share in equal), key=self.rank, default=None)
 
     def goes_on(self, half_done: Req) -> bool:
         first = self.first()
@@ -173,6 +175,9 @@ class FairQueue:
             return first is None
         if first.client == half_done.client:
             return self._tags[half_done] <= self._tags[first]
+        ahead = self._shares[half_done.client].served - self._shares[first.client].served
+        if abs(ahead) >= self._step_tokens:
+            return ahead < 0
         return self.rank(half_done) <= self.rank(first)
 
     def charge(self, batch: Batch) -> None:
@@ -185,6 +190,8 @@ class FairQueue:
             share = self._shares[req.client]
             share.served += req.extend_len
             share.clock += req.extend_len / (share.waiting + computed[req.client])
+        present = sum(name in computed or share.waiting > 0 for name, share in self._shares.items())
+        self._clock += sum(req.extend_len for req in batch.reqs) / present
 
     def leave(self, req: Req) -> None:
         share = self._shares[req.client]

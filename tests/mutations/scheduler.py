@@ -34,6 +34,13 @@ MUTATIONS = [
         TESTS + "test_a_half_done_prompt_is_taken_back_first",
     ),
     Mutation(
+        "retract_does_not_look_at_the_step_on_its_way",
+        SCHEDULER,
+        "if self.in_flight is not None:  # somebody",
+        "if False:  # somebody",
+        TESTS + "test_whoever_ends_in_the_step_on_its_way_leaves_pages",
+    ),
+    Mutation(
         "retract_spends_the_pages_of_a_half_done_prompt",
         SCHEDULER,
         "// size - self.prefill.pages_to_finish()",
@@ -92,9 +99,30 @@ MUTATIONS = [
     Mutation(
         "queue_gives_credit_to_who_was_away",
         QUEUE,
-        "share.served = max(share.served, min(others, default=self._level))",
+        "share.served = max(share.served, int(self._clock), min(others, default=self._level))",
         "pass",
         QUEUE_TESTS + "test_who_was_away_has_no_credit",
+    ),
+    Mutation(
+        "queue_gives_credit_for_the_answers_of_others",
+        QUEUE,
+        "int(self._clock), min(others, default=self._level))",
+        "int(self._clock))",
+        QUEUE_TESTS + "test_a_newcomer_has_no_credit_for_the_answers_of_others",
+    ),
+    Mutation(
+        "queue_lets_new_clients_pass_for_ever",
+        QUEUE,
+        "max(share.served, int(self._clock), min(",
+        "max(share.served, min(",
+        QUEUE_TESTS + "test_nobody_starves_behind_clients_that_come_once",
+    ),
+    Mutation(
+        "queue_clock_of_clients_counts_each_once",
+        QUEUE,
+        "for req in batch.reqs) / present",
+        "for req in batch.reqs)",
+        QUEUE_TESTS + "test_a_new_client_is_not_behind_those_who_wait",
     ),
     Mutation(
         "queue_counts_requests_and_not_tokens",
@@ -113,9 +141,16 @@ MUTATIONS = [
     Mutation(
         "queue_minds_every_token",
         QUEUE,
-        ".served // self._step_tokens",
-        ".served",
+        "if share.served < least + self._step_tokens",
+        "if share.served <= least",
         QUEUE_TESTS + "test_less_than_a_step_apart_counts_as_equal",
+    ),
+    Mutation(
+        "queue_minds_every_token_of_a_half_done_prompt",
+        QUEUE,
+        "if abs(ahead) >= self._step_tokens:",
+        "if ahead:",
+        QUEUE_TESTS + "test_a_half_done_prompt_and_clients_a_few_tokens_apart",
     ),
     Mutation(
         "queue_never_forgets_a_client",
