@@ -21,7 +21,7 @@ from minisgl.config import ServerConfig
 from minisgl.core import SamplingParams
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
 from minisgl.server.api import create_app, guarded
-from minisgl.server.channels import QueueBox, SchedulerChannel, ZmqInbox, ZmqOutbox
+from minisgl.server.channels import Gathered, QueueBox, SchedulerChannel, ZmqInbox, ZmqOutbox
 from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.messages import (
     Codec,
@@ -86,7 +86,47 @@ def test_codec_returns_what_it_was_given() -> None:
         StatsMsg(running=1, free_pages=7),
         TraceMsg([("launch", 1.0, 2.0, 3, 4, "decode")]),
     ]
-    assert [codec.decode(codec.encode(m)) for m in messages] == messages
+    assert codec.decode(codec.encode(messages)) == messages
+    assert [codec.decode(codec.encode([m])) for m in messages] == [[m] for m in messages]
+
+
+def test_gathered_messages_travel_as_one(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/box"
+    inbox, outbox = ZmqInbox(address), ZmqOutbox(address)
+    frames: list[int] = []
+    put_all = outbox.put_all
+    outbox.put_all = lambda ms: (frames.append(len(ms)), put_all(ms))[1]  # type: ignore
+    gathered = Gathered(outbox)
+    gathered.flush()
+    for uid in range(5):
+        gathered.put(AbortMsg(uid=uid))
+    gathered.flush()
+    gathered.flush()
+    got: list[Any] = []
+    wait_for(lambda: bool(got.extend(inbox.get_all(0.1)) or len(got) == 5), "5 messages")
+    assert frames == [5] and [m.uid for m in got] == list(range(5))
+    inbox.close()
+    outbox.close()
+
+
+def test_a_text_worker_flushes_answers_before_it_encodes_a_prompt() -> None:
+    done: list[str] = []
+
+    class Idle(TextWorker):
+        def __init__(self) -> None:
+            pass
+
+        def handle(self, msg: Any) -> None:
+            done.append(type(msg).__name__)
+
+    batch = [text_of(1, 10), TokenReply(uid=0, token=1), TokenReply(uid=2, token=1)]
+    run_text_worker(
+        Idle(), Feed(batch, [TokenReply(uid=0, token=2), ExitMsg()]), lambda: True,
+        flush=lambda: done.append("flush"),
+    )  # fmt: skip
+    assert done == [
+        "TokenReply", "TokenReply", "flush", "TokenizeMsg", "flush", "TokenReply", "flush",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -403,8 +443,9 @@ def test_fault_of_ours_ends_a_stream(live: Live, monkeypatch: pytest.MonkeyPatch
         raise OverflowError("a number too large")
 
     monkeypatch.setattr(live.server.frontend._text_workers[0], "put", broken)
-    response = chat(live, stream=True)
-    assert response.status_code == 500 and "too large" in response.json()["error"]["message"]
+    for n in (1, 2):  # several answers go through a queue
+        response = chat(live, stream=True, n=n)
+        assert response.status_code == 500 and "too large" in response.json()["error"]["message"]
 
     async def events() -> AsyncGenerator[str, None]:
         yield "one"

@@ -174,7 +174,7 @@ def test_slow_reader_that_takes_a_little_is_not_cut(checkpoint: Path) -> None:
             data += more
             time.sleep(0.02)
         assert time.monotonic() - started > 0.8
-        assert data.count(b'"finish_reason": "length"') == 8 and b"[DONE]" in data
+        assert data.count(b'"finish_reason":"length"') == 8 and b"[DONE]" in data
         connection.close()
         live.assert_pages_home()
 

@@ -149,7 +149,7 @@ class Engine:
         return ForwardOutput(out)
 
     def shutdown(self) -> None:
-        """Wait for the device, let go of the graphs, which hold addresses of all else, and the pool.
+        """Wait for the device; let go of the graphs, which hold addresses, and of the pool.
 
         The next engine of this process finds the memory free. This one must not be used any more.
         """

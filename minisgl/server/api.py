@@ -136,6 +136,18 @@ class Completer:
 
     async def _replies(self) -> AsyncGenerator[tuple[Job, UserReply], None]:
         """Replies of all jobs as they come. Closing this generator cancels every job."""
+        with self._admission.places(len(self._jobs)):
+            if len(self._jobs) == 1:
+                async with aclosing(self._generate(self._jobs[0])) as replies:
+                    async for reply in replies:
+                        yield self._jobs[0], reply
+                return
+            async with aclosing(self._merged()) as pairs:
+                async for pair in pairs:
+                    yield pair
+
+    async def _merged(self) -> AsyncGenerator[tuple[Job, UserReply], None]:
+        """One task for each job feeds a queue."""
         merged: asyncio.Queue[tuple[Job, UserReply | Exception]] = asyncio.Queue(len(self._jobs))
 
         async def pump(job: Job) -> None:
@@ -146,20 +158,19 @@ class Completer:
             except Exception as failure:  # a fault of ours must end the stream, too
                 await merged.put((job, failure))
 
-        with self._admission.places(len(self._jobs)):
-            tasks = [asyncio.ensure_future(pump(job)) for job in self._jobs]
-            running = len(tasks)
-            try:
-                while running:
-                    job, reply = await merged.get()
-                    if isinstance(reply, Exception):
-                        raise reply
-                    running -= reply.finished
-                    yield job, reply
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+        tasks = [asyncio.ensure_future(pump(job)) for job in self._jobs]
+        running = len(tasks)
+        try:
+            while running:
+                job, reply = await merged.get()
+                if isinstance(reply, Exception):
+                    raise reply
+                running -= reply.finished
+                yield job, reply
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def events(self, include_usage: bool) -> AsyncGenerator[str, None]:
         """The answer as server-sent events."""

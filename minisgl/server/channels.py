@@ -17,9 +17,15 @@ from minisgl.server.messages import Codec, Message, Watched
 
 
 class Outbox(Protocol):
-    """Where a part puts what it says. `put` never blocks for long and keeps the order."""
+    """Where a part puts what it says. Putting never blocks for long and keeps the order."""
 
     def put(self, msg: Message) -> None: ...
+
+
+class Wire(Outbox, Protocol):
+    """An outbox that is cheaper for several messages at once."""
+
+    def put_all(self, messages: Sequence[Message]) -> None: ...
 
 
 class Inbox(Protocol):
@@ -38,6 +44,10 @@ class QueueBox:
 
     def put(self, msg: Message) -> None:
         self._queue.put(msg)
+
+    def put_all(self, messages: Sequence[Message]) -> None:
+        for msg in messages:
+            self._queue.put(msg)
 
     def get_all(self, timeout: float) -> list[Any]:
         messages: list[Message] = []
@@ -63,7 +73,7 @@ class ZmqInbox:
         if self._socket.poll(int(timeout * 1000)):
             try:
                 while True:
-                    messages.append(self._codec.decode(self._socket.recv(zmq.NOBLOCK)))
+                    messages += self._codec.decode(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 pass
         return messages
@@ -82,11 +92,30 @@ class ZmqOutbox:
         self._codec = Codec()
 
     def put(self, msg: Message) -> None:
-        self._socket.send(self._codec.encode(msg))
+        self.put_all([msg])
+
+    def put_all(self, messages: Sequence[Message]) -> None:
+        self._socket.send(self._codec.encode(messages))
 
     def close(self) -> None:
         # Half a second for the last words: a reader that is gone must not hold us.
         self._socket.close(linger=500)
+
+
+class Gathered:
+    """An outbox that keeps messages until `flush`, which sends them as one."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._held: list[Message] = []
+
+    def put(self, msg: Message) -> None:
+        self._held.append(msg)
+
+    def flush(self) -> None:
+        if self._held:
+            self._wire.put_all(self._held)
+            self._held = []
 
 
 class SchedulerChannel:
@@ -97,7 +126,7 @@ class SchedulerChannel:
     """
 
     def __init__(
-        self, inbox: Inbox, outbox: Outbox, alive: Callable[[], bool] = lambda: True,
+        self, inbox: Inbox, outbox: Wire, alive: Callable[[], bool] = lambda: True,
         beat: Callable[[], None] = lambda: None, report_every: float = 0.5,
     ) -> None:  # fmt: skip
         self._inbox, self._outbox, self._alive, self._beat = inbox, outbox, alive, beat
@@ -118,8 +147,8 @@ class SchedulerChannel:
         return messages
 
     def send(self, replies: Sequence[Reply]) -> None:
-        for reply in replies:
-            self._outbox.put(reply)
+        if replies:
+            self._outbox.put_all(replies)
         if time.monotonic() >= self._report_at:
             self._send_report()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -110,6 +110,7 @@ class Frontend:
         self._text_workers, self._inbox = list(text_workers), inbox
         self._observers, self._max_waiting = list(observers), max_waiting
         self._streams: dict[int, Stream] = {}
+        self._deadlines: dict[int, asyncio.TimerHandle] = {}
         self._uids = itertools.count()
         self._stopping = threading.Event()
         self._listener: threading.Thread | None = None
@@ -197,14 +198,14 @@ class Frontend:
         prompt: dict[str, Any] = {"text": text, "messages": messages, "input_ids": input_ids}
         for observer in self._observers:
             observer.opened(uid, request_id, prompt)
-        wait = self._open(uid, timeout)
+        stream = self._open(uid, timeout)
         outcome, finished = "left", False
         try:
             self._outbox(uid).put(
                 TokenizeMsg(uid=uid, sampling_params=sampling_params, client=client, **prompt)
             )
             while not finished:
-                reply = await wait()
+                reply = await stream.get()
                 if isinstance(reply, ErrorReply):
                     outcome = reply.code
                     raise RequestFailed(reply.message, reply.code, reply.param)
@@ -214,26 +215,22 @@ class Frontend:
         finally:
             self._forget(uid, outcome)
 
-    def _open(
-        self, uid: int, seconds: float | None
-    ) -> Callable[[], Awaitable[UserReply | ErrorReply]]:
-        """Register a stream; returns how to wait for its next reply, an error when time is over."""
+    def _open(self, uid: int, seconds: float | None) -> Stream:
+        """Register a stream; when its time is over, if that is limited, it ends with an error."""
         stream = self._streams[uid] = Stream()
-        end = None if seconds is None else asyncio.get_running_loop().time() + seconds
-
-        async def wait() -> UserReply | ErrorReply:
-            try:
-                async with asyncio.timeout_at(end):
-                    return await stream.get()
-            except TimeoutError:
-                why = f"timeout: the answer was not complete within {seconds:g} seconds"
-                return ErrorReply(uid=uid, message=why, code="deadline_exceeded", param="timeout")
-
-        return wait
+        if seconds is not None:
+            why = f"timeout: the answer was not complete within {seconds:g} seconds"
+            late = ErrorReply(uid=uid, message=why, code="deadline_exceeded", param="timeout")
+            loop = asyncio.get_running_loop()
+            self._deadlines[uid] = loop.call_later(seconds, stream.put, late)
+        return stream
 
     def _forget(self, uid: int, outcome: str) -> None:
         """Close a stream; tell the engine unless it knows that the request is over."""
         del self._streams[uid]
+        deadline = self._deadlines.pop(uid, None)
+        if deadline is not None:
+            deadline.cancel()
         for observer in self._observers:
             observer.closed(uid, outcome)
         if outcome in ("left", "deadline_exceeded"):

@@ -5,6 +5,7 @@ Generated from notebooks/12_server.ipynb: edit there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -85,10 +86,10 @@ class Codec:
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Message)
+        self._decoder = msgspec.msgpack.Decoder(list[Message])
 
-    def encode(self, msg: Message) -> bytes:
-        return self._encoder.encode(msg)
+    def encode(self, messages: Sequence[Message]) -> bytes:
+        return self._encoder.encode(messages)
 
-    def decode(self, data: bytes) -> Message:
+    def decode(self, data: bytes) -> list[Message]:
         return self._decoder.decode(data)

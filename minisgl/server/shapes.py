@@ -5,10 +5,11 @@ Generated from notebooks/12_server.ipynb: edit there.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from minisgl.server.messages import TokenLogprob, UserReply
 
@@ -130,5 +131,6 @@ class CompletionShape:
 
 def sse(payload: Mapping[str, Any] | str) -> str:
     """One server-sent event: `data:` lines and a blank line."""
-    text = payload if isinstance(payload, str) else json.dumps(payload, ensure_ascii=False)
-    return "".join(f"data: {line}\n" for line in text.split("\n")) + "\n"
+    if not isinstance(payload, str):
+        return f"data: {msgspec.json.encode(payload).decode()}\n\n"
+    return "".join(f"data: {line}\n" for line in payload.split("\n")) + "\n"

@@ -217,22 +217,26 @@ class PromptQueue:
 
 def run_text_worker(
     worker: TextWorker, inbox: Inbox, alive: Callable[[], bool],
-    beat: Callable[[], None] = lambda: None,
+    beat: Callable[[], None] = lambda: None, flush: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
     """Handle messages until an `ExitMsg` comes or the parent is gone; `beat` after each.
 
-    Answers come before prompts: they are quick, and readers wait for them.
+    Answers come before prompts: they are quick, and readers wait for them. `flush` is called when
+    all that came together is done.
     """
-    prompts = PromptQueue()
-    while alive():
+    prompts, leave = PromptQueue(), False
+    while alive() and not leave:
         beat()
         for msg in inbox.get_all(timeout=0.0 if prompts else 0.5):
             if isinstance(msg, ExitMsg):
-                return
+                leave = True
+                break
             if isinstance(msg, TokenizeMsg):
                 prompts.add(msg)
             elif not (isinstance(msg, AbortMsg) and prompts.drop(msg.uid)):
                 worker.handle(msg)
             beat()
-        if (prompt := prompts.pop()) is not None:
+        flush()
+        if not leave and (prompt := prompts.pop()) is not None:
             worker.handle(prompt)
+            flush()

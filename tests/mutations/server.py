@@ -284,9 +284,23 @@ MUTATIONS = [
     Mutation(
         name="server: a text worker under load seems to hang",
         module="minisgl.server.worker",
-        old="            beat()\n        if (prompt",
-        new="        if (prompt",
+        old="            beat()\n        flush()\n",
+        new="        flush()\n",
         test=TEST + "test_every_turn_of_a_loop_is_a_beat",
+    ),
+    Mutation(
+        name="server: answers are held back while a prompt is encoded",
+        module="minisgl.server.worker",
+        old="        flush()\n        if not leave",
+        new="        if not leave",
+        test=TEST + "test_a_text_worker_flushes_answers_before_it_encodes_a_prompt",
+    ),
+    Mutation(
+        name="server: a flush forgets to forget",
+        module="minisgl.server.channels",
+        old="            self._held = []\n",
+        new="",
+        test=TEST + "test_gathered_messages_travel_as_one",
     ),
     Mutation(
         name="server: a stopped rank is left behind",
