@@ -10,6 +10,8 @@ import argparse
 import asyncio
 import json
 import random
+import shlex
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -20,6 +22,7 @@ from typing import Any
 import httpx
 import psutil
 
+from minisgl.benchmark.report import save
 from tests.checkpoints import make_checkpoint
 from tests.serving import Served, metric
 
@@ -116,7 +119,8 @@ def soak(requests: int, at_once: int, seed: int = 0) -> dict[str, Any]:
             folder / "model", tokenizer=True, max_position_embeddings=WINDOW
         )
         flags = ["--model", str(checkpoint), "--num-pages", str(PAGES), "--log-format", "none"]
-        served = Served(folder, *flags, "--max-running-requests", "32")
+        # Short promises: requests are taken back again and again.
+        served = Served(folder, *flags, "--max-running-requests", "32", "--reserve-tokens", "4")
         stack.callback(served.process.kill)  # does nothing after a good end
         url = served.ready()
         root = url.removesuffix("/v1")
@@ -140,6 +144,7 @@ def soak(requests: int, at_once: int, seed: int = 0) -> dict[str, Any]:
         time.sleep(6)  # idle connections are closed after 5 s
         after = resources(served)
         pages = {kind: metric(root, f"{kind}_pages") for kind in ("free", "cached", "used")}
+        retractions = metric(root, "retractions_total")
         health = httpx.get(f"{root}/health").status_code
         served.process.terminate()
         errors = served.process.communicate(timeout=30)[1]
@@ -147,7 +152,8 @@ def soak(requests: int, at_once: int, seed: int = 0) -> dict[str, Any]:
     half = [sample["rss_mib"] for sample in samples[len(samples) // 2 :]]
     report = {
         "requests": requests, "at_once": at_once, "seconds": round(seconds, 1),
-        "seen": dict(run.seen), "pages": pages, "before": before, "after": after,
+        "seen": dict(run.seen), "pages": pages, "retractions": int(retractions),
+        "before": before, "after": after,
         "growth_of_last_half": round(max(half) / min(half) - 1, 4), "samples": samples,
     }  # fmt: skip
     assert health == 200 and served.process.returncode == 0 and not errors, errors
@@ -167,7 +173,7 @@ def main() -> None:
     print(json.dumps({k: v for k, v in report.items() if k != "samples"}, indent=2))
     assert report["growth_of_last_half"] <= 0.03, report["growth_of_last_half"]
     if args.report is not None:
-        args.report.write_text(json.dumps(report, indent=1) + "\n")
+        save(args.report, report, shlex.join(["python", "-m", "tests.soak", *sys.argv[1:]]))
 
 
 if __name__ == "__main__":
