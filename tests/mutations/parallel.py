@@ -13,7 +13,7 @@ MUTATIONS = [
         "minisgl.scheduler.decode",
         "reqs = list(self.running.values())",
         "reqs = sorted(self.running.values(), key=id)",
-        BATCHES + "[True-radix]",
+        BATCHES + "[fcfs-True-radix]",
     ),
     Mutation(
         "ranks: other ranks do not get the messages",
