@@ -784,3 +784,14 @@ def test_shell_ends_with_its_engine(checkpoint: Path, tmp_path: Path) -> None:
     served.process.wait(timeout=20)  # with its stdin open: nobody asked it to leave
     expected = "minisgl: the text worker gives no sign of life for 2 s\n"
     assert served.ended(children, status=1) == expected
+
+
+def test_small_answers_do_not_wait_for_the_peer(checkpoint: Path) -> None:
+    """Head and body are two writes; the second must not wait 40 ms for the first's receipt."""
+    with Live(checkpoint) as live, httpx.Client(base_url=live.url, timeout=30) as client:
+        taken = []
+        for _ in range(15):
+            start = time.monotonic()
+            assert client.get("/v1/models").status_code == 200
+            taken.append(time.monotonic() - start)
+    assert min(taken) < 0.03, taken

@@ -90,6 +90,8 @@ class PatientHttp(Http):
         self._timers: dict[str, asyncio.TimerHandle] = {}
         transport.set_write_buffer_limits(high=0)
         peer = transport.get_extra_info("socket")
+        if peer is not None:  # a small write must not wait until the one before is confirmed
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if peer is not None and hasattr(socket, "TCP_KEEPIDLE"):
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, seconds in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):

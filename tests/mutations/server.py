@@ -296,6 +296,13 @@ MUTATIONS = [
         test=TEST + "test_a_text_worker_flushes_answers_before_it_encodes_a_prompt",
     ),
     Mutation(
+        name="server: small answers wait for the peer",
+        module="minisgl.server.limits",
+        old="socket.TCP_NODELAY, 1)",
+        new="socket.TCP_NODELAY, 0)",
+        test=FAULTS + "test_small_answers_do_not_wait_for_the_peer",
+    ),
+    Mutation(
         name="server: a flush forgets to forget",
         module="minisgl.server.channels",
         old="            self._held = []\n",
