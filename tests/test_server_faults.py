@@ -790,8 +790,8 @@ def test_small_answers_do_not_wait_for_the_peer(checkpoint: Path) -> None:
     """Head and body are two writes; the second must not wait 40 ms for the first's receipt."""
     with Live(checkpoint) as live, httpx.Client(base_url=live.url, timeout=30) as client:
         taken = []
-        for _ in range(15):
+        for _ in range(40):  # at first a peer confirms at once
             start = time.monotonic()
             assert client.get("/v1/models").status_code == 200
             taken.append(time.monotonic() - start)
-    assert min(taken) < 0.03, taken
+    assert min(taken[25:]) < 0.03, taken
