@@ -88,7 +88,6 @@ class ArrivalOrder:
         """There is nothing to settle."""
 
 
-JOIN_TOKENS = 256  # a prefill step of so few tokens costs hardly more than a smaller one
 ANSWER_WEIGHT = 2
 
 
@@ -199,3 +198,8 @@ class FairQueue:
         del self._tags[req]
         if not share.live:
             del self._shares[req.client]
+
+
+def join_tokens(step_tokens: int) -> int:
+    """Tokens up to which prompts join a prefill step freely; `step_tokens` is its budget."""
+    return step_tokens // 32

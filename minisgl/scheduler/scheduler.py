@@ -23,7 +23,7 @@ from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, Reply, TokenReply, UserMsg
 from minisgl.scheduler.prefill import PrefillManager
-from minisgl.scheduler.queue import JOIN_TOKENS, ArrivalOrder, FairQueue
+from minisgl.scheduler.queue import ArrivalOrder, FairQueue, join_tokens
 
 
 class Limits(NamedTuple):
@@ -403,7 +403,7 @@ def build_scheduler(
         cache, engine.tables, decode, page_size=engine.page_size, max_extend_tokens=budget,
         min_shared=0 if config.cache_type == "naive" else 32,
         waiting=FairQueue(budget) if fair else ArrivalOrder(),
-        join_tokens=JOIN_TOKENS if fair else None,
+        join_tokens=join_tokens(budget) if fair else None,
     )  # fmt: skip
     return Scheduler(
         engine, cache, prefill, decode, channel, eos_token_ids=engine.model_config.eos_token_ids,

@@ -331,6 +331,13 @@ MUTATIONS = [
         test=FAULTS + "test_short_request_does_not_wait_for_long_ones",
     ),
     Mutation(
+        name="server: a short request shares its step with a long one",
+        module="minisgl.scheduler.queue",
+        old="return step_tokens // 32",
+        new="return step_tokens",
+        test=FAULTS + "test_short_request_does_not_wait_for_long_ones",
+    ),
+    Mutation(
         name="server: a long prompt waits for ever",
         module="minisgl.server.worker",
         old="tag = self._clock + characters(msg)",
