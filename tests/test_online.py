@@ -49,6 +49,8 @@ from minisgl.server.frontend import Observer
 from tests.checkpoints import base_config
 from tests.serving import Live, wait_for
 
+pytestmark = pytest.mark.clock
+
 DATA = Path(__file__).resolve().parents[1] / "notebooks" / "data"
 Handler = Callable[[httpx.Request], httpx.Response]
 

@@ -545,6 +545,7 @@ def test_a_match_takes_as_many_steps_in_a_small_tree_as_in_a_large_one(kind: str
     assert steps[0] == steps[1]
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_pitfall_17_cost_of_an_eviction_at_100_000_nodes(page_size: int) -> None:
     """Medians of single evictions, both sizes in turn, the best of several rounds."""
@@ -568,6 +569,7 @@ def test_pitfall_17_cost_of_an_eviction_at_100_000_nodes(page_size: int) -> None
     assert ratio < 2, f"an eviction costs {ratio:.2f} times as much: {medians}"
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("turns", [1, 64])
 def test_a_match_of_4096_tokens_takes_less_than_300_microseconds(

@@ -458,6 +458,7 @@ def test_fault_of_ours_ends_a_stream(live: Live, monkeypatch: pytest.MonkeyPatch
     assert first == "one" and '"internal_error"' in last
 
 
+@pytest.mark.clock
 def test_hopeless_text_is_refused_unread(tokenizer: Tokenizer) -> None:
     """Encoding megabytes would keep everybody waiting; what cannot fit is not encoded."""
     bench = Bench(tokenizer)
@@ -535,6 +536,7 @@ def test_pool_smaller_than_a_prompt(checkpoint: Path) -> None:
     assert small.json()["usage"]["completion_tokens"] == 4
 
 
+@pytest.mark.clock
 def test_pitfall_14_a_client_that_leaves_frees_its_pages(live: Live) -> None:
     """Hang up while streaming, while waiting for a whole answer, and while queued."""
     long = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True}

@@ -42,6 +42,8 @@ from minisgl.server.threads import ThreadedServer
 from tests.checkpoints import make_checkpoint
 from tests.serving import PAGES, Live, Served, last_event, metric, random_model, stream, wait_for
 
+pytestmark = pytest.mark.clock
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:

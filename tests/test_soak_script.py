@@ -14,6 +14,8 @@ from minisgl.core import SamplingParams
 from tests.gpu import report, soak
 from tests.gpu.soak import Asked, Round, compare, run_round, verdict
 
+pytestmark = pytest.mark.clock
+
 CPU: dict[str, Any] = {"device": "cpu"}
 
 

@@ -42,6 +42,8 @@ from minisgl.scheduler.scheduler import Scheduler, build_scheduler
 from tests import tp_drills
 from tests.checkpoints import ARCHITECTURES, make_checkpoint
 
+pytestmark = pytest.mark.clock
+
 SEQUENCES = [[5, 9, 200, 31, 7, 7, 280, 14], [3], list(range(40, 60))]
 
 

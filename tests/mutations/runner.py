@@ -1,4 +1,4 @@
-"""Runs pytest in copies of the project; torch is imported once, each run is a fork of this process.
+"""Runs pytest in copies of the project; libraries are imported once, each run is a fork of this.
 
 Reads lines `{"root": folder, "tests": [ids], "seconds": limit}`, answers each with a line
 `{"code": status, "output": text}`.
@@ -6,6 +6,8 @@ Reads lines `{"root": folder, "tests": [ids], "seconds": limit}`, answers each w
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import sys
@@ -14,10 +16,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import build  # notebooks/build.py
 import pytest
 
 OPTIONS = ["-q", "-x", "--tb=short", "-o", "addopts=", "-p", "no:xdist", "-p", "no:nbval"]
 OPTIONS += ["-p", "no:cacheprovider", "--timeout-method=signal", "--disable-warnings"]
+OPTIONS += ["-p", "no:rerunfailures"]
+# What tests, the package and pytest's plugins import, but for the package itself: it is mutated.
+LIBRARIES = [
+    "hypothesis", "schemathesis.pytest.plugin", "anyio.pytest_plugin", "openai", "httpx", "fastapi",
+    "uvicorn", "prompt_toolkit", "matplotlib.pyplot", "scipy.stats", "sympy", "torch",
+    "torch._dynamo", "triton", "tokenizers", "transformers.models.auto.modeling_auto",
+    "transformers.tokenization_utils_tokenizers",
+]  # fmt: skip
 
 
 def run_forked(root: Path, tests: list[str], seconds: int) -> dict[str, Any]:
@@ -51,15 +62,16 @@ def run_here(root: Path, tests: list[str], seconds: int) -> int:
 
 def main() -> None:
     """Answer one line for each line."""
-    import build  # noqa: F401  # what every run needs, imported before the forks
-    import hypothesis  # noqa: F401
-    import torch
-
-    torch.set_num_threads(1)
+    build.run_environment(Path(__file__).resolve().parents[2], build.has_gpu())
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a child would look at, and so copy, all that these have made
     for line in sys.stdin:
         job = json.loads(line)
         answer = run_forked(Path(job["root"]), job["tests"], job["seconds"])
         print(json.dumps(answer), flush=True)
+    gc.unfreeze()
 
 
 if __name__ == "__main__":
