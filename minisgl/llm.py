@@ -198,8 +198,10 @@ class LLM:
         with self.lock:
             if not self.closed:
                 self.closed = True
-                self.scheduler.stop()
-                self.scheduler.engine.shutdown()
+                try:
+                    self.scheduler.stop()
+                finally:
+                    self.scheduler.engine.shutdown()
 
     def __enter__(self) -> LLM:
         return self

@@ -323,6 +323,17 @@ def test_a_cpu_overlaps_only_when_told(overlap: bool | None) -> None:
         assert llm.scheduler.overlap is bool(overlap)
 
 
+def test_shutdown_gives_the_memory_back_although_the_scheduler_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = LLM(device="cpu", num_pages=64)
+    storage = llm.scheduler.engine.pool.buffer.untyped_storage()
+    monkeypatch.setattr(llm.scheduler, "stop", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        llm.shutdown()
+    assert storage.nbytes() == 0
+
+
 def test_shutdown_gives_the_memory_back() -> None:
     """At once, although others may still hold the object; and it says so when it is used."""
     with LLM(device="cpu", num_pages=64) as llm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -43,7 +44,7 @@ from minisgl.benchmark.trace import (
     write_trace,
 )
 from minisgl.benchmark.workload import random_workload
-from minisgl.config import resolve_model_path
+from minisgl.config import SchedulerConfig, resolve_model_path
 from minisgl.server import cli as server_cli
 from minisgl.server.frontend import Observer
 from tests.checkpoints import base_config
@@ -495,7 +496,9 @@ def test_reuse_is_the_longest_common_prefix_with_any_earlier_prompt(
 def test_synthetic_chats_grow() -> None:
     lines = synthesize(Shape(sessions=30, systems=3), seed=5)
     assert lines == synthesize(Shape(sessions=30, systems=3), seed=5)
-    assert lines != synthesize(Shape(sessions=30, systems=3), seed=6)
+    other = synthesize(Shape(sessions=30, systems=3), seed=6)
+    blocks = [{block for line in trace for block in line.hash_ids} for trace in (lines, other)]
+    assert lines != other and not blocks[0] & blocks[1]
     assert [line.timestamp for line in lines] == sorted(line.timestamp for line in lines)
     by_chat = {line.chat_id: line for line in lines}
     assert len(by_chat) == len(lines) and sum(line.turn == 1 for line in lines) == 30
@@ -539,6 +542,19 @@ def test_the_server_gets_the_engines_flags(words: str) -> None:
     config = server_cli.config_from(server_cli.build_parser().parse_args(flags_of(fields)))
     for name, value in fields.items():
         assert getattr(config, name) == value, name
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_engine_and_server_are_compared_with_one_configuration(device: str) -> None:
+    """Whatever their defaults are; on a GPU there is room for both."""
+    parser = cli.build_parser(serving_cli.COMMANDS)
+    args = parser.parse_args(["overhead", "--device", device, "--streams", "300"])
+    fields = serving_cli.engine_fields(args)
+    server = server_cli.config_from(server_cli.build_parser().parse_args(flags_of(fields)))
+    engine = SchedulerConfig(**fields)
+    for field in dataclasses.fields(SchedulerConfig):
+        assert getattr(server, field.name) == getattr(engine, field.name), field.name
+    assert engine.max_running_req == 300 and (device == "cpu" or engine.memory_ratio < 0.5)
 
 
 def test_an_answer_must_be_whole() -> None:

@@ -93,7 +93,8 @@ def test_shell_keeps_a_conversation(checkpoint: Path) -> None:
         assert await shell.handle("long " * 300)  # refused, and the history stays
         assert len(shell.history) == 4
         assert await shell.handle("/reset") and shell.history == []
-        assert await shell.handle("/help") and "/stats" in said[-1]
+        assert await shell.handle("/help") and "/stats" in said[-1] and "unknown" not in said[-2]
+        assert await shell.handle("/halp") and "unknown command /halp" in said[-2]
         assert not await shell.handle("/exit")
         await frontend.stop()
 

@@ -21,9 +21,12 @@ CPU: dict[str, Any] = {"device": "cpu"}
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_short_round_loses_nothing(page_size: int) -> None:
-    found = run_round(page_size, 600, 3, CPU | {"cuda_graph_bs": (1, 4, 24)}, keep=6, turns=100)
+    seed = {1: 3, 16: 5}[page_size]  # fair, and as they came
+    found = run_round(page_size, 600, seed, CPU | {"cuda_graph_bs": (1, 4, 24)}, keep=6, turns=100)
     assert found["wrong"] == []
     assert found["steps"] > 100 and found["seen"]["checks"] >= found["steps"] // 100
+    assert found["policy"] == {1: "fair", 16: "fcfs"}[page_size]
+    assert found["seen"]["retractions"] > 0
     assert found["seen"]["evictions"] > 0 and found["seen"]["cached tokens"] > 0
     assert sum(found["aborted_in"].values()) > 4 and len(found["aborted_in"]) >= 3
     assert sum(share["compared"] for share in found["answers"].values()) == 6

@@ -516,6 +516,12 @@ def test_impossible_split_is_refused_before_processes_start(folder: Path) -> Non
     assert not living_ranks()
 
 
+def test_one_gpu_is_not_shared_by_ranks(folder: Path) -> None:
+    config = config_of_rank(replace(settings(folder), device="cuda:0"), 0, 2)
+    with pytest.raises(ValueError, match=r"device: .*one GPU for each of 2 ranks.*cuda:0"):
+        Ranks(config)
+
+
 def test_ranks_do_not_outlive_their_parent() -> None:
     code = "from tests.tp_drills import orphan; orphan()"
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -75,9 +75,10 @@ def served(folder: Path | None, flags: Sequence[str], patience: float = 600.0) -
         late.start()
         try:
             assert process.stdout is not None
-            line = process.stdout.readline()
+            # A library may have something to say before the line with the URL.
+            line = next((line for line in process.stdout if "http://" in line), None)
             late.cancel()
-            if "http" not in line:
+            if line is None:
                 stop(process)
                 errors.seek(0)
                 said = errors.read().strip().splitlines() or ["it says nothing"]

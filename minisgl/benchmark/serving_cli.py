@@ -239,8 +239,12 @@ def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
     """The engine's fields, with room for all streams and for the other side."""
     fields = {**options.engine_fields(args), "device": args.device}
     fields.setdefault("max_running_req", max(256, args.streams))
-    if args.device.startswith("cuda") and "num_page_override" not in fields:
-        fields.setdefault("memory_ratio", 0.4)
+    fields.setdefault("schedule_policy", "fair")  # a server's default, and not an engine's
+    if args.device.startswith("cuda"):
+        # The second to start finds less memory, which must not change what it captures.
+        fields.setdefault("cuda_graph_max_bs", fields["max_running_req"])
+        if "num_page_override" not in fields:
+            fields.setdefault("memory_ratio", 0.4)
     return fields
 
 

@@ -164,7 +164,8 @@ class Chats:
 
     def __init__(self, shape: Shape, seed: int) -> None:
         self.shape, self.rng = shape, np.random.default_rng(seed)
-        self.next_block, self.next_chat = 0, 0
+        self.next_block = seed % 2**32 << 20  # traces of different seeds share no block
+        self.next_chat = 0
         self.systems = [self.grow([], 0, self.draw(shape.system_len)) for _ in range(shape.systems)]
 
     def draw(self, ends: tuple[int, int]) -> int:

@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from minisgl.config import ModelConfig, SchedulerConfig, TPInfo, choose_device, resolve_model_path
+from minisgl.config import (
+    ModelConfig,
+    SchedulerConfig,
+    TPInfo,
+    choose_device,
+    refuse,
+    resolve_model_path,
+)
 from minisgl.distributed.comm import Comm
 from minisgl.distributed.launch import RankProcesses, join
 from minisgl.scheduler.channel import Channel
@@ -98,6 +105,10 @@ class Ranks:
         model = ModelConfig.from_path(resolve_model_path(config.model_path))
         model.check_tp(size)  # before processes start that would all say the same
         devices = [choose_device(config.device, rank) for rank in range(size)]
+        if size > 1 and devices[0] != "cpu" and len(set(devices)) == 1:
+            raise refuse(
+                "device", f"cuda, which is one GPU for each of {size} ranks", config.device
+            )
         timeout = config.distributed_timeout
         self.processes = RankProcesses(
             tp_worker, (config,), ranks=range(1, size), size=size, devices=devices, timeout=timeout

@@ -151,12 +151,15 @@ class Engine:
     def shutdown(self) -> None:
         """Wait for the device; let go of the graphs, which hold addresses, and of the pool.
 
-        The next engine of this process finds the memory free. This one must not be used any more.
+        The next engine finds the memory free, in this process or another. This one must not be used
+        any more.
         """
         if self.stream is not None:
             self.stream.synchronize()
         self.graph = None
         self.pool.free()
+        if self.stream is not None:
+            torch.cuda.empty_cache()  # torch keeps what is freed, out of reach of other processes
 
 
 device_len = attrgetter("device_len")

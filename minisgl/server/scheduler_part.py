@@ -37,3 +37,4 @@ def scheduler_part(config: ServerConfig, addresses: Addresses, index: int, link:
         )
         link.ready()
         run_loop(scheduler, scheduler.overlap)
+        scheduler.engine.shutdown()  # graphs that hold collectives must go before the group does

@@ -79,6 +79,7 @@ class Shell:
             case "/stats":
                 self._write(f"[{self.stats}]\n")
             case command if command.startswith("/"):
+                self._write("" if command == "/help" else f"[unknown command {command}]\n")
                 self._write(HELP)
             case text:
                 with quiet_keys():

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -110,9 +110,11 @@ class Round:
     def __init__(self, page_size: int, seed: int, fields: dict[str, Any], keep: int) -> None:
         self.crowd, self.r = Crowd(seed), random.Random(seed + 1)
         self.channel = InProcessChannel()
+        self.policy: Literal["fcfs", "fair"] = "fair" if seed // 2 % 2 else "fcfs"
         config = SchedulerConfig(
             page_size=page_size, num_page_override=POOL // page_size, max_seq_len_override=WINDOW,
-            max_running_req=ROWS, max_extend_tokens=128, cache_type="radix", overlap=True, **fields,
+            max_running_req=ROWS, max_extend_tokens=128, cache_type="radix", overlap=True,
+            reserve_tokens=1, schedule_policy=self.policy, **fields,
         )  # fmt: skip
         self.scheduler: Scheduler = build_scheduler(config, self.channel)
         self.open: dict[int, Asked] = {}
@@ -141,7 +143,8 @@ class Round:
                 return
             asked = self.crowd.ask()
             self.open[self.uid] = asked
-            self.channel.put(UserMsg(self.uid, asked.ids, asked.params))
+            client = self.r.choice(["ann", "bob", "bob"])
+            self.channel.put(UserMsg(self.uid, asked.ids, asked.params, client))
             self.uid += 1
             self.seen["requests"] += 1
 
@@ -249,6 +252,7 @@ class Round:
         """Nothing is owed, and all pages and rows are home."""
         s = self.scheduler
         s.stop()
+        self.seen["retractions"] = s.retractions
         assert not self.open and not s.reqs and not s.notices and s.in_flight is None
         assert not s.decode.running and not s.prefill.waiting and s.prefill.chunked is None
         s.cache.check_integrity()
@@ -318,7 +322,8 @@ def run_round(
         "page_size": page_size, "seed": seed, "seconds": round(time.monotonic() - start, 1),
         "steps": one.scheduler.step, "seen": dict(sorted(one.seen.items())),
         "aborted_in": dict(sorted(one.aborted_in.items())), "memory": one.growth(),
-        "backend": engine.config.attention_backend, "dtype": engine.config.dtype,
+        "policy": one.policy, "backend": engine.config.attention_backend,
+        "dtype": engine.config.dtype,
         "graphs": list(engine.graph.sizes) if engine.graph is not None else [],
     }  # fmt: skip
     kept, exact = one.kept, engine.config.dtype == "float32"

@@ -267,6 +267,7 @@ def tight(dtype: str, overlap: bool, **fields: Any) -> tuple[list[dict[str, Any]
     """Answers to the crowd in a small pool, and how often something was evicted."""
     prompts, params = crowd(64)
     how: dict[str, Any] = {"page_size": 16, "num_pages": 64, "max_seq_len_override": 512, **fields}
+    how = {"reserve_tokens": 1, **how}
     with LLM(device=DEVICE, dtype=dtype, overlap=overlap, max_extend_tokens=256, **how) as llm:
         prefix_cache = llm.scheduler.cache.prefix_cache
         evict, evicted = prefix_cache.evict, [0]
@@ -278,6 +279,7 @@ def tight(dtype: str, overlap: bool, **fields: Any) -> tuple[list[dict[str, Any]
         prefix_cache.evict = counted  # type: ignore[method-assign]
         outs = llm.generate(prompts, params)
         llm.scheduler.cache.check_integrity()
+        assert llm.scheduler.retractions > 0
     assert [len(o["token_ids"]) for o in outs] == [p.max_tokens for p in params]
     assert evicted[0] > 3 and sum(o["cached_tokens"] for o in outs) > 0
     return outs, evicted[0]

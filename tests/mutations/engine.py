@@ -10,6 +10,13 @@ TESTS = "tests/test_engine.py::"
 
 MUTATIONS = [
     Mutation(
+        "shutdown_stops_at_a_failure",
+        "minisgl.llm",
+        "                finally:\n                    self",
+        "                except KeyError:\n                    self",
+        "tests/test_llm.py::test_shutdown_gives_the_memory_back_although_the_scheduler_fails",
+    ),
+    Mutation(
         "shutdown_keeps_the_pool",
         "minisgl.engine.engine",
         "        self.pool.free()\n",

@@ -6,6 +6,13 @@ TEST = "tests/test_online.py::"
 
 MUTATIONS = [
     Mutation(
+        "online: the engine's order is not the server's",
+        "minisgl.benchmark.serving_cli",
+        'fields.setdefault("schedule_policy", "fair")',
+        "pass",
+        TEST + "test_engine_and_server_are_compared_with_one_configuration",
+    ),
+    Mutation(
         name="online: a chunk with a role and no text ends the wait",
         module="minisgl.benchmark.client",
         old="        if text_of(choice):\n",

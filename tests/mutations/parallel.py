@@ -86,6 +86,13 @@ MUTATIONS = [
         T + "test_the_guilty_rank_is_blamed_not_those_who_lost_it",
     ),
     Mutation(
+        "launch: two ranks share a GPU",
+        "minisgl.distributed.ranks",
+        "len(set(devices)) == 1",
+        "len(set(devices)) == 0",
+        T + "test_one_gpu_is_not_shared_by_ranks",
+    ),
+    Mutation(
         "launch: ranks outlive their parent",
         "minisgl.distributed.launch",
         "    leave_with_parent()\n    try:",
