@@ -828,7 +828,7 @@ def test_pictures_of_runs_without_answers(tmp_path: Path) -> None:
     assert "</svg>" in (tmp_path / "deep" / "empty.svg").read_text()
 
 
-@pytest.mark.parametrize("name", ["online_tiny", "overhead_tiny"])
+@pytest.mark.parametrize("name", ["online_tiny", "overhead_tiny", "overhead_tiny_one_thread"])
 def test_stored_runs_carry_their_circumstances(name: str) -> None:
     record = json.loads((DATA / f"{name}.json").read_text())
     assert {"hardware", "date", "command", "versions", "results"} <= record.keys()

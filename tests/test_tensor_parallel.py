@@ -518,7 +518,7 @@ def test_impossible_split_is_refused_before_processes_start(folder: Path) -> Non
 
 def test_one_gpu_is_not_shared_by_ranks(folder: Path) -> None:
     config = config_of_rank(replace(settings(folder), device="cuda:0"), 0, 2)
-    with pytest.raises(ValueError, match=r"device: .*one GPU for each of 2 ranks.*cuda:0"):
+    with pytest.raises(ValueError, match=r"device: .*a GPU for each of 2 ranks.*cuda:0"):
         Ranks(config)
 
 

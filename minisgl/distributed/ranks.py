@@ -106,9 +106,7 @@ class Ranks:
         model.check_tp(size)  # before processes start that would all say the same
         devices = [choose_device(config.device, rank) for rank in range(size)]
         if size > 1 and devices[0] != "cpu" and len(set(devices)) == 1:
-            raise refuse(
-                "device", f"cuda, which is one GPU for each of {size} ranks", config.device
-            )
+            raise refuse("device", f"cuda, which is a GPU for each of {size} ranks", config.device)
         timeout = config.distributed_timeout
         self.processes = RankProcesses(
             tp_worker, (config,), ranks=range(1, size), size=size, devices=devices, timeout=timeout
