@@ -101,8 +101,8 @@ class Req:
     """
 
     __slots__ = ("_ids", "cache_handle", "cached_len", "client", "device_len", "host_len",
-                 "matched_len", "max_device_len", "prefill_len", "prompt_len", "sampling_params",
-                 "table_idx", "uid")  # fmt: skip
+                 "matched_len", "max_device_len", "prefill_len", "prompt_len", "retracted",
+                 "sampling_params", "table_idx", "uid")  # fmt: skip
 
     def __init__(
         self, *, uid: int, input_ids: IntArray, sampling_params: SamplingParams,
@@ -118,6 +118,7 @@ class Req:
         self.prompt_len = self.host_len = self.device_len = self.prefill_len = int(prompt.size)
         self.max_device_len = self.prompt_len + integer(1)("max_new_tokens", max_new_tokens)
         self.cached_len = self.matched_len = 0  # matched: came from the prefix cache at admission
+        self.retracted = False  # True once it had to give its memory back
         self._ids = np.empty(self.max_device_len, dtype=np.int32)
         self._ids[: self.prompt_len] = prompt
 

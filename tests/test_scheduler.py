@@ -620,6 +620,22 @@ def test_a_half_done_prompt_is_taken_back_first(overlap: bool) -> None:
 
 
 @LOOPS
+def test_what_a_request_computed_itself_is_no_hit(overlap: bool) -> None:
+    """A half-done prompt finds pages of its own when it comes back, and does not report them."""
+    d = Driver(
+        overlap=overlap, policy="fair", reserve=1, budget=2, num_pages=9, page_size=4, join_tokens=1
+    )
+    d.ask(0, [1] * 4, max_tokens=16, ignore_eos=True)
+    d.go(2)
+    d.ask(1, list(range(24)), max_tokens=4, ignore_eos=True)
+    d.drain()
+    assert d.scheduler.retractions > 0
+    computed = sum(s.extend[s.uids.index(1)] for s in d.engine.steps if 1 in s.uids)
+    assert computed == 24 + 3  # nothing twice
+    assert all(r.cached_tokens == 0 for r in d.replies[1])
+
+
+@LOOPS
 def test_a_half_done_prompt_that_found_no_room_goes_on_later(overlap: bool) -> None:
     d = Driver(overlap=overlap, policy="fair", budget=8, join_tokens=1, min_shared=0)
     d.ask(0, [1] * 24, max_tokens=2, ignore_eos=True)

@@ -92,7 +92,7 @@ class PrefillAdder:
     def seat(self, req: Req, handle: CacheHandle) -> None:
         """A row for an admitted request, with the slots of its prefix and all tokens it has."""
         req.cache_handle = handle
-        if req.host_len == req.prompt_len:  # not one that comes back with a part of its answer
+        if not req.retracted:  # what one that comes back finds, it may have computed itself
             req.matched_len = handle.cached_len
         req.table_idx = self.tables.allocate()
         self.tables.write(req.table_idx, 0, handle.slots())

@@ -277,6 +277,7 @@ class Scheduler:
         self.prefill.remove(req)
         self.decode.remove(req)
         self.give_back(req)
+        req.retracted = True
         self.prefill.waiting.resume(req)
         self.retractions += 1
 

@@ -310,9 +310,16 @@ MUTATIONS = [
         TESTS + "test_the_youngest_is_taken_back_and_goes_on",
     ),
     Mutation(
+        "prefill_counts_its_own_chunks_as_cached_prompt",
+        PREFILL,
+        "if not req.retracted:",
+        "if req.host_len == req.prompt_len:",
+        TESTS + "test_what_a_request_computed_itself_is_no_hit",
+    ),
+    Mutation(
         "prefill_counts_an_answer_as_cached_prompt",
         PREFILL,
-        "if req.host_len == req.prompt_len:",
+        "if not req.retracted:",
         "if True:",
         TESTS + "test_the_youngest_is_taken_back_and_goes_on",
     ),
