@@ -217,22 +217,6 @@ def test_gloo_processes(folder: Path, size: int) -> None:
         assert torch.equal(logits, found[0][1])
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_nccl_processes_and_graph() -> None:
-    group = RankProcesses(
-        tp_drills.cuda_collectives, ranks=range(2), size=2, devices=["cuda:0", "cuda:1"]
-    )
-    with group:
-        group.gather()
-        found = group.results(300)
-    check_collectives([seen["cpu"] for seen in found])
-    parts = [torch.arange(6.0).view(2, 3) + 10 * rank for rank in range(2)]
-    for seen in found:
-        assert torch.equal(seen["sum"], parts[0] + parts[1])
-        assert torch.equal(seen["last"], torch.cat(parts, -1))
-        assert torch.equal(seen["replayed"], torch.full((2, 3), 3.0))
-
-
 def test_threads_keep_the_same_protocol() -> None:
     check_collectives(run_threads(tp_drills.collectives, 3))
 

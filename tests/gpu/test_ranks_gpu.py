@@ -1,0 +1,108 @@
+"""Two ranks on two GPUs: the collectives, and a server from its start to its end."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from minisgl import LLM, SamplingParams
+from minisgl.distributed.launch import RankProcesses
+from tests import tp_drills
+from tests.serving import Served, last_event, stream
+from tests.test_tensor_parallel import check_collectives
+
+DEVICE = "cuda"
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+SUMS = [(a, b) for a in (7, 31, 208) for b in (5, 44, 130)]
+TALKS = [[{"role": "user", "content": f"What is {a} + {b}?"}] for a, b in SUMS]
+TALKS += [
+    [{"role": "user", "content": f"Tell me a story about a {who}."}] for who in ("fox", "hen")
+]
+
+
+def test_nccl_processes_and_graph() -> None:
+    group = RankProcesses(
+        tp_drills.cuda_collectives, ranks=range(2), size=2, devices=["cuda:0", "cuda:1"]
+    )
+    with group:
+        group.gather()
+        found = group.results(300)
+    check_collectives([seen["cpu"] for seen in found])
+    parts = [torch.arange(6.0).view(2, 3) + 10 * rank for rank in range(2)]
+    for seen in found:
+        assert torch.equal(seen["sum"], parts[0] + parts[1])
+        assert torch.equal(seen["last"], torch.cat(parts, -1))
+        assert torch.equal(seen["replayed"], torch.full((2, 3), 3.0))
+
+
+def two_ranks(folder: Path, *flags: str) -> Served:
+    """The embedded model on two devices."""
+    return Served(folder, "--tp", "2", "--device", DEVICE, "--log-format", "none", *flags)
+
+
+def answer(url: str, talk: list[dict[str, str]]) -> str:
+    """What a greedy server says."""
+    body = {"messages": talk, "temperature": 0, "max_tokens": 64}
+    reply = httpx.post(f"{url}/chat/completions", json=body, timeout=120).json()
+    return str(reply["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_answer_as_one_does(tmp_path: Path, dtype: str) -> None:
+    """In float32 to the last token; in half precision the sums must be right."""
+    params = SamplingParams(temperature=0.0, max_tokens=64)
+    with LLM(device=DEVICE, dtype=dtype, num_pages=512) as llm:
+        want = [out["text"] for out in llm.chat(TALKS, params)]
+    served = two_ranks(tmp_path, "--dtype", dtype, "--num-pages", "512")
+    url = served.ready()
+    children = served.children()
+    found = [answer(url, talk) for talk in TALKS]
+    served.process.terminate()
+    started = time.monotonic()
+    assert not served.ended(children)
+    assert time.monotonic() - started < 10  # graphs that hold collectives let the group go
+    if dtype == "float32":
+        assert found == want
+    assert all(str(a + b) in text for (a, b), text in zip(SUMS, found, strict=False))
+
+
+def test_a_killed_rank_ends_the_server(tmp_path: Path) -> None:
+    """No GPU stays taken, and every stream hears of it."""
+    served = two_ranks(tmp_path, "--num-pages", "512", "--step-timeout", "10")
+    url = served.ready()
+    children = served.children()
+    rank: psutil.Process = served.workers()[0].children()[-1]
+    with stream(url, n=8) as response:
+        lines = response.iter_lines()
+        next(lines)
+        rank.send_signal(signal.SIGKILL)
+        assert "[DONE]" not in last_event(lines)
+    _, errors = served.process.communicate(timeout=60)
+    assert served.process.returncode == 1 and "rank 1 was killed by signal 9" in errors
+    served.assert_gone(children)
+
+
+def test_ctrl_c_with_answers_under_way(tmp_path: Path) -> None:
+    """The second signal does not wait for them; ranks leave together."""
+    served = two_ranks(tmp_path, "--num-pages", "512")
+    url = served.ready()
+    children = served.children()
+    with stream(url, n=8) as response:
+        lines = response.iter_lines()
+        next(lines)
+        for _ in range(2):
+            served.process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        assert "the server is shutting down" in last_event(lines)
+    assert not served.ended(children)
