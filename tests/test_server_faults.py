@@ -777,6 +777,21 @@ def test_stopped_rank_is_not_left_behind(checkpoint: Path, tmp_path: Path) -> No
             rank.kill()
 
 
+def test_killed_rank_ends_the_server(checkpoint: Path, tmp_path: Path) -> None:
+    """Its clients hear of it, and whoever looks at the terminal which rank it was."""
+    flags = ["--tp", "2", "--device", "cpu", "--log-format", "none"]
+    served = Served(tmp_path, "--model", str(checkpoint), *flags)
+    url = served.ready()
+    children = served.children()
+    with stream(url) as response:
+        lines = response.iter_lines()
+        next(lines)
+        served.workers()[0].children()[-1].kill()
+        assert "the scheduler died" in last_event(lines)
+    errors = served.ended(children, status=1)
+    assert "rank 1 was killed by signal 9" in errors
+
+
 def test_shell_ends_with_its_engine(checkpoint: Path, tmp_path: Path) -> None:
     flags = ["--shell", "--worker-timeout", "2"]
     served = Served(tmp_path, "--model", str(checkpoint), *flags, stdin=subprocess.PIPE)

@@ -5,10 +5,12 @@ Generated from notebooks/12b_operations.ipynb: edit there.
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 
 from minisgl.config import ServerConfig
 from minisgl.distributed.comm import Comm
+from minisgl.distributed.launch import RankError
 from minisgl.distributed.ranks import Ranks, run_loop
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.scheduler import build_scheduler
@@ -36,5 +38,9 @@ def scheduler_part(config: ServerConfig, addresses: Addresses, index: int, link:
             config, channel, comm, trace=reporter.trace
         )
         link.ready()
-        run_loop(scheduler, scheduler.overlap)
+        try:
+            run_loop(scheduler, scheduler.overlap)
+        except RankError as error:  # it says what happened there; our own place says nothing
+            print(f"minisgl: {error}", file=sys.stderr)
+            raise SystemExit(1) from error
         scheduler.engine.shutdown()  # graphs that hold collectives must go before the group does

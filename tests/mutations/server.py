@@ -324,6 +324,13 @@ MUTATIONS = [
         test=TEST + "test_long_prompt_keeps_its_turn",
     ),
     Mutation(
+        name="server: a killed rank is told as a fault of rank 0",
+        module="minisgl.server.scheduler_part",
+        old="except RankError as error:",
+        new="except KeyError as error:",
+        test=FAULTS + "test_killed_rank_ends_the_server",
+    ),
+    Mutation(
         name="server: a short request waits for all long ones",
         module="minisgl.config",
         old='schedule_policy: Literal["fcfs", "fair"] = "fair"',
