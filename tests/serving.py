@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -29,6 +31,7 @@ from minisgl.server.threads import ThreadedServer
 from tests.checkpoints import make_checkpoint
 
 PAGES, WINDOW = 64, 256
+PR_SET_PDEATHSIG = 1
 
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
@@ -109,8 +112,14 @@ class Live:
         assert not self.server.frontend._streams
 
 
+def leave_with_tests() -> None:
+    """Between fork and exec: Linux kills this process when the one that started it is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class Served:
-    """`python -m minisgl` as a user starts it."""
+    """`python -m minisgl` as a user starts it. A test that fails leaves it running, for a while."""
 
     def __init__(
         self, folder: Path, *flags: str, script: Path | None = None, **options: Any
@@ -127,6 +136,7 @@ class Served:
             text=True,
             env={**os.environ, "TMPDIR": str(folder)},
             start_new_session=True,
+            preexec_fn=leave_with_tests,
             **options,
         )
 
