@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,17 @@ class Live:
     def assert_pages_home(self) -> None:
         """No request left, and every page free or in the tree."""
         scheduler = self.server.scheduler
+
+        def settled() -> bool:
+            """Its thread may still be putting the last pages back: look again."""
+            with suppress(RuntimeError):
+                scheduler.cache.check_integrity()
+                return scheduler.tables.free_rows == scheduler.engine.config.max_running_req
+            return False
+
         wait_for(lambda: not scheduler.has_work, "the scheduler to be idle")
+        with suppress(AssertionError):  # below it is said what is missing
+            wait_for(settled, "pages and rows to be home", 2.0)
         scheduler.cache.check_integrity()
         assert scheduler.cache.available_tokens == self.pages * scheduler.engine.page_size
         assert scheduler.tables.free_rows == scheduler.engine.config.max_running_req
