@@ -603,17 +603,23 @@ def test_whoever_ends_in_the_step_on_its_way_leaves_pages(overlap: bool) -> None
     assert d.tokens(1) == expected([2] * 3, 2, ignore_eos=True)
 
 
-@LOOPS
-def test_a_half_done_prompt_is_taken_back_first(overlap: bool) -> None:
-    """Between its chunks others decode, and need the page that it was promised."""
+def half_done_and_taken_back(overlap: bool, most: int) -> Driver:
+    """Request 0 answers with `most` tokens; the prompt of request 1 must make room for it."""
     d = Driver(
         overlap=overlap, policy="fair", reserve=1, budget=2, num_pages=9, page_size=4, join_tokens=1
     )
-    d.ask(0, [1] * 4, max_tokens=28, ignore_eos=True)
+    d.ask(0, [1] * 4, max_tokens=most, ignore_eos=True)
     d.go(2)
     d.ask(1, list(range(24)), max_tokens=4, ignore_eos=True)
     d.drain()
     assert d.scheduler.retractions > 0
+    return d
+
+
+@LOOPS
+def test_a_half_done_prompt_is_taken_back_first(overlap: bool) -> None:
+    """Between its chunks others decode, and need the page that it was promised."""
+    d = half_done_and_taken_back(overlap, 28)
     assert d.tokens(0) == expected([1] * 4, 28, ignore_eos=True)
     assert d.tokens(1) == expected(range(24), 4, ignore_eos=True)
     assert sum(s.uids == [0] for s in d.engine.steps if s.phase == "prefill") == 2  # 4 tokens
@@ -622,14 +628,7 @@ def test_a_half_done_prompt_is_taken_back_first(overlap: bool) -> None:
 @LOOPS
 def test_what_a_request_computed_itself_is_no_hit(overlap: bool) -> None:
     """A half-done prompt finds pages of its own when it comes back, and does not report them."""
-    d = Driver(
-        overlap=overlap, policy="fair", reserve=1, budget=2, num_pages=9, page_size=4, join_tokens=1
-    )
-    d.ask(0, [1] * 4, max_tokens=16, ignore_eos=True)
-    d.go(2)
-    d.ask(1, list(range(24)), max_tokens=4, ignore_eos=True)
-    d.drain()
-    assert d.scheduler.retractions > 0
+    d = half_done_and_taken_back(overlap, 16)
     computed = sum(s.extend[s.uids.index(1)] for s in d.engine.steps if 1 in s.uids)
     assert computed == 24 + 3  # nothing twice
     assert all(r.cached_tokens == 0 for r in d.replies[1])
