@@ -689,16 +689,35 @@ def test_a_short_request_behind_fifty_long_ones(overlap: bool) -> None:
     assert all(len(d.tokens(uid)) == 1 for uid in range(50))
 
 
-def test_a_newcomer_at_most_doubles_a_step() -> None:
+def test_a_step_holds_prompts_of_about_one_length() -> None:
     d = Driver(policy="fair", budget=1000, num_pages=2000, max_running_req=64, max_seq_len=1200,
                join_tokens=16, min_shared=0)  # fmt: skip
-    for uid, tokens in enumerate((30, 25, 500, 40)):
+    for uid, tokens in enumerate((30, 25, 500, 50, 51, 5, 11)):
         d.ask(uid, [uid + 1] * tokens, max_tokens=1)
     d.go()
     d.drain()
-    first, second = d.engine.steps[:2]
-    assert (first.uids, first.extend) == ([1, 0], [25, 25])  # 30 would more than double it
-    assert (second.uids, second.extend) == ([0, 3], [5, 11])  # 16 are no trouble
+    steps = [step for step in d.engine.steps if step.phase == "prefill"]
+    assert [step.extend for step in steps] == [
+        [5, 11],  # 16 are no trouble
+        [25, 30, 50],
+        [51],
+        [500],
+    ]
+
+
+@pytest.mark.parametrize("low, high", [(100, 1024), (600, 610), (1, 3000)])
+def test_a_crowd_is_computed_in_full_steps(low: int, high: int) -> None:
+    """One client's burst: fairness costs a few steps, not the batching."""
+    count, budget, rng = 120, 4096, np.random.default_rng(0)
+    lengths = rng.integers(low, high, count)
+    d = Driver(policy="fair", budget=budget, num_pages=200_000, max_running_req=count,
+               max_seq_len=4000, join_tokens=budget // 32)  # fmt: skip
+    for uid, length in enumerate(lengths):
+        d.ask(uid, [1 + uid % 90, uid // 90, *[3] * (length - 1)], max_tokens=1)
+    d.drain()
+    steps = [step for step in d.engine.steps if step.phase == "prefill"]
+    kinds = 1 + int(np.log2(high / max(low, budget // 32)))
+    assert len(steps) <= lengths.sum() / budget + 2 * kinds + 1
 
 
 @LOOPS

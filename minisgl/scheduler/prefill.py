@@ -25,9 +25,10 @@ class PrefillAdder:
         self.page_size = page_size
         self.budget = budget  # tokens that this step may still compute
         self.taken = 0  # tokens that it computes so far
+        self.first = 0  # tokens of its first prompt, those of earlier steps included
         self.reserved = reserved  # pages promised to requests admitted so far
         self.reserve = reserve  # tokens of an answer that are promised; None: all
-        self.join_tokens = join_tokens  # see `room`; None: the budget alone counts
+        self.join_tokens = join_tokens  # see `may_join`; None: the budget alone counts
         self.min_shared = -(-min_shared // page_size) * page_size  # whole pages are cached
         self.reqs: list[Req] = []
         self.beginnings: set[bytes] = set()  # what this step computes first, of each request
@@ -36,23 +37,30 @@ class PrefillAdder:
         """Pages that are free or evictable, and promised to nobody."""
         return self.cache.available_tokens // self.page_size - self.reserved
 
-    def room(self) -> int:
-        """Tokens that one more prompt may add to this step; none after a prompt that was cut."""
-        if self.reqs and self.reqs[-1].is_chunked:
-            return 0
+    def may_join(self, tokens: int) -> bool:
+        """True if a prompt with so many tokens left is no burden for the others of this step."""
         if self.join_tokens is None or not self.reqs:
-            return self.budget
-        return min(self.budget, max(self.join_tokens - self.taken, self.taken))
+            return True
+        return tokens <= max(self.join_tokens - self.taken, 2 * self.first)
 
     def add_chunk(self, req: Req) -> None:
-        """Compute as much of an admitted prompt as there is room for."""
-        length = min(self.room(), req.prefill_len - req.cached_len)
+        """Compute as much of an admitted prompt as the budget allows."""
+        if not self.reqs:
+            self.first = req.prefill_len - req.matched_len
+        length = min(self.budget, req.prefill_len - req.cached_len)
         req.schedule(req.cached_len + length)
         self.budget -= length
         self.taken += length
         self.reqs.append(req)
         if self.min_shared:
             self.beginnings.add(self.beginning(req, req.matched_len))
+
+    def go_on(self, half_done: Req) -> bool:
+        """Compute more of a prompt that was cut, if it may join."""
+        if self.budget <= 0 or not self.may_join(half_done.prefill_len - half_done.cached_len):
+            return False
+        self.add_chunk(half_done)
+        return True
 
     def beginning(self, req: Req, matched_len: int) -> bytes:
         """The matched prefix of a prompt and the next `min_shared` tokens, as a key."""
@@ -68,12 +76,13 @@ class PrefillAdder:
 
         whole: only if all of its prompt has room in this step.
         """
-        if self.room() <= 0 or self.tables.free_rows == 0:
+        if self.budget <= 0 or self.tables.free_rows == 0:
             return False
         handle = self.cache.match_req(req.input_ids)
         if self.is_being_computed(req, handle.cached_len):
             return False
-        if whole and req.host_len - handle.cached_len > self.room():
+        tokens = req.host_len - handle.cached_len
+        if not self.may_join(tokens) or (whole and tokens > self.budget):
             return False
         req.restart()
         req.cached_len = handle.cached_len
@@ -143,17 +152,17 @@ class PrefillManager:
         if not self.waiting and self.chunked is None:
             return None
         adder, half_done = self.adder(), self.chunked
-        while adder.room() > 0:
+        while adder.budget > 0:
             first = self.waiting.first()
             if half_done is not None and (first is None or self.waiting.goes_on(half_done)):
-                adder.add_chunk(half_done)
+                if not adder.go_on(half_done):
+                    break
                 half_done = None
             elif first is None or not adder.try_admit(first, whole=half_done is not None):
                 break
             else:
                 self.waiting.remove(first)
-        if half_done is not None and adder.room() > 0:
-            adder.add_chunk(half_done)
+        if half_done is not None and adder.go_on(half_done):
             half_done = None
         if not adder.reqs:
             return None

@@ -339,9 +339,9 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: a short request shares its step with a long one",
-        module="minisgl.scheduler.queue",
-        old="return step_tokens // 32",
-        new="return step_tokens",
+        module="minisgl.scheduler.prefill",
+        old="return tokens <= max(self.join_tokens - self.taken, 2 * self.first)",
+        new="return True",
         test=FAULTS + "test_short_request_does_not_wait_for_long_ones",
     ),
     Mutation(
