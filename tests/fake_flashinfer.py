@@ -114,7 +114,9 @@ class PagedWrapper(Wrapper):
     def lengths(self, kv_indptr: Tensor, last_page_len: Tensor, page_size: int) -> Tensor:
         return ((kv_indptr.diff() - 1) * page_size + last_page_len).int()
 
-    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+    def run(
+        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], out: Tensor | None = None
+    ) -> Tensor:
         _, kv_indptr, kv_lens = self.planned()
         starts, last = self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf
         assert torch.equal(starts, kv_indptr), "planned for other pages"
@@ -125,7 +127,8 @@ class PagedWrapper(Wrapper):
             for kept, cache in zip(caches, paged_kv_cache, strict=True):
                 assert cache.shape[1] == self.page_size
                 kept.append(cache[pages].flatten(0, 1)[:length])
-        return self.attend(q, *caches)
+        y = self.attend(q, *caches)
+        return y if out is None else out.copy_(y)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):

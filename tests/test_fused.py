@@ -68,7 +68,7 @@ def test_tiling_fills_the_gpu_and_divides_the_work() -> None:
             cut = kernels.tiling(m, n, k, gated=False, open_sum=True)
             if cut is not None:
                 assert n % cut.bn == 0 and k % (cut.splits * cut.bk) == 0
-                assert m <= kernels.FEW_ROWS or 2 * m * n * k <= kernels.SPLIT_FLOPS
+                assert m <= kernels.FEW_ROWS or 2 * m * n * k <= kernels.SMALL_FLOPS
     assert kernels.tiling(8, 1024, 2048, gated=False, open_sum=True).splits == 8
     assert kernels.tiling(256, 4096, 1024, gated=False, open_sum=False) is None
     assert kernels.tiling(8, 100, 1024, gated=False, open_sum=False) is None
@@ -110,7 +110,8 @@ def test_decode_of_one_long_request() -> None:
 
 def test_few_requests_are_cut_until_the_gpu_is_full() -> None:
     assert splits_of(1, 8) == (16, 1) and splits_of(8, 8) == (4, 1) and splits_of(16, 8) == (2, 1)
-    assert splits_of(32, 8) == splits_of(256, 8) == (2, 2048)
+    assert splits_of(32, 8) == splits_of(64, 8) == (2, 1)
+    assert splits_of(65, 8) == splits_of(256, 8) == (2, 2048)
     assert tile_of(1, 8, 128, 4)[0] < tile_of(1, 8, 128, 2)[0]
 
 

@@ -190,7 +190,9 @@ class FlashInferPlan:
     ) -> Tensor:
         """One call of the wrapper over the pool; k and v are not looked at."""
         cache = (self.pool.k_cache(layer_id), self.pool.v_cache(layer_id))
-        out: Tensor = self.wrapper.run(q.contiguous(), cache)
+        q = q.contiguous()
+        out = torch.empty_like(q)  # the wrapper's own would be filled with zeros first
+        self.wrapper.run(q, cache, out=out)
         return out
 
 

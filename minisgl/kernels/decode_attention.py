@@ -209,18 +209,18 @@ def splits_of(batch_size: int, num_kv_heads: int) -> tuple[int, int]:
     Few requests are cut until the GPU is full; many only where one of them is very long.
     """
     programs = batch_size * num_kv_heads
-    if programs >= 256:
+    if programs > 512:
         return 2, 2048
-    return min(16, triton.next_power_of_2(triton.cdiv(256, programs))), 1
+    return max(2, min(16, triton.next_power_of_2(triton.cdiv(256, programs)))), 1
 
 
 def tile_of(batch_size: int, num_kv_heads: int, head_dim: int, itemsize: int) -> tuple[int, ...]:
     """(TILE, warps, stages): what was fastest on an H200 for heads of 128 in 16 bits."""
     programs = batch_size * num_kv_heads
-    if programs <= 256:
+    if programs <= 960:
         tile, warps, stages = 128, 4, 2
     else:
-        tile, warps, stages = (64, 2, 3) if programs < 1536 else (32, 1, 4)
+        tile, warps, stages = (32, 1, 6) if programs < 1472 else (32, 1, 4)
     return max(16, tile * 256 // max(256, head_dim * itemsize)), warps, stages
 
 

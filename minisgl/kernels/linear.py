@@ -117,7 +117,7 @@ def prefetch(pointers):
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def rows_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, M, N, K, part,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
@@ -175,10 +175,20 @@ class Tiling:
     splits: int = 1
 
 
-# Tried on an H200 with the weights of Qwen3-0.6B and 8B: up to FEW_ROWS our kernel beats cuBLAS,
-# but for two weights of 8B at 64 rows. Beyond, small products with an open sum still do.
+# Tried on an H200 with the weights of Qwen3-0.6B, 8B and 14B: up to FEW_ROWS our kernel beats
+# cuBLAS, but for large weights. Beyond, only small products do, those with an open sum longest.
 FEW_ROWS = 64
-SPLIT_FLOPS = 2.5e9
+SMALL_FLOPS = 2.5e9
+LARGE, LARGE_GATED = 2**26, 2**25  # weights of a product, and of each half of a gated one
+SMS = 132  # multiprocessors of an H200
+
+
+def beats_cublas(m: int, n: int, k: int, gated: bool, open_sum: bool) -> bool:
+    """Whether `rows_kernel` is the faster one for x [m, k] by a weight [n, k], or two of them."""
+    if (gated and n * k >= LARGE_GATED) or (m > 32 and n * k >= LARGE):
+        return False
+    small = 2.0 * m * n * k * (2 if gated else 1) <= SMALL_FLOPS
+    return m <= FEW_ROWS or (small and (open_sum or m <= 2 * FEW_ROWS))
 
 
 def tiling(m: int, n: int, k: int, *, gated: bool, open_sum: bool) -> Tiling | None:
@@ -186,20 +196,21 @@ def tiling(m: int, n: int, k: int, *, gated: bool, open_sum: bool) -> Tiling | N
 
     open_sum: the caller adds up the splits, so a weight with few rows may be cut along k, too.
     """
-    if m > FEW_ROWS and (not open_sum or 2.0 * m * n * k > SPLIT_FLOPS):
+    if not beats_cublas(m, n, k, gated, open_sum):
         return None
     if m <= 32:
         bm, bn, bk, warps, stages, swap = 16 if m <= 16 else 32, 64, 128, 4, 4 if gated else 6, True
-    elif m <= FEW_ROWS:
-        bn = 32 if n <= 8192 and n * k < 2**24 else 64
-        bm, bk, warps, stages, swap = 64, 128, 4, 4 if gated or bn == 64 else 6, False
+    elif m <= FEW_ROWS and n * k >= 2**24:
+        bm, bn, bk, warps, stages, swap = 64, 64, 64, 4, 8, True
+    elif m <= FEW_ROWS and n <= 8192:
+        bm, bn, bk, warps, stages, swap = 64, 32, 128, 4, 4 if gated else 6, False
     else:
-        bm, bn, bk, warps, stages, swap = 128, 64, 64, 8, 5, False
+        bm, bn, bk, warps, stages, swap = 64, 64, 128, 4, 4, False
     if n % bn or k % bk:
         return None
     splits = 1
     tiles = n // bn * -(-m // bm)
-    while open_sum and tiles * splits < 128 and splits < 8 and k % (2 * splits * bk) == 0:
+    while open_sum and 2 * tiles * splits <= SMS and splits < 8 and k % (2 * splits * bk) == 0:
         splits *= 2
     return Tiling(bm, bn, bk, warps, stages, swap, splits)
 

@@ -15,7 +15,7 @@ from minisgl.kernels.pdl import launch_options
 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def add_norm_kernel(
     parts_ptr, residual_ptr, sum_ptr, norm_ptr, out_ptr, M, N, eps,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -146,14 +146,15 @@ class FusedModel:
             x, residual = add_norm(parts, residual, layer.first_norm, self.eps)
             qkv = linear(x, layer.attention.qkv, layer.attention.bias)
             y = layer.attention.attend(qkv, fb, layer_id)
+            if layer is self.layers[-1] and fb.last_idx is not None:
+                # Only the rows wanted go on: nobody reads the others again.
+                y, residual = y[fb.last_idx], residual[fb.last_idx]
             parts = self.row_parallel(y, layer.attention.out)
             x, residual = add_norm(parts, residual, layer.second_norm, self.eps)
             if layer.gate_up is None or layer.down is None:
                 parts = layer.mlp(x)[None]
             else:
                 parts = self.row_parallel(gated_linear(x, layer.gate_up), layer.down)
-        if fb.last_idx is not None and parts is not None:
-            parts, residual = parts[:, fb.last_idx], residual[fb.last_idx]
         return add_norm(parts, residual, self.final_norm, self.eps)[0]
 
     def row_parallel(self, x: Tensor, weight: Tensor) -> Tensor:

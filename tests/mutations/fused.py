@@ -122,8 +122,8 @@ MUTATIONS = [
     Mutation(
         "fused: the model gives the rows of a prefill the wrong residual",
         "minisgl.models.fused",
-        "parts, residual = parts[:, fb.last_idx], residual[fb.last_idx]",
-        "parts, residual = parts[:, fb.last_idx], residual[: len(fb.last_idx)]",
+        "y, residual = y[fb.last_idx], residual[fb.last_idx]",
+        "y, residual = y[fb.last_idx], residual[: len(fb.last_idx)]",
         MODEL,
     ),
 ]
