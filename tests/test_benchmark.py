@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,7 @@ from minisgl.benchmark.latency import (
     steady_gaps,
 )
 from minisgl.benchmark.offline import launches, measure_offline, redraw, run_once
+from minisgl.benchmark.power import PowerReader, PowerWatch, Sample, power_reader
 from minisgl.benchmark.profile import Interval, device_intervals, idle_share, idle_times, trace_row
 from minisgl.benchmark.roofline import (
     Ceilings,
@@ -396,6 +400,80 @@ def test_only_the_device_counts_in_a_trace(tmp_path: Path) -> None:
     assert row["idle_inside_graphs"] == pytest.approx(1 / 30, abs=1e-4)
 
 
+# ------------------------------------------------------------------------------- power
+
+
+class FakeNvml:
+    """The part of pynvml that we call, with one GPU of 700 W that is held back."""
+
+    NVML_CLOCK_SM, nvmlClocksEventReasonSwPowerCap = 1, 4
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        self.asked.append(uuid)
+        return "handle"
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, gpu: str) -> int:
+        return 700_000
+
+    def nvmlDeviceGetPowerUsage(self, gpu: str) -> int:
+        return 693_500
+
+    def nvmlDeviceGetMaxClockInfo(self, gpu: str, kind: int) -> int:
+        return 1980
+
+    def nvmlDeviceGetClockInfo(self, gpu: str, kind: int) -> int:
+        return 1455
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, gpu: str) -> int:
+        return 4 | 1
+
+
+def test_power_is_read_from_the_gpu_that_torch_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    about = SimpleNamespace(uuid="1234-5678")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    reader = power_reader(torch.device("cuda:1"))
+    assert reader is not None and nvml.asked == ["GPU-1234-5678"]
+    assert (reader.limit_watts, reader.max_sm_mhz) == (700.0, 1980)
+    assert reader.read() == Sample(693.5, 1455, capped=True)
+
+
+def test_without_a_gpu_or_its_library_there_is_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert power_reader(CPU) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it were not installed
+    assert power_reader(torch.device("cuda")) is None
+    with PowerWatch(None) as watch:
+        pass
+    assert watch.summary() is None
+
+
+def test_power_watch_sums_up_its_samples_and_ends_its_thread() -> None:
+    moments = iter([Sample(100, 1980, False), Sample(690, 1500, True), Sample(700, 1400, True)])
+    ready = threading.Event()
+
+    def read() -> Sample:
+        sample = next(moments)
+        if sample.watts == 700:
+            ready.set()
+            watch.done.set()
+        return sample
+
+    watch = PowerWatch(PowerReader(700.0, 1980, read), every=0.001)
+    with watch:
+        assert ready.wait(10)
+    assert not watch.thread.is_alive()
+    assert watch.summary() == {
+        "watts": 690, "limit_watts": 700.0, "sm_mhz": 1500, "least_sm_mhz": 1400,
+        "max_sm_mhz": 1980, "capped": 0.667,
+    }  # fmt: skip
+
+
 # ------------------------------------------------------------------------------- command
 
 SHORT = {
@@ -405,7 +483,7 @@ SHORT = {
 }
 KEYS = {
     "offline": {"engine", "workload", "tokens_per_s", "median_seconds", "seconds", "steps",
-                "input_tokens", "output_tokens", "warm_up_seconds", "ceilings", "floor"},
+                "input_tokens", "output_tokens", "warm_up_seconds", "ceilings", "floor", "power"},
     "latency": {"engine", "workload", "rows", "profile", "ceilings"},
     "kernels": {"dtype", "workload", "rows", "ceilings"},
 }  # fmt: skip
@@ -421,6 +499,7 @@ def test_command_stores_results_with_their_circumstances(command: str, tmp_path:
     record = json.loads(out.read_text())
     assert record.keys() == {"hardware", "threads", "versions", "date", "command", "results"}
     assert record["command"].startswith(f"python -m minisgl.benchmark {command} --device cpu")
+    assert "--json out.json" in record["command"], "a place of this machine is nobody's business"
     results = record["results"]
     assert results.keys() == KEYS[command] | {"benchmark", "model", "dummy_weight"}
     assert (results["benchmark"], results["model"]) == (command, "the embedded model")

@@ -210,6 +210,12 @@ def run_offline(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         f"{found['median_seconds']} s, runs {found['seconds']}"
     )
     print(f"steps: {found['steps']}")
+    if (power := found["power"]) is not None:
+        print(
+            f"power: {power['watts']:.0f} of {power['limit_watts']:.0f} W, held back in "
+            f"{power['capped']:.0%} of the time; clock {power['sm_mhz']:.0f} of "
+            f"{power['max_sm_mhz']} MHz, at the least {power['least_sm_mhz']}"
+        )
     print(
         f"floor {floor['seconds']:.3f} s = {floor['tokens_per_s']:,.0f} tokens/s; "
         f"the engine reaches {found['tokens_per_s'] / floor['tokens_per_s']:.0%} of it"
@@ -308,7 +314,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def shown(given: Sequence[str]) -> str:
-    """The command line as it is stored: without a key."""
+    """The command line as it is stored: without a key, and of files elsewhere the name alone."""
+    given = [Path(word).name if Path(word).is_absolute() else word for word in given]
     words = [("--api-key=…" if word.startswith("--api-key=") else word) for word in given]
     words = ["…" if before == "--api-key" else word for before, word in zip(["", *words], words)]
     return shlex.join(["python", "-m", "minisgl.benchmark", *words])

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from minisgl.benchmark.power import PowerWatch, power_reader
 from minisgl.benchmark.roofline import Roofline
 from minisgl.benchmark.workload import RandomRequest
 from minisgl.core import Batch, Phase, SamplingParams
@@ -96,12 +97,12 @@ def measure_offline(
     """Seconds of every repetition, their median as tokens per second, and what was launched."""
     short = [RandomRequest(r.input_ids, min(WARM_UP_TOKENS, r.output_len)) for r in requests]
     warm_up = run_once(llm, short, temperature)
-    vocab_size = llm.scheduler.engine.model_config.vocab_size
-    seconds = []
-    for index in tqdm(range(repeats), desc="offline runs", disable=None):
-        fresh = redraw(requests, vocab_size, seed + 1 + index)
-        with launches(llm.scheduler) as log:
-            seconds.append(run_once(llm, fresh, temperature))
+    engine, seconds = llm.scheduler.engine, []
+    with PowerWatch(power_reader(engine.device)) as watch:
+        for index in tqdm(range(repeats), desc="offline runs", disable=None):
+            fresh = redraw(requests, engine.model_config.vocab_size, seed + 1 + index)
+            with launches(llm.scheduler) as log:
+                seconds.append(run_once(llm, fresh, temperature))
     output_tokens = sum(r.output_len for r in requests)
     return {
         "tokens_per_s": round(output_tokens / statistics.median(seconds), 1),
@@ -111,6 +112,7 @@ def measure_offline(
         "input_tokens": sum(len(r.input_ids) for r in requests),
         "output_tokens": output_tokens,
         "steps": step_counts(log),  # of the last repetition
+        "power": watch.summary(),
     }
 
 
