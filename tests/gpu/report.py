@@ -19,6 +19,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTEST = ["-m", "pytest", "-o", "addopts=", "--noconftest", "-p", "no:cacheprovider", "-q"]
 STORED = ROOT / "notebooks" / "data" / "tiny_accuracy.json"
 POINT = 0.01
+KERNEL_FILES, ENGINE_FILES = ("fused", "sampler", "attention"), ("engine", "ranks")
+NOTHING_SELECTED = 5  # pytest's status
 
 FUSED, SAMPLER, ATTENTION = (
     f"tests/gpu/test_{name}_gpu.py::" for name in ("fused", "sampler", "attention")
@@ -101,13 +104,32 @@ def run_pytest(before: Sequence[str], what: Sequence[str], seconds: float, **env
     return {"passed": passed, **done, **found}
 
 
-def tests(args: argparse.Namespace) -> dict[str, Any]:
-    """Every test of this folder; something must have run, not only been skipped."""
+def run_files(names: Sequence[str], args: argparse.Namespace, seconds: float, workers: int) -> Any:
+    """pytest on some files of this folder, in several processes if pytest-xdist is there."""
     select = ["-k", args.select] if args.select else []
-    found = run_pytest((), ["tests/gpu", *select], args.seconds)
-    found["passed"] = found["passed"] and found["passed_tests"] > 0
+    split = ["-n", str(workers)] if workers > 1 and find_spec("xdist") else []
+    found = run_pytest((), [*(f"tests/gpu/test_{name}_gpu.py" for name in names), *select, *split],
+                       seconds)  # fmt: skip
+    found["passed"] = found["status"] in (0, NOTHING_SELECTED) and not found["failures"]
     output = found.pop("output")
     return found if found["passed"] else found | {"output": output[-4000:]}
+
+
+def tests(args: argparse.Namespace) -> dict[str, Any]:
+    """Every test of this folder; something must have run, not only been skipped.
+
+    Those of kernels spend their time in compilers, so they share the GPU; an engine measures
+    memory, and has it for itself.
+    """
+    start = time.monotonic()
+    parts = [run_files(KERNEL_FILES, args, args.seconds, args.workers)]
+    left = args.seconds - (time.monotonic() - start)
+    parts.append(run_files(ENGINE_FILES, args, left, 1))
+    passed = sum(part.get("passed_tests", 0) for part in parts)
+    return {
+        "passed": all(part["passed"] for part in parts) and passed > 0,
+        "passed_tests": passed, "parts": parts,
+    }  # fmt: skip
 
 
 def find_sanitizer() -> str | None:
@@ -230,6 +252,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--attn", default="auto", help="attention backends of accuracy and soak")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--select", default="", help="pytest's -k for the section tests")
+    parser.add_argument("--workers", type=int, default=8, help="processes for tests of kernels")
     parser.add_argument("--seconds", type=float, default=560, help="limit of a section")
     return parser.parse_args(argv)
 
