@@ -408,8 +408,12 @@ class FakeNvml:
 
     NVML_CLOCK_SM, nvmlClocksEventReasonSwPowerCap = 1, 4
 
+    class NVMLError(Exception):
+        """What the library raises."""
+
     def __init__(self) -> None:
         self.asked: list[object] = []
+        self.fails = False
 
     def nvmlInit(self) -> None: ...
 
@@ -430,6 +434,8 @@ class FakeNvml:
         return 1455
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, gpu: str) -> int:
+        if self.fails:
+            raise self.NVMLError("not supported")
         return 4 | 1
 
 
@@ -442,6 +448,11 @@ def test_power_is_read_from_the_gpu_that_torch_names(monkeypatch: pytest.MonkeyP
     assert reader is not None and nvml.asked == ["GPU-1234-5678"]
     assert (reader.limit_watts, reader.max_sm_mhz) == (700.0, 1980)
     assert reader.read() == Sample(693.5, 1455, capped=True)
+    nvml.fails = True
+    assert power_reader(torch.device("cuda:1")) is None
+    with PowerWatch(reader) as watch:  # a driver that stops to answer ends no benchmark
+        watch.thread.join(10)
+    assert watch.summary() is None and isinstance(watch.error, FakeNvml.NVMLError)
 
 
 def test_without_a_gpu_or_its_library_there_is_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -705,6 +705,38 @@ def test_a_step_holds_prompts_of_about_one_length() -> None:
     ]
 
 
+@LOOPS
+@pytest.mark.parametrize("client", ["writer", "chat", "another each time"])
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_document_goes_on_behind_a_trickle(overlap: bool, client: str, begun: bool) -> None:
+    """A short prompt comes every turn, for as long as it takes: each step has a piece to spare."""
+    d = Driver(overlap=overlap, policy="fair", budget=256, num_pages=20_000, max_running_req=64,
+               max_seq_len=1200, join_tokens=16, min_shared=0)  # fmt: skip
+    d.ask(0, [7] * 1000, "writer", max_tokens=1)
+    if begun:
+        d.go()
+    for uid in range(1, 400):
+        d.ask(uid, [1 + uid % 90, 2 + uid // 90], client.replace("each", str(uid)), max_tokens=1)
+        d.go()
+        if d.tokens(0):
+            break
+    assert uid < 1000 / (16 - 2) * 2 + 10  # pieces of 14 tokens, every other turn is a decode step
+    d.drain()
+
+
+def test_a_rest_counts_as_what_it_is_of() -> None:
+    """The end of a document is short; what joins it and a short prompt must not be long."""
+    d = Driver(policy="fair", budget=256, num_pages=20_000, max_running_req=64, max_seq_len=1200,
+               join_tokens=16, min_shared=0)  # fmt: skip
+    for uid in range(3):
+        d.ask(uid, [7 + uid] * 261, "writer", max_tokens=1)
+    d.go()
+    d.ask(99, [5] * 8, "chat", max_tokens=1)
+    d.drain()
+    steps = [step for step in d.engine.steps if step.phase == "prefill"]
+    assert steps[1].extend == [5, 8, 3]
+
+
 @pytest.mark.parametrize("low, high", [(100, 1024), (600, 610), (1, 3000)])
 def test_a_crowd_is_computed_in_full_steps(low: int, high: int) -> None:
     """One client's burst: fairness costs a few steps, not the batching."""

@@ -32,16 +32,16 @@ class PowerReader(NamedTuple):
 
 
 def power_reader(device: torch.device) -> PowerReader | None:
-    """Ask NVIDIA's management library about a GPU; None on a CPU, or without nvidia-ml-py."""
+    """Ask NVIDIA's management library about a GPU; None where it cannot be asked.
+
+    That is on a CPU, without nvidia-ml-py, and where the driver does not answer.
+    """
     if device.type != "cuda":
         return None
     try:
         nvml = import_module("pynvml")
     except ImportError:
         return None
-    nvml.nvmlInit()
-    # By its own name: NVML numbers all GPUs, torch those that the process may see.
-    gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
     def read() -> Sample:
         watts = nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3
@@ -49,8 +49,16 @@ def power_reader(device: torch.device) -> PowerReader | None:
         reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
         return Sample(watts, mhz, bool(reasons & nvml.nvmlClocksEventReasonSwPowerCap))
 
-    limit = nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3
-    return PowerReader(limit, nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM), read)
+    try:
+        nvml.nvmlInit()
+        # By its own name: NVML numbers all GPUs, torch those that the process may see.
+        gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        limit = nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3
+        clock = nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM)
+        read()
+    except nvml.NVMLError:
+        return None
+    return PowerReader(limit, clock, read)
 
 
 class PowerWatch:
@@ -60,15 +68,19 @@ class PowerWatch:
         """`every`: seconds between two samples; without a reader there are none."""
         self.reader, self.every = reader, every
         self.samples: list[Sample] = []
+        self.error: Exception | None = None
         self.done = threading.Event()
         self.thread = threading.Thread(target=self.run, name="power", daemon=True)
 
     def run(self) -> None:
         """The thread: a sample at once, and then one every so often."""
-        while self.reader is not None:
-            self.samples.append(self.reader.read())
-            if self.done.wait(self.every):
-                return
+        try:
+            while self.reader is not None:
+                self.samples.append(self.reader.read())
+                if self.done.wait(self.every):
+                    return
+        except Exception as error:  # a benchmark is worth more than its power: go on without
+            self.error = error
 
     def __enter__(self) -> Self:
         self.thread.start()
@@ -82,8 +94,11 @@ class PowerWatch:
         self.thread.join()
 
     def summary(self) -> dict[str, float] | None:
-        """Medians beside the limits, and the share of samples in which power was the limit."""
-        if self.reader is None or not self.samples:
+        """Medians beside the limits, and the share of samples in which power was the limit.
+
+        None without a reader, and where the driver stopped to answer: what came before is no run.
+        """
+        if self.reader is None or not self.samples or self.error is not None:
             return None
         return {
             "watts": round(statistics.median(s.watts for s in self.samples), 1),

@@ -25,10 +25,10 @@ class PrefillAdder:
         self.page_size = page_size
         self.budget = budget  # tokens that this step may still compute
         self.taken = 0  # tokens that it computes so far
-        self.first = 0  # tokens of its first prompt, those of earlier steps included
+        self.sizes: list[int] = []  # tokens of its prompts, those of earlier steps included
         self.reserved = reserved  # pages promised to requests admitted so far
         self.reserve = reserve  # tokens of an answer that are promised; None: all
-        self.join_tokens = join_tokens  # see `may_join`; None: the budget alone counts
+        self.join_tokens = join_tokens  # see `room`; None: the budget alone counts
         self.min_shared = -(-min_shared // page_size) * page_size  # whole pages are cached
         self.reqs: list[Req] = []
         self.beginnings: set[bytes] = set()  # what this step computes first, of each request
@@ -37,27 +37,28 @@ class PrefillAdder:
         """Pages that are free or evictable, and promised to nobody."""
         return self.cache.available_tokens // self.page_size - self.reserved
 
-    def may_join(self, tokens: int) -> bool:
-        """True if a prompt with so many tokens left is no burden for the others of this step."""
-        if self.join_tokens is None or not self.reqs:
-            return True
-        return tokens <= max(self.join_tokens - self.taken, 2 * self.first)
+    def room(self, tokens: int) -> int:
+        """Tokens that this step still has for a prompt with so many left to compute."""
+        if self.join_tokens is None or not self.sizes or tokens <= 2 * min(self.sizes):
+            return self.budget
+        return max(0, min(self.budget, self.join_tokens - self.taken))
 
     def add_chunk(self, req: Req) -> None:
-        """Compute as much of an admitted prompt as the budget allows."""
-        if not self.reqs:
-            self.first = req.prefill_len - req.matched_len
-        length = min(self.budget, req.prefill_len - req.cached_len)
+        """Compute as much of an admitted prompt as there is room for."""
+        rest = req.prefill_len - req.cached_len
+        length = min(self.room(rest), rest)
+        # What a retracted request finds in the cache may be its own work: `matched_len` is older.
+        self.sizes.append(rest if req.retracted else req.prefill_len - req.matched_len)
         req.schedule(req.cached_len + length)
-        self.budget -= length
+        self.budget = self.budget - length if length == rest else 0
         self.taken += length
         self.reqs.append(req)
         if self.min_shared:
             self.beginnings.add(self.beginning(req, req.matched_len))
 
     def go_on(self, half_done: Req) -> bool:
-        """Compute more of a prompt that was cut, if it may join."""
-        if self.budget <= 0 or not self.may_join(half_done.prefill_len - half_done.cached_len):
+        """Compute more of a prompt that was cut, if there is room for it."""
+        if self.room(half_done.prefill_len - half_done.cached_len) <= 0:
             return False
         self.add_chunk(half_done)
         return True
@@ -82,7 +83,8 @@ class PrefillAdder:
         if self.is_being_computed(req, handle.cached_len):
             return False
         tokens = req.host_len - handle.cached_len
-        if not self.may_join(tokens) or (whole and tokens > self.budget):
+        room = self.room(tokens)
+        if room <= 0 or (whole and tokens > room):
             return False
         req.restart()
         req.cached_len = handle.cached_len

@@ -340,8 +340,8 @@ MUTATIONS = [
     Mutation(
         name="server: a short request shares its step with a long one",
         module="minisgl.scheduler.prefill",
-        old="return tokens <= max(self.join_tokens - self.taken, 2 * self.first)",
-        new="return True",
+        old="return max(0, min(self.budget, self.join_tokens - self.taken))",
+        new="return self.budget",
         test=FAULTS + "test_short_request_does_not_wait_for_long_ones",
     ),
     Mutation(
