@@ -521,6 +521,17 @@ def test_command_stores_results_with_their_circumstances(command: str, tmp_path:
         assert (tmp_path / "trace-bs2-greedy.json").is_file()
 
 
+def test_results_that_cannot_be_stored_cost_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("kept")
+    for place in (tmp_path / "file" / "out.json", tmp_path):
+        assert main(["offline", "--device", "cpu", "--json", str(place)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("python -m minisgl.benchmark: ") and error.count("\n") == 1
+    assert (tmp_path / "file").read_text() == "kept"
+
+
 def test_dummy_weights_of_a_known_model_need_no_download(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

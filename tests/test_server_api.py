@@ -283,6 +283,11 @@ def test_stop_strings_never_leak(live: Live, stream: bool) -> None:
         ({"best_of": 2}, "best_of"),
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"min_p": 0.5}, "min_p"),
+        ({"min_tokens": 5}, "min_tokens"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"regex": "a+"}, "regex"),
     ],
 )
 def test_what_is_too_much_or_unknown_is_named(
@@ -309,6 +314,11 @@ def test_harmless_values_pass(live: Live) -> None:
         "store": True,
         "metadata": {"a": "b"},
         "parallel_tool_calls": False,
+        "repetition_penalty": 1.0,
+        "min_p": 0.0,
+        "guided_json": None,
+        "guided_regex": "",
+        "a_field_of_next_year": 3,
     }
     assert complete(live, **fields).status_code == 200
 

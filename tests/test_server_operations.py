@@ -16,6 +16,7 @@ import tempfile
 import termios
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -36,7 +37,7 @@ from minisgl.server.launch import WorkerGroup
 from minisgl.server.logs import as_json, as_text
 from minisgl.server.options import Operations, is_loopback
 from minisgl.server.pulse import Watch
-from minisgl.server.settings import sampling_defaults
+from minisgl.server.settings import sampling_defaults, settings_for
 from minisgl.server.shell import Shell
 from minisgl.server.threads import ThreadedServer
 from tests.checkpoints import make_checkpoint
@@ -154,6 +155,8 @@ def test_flags_reach_the_config() -> None:
         (["--max-queue", "-1"], "max_queue"),
         (["--request-timeout", "0"], "request_timeout"),
         (["--connect", "ftp://x"], "connect"),
+        (["--connect", "127.0.0.1:9"], "connect: no server at 127.0.0.1:9"),
+        (["--host", "no-such-host.invalid"], "host: no-such-host.invalid"),
     ],
 )
 def test_wrong_flag_is_one_clear_line(
@@ -475,6 +478,30 @@ def test_log_lines_carry_no_text_unless_asked(checkpoint: Path) -> None:
         assert not any(word in line for line in lines for word in ('"ann"', "user ann", "127.0"))
 
 
+def test_a_line_keeps_answers_apart_and_counts_as_usage_does(checkpoint: Path) -> None:
+    lines: list[str] = []
+    with Live(checkpoint, operations=Operations(log_prompts=True)) as live:
+        assert live.watchers.log is not None
+        live.watchers.log._write = lines.append
+        live.watchers.log._spell = as_json
+        body = {"prompt": ["one fox", "two hens and a cow"], "n": 2, "max_tokens": 6}
+        answer = httpx.post(f"{live.url}/v1/completions", json=body).json()
+        wait_for(lambda: len(lines) == 1, "the line")
+    record = json.loads(lines[0])
+    assert record["prompt"] == body["prompt"] and record["answers"] == 4
+    assert sorted(record["answer"]) == sorted(choice["text"] for choice in answer["choices"])
+    usage = answer["usage"]
+    assert record["prompt_tokens"] == usage["prompt_tokens"]
+    assert record["tokens"] == usage["completion_tokens"]
+
+
+def test_the_window_is_no_larger_than_the_cache_that_was_asked_for(checkpoint: Path) -> None:
+    config = ServerConfig(model_path=str(checkpoint))
+    whole = settings_for(config, checkpoint).max_model_len
+    small = replace(config, num_page_override=3, page_size=4)
+    assert settings_for(small, checkpoint).max_model_len == 12 < whole
+
+
 def test_lines_for_people_stay_lines() -> None:
     record = {"path": "/a\nstatus=200", "id": "x", "n": 3, "text": 'say "hi"'}
     assert as_text(record) == 'path="/a\\nstatus=200" id=x n=3 text="say \\"hi\\""'
@@ -609,7 +636,7 @@ def test_shell_of_a_server_elsewhere(live: Live, tmp_path: Path) -> None:
         text=True,
         timeout=60,
     )
-    assert away.returncode == 0 and "[connection: " in away.stdout and not away.stderr
+    assert away.returncode == 1 and "connect: no server at http://127" in away.stderr, away
 
 
 def test_leaving_a_server_elsewhere_aborts(live: Live) -> None:

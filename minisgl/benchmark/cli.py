@@ -321,11 +321,23 @@ def shown(given: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "minisgl.benchmark", *words])
 
 
+def require_writable(path: Path) -> None:
+    """Raise `OSError` now, and not after the run, if results could not be written there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a"):
+        pass
+    if new:
+        path.unlink()
+
+
 def main(argv: Sequence[str] | None = None, more: More = NO_MORE) -> int:
     """The commands here and `more`; returns the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     args = build_parser(more).parse_args(given)
     try:
+        if args.json is not None:
+            require_writable(args.json)
         if args.command in more:
             results, status = more[args.command].run(args)
         else:

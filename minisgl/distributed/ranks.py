@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from minisgl.config import (
     ModelConfig,
     SchedulerConfig,
@@ -107,6 +109,10 @@ class Ranks:
         devices = [choose_device(config.device, rank) for rank in range(size)]
         if size > 1 and devices[0] != "cpu" and len(set(devices)) == 1:
             raise refuse("device", f"cuda, which is a GPU for each of {size} ranks", config.device)
+        if devices[0] != "cpu" and torch.cuda.device_count() < size:
+            raise refuse(
+                "tp", f"at most the number of GPUs, {torch.cuda.device_count()} here", size
+            )
         timeout = config.distributed_timeout
         self.processes = RankProcesses(
             tp_worker, (config,), ranks=range(1, size), size=size, devices=devices, timeout=timeout

@@ -324,15 +324,14 @@ def capture_graphs(engine: Engine, free_before: int, progress: bool) -> StepGrap
 logger = logging.getLogger("minisgl.engine")
 
 
-def say_backend(asked: EngineConfig, settled: EngineConfig) -> EngineConfig:
-    """One line where "auto" had to do without FlashInfer; returns the settled config."""
+def say_backend(asked: EngineConfig, settled: EngineConfig) -> None:
+    """One line where "auto" had to do without FlashInfer."""
     on_gpu = torch.device(settled.device).type == "cuda"
     if on_gpu and asked.attention_backend == "auto" and not available("fi"):
         logger.warning(
             "attention_backend: FlashInfer is not installed, %s serves; "
             "pip install 'minisgl[cuda]' makes prefill faster", settled.attention_backend,
         )  # fmt: skip
-    return settled
 
 
 def build_engine(
@@ -350,8 +349,9 @@ def build_engine(
     require_size(config, comm)
     path = resolve_model_path(config.model_path)
     model_config = ModelConfig.from_path(path)
-    config = say_backend(config, resolve(config, model_config))
+    asked, config = config, resolve(config, model_config)
     device = start_device(config)
+    say_backend(asked, config)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     free_before = agree_on_free(device, comm)
     model = load_model(config, model_config, path, comm, progress)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import signal
 import socket
 import sys
@@ -142,6 +143,8 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         why = error.strerror or str(error)
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise ValueError(f"host: {host} is no address of this machine ({why})") from error
         raise ValueError(f"port: cannot listen on {host}:{port} ({why}); try --port 0") from error
     return sock
 
@@ -289,7 +292,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with terminable():
             if args.connect is not None:
-                asyncio.run(run_shell(Remote(args.connect, args.api_key)))
+                remote = Remote(args.connect, args.api_key)
+                remote.check()
+                asyncio.run(run_shell(remote))
                 return 0
             return run(config_from(args), operations_from(args), args.shell)
     except (ValueError, OSError, PartFailed) as error:

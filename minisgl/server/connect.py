@@ -50,6 +50,22 @@ class Remote:
         self._headers = {"content-type": "application/json"}
         if api_key is not None:
             self._headers["authorization"] = f"Bearer {api_key}"
+        self._url = url
+
+    def check(self) -> None:
+        """Raise `ValueError` if nobody is there, or if somebody is who does not let us in."""
+        connection = self._connect()
+        connection.timeout = 10
+        try:
+            path = self._path.removesuffix("/chat/completions") + "/models"
+            connection.request("GET", path, headers=self._headers)
+            status = connection.getresponse().status
+        except (OSError, http.client.HTTPException) as error:
+            raise ValueError(f"connect: no server at {self._url} ({error})") from None
+        finally:
+            connection.close()
+        if status in (401, 403):
+            raise ValueError(f"api-key: the server at {self._url} does not take it ({status})")
 
     def _events(
         self, connection: http.client.HTTPConnection, messages: list[dict[str, str]]

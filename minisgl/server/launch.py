@@ -136,7 +136,11 @@ class WorkerGroup:
     def broken(self) -> str | None:
         """Which worker has died or does not work on, once all were ready; ask often."""
         dead = self.dead()
-        return self._watch.look(self._pulses) if dead is None else f"the {dead} died"
+        if dead is None:
+            return self._watch.look(self._pulses)
+        code = self._processes[dead].exitcode or 0
+        how = f" (signal {-code}, {signal.strsignal(-code)})" if code < 0 else ""
+        return f"the {dead} died{how}"
 
     async def wait_ready(self, timeout: float = 1800.0) -> None:
         """Return when every part can work. Raises `PartFailed` with the part's own reason."""

@@ -96,6 +96,11 @@ class Life:
         """Nobody new; answers under way may finish, until the deadline or another signal."""
         self.gate.reason = "the server is shutting down"
         end = time.monotonic() + self.drain_timeout
+        if self.gate.taken and sys.stderr.isatty():
+            wait = f"{self.gate.taken} answers, {self.drain_timeout:g} s at most"
+            print(
+                f"minisgl: waiting for {wait}; Ctrl-C again cuts them", file=sys.stderr, flush=True
+            )
         while self.gate.taken and time.monotonic() < end and self.server.asked < 2:
             await asyncio.sleep(0.05)
         self.frontend.fail_all(self.gate.reason)

@@ -9,6 +9,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
@@ -36,6 +37,17 @@ def as_json(record: Mapping[str, Any]) -> str:
     return json.dumps(record, ensure_ascii=False)
 
 
+@dataclass
+class Told:
+    """One answer: of which prompt, and what came so far."""
+
+    prompt: Any
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: int = 0
+    text: str = ""
+
+
 class RequestLog(Observer):
     """Collects what is known about each HTTP request and writes it as one line at its end."""
 
@@ -45,7 +57,8 @@ class RequestLog(Observer):
     ) -> None:  # fmt: skip
         self._write, self._spell, self._prompts = write, spell, prompts
         self._records: dict[str, Record] = {}  # by request id
-        self._ids: dict[int, str] = {}  # of each uid
+        self._answers: dict[str, list[Told]] = {}  # likewise
+        self._live: dict[int, tuple[str, Told]] = {}  # by uid
 
     def begin(self, scope: Scope) -> str:
         """Name a request of the HTTP side."""
@@ -61,6 +74,7 @@ class RequestLog(Observer):
     def end(self, request_id: str, status: int | None, seconds: float) -> None:
         """Write its line; a status of None means that the client left before it got one."""
         record = self._records.pop(request_id)
+        record.update(self.sum_up(self._answers.pop(request_id, [])))
         started = record.pop("started", None)
         if "first" in record:
             record["ttft_ms"] = round(1000 * (record.pop("first") - started), 1)
@@ -72,26 +86,47 @@ class RequestLog(Observer):
         record = self._records.get(request_id)
         if record is None:  # not over HTTP
             return
-        self._ids[uid] = request_id
+        told = Told(next((value for value in prompt.values() if value is not None), None))
+        self._live[uid] = request_id, told
+        self._answers.setdefault(request_id, []).append(told)
         record.setdefault("started", time.perf_counter())
-        record["answers"] = record.get("answers", 0) + 1
-        if self._prompts:
-            record["prompt"] = next((value for value in prompt.values() if value is not None), None)
 
     def replied(self, uid: int, reply: UserReply) -> None:
-        record = self._records.get(self._ids.get(uid, ""))
-        if record is None:
+        if uid not in self._live:
             return
-        record.setdefault("first", time.perf_counter())
-        record.update(prompt_tokens=reply.prompt_tokens, cached_tokens=reply.cached_tokens)
-        record["tokens"] = record.get("tokens", 0) + len(reply.token_ids)
+        request_id, told = self._live[uid]
+        if request_id in self._records:
+            self._records[request_id].setdefault("first", time.perf_counter())
+        told.prompt_tokens, told.cached_tokens = reply.prompt_tokens, reply.cached_tokens
+        told.tokens += len(reply.token_ids)
         if self._prompts:
-            record["answer"] = record.get("answer", "") + reply.text
+            told.text += reply.text
 
     def closed(self, uid: int, outcome: str) -> None:
-        record = self._records.get(self._ids.pop(uid, ""))
-        if record is not None:
-            record["outcome"] = outcome
+        request_id, _ = self._live.pop(uid, ("", None))
+        if request_id in self._records:
+            self._records[request_id]["outcome"] = outcome
+
+    def sum_up(self, answers: list[Told]) -> Record:
+        """What the answers of one HTTP request come to; a prompt counts once, as in `usage`."""
+        if not answers:
+            return {}
+        asked: dict[int, Told] = {}  # one answer of each prompt
+        for told in answers:
+            asked.setdefault(id(told.prompt), told)
+        sums: Record = {"answers": len(answers)}
+        if any(told.prompt_tokens for told in answers):
+            sums["prompt_tokens"] = sum(told.prompt_tokens for told in asked.values())
+            sums["cached_tokens"] = sum(told.cached_tokens for told in asked.values())
+            sums["tokens"] = sum(told.tokens for told in answers)
+        if self._prompts:
+            prompts, texts = (
+                [told.prompt for told in asked.values()],
+                [told.text for told in answers],
+            )
+            sums["prompt"] = prompts[0] if len(prompts) == 1 else prompts
+            sums["answer"] = texts[0] if len(texts) == 1 else texts
+        return sums
 
 
 class LogRequests:

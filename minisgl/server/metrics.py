@@ -57,7 +57,7 @@ class Metrics(Observer):
             return Histogram(f"minisgl_{name}_seconds", text, buckets=buckets, registry=registry)
 
         self._requests = counter("requests", "finished requests by outcome", "outcome")
-        self._prompt = counter("prompt_tokens", "tokens of prompts")
+        self._prompt = counter("prompt_tokens", "tokens of prompts, once for each answer")
         self._cached = counter("cached_prompt_tokens", "tokens of prompts found in the cache")
         self._tokens = counter("completion_tokens", "tokens of answers")
         self._ttft = histogram("time_to_first_token", "from arrival to the first token", SECONDS)

@@ -150,7 +150,16 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "prompt_logprobs": (False,),
-}
+    "repetition_penalty": (1,),  # from here on what other engines know and OpenAI does not
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
+         "json_schema", "regex", "ebnf"), ({}, "", []),
+    ),
+}  # fmt: skip
 
 
 class ChatRequest(GenerationRequest):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minisgl.config import ModelConfig, ServerConfig, max_seq_len
+from minisgl.config import ModelConfig, ServerConfig, max_seq_len, resolve
 from minisgl.core import SamplingParams
 
 
@@ -46,6 +46,14 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
     return {"temperature": 1.0, **known}
 
 
+def served_window(config: ServerConfig, model: ModelConfig) -> int:
+    """Tokens that one request can have: the window, or a smaller KV cache that was asked for."""
+    window = max_seq_len(config, model)
+    if config.num_page_override is None:
+        return window
+    return min(window, config.num_page_override * (resolve(config, model).page_size or 1))
+
+
 def settings_for(
     config: ServerConfig, path: Path, request_timeout: float | None = None
 ) -> ApiSettings:
@@ -53,7 +61,7 @@ def settings_for(
     name = config.served_model_name or (path.name if config.model_path else "minisgl-tiny")
     return ApiSettings(
         model_name=name,
-        max_model_len=max_seq_len(config, ModelConfig.from_path(path)),
+        max_model_len=served_window(config, ModelConfig.from_path(path)),
         sampling_defaults=sampling_defaults(path),
         api_key=config.api_key,
         request_timeout=request_timeout,
