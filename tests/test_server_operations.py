@@ -466,9 +466,12 @@ def test_log_lines_carry_no_text_unless_asked(checkpoint: Path) -> None:
             httpx.post(f"{live.url}/v1/chat/completions", json=chat)
             httpx.post(f"{live.url}/v1/completions", json={"prompt": "hunter2", "top_p": "hunter2"})
             httpx.post(f"{live.url}/v1/completions", content=b'{"hunter2')
+            httpx.get(f"{live.url}/health")
             wait_for(lambda found=lines: len(found) == 4, "the lines")  # type: ignore[misc]
         records = [json.loads(line) for line in lines]
         assert [record["status"] for record in records] == [200, 200, 400, 400]
+        assert [record.get("code") for record in records[2:]] == ["invalid_value", "invalid_value"]
+        assert records[2]["param"] == "top_p" and "code" not in records[0]
         first = records[0]
         assert "cmpl-" + first["id"] == answer["id"] and first["outcome"] == "length"
         assert first["answers"] == 2 and first["tokens"] == 8

@@ -301,27 +301,30 @@ def invalid(error: RequestValidationError) -> ApiError:
 def add_error_handlers(app: FastAPI) -> None:
     """Every failure has one body, FastAPI's own included."""
 
-    def respond(error: ApiError, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    def respond(
+        request: Request, error: ApiError, headers: Mapping[str, str] | None = None
+    ) -> JSONResponse:
+        request.scope["refused"] = error  # for whoever writes a log
         return JSONResponse(
             error.body(), status_code=error.status, headers={**error.headers, **(headers or {})}
         )
 
     @app.exception_handler(ApiError)
-    async def known(_: Request, error: ApiError) -> JSONResponse:
-        return respond(error)
+    async def known(request: Request, error: ApiError) -> JSONResponse:
+        return respond(request, error)
 
     @app.exception_handler(RequestValidationError)
-    async def not_valid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return respond(invalid(error))
+    async def not_valid(request: Request, error: RequestValidationError) -> JSONResponse:
+        return respond(request, invalid(error))
 
     @app.exception_handler(HTTPException)
-    async def http(_: Request, error: HTTPException) -> JSONResponse:
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
         code, detail = f"http_{error.status_code}", str(error.detail)
-        return respond(ApiError(error.status_code, detail, code=code), error.headers)
+        return respond(request, ApiError(error.status_code, detail, code=code), error.headers)
 
     @app.exception_handler(Exception)
-    async def bug(_: Request, error: Exception) -> JSONResponse:
-        return respond(api_error(error))
+    async def bug(request: Request, error: Exception) -> JSONResponse:
+        return respond(request, api_error(error))
 
 
 def create_app(

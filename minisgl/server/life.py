@@ -97,10 +97,8 @@ class Life:
         self.gate.reason = "the server is shutting down"
         end = time.monotonic() + self.drain_timeout
         if self.gate.taken and sys.stderr.isatty():
-            wait = f"{self.gate.taken} answers, {self.drain_timeout:g} s at most"
-            print(
-                f"minisgl: waiting for {wait}; Ctrl-C again cuts them", file=sys.stderr, flush=True
-            )
+            wait = f"{self.gate.taken} answers to end, {self.drain_timeout:g} s at most"
+            print(f"minisgl: waits for {wait}; Ctrl-C again cuts them", file=sys.stderr, flush=True)
         while self.gate.taken and time.monotonic() < end and self.server.asked < 2:
             await asyncio.sleep(0.05)
         self.frontend.fail_all(self.gate.reason)

@@ -59,6 +59,7 @@ class BodyLimit:
 
 async def refuse(error: ApiError, scope: Scope, send: Send) -> None:
     """Answer with an error and end the connection: the rest of the body is not wanted."""
+    scope["refused"] = error  # for whoever writes a log
 
     async def nothing() -> Message:
         return {"type": "http.disconnect"}

@@ -17,8 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.server.frontend import Observer, Prompt
 from minisgl.server.messages import UserReply
+from minisgl.server.schemas import ApiError
 
 Record = dict[str, Any]
+PROBES = ("/health", "/metrics")  # programs ask every few seconds: nobody reads such lines
 
 
 def as_text(record: Mapping[str, Any]) -> str:
@@ -71,10 +73,16 @@ class RequestLog(Observer):
         }
         return request_id
 
-    def end(self, request_id: str, status: int | None, seconds: float) -> None:
+    def end(
+        self, request_id: str, status: int | None, seconds: float, refused: ApiError | None = None
+    ) -> None:
         """Write its line; a status of None means that the client left before it got one."""
         record = self._records.pop(request_id)
         record.update(self.sum_up(self._answers.pop(request_id, [])))
+        if record["path"] in PROBES:
+            return
+        if refused is not None:  # why, but not what was sent
+            record.update(code=refused.code, param=refused.param)
         started = record.pop("started", None)
         if "first" in record:
             record["ttft_ms"] = round(1000 * (record.pop("first") - started), 1)
@@ -152,4 +160,5 @@ class LogRequests:
             await self._app(scope, receive, named)
         finally:
             seconds = time.perf_counter() - start
-            self._log.end(request_id, status[0] if status else None, seconds)
+            refused = scope.get("refused")
+            self._log.end(request_id, status[0] if status else None, seconds, refused)
