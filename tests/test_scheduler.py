@@ -17,10 +17,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from minisgl.core import Req, SamplingParams
+from minisgl.kvcache.cache_manager import CacheManager
+from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.prefix_cache import IntegrityError
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.decode import DecodeManager, pages_to_come
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, Msg, Reply, UserMsg
+from minisgl.scheduler.prefill import PrefillAdder
 from minisgl.scheduler.scheduler import (
     Limits,
     Refusal,
@@ -750,6 +753,28 @@ def test_a_crowd_is_computed_in_full_steps(low: int, high: int) -> None:
     steps = [step for step in d.engine.steps if step.phase == "prefill"]
     kinds = 1 + int(np.log2(high / max(low, budget // 32)))
     assert len(steps) <= lengths.sum() / budget + 2 * kinds + 1
+
+
+def step_of(budget: int) -> PrefillAdder:
+    """An empty step over an empty pool, under the fair order."""
+    tables = TableManager(8, 400, 4, 400, "cpu")
+    cache = CacheManager(400, 4, tables)
+    return PrefillAdder(cache, tables, 4, budget=budget, reserved=0, min_shared=0, join_tokens=16)
+
+
+def test_a_prompt_that_was_cut_is_the_last_of_its_step() -> None:
+    """Only one can be half done, and only the last is remembered."""
+    step = step_of(64)
+    first, document, late = make_req(4, 2), make_req(100, 2), make_req(4, 2)
+    assert step.try_admit(first) and step.try_admit(document) and document.is_chunked
+    assert [req.extend_len for req in step.reqs] == [4, 12]
+    assert not step.try_admit(late) and late.table_idx < 0 and not step.go_on(document)
+
+
+def test_who_must_fit_whole_is_not_cut() -> None:
+    step, long, short = step_of(64), make_req(65, 2), make_req(64, 2)
+    assert not step.try_admit(long, whole=True) and long.table_idx < 0
+    assert step.try_admit(short, whole=True) and not short.is_chunked
 
 
 @LOOPS

@@ -244,8 +244,8 @@ MUTATIONS = [
     Mutation(
         "prefill_budget_is_for_each_request",
         PREFILL,
-        "self.budget -= length",
-        "self.budget -= 0",
+        "self.budget - length if length == rest else 0",
+        "self.budget if length == rest else 0",
         TESTS + "test_budget_is_shared_and_the_chunk_goes_first",
     ),
     Mutation(
@@ -314,14 +314,14 @@ MUTATIONS = [
         PREFILL,
         "self.budget - length if length == rest else 0",
         "self.budget - length",
-        TESTS + "TestEvents",
+        TESTS + "test_a_prompt_that_was_cut_is_the_last_of_its_step",
     ),
     Mutation(
         "prefill_passes_a_half_done_prompt_with_half_a_prompt",
         PREFILL,
         " or (whole and tokens > room)",
         "",
-        TESTS + "TestEvents",
+        TESTS + "test_who_must_fit_whole_is_not_cut",
     ),
     Mutation(
         "prefill_forgets_what_was_said_before",
