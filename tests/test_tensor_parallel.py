@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,9 @@ import torch
 
 from minisgl.config import ModelConfig, SchedulerConfig
 from minisgl.core import Batch, SamplingParams
+from minisgl.distributed import nccl
 from minisgl.distributed.comm import Comm, SingleRank
+from minisgl.distributed.gloo import GlooComm
 from minisgl.distributed.launch import RankError, RankProcesses, run_ranks
 from minisgl.distributed.ranks import (
     BroadcastChannel,
@@ -492,6 +496,42 @@ def test_exit_message_reaches_every_rank(folder: Path) -> None:
     last = channel.take()[-1]
     assert isinstance(last, TokenReply)
     assert last.finish_reason == "abort"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_leave_their_group_unless_something_failed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """All ranks meet once more to leave; after an error nobody would come."""
+    left: list[int] = []
+    monkeypatch.setattr(GlooComm, "close", lambda comm: left.append(comm.rank))
+    config = config_of_rank(settings(folder), 0, 2)
+    channel = InProcessChannel()
+    expected: Any = pytest.raises(ZeroDivisionError) if fails else nullcontext()
+    with expected, Ranks(config) as ranks:
+        scheduler = build_scheduler(config, ranks.channel(channel), ranks.comm)
+        if fails:
+            raise ZeroDivisionError
+        channel.put(ExitMsg())
+        scheduler.run_overlap()
+    assert left == ([] if fails else [0])
+    assert not living_ranks()
+
+
+class StuckGroup:
+    """A group whose other ranks never leave."""
+
+    def shutdown(self) -> None:
+        threading.Event().wait(60)
+
+
+def test_leaving_does_not_wait_for_dead_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "LEAVE_SECONDS", 0.1)
+    comm = object.__new__(nccl.NcclComm)
+    comm.nccl = StuckGroup()
+    start = time.monotonic()
+    comm.close()
+    assert 0.1 <= time.monotonic() - start < 5
 
 
 def test_impossible_split_is_refused_before_processes_start(folder: Path) -> None:

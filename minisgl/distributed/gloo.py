@@ -108,3 +108,6 @@ class GlooComm:
         options.rootRank, options.rootTensor, options.timeout = src, 0, FOREVER
         with self.attempt("broadcast"):
             self.group.broadcast([x], options).wait()
+
+    def close(self) -> None:
+        """Leave the group, when nothing uses it any more; connections end with the process."""

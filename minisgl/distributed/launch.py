@@ -77,6 +77,7 @@ def rank_main(place: Place, entry: Callable[..., Any], args: tuple, report: Conn
         report.send(("here", None))
         comm = join(store, place.rank, place.size, place.timeout, place.device)
         report.send(("done", entry(comm, *args)))
+        comm.close()
     except CommError:
         report.send(("lost", traceback.format_exc()))  # most likely another rank's fault
         sys.exit(1)

@@ -5,6 +5,7 @@ Generated from notebooks/10_tensor_parallel.ipynb: edit there.
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -55,3 +56,12 @@ class NcclComm(GlooComm):
             if work is not None:
                 work.wait()
         return torch.cat(out.unbind(0), dim)
+
+    def close(self) -> None:
+        """Leave the group; all ranks call this, when their graphs are gone."""
+        leaving = threading.Thread(target=self.nccl.shutdown, daemon=True, name="leave NCCL")
+        leaving.start()
+        leaving.join(LEAVE_SECONDS)
+
+
+LEAVE_SECONDS = 5.0  # of waiting for ranks that may have died

@@ -140,13 +140,16 @@ class Ranks:
         self.processes.check()
 
     def close(self) -> None:
-        """Wait for the other ranks to leave, as an `ExitMsg` told them; then insist."""
+        """Leave with the other ranks, as an `ExitMsg` told them; insist if one does not."""
+        self.comm.close()
         self.processes.stop()
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
-        if kind is not None:
+        if kind is None:
+            self.close()
+        else:  # nobody will come to a meeting any more
             self.processes.grace = 0.0
-        self.close()
+            self.processes.stop()

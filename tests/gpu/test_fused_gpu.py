@@ -18,6 +18,7 @@ from tests.fused_cases import check_decode, check_model, close, small_model
 
 BF16 = torch.bfloat16
 WEIGHTS = [(1024, 1024), (1024, 3072), (6144, 1024), (4096, 4096), (2560, 9728), (5120, 5120)]
+WEIGHTS += [(16384, 2048)]  # each half of the gated product takes the deep tiles of large weights
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
