@@ -206,11 +206,11 @@ class Scratch:
 def splits_of(batch_size: int, num_kv_heads: int) -> tuple[int, int]:
     """Into how many parts to cut keys at most, and the least length of a part, in tokens.
 
-    Few requests are cut until the GPU is full, and up to 512 programs at least in two; more of them
-    only where one request is very long.
+    Few requests are cut until the GPU is full, and below 512 programs at least in two; from there
+    on only where one request is very long.
     """
     programs = batch_size * num_kv_heads
-    if programs > 512:
+    if programs >= 512:
         return 2, 2048
     return max(2, min(16, triton.next_power_of_2(triton.cdiv(256, programs)))), 1
 

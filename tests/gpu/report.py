@@ -260,6 +260,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def command_of(args: argparse.Namespace, *names: str) -> str:
     """What to type to get these sections again; where the file lies is nobody's business."""
     how = ["--attn", args.attn, "--minutes", str(args.minutes), "--seed", str(args.seed)]
+    how += ["--select", args.select] if args.select else []
     return shlex.join(["python3", "-m", "tests.gpu.report", "--only", *names, *how])
 
 
