@@ -792,6 +792,17 @@ def test_killed_rank_ends_the_server(checkpoint: Path, tmp_path: Path) -> None:
     assert "rank 1 was killed by signal 9" in errors
 
 
+def test_rank_killed_while_nobody_asks_ends_the_server(checkpoint: Path, tmp_path: Path) -> None:
+    """A server that looks well and fails at the next request is worse than none."""
+    flags = ["--tp", "2", "--device", "cpu", "--log-format", "none"]
+    served = Served(tmp_path, "--model", str(checkpoint), *flags)
+    served.ready()
+    children = served.children()
+    served.workers()[0].children()[-1].kill()
+    served.process.wait(timeout=20)
+    assert "rank 1 was killed by signal 9" in served.ended(children, status=1)
+
+
 def test_shell_ends_with_its_engine(checkpoint: Path, tmp_path: Path) -> None:
     flags = ["--shell", "--worker-timeout", "2"]
     served = Served(tmp_path, "--model", str(checkpoint), *flags, stdin=subprocess.PIPE)

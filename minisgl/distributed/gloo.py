@@ -110,4 +110,4 @@ class GlooComm:
             self.group.broadcast([x], options).wait()
 
     def close(self) -> None:
-        """Leave the group, when nothing uses it any more; connections end with the process."""
+        """Leave the group, when nothing uses it any more; connections end with this object."""

@@ -76,8 +76,9 @@ def rank_main(place: Place, entry: Callable[..., Any], args: tuple, report: Conn
         store = c10d.TCPStore("127.0.0.1", place.port, is_master=False)
         report.send(("here", None))
         comm = join(store, place.rank, place.size, place.timeout, place.device)
-        report.send(("done", entry(comm, *args)))
+        result = entry(comm, *args)
         comm.close()
+        report.send(("done", result))
     except CommError:
         report.send(("lost", traceback.format_exc()))  # most likely another rank's fault
         sys.exit(1)

@@ -6,6 +6,7 @@ Generated from notebooks/10_tensor_parallel.ipynb: edit there.
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +30,9 @@ class NcclComm(GlooComm):
         options._timeout = timedelta(seconds=timeout)
         self.device = device
         self.nccl = c10d.ProcessGroupNCCL(c10d.PrefixStore("nccl", store), rank, size, options)
-        self.all_reduce(torch.zeros(1, device=device))  # the first call connects, and takes long
+        first = torch.zeros(1, device=device)  # fails on a GPU that is full or not ours
+        self.barrier()  # NCCL waits without a limit for a rank that failed: meet here before
+        self.all_reduce(first)  # the first call connects, and takes long
         torch.cuda.synchronize(device)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,9 +62,15 @@ class NcclComm(GlooComm):
 
     def close(self) -> None:
         """Leave the group; all ranks call this, when their graphs are gone."""
-        leaving = threading.Thread(target=self.nccl.shutdown, daemon=True, name="leave NCCL")
+        leaving = threading.Thread(target=leave, args=(self.nccl,), daemon=True, name="leave NCCL")
         leaving.start()
         leaving.join(LEAVE_SECONDS)
 
 
-LEAVE_SECONDS = 5.0  # of waiting for ranks that may have died
+LEAVE_SECONDS = 3.0  # of waiting for ranks that may have died
+
+
+def leave(group: Any) -> None:
+    """Shut a group down. Errors tell of ranks that left in another way; nobody can act on them."""
+    with suppress(RuntimeError):
+        group.shutdown()

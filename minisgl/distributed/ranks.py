@@ -19,6 +19,7 @@ from minisgl.config import (
     resolve_model_path,
 )
 from minisgl.distributed.comm import Comm
+from minisgl.distributed.gloo import CommError, GlooComm
 from minisgl.distributed.launch import RankProcesses, join
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.messages import Msg, Reply
@@ -99,7 +100,7 @@ class Ranks:
     """Rank 0's side of a group: this process is rank 0, the others are its children.
 
     Give `comm` and `channel(outer)` to `build_scheduler`, run the scheduler until it has taken an
-    `ExitMsg`, which reaches the others on the same way, then `close()`.
+    `ExitMsg`, which reaches the others on the same way; shut its engine down, then `close()`.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -119,10 +120,9 @@ class Ranks:
         )
         try:
             self.processes.gather()
-            self.comm = join(self.processes.store, 0, size, timeout, devices[0])
+            self.comm = self.meet(timeout, devices[0])
         except BaseException:
-            self.processes.grace = 0.0
-            self.processes.stop()
+            self.give_up()
             raise
         self.comm.on_failure = self.explain
 
@@ -135,14 +135,34 @@ class Ranks:
         self.processes.listen(1.0)
         self.processes.check()
 
+    def meet(self, timeout: float, device: str) -> GlooComm:
+        """Join the group as rank 0; RankError if another rank could not and says why."""
+        try:
+            return join(self.processes.store, 0, len(self.processes.processes) + 1, timeout, device)
+        except CommError:
+            self.explain()
+            raise
+
+    def give_up(self) -> None:
+        """End all ranks at once: nobody will come to a meeting any more."""
+        self.processes.grace = 0.0
+        self.processes.stop()
+
     def check(self) -> None:
         """RankError if a rank has died."""
         self.processes.check()
 
+    def alive(self) -> bool:
+        """True, or RankError: for a loop that waits, which would notice no death otherwise."""
+        self.check()
+        return True
+
     def close(self) -> None:
         """Leave with the other ranks, as an `ExitMsg` told them; insist if one does not."""
-        self.comm.close()
-        self.processes.stop()
+        try:
+            self.comm.close()
+        finally:
+            self.processes.stop()
 
     def __enter__(self) -> Ranks:
         return self
@@ -150,6 +170,5 @@ class Ranks:
     def __exit__(self, kind: object, *error: object) -> None:
         if kind is None:
             self.close()
-        else:  # nobody will come to a meeting any more
-            self.processes.grace = 0.0
-            self.processes.stop()
+        else:
+            self.give_up()

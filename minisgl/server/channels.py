@@ -129,7 +129,7 @@ class SchedulerChannel:
         self, inbox: Inbox, outbox: Wire, alive: Callable[[], bool] = lambda: True,
         beat: Callable[[], None] = lambda: None, report_every: float = 0.5,
     ) -> None:  # fmt: skip
-        self._inbox, self._outbox, self._alive, self._beat = inbox, outbox, alive, beat
+        self._inbox, self._outbox, self.alive, self._beat = inbox, outbox, alive, beat
         self.report: Callable[[], Sequence[Watched]] = list
         self._report_every, self._report_at = report_every, 0.0  # seconds; time of the next one
 
@@ -139,7 +139,7 @@ class SchedulerChannel:
         messages = self._inbox.get_all(timeout=0.0)
         if block and not messages:
             self._send_report()
-        while block and not messages and self._alive():
+        while block and not messages and self.alive():
             self._beat()
             messages = self._inbox.get_all(timeout=0.5)
         if not messages and block:

@@ -34,6 +34,7 @@ def scheduler_part(config: ServerConfig, addresses: Addresses, index: int, link:
         if config.tp.size > 1:
             ranks = stack.enter_context(Ranks(config))
             channel, comm = ranks.channel(outer), ranks.comm
+            outer.alive = lambda: ranks.alive() and parent_alive()
         scheduler = reporter.scheduler = build_scheduler(
             config, channel, comm, trace=reporter.trace
         )
