@@ -531,9 +531,10 @@ def test_ranks_end_even_if_leaving_fails(folder: Path, monkeypatch: pytest.Monke
     assert not living_ranks()
 
 
+@pytest.mark.parametrize("kind", [CommError, RuntimeError])
 @pytest.mark.parametrize("reason", ["", "rank 1 failed:\nCUDA out of memory"])
 def test_a_rank_that_cannot_join_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, reason: str, kind: type[RuntimeError]
 ) -> None:
     """Rank 0 loses its connection; what the other one said explains it, if it said anything."""
 
@@ -541,7 +542,7 @@ def test_a_rank_that_cannot_join_is_named(
 
     def lost(*place: Any) -> GlooComm:
         tried.append(place)
-        raise CommError("connection closed by peer")
+        raise kind("connection closed by peer")
 
     def check(processes: RankProcesses) -> None:
         if reason and tried:
@@ -549,7 +550,7 @@ def test_a_rank_that_cannot_join_is_named(
 
     monkeypatch.setattr("minisgl.distributed.ranks.join", lost)
     monkeypatch.setattr(RankProcesses, "check", check)
-    error, said = (RankError, "CUDA out of memory") if reason else (CommError, "closed by peer")
+    error, said = (RankError, "CUDA out of memory") if reason else (kind, "closed by peer")
     with pytest.raises(error, match=said):
         Ranks(config_of_rank(settings(folder), 0, 2))
     assert not living_ranks()

@@ -19,7 +19,7 @@ from minisgl.config import (
     resolve_model_path,
 )
 from minisgl.distributed.comm import Comm
-from minisgl.distributed.gloo import CommError, GlooComm
+from minisgl.distributed.gloo import GlooComm
 from minisgl.distributed.launch import RankProcesses, join
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.messages import Msg, Reply
@@ -139,7 +139,7 @@ class Ranks:
         """Join the group as rank 0; RankError if another rank could not and says why."""
         try:
             return join(self.processes.store, 0, len(self.processes.processes) + 1, timeout, device)
-        except CommError:
+        except RuntimeError:  # CommError, or from below it: the store, a connection that never came
             self.explain()
             raise
 

@@ -1,8 +1,9 @@
 """All proofs that need a GPU, in one command, stored as one JSON file.
 
-`python3 -m tests.gpu.report --out OUT` runs the tests of this folder, some of them again under
-compute-sanitizer's memcheck, the soak, and the accuracy table; `--only` chooses among them. The
-file is written after each part, and sections that it holds already and that are not run stay.
+`python3 -m tests.gpu.report --out OUT` runs the tests of this folder that one GPU can run, some of
+them again under compute-sanitizer's memcheck, the soak, and the accuracy table; `--only` chooses
+among them, and `--only ranks` runs the tests of two GPUs. The file is written after each part, and
+sections that it holds already and that are not run stay.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def run_files(names: Sequence[str], args: argparse.Namespace, seconds: float, wo
 
 
 def tests(args: argparse.Namespace) -> dict[str, Any]:
-    """Every test of this folder; something must have run, not only been skipped.
+    """Every test of this folder but those of two GPUs; something must have run, not been skipped.
 
     Those of kernels spend their time in compilers, so they share the GPU; an engine measures
     memory, and has it for itself.
@@ -261,7 +262,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--per-task", type=int, default=50, help="cases; 50 are stored")
     parser.add_argument("--attn", default="auto", help="attention backends of accuracy and soak")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--select", default="", help="pytest's -k for the section tests")
+    parser.add_argument("--select", default="", help="pytest's -k for tests and ranks")
     parser.add_argument("--workers", type=int, default=8, help="processes for tests of kernels")
     parser.add_argument("--seconds", type=float, default=560, help="limit of a section")
     return parser.parse_args(argv)
