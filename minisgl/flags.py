@@ -6,6 +6,8 @@ Generated from notebooks/12b_operations.ipynb: edit there.
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from minisgl.config import SchedulerConfig
@@ -87,3 +89,18 @@ def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
     """The flags that were given, as fields of `SchedulerConfig`; the others keep its defaults."""
     given = {name: value for name, value in vars(args).items() if name in ENGINE_FIELDS}
     return {**given, "use_dummy_weight": args.dummy_weight}
+
+
+KEY_VARIABLE = "MINISGL_API_KEY"
+
+
+def add_key_flag(group: Group, what: str) -> None:
+    """The key of a server, for the server and for its clients."""
+    where = f"better in {KEY_VARIABLE} in the environment: other users can read a command line"
+    group.add_argument("--api-key", metavar="KEY", default=None, help=f"{what}; {where}")
+
+
+def key_of(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> str | None:
+    """The key of the command line, else of the environment."""
+    key: str | None = args.api_key
+    return environment.get(KEY_VARIABLE) if key is None else key

@@ -731,9 +731,12 @@ def test_trace_finds_shared_prefixes(live: Live, tmp_path: Path, capsys: Any) ->
     assert "the trace allows" in capsys.readouterr().out
 
 
-def test_errors_do_not_end_a_run(live: Live, tmp_path: Path, capsys: Any) -> None:
+def test_errors_do_not_end_a_run(
+    live: Live, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "online.json"
-    words = ["online", "--url", live.url, "--api-key", "secret", "--requests", "4"]
+    monkeypatch.setenv("MINISGL_API_KEY", "secret")
+    words = ["online", "--url", live.url, "--requests", "4"]
     long = ["--input-len", "9", "9000", "--output-len", "2", "4"]
     assert main([*words, *long, "--json", str(out)]) == 0
     [run] = json.loads(out.read_text())["results"]["runs"]

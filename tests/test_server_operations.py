@@ -446,6 +446,22 @@ def test_only_loopback_is_silent(
             assert warned == (not loopback and key is None), (host, key)
 
 
+def test_key_comes_from_the_environment_unless_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command line can be read by every user of the machine; the help must not tell it either."""
+    monkeypatch.setenv("MINISGL_API_KEY", "from-there")
+    for words, key in ([], "from-there"), (["--api-key", "given"], "given"):
+        assert config_from(build_parser().parse_args(words)).api_key == key
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["--help"])
+    told = capsys.readouterr().out
+    assert "MINISGL_API_KEY" in told and "from-there" not in told
+    monkeypatch.setenv("MINISGL_API_KEY", "")  # not the same as no key: somebody meant to set one
+    with pytest.raises(ValueError, match="api_key"):
+        config_from(build_parser().parse_args([]))
+
+
 def test_sockets_lie_in_a_private_folder(checkpoint: Path) -> None:
     group = WorkerGroup(ServerConfig(model_path=str(checkpoint)), Watch(60, 600))
     folder = group.addresses.folder

@@ -30,6 +30,7 @@ from minisgl.benchmark.trace import (
     write_trace,
 )
 from minisgl.benchmark.workload import random_workload
+from minisgl.flags import add_key_flag, key_of
 
 
 def positive(text: str) -> float:
@@ -54,7 +55,7 @@ def add_server_flags(parser: argparse.ArgumentParser, needed: bool = True) -> No
     group.add_argument("--url", required=needed, help="like http://127.0.0.1:1919, with /v1 or not")
     first = "name in the requests (default: the first of /v1/models)"
     group.add_argument("--model", metavar="NAME", default=None, help=first)
-    group.add_argument("--api-key", metavar="KEY", default=None, help="bearer token")
+    add_key_flag(group, "bearer token")
     group.add_argument("--timeout", metavar="S", type=positive, default=600.0,
                        help="seconds for one answer (default 600)")  # fmt: skip
     how = "chats of one message (default: completions, as token ids if the server takes them)"
@@ -90,7 +91,7 @@ async def one_run(
     args: argparse.Namespace, asks: list[Ask], clients: int | None
 ) -> tuple[Dialect, Outcome]:
     """Speak with the server, then load it."""
-    async with Api(args.url, args.api_key, args.timeout) as api:
+    async with Api(args.url, key_of(args), args.timeout) as api:
         dialect, notices = await negotiate(
             api, args.model, chat=args.chat, ignore_eos=args.ignore_eos
         )

@@ -22,7 +22,14 @@ from starlette.middleware import Middleware
 
 from minisgl.config import ServerConfig, TPInfo, resolve_model_path
 from minisgl.core import SamplingParams
-from minisgl.flags import Group, add_engine_flags, add_model_flags, engine_fields
+from minisgl.flags import (
+    Group,
+    add_engine_flags,
+    add_key_flag,
+    add_model_flags,
+    engine_fields,
+    key_of,
+)
 from minisgl.server.api import create_app
 from minisgl.server.channels import ZmqInbox, ZmqOutbox
 from minisgl.server.connect import Remote
@@ -77,9 +84,7 @@ def add_server_flags(group: Group) -> None:
         default=None,
         help="name in /v1/models; none: from the path",
     )
-    group.add_argument(
-        "--api-key", metavar="KEY", default=None, help="refuse requests without this bearer token"
-    )
+    add_key_flag(group, "refuse requests without this bearer token")
     group.add_argument(
         "--shell", action="store_true", help="chat in this terminal instead of serving"
     )
@@ -128,7 +133,7 @@ def config_from(args: argparse.Namespace) -> ServerConfig:
         port=args.port,
         num_tokenizer=args.num_tokenizer,
         served_model_name=args.served_model_name,
-        api_key=args.api_key,
+        api_key=key_of(args),
     )
 
 
@@ -292,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with terminable():
             if args.connect is not None:
-                remote = Remote(args.connect, args.api_key)
+                remote = Remote(args.connect, key_of(args))
                 remote.check()
                 asyncio.run(run_shell(remote))
                 return 0
