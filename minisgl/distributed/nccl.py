@@ -31,7 +31,7 @@ class NcclComm(GlooComm):
         self.device = device
         self.nccl = c10d.ProcessGroupNCCL(c10d.PrefixStore("nccl", store), rank, size, options)
         first = torch.zeros(1, device=device)  # fails on a GPU that is full or not ours
-        self.barrier()  # NCCL waits without a limit for a rank that failed: meet here before
+        self.barrier()  # a rank that failed is noticed here, and within our own timeout
         self.all_reduce(first)  # the first call connects, and takes long
         torch.cuda.synchronize(device)
 
