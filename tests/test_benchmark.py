@@ -30,7 +30,14 @@ from minisgl.benchmark.latency import (
 )
 from minisgl.benchmark.offline import launches, measure_offline, redraw, run_once
 from minisgl.benchmark.power import PowerReader, PowerWatch, Sample, power_reader
-from minisgl.benchmark.profile import Interval, device_intervals, idle_share, idle_times, trace_row
+from minisgl.benchmark.profile import (
+    Interval,
+    device_intervals,
+    idle_share,
+    idle_times,
+    middle_trace,
+    trace_row,
+)
 from minisgl.benchmark.roofline import (
     Ceilings,
     Roofline,
@@ -398,6 +405,15 @@ def test_only_the_device_counts_in_a_trace(tmp_path: Path) -> None:
     assert row["idle_share"] == pytest.approx(11 / 30, abs=1e-4)
     assert row["idle_between_launches"] == pytest.approx(10 / 30, abs=1e-4)
     assert row["idle_inside_graphs"] == pytest.approx(1 / 30, abs=1e-4)
+
+
+def test_the_median_trace_counts_and_all_are_kept() -> None:
+    rows = [
+        {"idle_share": share, "trace": name}
+        for share, name in ((0.2, "a"), (0.01, "b"), (0.03, "c"))
+    ]
+    assert middle_trace(rows) == rows[2] | {"all_idle_shares": [0.2, 0.01, 0.03]}
+    assert middle_trace([{"trace": "no device"}] * 3) == {"trace": "no device"}
 
 
 # ------------------------------------------------------------------------------- power

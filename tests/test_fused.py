@@ -110,8 +110,8 @@ def test_decode_of_one_long_request() -> None:
 
 def test_few_requests_are_cut_until_the_gpu_is_full() -> None:
     assert splits_of(1, 8) == (16, 1) and splits_of(8, 8) == (4, 1) and splits_of(16, 8) == (2, 1)
-    assert splits_of(32, 8) == splits_of(64, 8) == (2, 1)
-    assert splits_of(65, 8) == splits_of(256, 8) == (2, 2048)
+    assert splits_of(32, 8) == splits_of(48, 8) == (2, 1)
+    assert splits_of(49, 8) == splits_of(256, 8) == (2, 2048)
     assert tile_of(1, 8, 128, 4)[0] < tile_of(1, 8, 128, 2)[0]
 
 

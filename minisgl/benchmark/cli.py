@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from minisgl.benchmark import kernels, latency, offline, options
-from minisgl.benchmark.profile import profile_decode
+from minisgl.benchmark.profile import middle_trace, profile_decode
 from minisgl.benchmark.report import save
 from minisgl.benchmark.roofline import Ceilings, Roofline
 from minisgl.benchmark.workload import random_workload
@@ -81,7 +81,7 @@ def add_latency(parser: argparse.ArgumentParser) -> None:
     how = f"greedy, or temperature {latency.SAMPLING['sampled']} (default both)"
     group.add_argument("--sampling", nargs="+", choices=names, default=names, help=how)
     add_size(group, "--repeats", "timed runs, of which the median counts")
-    trace = "Chrome trace of steady decode steps; one file for each batch size and sampling"
+    trace = "Chrome trace of steady decode steps, --repeats times; a file for each case"
     group.add_argument("--profile", metavar="FILE", type=Path, default=None, help=trace)
     options.add_integer(group, "--profile-steps", "steps in it (default 20)", default=20)
 
@@ -250,17 +250,19 @@ def run_latency(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def profiles(llm: LLM, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A trace for every batch size and way of sampling."""
+    """A trace for every batch size and way of sampling: the median of several, the last stays."""
     cases = [(batch, name) for batch in args.batch_sizes for name in args.sampling]
     found = []
     for batch, name in cases:
         path: Path = args.profile
         if len(cases) > 1:
             path = path.with_name(f"{path.stem}-bs{batch}-{name}{path.suffix}")
-        found.append(
+        rows = [
             profile_decode(llm, batch, path, prompt_len=args.prompt_len,
                            steps=args.profile_steps, sampling=name)
-        )  # fmt: skip
+            for _ in range(args.repeats)
+        ]  # fmt: skip
+        found.append(middle_trace(rows))
     return found
 
 

@@ -6,7 +6,7 @@ Generated from notebooks/13b_floor.ipynb: edit there.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,3 +115,11 @@ def trace_row(path: Path, batch: int, steps: int, sampling: str) -> dict[str, An
         "idle_between_launches": round(idle.between / idle.window, 4),
         "idle_inside_graphs": round(idle.inside / idle.window, 4),
     }
+
+
+def middle_trace(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The trace with the median idle share, with the shares of all; the first without a device."""
+    if "idle_share" not in rows[0]:
+        return rows[0]
+    ordered = sorted(rows, key=lambda row: row["idle_share"])
+    return {**ordered[len(rows) // 2], "all_idle_shares": [row["idle_share"] for row in rows]}

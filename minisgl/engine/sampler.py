@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,13 +19,18 @@ from minisgl.core import Req, SamplingParams
 from minisgl.engine.staging import Staging
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+SHIFTS = np.array([30, 27, 31], np.uint64)
+FACTORS = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
 
 
 def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Scramble 64-bit numbers, one to one (the finaliser of splitmix64)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = x ^ (x >> SHIFTS[0])
+    x *= FACTORS[0]
+    x ^= x >> SHIFTS[1]
+    x *= FACTORS[1]
+    x ^= x >> SHIFTS[2]
+    return x
 
 
 MASK64 = 2**64 - 1
@@ -37,12 +42,20 @@ def engine_seeds(engine_seed: int, uids: NDArray[np.int64]) -> NDArray[np.uint64
     return mix64(engine + uids.astype(np.uint64))
 
 
-def step_keys(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int32]:
+def streams(seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The part of a key that all steps of a request share, uint64 [bs]."""
+    return mix64(seeds + GOLDEN)
+
+
+def keys_at(streams: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArray[np.int32]:
+    """Two words of randomness for (stream, position), int32 [2, bs]; the low word comes first."""
+    mixed = mix64(streams + positions.astype(np.uint64) * GOLDEN)
+    return np.ascontiguousarray(mixed.astype("<u8").view("<i4").reshape(-1, 2).T)
+
+
+def step_keys(seeds: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArray[np.int32]:
     """Two words of randomness for (seed, position), int32 [2, bs]: equal inputs, equal words."""
-    mixed = mix64(mix64(seeds + GOLDEN) + positions.astype(np.uint64) * GOLDEN)
-    low = (mixed & np.uint64(0xFFFFFFFF)).astype(np.uint32)
-    high = (mixed >> np.uint64(32)).astype(np.uint32)
-    return np.stack([low.view(np.int32), high.view(np.int32)])
+    return keys_at(streams(seeds), positions)
 
 
 def token_bits(keys: Tensor, tokens: Tensor) -> Tensor:
@@ -272,6 +285,14 @@ def row_groups(args: SamplingArgs, vocab_size: int) -> list[RowGroup]:
     return groups
 
 
+class Known(NamedTuple):
+    """What stays as it is while the batch does; the parameters of a request never change."""
+
+    reqs: list[Req]
+    streams: NDArray[np.uint64]  # [bs]
+    args: SamplingArgs | None  # the keys in it are of no use; None: all are greedy
+
+
 def load_kernels() -> Callable[..., Tensor] | None:
     """`sample_logits` of our Triton kernels; None where Triton is not installed."""
     try:
@@ -296,26 +317,22 @@ class Sampler:
         self.seed = seed
         self.staging = Staging(device)
         self.params = ParamsTable(vocab_size)
+        self.known = Known([], np.empty(0, np.uint64), None)
         self.token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
         wanted = self.token_ids.is_cuda if use_kernels is None else use_kernels
         self.sample_logits = load_kernels() if wanted else None
 
-    def prepare(self, reqs: Sequence[Req]) -> SamplingArgs | None:
-        """What `sample` must know about these requests; None if all are greedy without logprobs.
-
-        Host arithmetic only. The token to be drawn will stand at position `device_len`: that
-        counts the draws, because the host may not know yet what the tokens before it are.
-        """
+    def look_up(self, reqs: list[Req]) -> Known:
+        """What `prepare` needs to know of these requests, whatever their positions."""
         rows = self.params.rows(reqs)
         width, num_top = rows["width"].copy(), rows["num_top"]
+        uids = np.array(list(map(get_uid, reqs)), np.int64)
+        seeds = np.where(rows["seeded"], rows["seed"], engine_seeds(self.seed, uids))
         asked = np.flatnonzero(num_top >= 0)
         if len(asked) == 0 and (width < 0).all():
-            return None
-        uids = np.array(list(map(get_uid, reqs)), np.int64)
-        positions = np.array(list(map(get_position, reqs)), np.int64)
-        seeds = np.where(rows["seeded"], rows["seed"], engine_seeds(self.seed, uids))
-        return SamplingArgs(
-            keys=step_keys(seeds, positions),
+            return Known(reqs, streams(seeds), None)
+        args = SamplingArgs(
+            keys=np.zeros((2, len(reqs)), np.int32),
             temperature=rows["temperature"].copy(),
             width=width,
             top_p=rows["top_p"].copy(),
@@ -323,6 +340,25 @@ class Sampler:
             num_top=int(num_top[asked].max(initial=0)),
             filtered=bool((width > 0).any()),
         )
+        return Known(reqs, streams(seeds), args)
+
+    def prepare(self, reqs: Sequence[Req]) -> SamplingArgs | None:
+        """What `sample` must know about these requests; None if all are greedy without logprobs.
+
+        Host arithmetic only. The token to be drawn will stand at position `device_len`: that
+        counts the draws, because the host may not know yet what the tokens before it are.
+        """
+        same = list(reqs)
+        if self.known.reqs != same:  # requests are equal if they are the same object
+            self.known = self.look_up(same)
+        args = self.known.args
+        if args is None:
+            return None
+        positions = np.array(list(map(get_position, reqs)), np.int64)
+        return SamplingArgs(
+            keys_at(self.known.streams, positions), args.temperature, args.width, args.top_p,
+            args.logprob_rows, args.num_top, args.filtered,
+        )  # fmt: skip
 
     def sample(self, logits: Tensor, args: SamplingArgs | None) -> SampleOutput:
         """Draw one token per row of logits [bs, vocab_size], which are left as they are.

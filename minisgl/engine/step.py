@@ -6,6 +6,7 @@ Generated from notebooks/08_engine.ipynb: edit there.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -44,13 +45,14 @@ class ForwardInput:
         return self.packed is not None
 
 
+LENGTHS = attrgetter("table_idx"), attrgetter("cached_len"), attrgetter("device_len")
+
+
 def lengths(reqs: list[Req]) -> tuple[IntArray, IntArray, IntArray]:
     """Row, cached_len and device_len of each request, int32 [len(reqs)]."""
     count = len(reqs)
-    rows = np.fromiter((req.table_idx for req in reqs), np.int32, count)
-    cached = np.fromiter((req.cached_len for req in reqs), np.int32, count)
-    device = np.fromiter((req.device_len for req in reqs), np.int32, count)
-    return rows, cached, device
+    row, cached, device = (np.fromiter(map(get, reqs), np.int32, count) for get in LENGTHS)
+    return row, cached, device
 
 
 def new_positions(cached: IntArray, device: IntArray) -> IntArray:
@@ -98,13 +100,18 @@ def build_forward_input(
     """
     rows, cached, device = lengths(batch.padded_reqs)
     extend = device - cached
-    decode = batch.phase is Phase.DECODE  # one token each
+    decode = batch.phase is Phase.DECODE  # one token each, and everybody gets the next one
+    chosen: slice | NDArray[np.intp]
     token_rows = rows if decode else np.repeat(rows, extend)
     positions = cached if decode else new_positions(cached, device)
     out_loc = tables.page_table[token_rows, positions]
-    chosen = [i for i, req in enumerate(batch.reqs) if not req.is_chunked]
-    sampled = tuple(batch.reqs[i] for i in chosen)
-    last_idx = np.cumsum(extend, dtype=np.int32) - 1
+    if decode:
+        chosen, sampled = slice(batch.size), tuple(batch.reqs)
+        last_idx = np.arange(len(rows), dtype=np.int32)
+    else:
+        chosen = np.flatnonzero([not req.is_chunked for req in batch.reqs])
+        sampled = tuple(batch.reqs[i] for i in chosen)
+        last_idx = np.cumsum(extend, dtype=np.int32) - 1
     sampling = sampler.prepare(sampled) if sampler is not None and sampled else None
     meta = packed = None
     if not (use_graph and plan_free):
@@ -114,7 +121,7 @@ def build_forward_input(
         packed = pack(rows, positions, out_loc, tables.width, batch.size, sampling)
     return ForwardInput(
         batch=batch, sampled=sampled, token_rows=token_rows, positions=positions, out_loc=out_loc,
-        last_idx=last_idx[chosen] if chosen else last_idx[-1:], write_rows=rows[chosen],
+        last_idx=last_idx[chosen] if sampled else last_idx[-1:], write_rows=rows[chosen],
         write_positions=device[chosen], meta=meta, sampling=sampling, packed=packed,
     )  # fmt: skip
 
@@ -137,20 +144,46 @@ def to_host(part: Tensor) -> Tensor:
     return host.copy_(part, non_blocking=True)
 
 
+def mark(device: torch.device) -> Event | None:
+    """An event behind all that the current stream has been given; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+class Answer:
+    """The ids of a step: in host memory once its event has happened, and ours once taken."""
+
+    def __init__(self, place: NDArray[np.int64], event: Event | None) -> None:
+        self.place, self.event = place, event
+        self.ids: list[int] | None = None
+
+    def take(self) -> list[int]:
+        """Wait for the step, and read its ids before another one writes there."""
+        if self.ids is None:
+            if self.event is not None:
+                self.event.synchronize()
+            self.ids = self.place.tolist()
+        return self.ids
+
+
 class ForwardOutput:
     """A step that was started: its tokens on the device now, on the host once `wait` returns."""
 
-    def __init__(self, out: SampleOutput) -> None:
-        self.next_ids = out.next_ids
+    def __init__(self, out: SampleOutput, answer: Answer | None = None) -> None:
+        """`answer`: a recorded step brings its ids to the host by itself, the first are ours."""
+        self.next_ids, self.answer = out.next_ids, answer
         parts = (out.next_ids, out.logprobs, out.top_ids, out.top_logprobs)
-        self._host = [None if part is None else to_host(part) for part in parts]
-        self._event: Event | None = None
-        if out.next_ids.device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
+        copied = () if answer is not None else parts
+        self._host = [None if part is None else to_host(part) for part in copied]
+        self._event = mark(out.next_ids.device) if copied else None
 
     def wait(self) -> SampledTokens:
         """Block until the tokens are on the host."""
+        if self.answer is not None:
+            return SampledTokens(self.answer.take()[: len(self.next_ids)])
         if self._event is not None:
             self._event.synchronize()
         ids, *rest = [None if part is None else part.tolist() for part in self._host]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,11 @@ from minisgl.attention.metadata import AttentionMetadata
 from minisgl.core import Phase
 from minisgl.engine.graph import CapturedStep, GraphRunner, capturing, dummy_metadata, new_graph
 from minisgl.engine.staging import Staging
-from minisgl.engine.step import PACKED, pack
+from minisgl.engine.step import PACKED, Answer, pack
+
+if TYPE_CHECKING:
+    from minisgl.engine.mailbox import Mailbox
+
 
 Draw = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits, keys, temperature to ids
 
@@ -47,6 +51,17 @@ def view_buffers(memory: Tensor, size: int) -> StepBuffers:
     return StepBuffers(whole, gather, scatter, rows, positions, out_loc, keys, temperature)
 
 
+def load_mailbox(most: int, device: torch.device) -> Mailbox | None:
+    """A mailbox for steps of up to `most` requests; None without a GPU or without Triton."""
+    if device.type != "cuda":
+        return None
+    try:
+        from minisgl.engine.mailbox import Mailbox
+    except ImportError:
+        return None
+    return Mailbox(len(PACKED), most, device)
+
+
 class StepGraphs(GraphRunner):
     """Records whole decode steps, and replays the one that fits."""
 
@@ -58,17 +73,37 @@ class StepGraphs(GraphRunner):
         self.memory = torch.zeros(len(PACKED) * most, dtype=torch.int64, device=self.device)
         self.next_ids = torch.zeros(most, dtype=torch.int64, device=self.device)
         self.staging = Staging(self.device)
+        self.mailbox = load_mailbox(most, self.device)
+        self.answer: Answer | None = None  # of the last step, if there is a mailbox
 
     def run_step(self, fb: ForwardBatch, static: StepBuffers) -> None:
         """What a graph holds: from the token pool to the token pool."""
-        tokens, size = self.tables.token_pool.view(-1), len(static.rows)
-        fb.input_ids = tokens.index_select(0, static.gather)
+        tokens, size, box = self.tables.token_pool.view(-1), len(static.rows), self.mailbox
+        if box is None:
+            fb.input_ids = tokens.index_select(0, static.gather)
+        else:
+            fb.input_ids = box.open(static.memory, tokens)
         fb.logits = None if self.logits is None else self.logits[:size]
         self.keep_logits(self.forward(fb))
         assert self.logits is not None
         drawn = self.draw(self.logits[:size], static.keys, static.temperature)
-        self.next_ids[:size].copy_(drawn)
-        tokens.index_copy_(0, static.scatter, drawn)
+        if box is None:
+            self.next_ids[:size].copy_(drawn)
+            tokens.index_copy_(0, static.scatter, drawn)
+        else:
+            box.close(drawn, static.scatter, tokens, self.next_ids[:size])
+
+    def send(self, packed: NDArray[np.int64]) -> None:
+        """Put a step's integers where the step will read them."""
+        if self.mailbox is None:
+            self.staging.send(packed, self.memory[: packed.size])
+        else:
+            self.mailbox.post(packed)
+
+    def launched(self, size: int) -> None:
+        """Note that a step of this size was started."""
+        if self.mailbox is not None:
+            self.answer = self.mailbox.launched(size)
 
     def dummy_step(self, size: int) -> NDArray[np.int64]:
         """A step of `size` dummy requests, packed."""
@@ -79,12 +114,13 @@ class StepGraphs(GraphRunner):
     def capture_one(self, size: int) -> CapturedStep:
         """A dry run, in which libraries choose their algorithms, then the capture."""
         static = view_buffers(self.memory, size)
-        static.memory.copy_(torch.from_numpy(self.dummy_step(size)))
+        self.send(self.dummy_step(size))
         buffers = DecodeBuffers(static.rows, static.positions, static.out_loc)
         plan = self.backend.graph_plan(size, buffers)
         plan.update(dummy_metadata(size, self.tables))
         fb = ForwardBatch(Phase.DECODE, static.rows, static.positions, static.out_loc, None, plan)
         self.run_step(fb, static)
+        self.launched(size)
         graph = new_graph(self.device)
         with capturing(graph, self.pool, self.stream):
             self.run_step(fb, static)
@@ -100,10 +136,11 @@ class StepGraphs(GraphRunner):
         captured = self.steps.get(size)
         if captured is None:
             raise ValueError(f"batch_size: {size} was not captured, only {list(self.steps)}")
-        self.staging.send(packed, self.memory[: packed.size])
+        self.send(packed)
         if meta is not None:
             captured.plan.update(meta)
         captured.graph.replay()
+        self.launched(size)
         self.replays += 1
         return self.next_ids[:size]
 

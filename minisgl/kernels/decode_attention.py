@@ -206,22 +206,24 @@ class Scratch:
 def splits_of(batch_size: int, num_kv_heads: int) -> tuple[int, int]:
     """Into how many parts to cut keys at most, and the least length of a part, in tokens.
 
-    Few requests are cut until the GPU is full, and up to 512 programs at least in two; more of them
+    Few requests are cut until the GPU is full, and up to 384 programs at least in two; more of them
     only where one request is very long.
     """
     programs = batch_size * num_kv_heads
-    if programs > 512:
+    if programs > 384:
         return 2, 2048
     return max(2, min(16, triton.next_power_of_2(triton.cdiv(256, programs)))), 1
 
 
 def tile_of(batch_size: int, num_kv_heads: int, head_dim: int, itemsize: int) -> tuple[int, ...]:
-    """(TILE, warps, stages): best of those tried on an H200: heads of 128, 16 bits, long texts."""
+    """(TILE, warps, stages): best of those tried on an H200, for heads of 128 in 16 bits."""
     programs = batch_size * num_kv_heads
-    if programs <= 960:
+    if programs <= 384 or 512 < programs <= 768:
         tile, warps, stages = 128, 4, 2
+    elif programs <= 1024:
+        tile, warps, stages = 64, 2, 2
     else:
-        tile, warps, stages = (32, 1, 6) if programs < 1472 else (32, 1, 4)
+        tile, warps, stages = (32, 1, 6) if programs <= 1536 else (32, 1, 4)
     return max(16, tile * 256 // max(256, head_dim * itemsize)), warps, stages
 
 

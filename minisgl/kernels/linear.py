@@ -136,8 +136,7 @@ def rows_kernel(
         lines = split * part + tl.arange(0, AHEAD) * 64
         prefetch(w_ptr + cols[:, None].to(tl.int64) * K + lines[None, :])
         gdc_wait()
-    real = rows[:, None] < M
-    x_ptr += rows[:, None].to(tl.int64) * K + ks[None, :]
+    x_ptr += tl.minimum(rows, M - 1)[:, None].to(tl.int64) * K + ks[None, :]  # no mask in the loop
     w_ptr += cols[:, None].to(tl.int64) * K + ks[None, :]
     if SWAP:
         y = tl.zeros([BN, BM], tl.float32)
@@ -146,7 +145,7 @@ def rows_kernel(
         y = tl.zeros([BM, BN], tl.float32)
         up = tl.zeros([BM, BN], tl.float32)
     for k in tl.range(0, part, BK, num_stages=STAGES):
-        x = tl.load(x_ptr + k, mask=real, other=0.0)
+        x = tl.load(x_ptr + k)
         w = tl.load(w_ptr + k)
         y = tl.dot(w, tl.trans(x), y) if SWAP else tl.dot(x, tl.trans(w), y)
         if GATED:
@@ -159,7 +158,7 @@ def rows_kernel(
     if GATED:
         y = y * tl.sigmoid(y) * up
     place = (split * M + rows[:, None]).to(tl.int64) * N + cols[None, :]
-    tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=real)
+    tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=rows[:, None] < M)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,128 @@
+"""The mailbox of recorded steps: letters and answers in host memory, in the interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from minisgl.engine.mailbox import DEPTH, Mailbox
+from minisgl.engine.sampler import SampleOutput
+from minisgl.engine.step import PACKED, Answer, ForwardOutput
+from minisgl.kernels.mailbox import close_step, open_step
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the same on a GPU")
+CPU = torch.device("cpu")
+FIELDS = len(PACKED)
+
+
+class Late:
+    """A device that runs its steps in order, and each as late as it may."""
+
+    def __init__(self, box: Mailbox, tokens: torch.Tensor) -> None:
+        self.box, self.tokens = box, tokens
+        self.sizes: list[int] = []
+        self.done = 0
+        self.read: list[torch.Tensor] = []  # what each step found in its letter
+
+    def step(self, size: int) -> None:
+        """Read the letter, draw the token after the input, deliver it."""
+        memory = torch.full((FIELDS, size), -1)
+        ids = self.box.open(memory, self.tokens)
+        assert torch.equal(ids, self.tokens[memory[0]])
+        self.read.append(memory)
+        self.box.close(ids + 1, memory[1], self.tokens, torch.empty_like(ids))
+
+    def run_until(self, number: int) -> None:
+        while self.done <= number:
+            self.step(self.sizes[self.done])
+            self.done += 1
+
+
+class EndOf:
+    """The end of one of its steps."""
+
+    def __init__(self, late: Late, number: int) -> None:
+        self.late, self.number = late, number
+
+    def synchronize(self) -> None:
+        self.late.run_until(self.number)
+
+
+def letter(size: int, seed: int, most: int) -> NDArray[np.int64]:
+    """Random integers; the first two fields are different places in a pool of 2 * most tokens."""
+    rng = np.random.default_rng(seed)
+    packed = rng.integers(-(2**62), 2**62, (FIELDS, size))
+    places = rng.permutation(2 * most)
+    packed[0], packed[1] = places[:size], places[most : most + size]
+    return packed
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=12),
+    asked=st.sets(st.integers(0, 11)),
+)
+def test_no_letter_and_no_answer_is_lost(sizes: list[int], asked: set[int]) -> None:
+    most, tokens = 5, torch.arange(1000, 1010)
+    late = Late(Mailbox(FIELDS, most, CPU), tokens)
+    late.box.mark = lambda device: EndOf(late, len(late.sizes) - 1)
+    want_tokens, want, letters, answers = tokens.clone(), [], [], []
+    for number, size in enumerate(sizes):
+        packed = letter(size, number, most)
+        late.box.post(packed)
+        late.sizes.append(size)
+        letters.append(packed.copy())
+        answers.append(late.box.launched(size))
+        packed[:] = 0  # the host's own array is free at once
+        drawn = want_tokens[letters[-1][0]] + 1
+        want_tokens[letters[-1][1]] = drawn
+        want.append(drawn.tolist())
+        assert late.done >= number + 1 - DEPTH, "a slot was written before its step had ended"
+        if number in asked:
+            assert answers[number].take() == want[number]
+    assert [answer.take() for answer in answers] == want
+    assert torch.equal(tokens, want_tokens) and int(late.box.turn) == len(sizes)
+    assert all(torch.equal(a, torch.from_numpy(b)) for a, b in zip(late.read, letters, strict=True))
+
+
+def test_a_step_reads_and_writes_its_slot_alone() -> None:
+    inbox, turn = torch.arange(2 * FIELDS * 4).view(2, -1), torch.tensor([3])
+    tokens, memory = torch.arange(100, 200), torch.full((FIELDS, 3), -1)
+    ids, outbox = torch.full((3,), -1), torch.full((2, 4), -1)
+    open_step(inbox, turn, tokens, memory, ids)
+    assert torch.equal(memory, inbox[1, : FIELDS * 3].view(FIELDS, 3)) and int(turn) == 3
+    assert ids.tolist() == [128, 129, 130]
+    close_step(torch.tensor([7, 8, 9]), torch.tensor([50, 4, 60]), tokens, ids, outbox, turn)
+    assert outbox.tolist() == [[-1, -1, -1, -1], [7, 8, 9, -1]] and int(turn) == 4
+    assert ids.tolist() == [7, 8, 9] and tokens[[50, 4, 60]].tolist() == [7, 8, 9]
+    assert int((tokens != torch.arange(100, 200)).sum()) == 3
+
+
+def test_a_step_of_one_and_of_the_largest_size() -> None:
+    for size, most in ((1, 1), (1, 256), (256, 256), (200, 256)):
+        box, tokens = Mailbox(FIELDS, most, CPU), torch.arange(2 * most)
+        for number in range(3):
+            packed = letter(size, number, most)
+            box.post(packed)
+            late = Late(box, tokens)
+            want = tokens[packed[0]] + 1
+            late.step(size)
+            assert box.launched(size).take() == want.tolist()
+
+
+def test_an_output_gives_the_ids_of_real_requests_only() -> None:
+    place = np.array([5, 6, 0, 0])
+    output = ForwardOutput(SampleOutput(torch.tensor([5, 6])), Answer(place, None))
+    assert output.wait().ids == [5, 6]
+    place[:] = 9  # the next step but one writes there
+    assert output.wait().ids == [5, 6]
