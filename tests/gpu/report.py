@@ -33,8 +33,8 @@ POINT = 0.01
 KERNEL_FILES, ENGINE_FILES = ("fused", "sampler", "attention"), ("engine",)
 NOTHING_SELECTED = 5  # pytest's status
 
-FUSED, SAMPLER, ATTENTION = (
-    f"tests/gpu/test_{name}_gpu.py::" for name in ("fused", "sampler", "attention")
+FUSED, SAMPLER, ATTENTION, ENGINE = (
+    f"tests/gpu/test_{name}_gpu.py::" for name in ("fused", "sampler", "attention", "engine")
 )
 CHECKED = [  # one of each kernel and of each path through it, on small inputs
     *(FUSED + f"test_products[dtype0-{rows}-weight0]" for rows in (1, 8, 17, 65, 256)),
@@ -44,6 +44,7 @@ CHECKED = [  # one of each kernel and of each path through it, on small inputs
     SAMPLER + "test_draws_are_those_of_the_oracle[2-torch.bfloat16]",
     SAMPLER + "test_filters_leave_what_kept_leaves[torch.float32]",
     ATTENTION + "test_store_kv_kernel",
+    ENGINE + "test_mailbox_kernels_reach_host_memory",
     *(ATTENTION + f"test_kv_indices_kernel[{case}]" for case in ("2-3", "512-16")),
     *(
         ATTENTION + f"test_backends_agree[triton-dtype0-{case}]"

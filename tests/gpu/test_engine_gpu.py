@@ -20,6 +20,7 @@ from minisgl.attention.base import AttentionPlan, ForwardBatch
 from minisgl.attention.factory import available
 from minisgl.config import EngineConfig
 from minisgl.core import Batch, Phase, Req
+from minisgl.engine import step_graph
 from minisgl.engine.engine import Engine, build_engine, tensor_bytes
 from minisgl.engine.memory import GIB
 from minisgl.engine.step import ForwardInput, build_forward_input
@@ -403,6 +404,51 @@ def test_mixed_batches_answer_the_same_without_graphs() -> None:
         with LLM(device=DEVICE, dtype="float32", cuda_graph_max_bs=most, **how) as llm:
             assert (llm.scheduler.engine.graph is None) == (most == 0)
             answers.append([out["token_ids"] for out in llm.generate(prompts, params)])
+    assert answers[0] == answers[1]
+
+
+# ------------------------------------------------------------------ the mailbox of recorded steps
+
+
+def test_mailbox_kernels_reach_host_memory() -> None:
+    from minisgl.engine.mailbox import Mailbox
+
+    device, fields, most = torch.device(DEVICE), 7, 256
+    box, tokens = Mailbox(fields, most, device), torch.arange(1000, 1512, device=device)
+    want, answers, memories, letters = tokens.cpu(), [], [], []
+    rng = np.random.default_rng(0)
+    for size in (1, 8, 255, 256, 3, 64):
+        places = rng.permutation(2 * most)
+        packed = rng.integers(-(2**62), 2**62, (fields, size))
+        packed[0], packed[1] = places[:size], places[most : most + size]
+        box.post(packed)
+        memory = torch.empty(fields, size, dtype=torch.int64, device=device)
+        ids = box.open(memory, tokens)
+        box.close(ids + 1, memory[1], tokens, torch.empty_like(ids))
+        drawn = want[packed[0]] + 1
+        want[packed[1]] = drawn
+        answers.append((box.launched(size), drawn.tolist()))
+        memories.append(memory)
+        letters.append(torch.from_numpy(packed))
+    assert all(answer.take() == drawn for answer, drawn in answers)
+    assert torch.equal(tokens.cpu(), want) and int(box.turn) == box.steps == 6
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(memories, letters, strict=True))
+
+
+def test_the_mailbox_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, params = crowd(40, seed=11)
+    answers = []
+    for used in (True, False):
+        if not used:
+            monkeypatch.setattr(step_graph, "load_mailbox", lambda most, device: None)
+        how: dict[str, Any] = {"num_pages": 2048, "max_seq_len_override": 512, "page_size": 1}
+        with LLM(device=DEVICE, dtype="bfloat16", **how) as llm:
+            graph = llm.scheduler.engine.graph
+            assert graph is not None and (graph.mailbox is not None) == used
+            answers.append([out["token_ids"] for out in llm.generate(prompts, params)])
+            if graph.mailbox is not None:
+                synchronize()
+                assert int(graph.mailbox.turn) == graph.mailbox.steps > graph.replays > 10
     assert answers[0] == answers[1]
 
 
