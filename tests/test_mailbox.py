@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from minisgl.engine import step_graph
 from minisgl.engine.mailbox import DEPTH, Mailbox
 from minisgl.engine.sampler import SampleOutput
 from minisgl.engine.step import PACKED, Answer, ForwardOutput
 from minisgl.kernels.mailbox import close_step, open_step
+from minisgl.kvcache.page_table import TableManager
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the same on a GPU")
 CPU = torch.device("cpu")
@@ -126,3 +129,17 @@ def test_an_output_gives_the_ids_of_real_requests_only() -> None:
     assert output.wait().ids == [5, 6]
     place[:] = 9  # the next step but one writes there
     assert output.wait().ids == [5, 6]
+
+
+def test_only_backends_without_a_plan_get_a_mailbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan reads the rows of a batch before its graph starts, so a copy must bring them."""
+    asked: list[int] = []
+    monkeypatch.setattr(step_graph, "load_mailbox", lambda most, device: asked.append(most))
+    tables = TableManager(num_rows=4, max_len=12, page_size=4, dummy_page=9, device="cpu")
+    for plan_free, want in ((False, []), (True, [8])):
+        step_graph.StepGraphs(
+            draw=lambda logits, keys, temperature: logits.argmax(-1),
+            forward=lambda fb: torch.zeros(1), backend=SimpleNamespace(plan_free=plan_free),
+            tables=tables, sizes=(4, 8), device="cpu", vocab_size=50,
+        )  # fmt: skip
+        assert asked == want

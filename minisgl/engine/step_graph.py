@@ -73,7 +73,8 @@ class StepGraphs(GraphRunner):
         self.memory = torch.zeros(len(PACKED) * most, dtype=torch.int64, device=self.device)
         self.next_ids = torch.zeros(most, dtype=torch.int64, device=self.device)
         self.staging = Staging(self.device)
-        self.mailbox = load_mailbox(most, self.device)
+        plan_free = getattr(self.backend, "plan_free", False)  # others read rows before the graph
+        self.mailbox = load_mailbox(most, self.device) if plan_free else None
         self.answer: Answer | None = None  # of the last step, if there is a mailbox
 
     def run_step(self, fb: ForwardBatch, static: StepBuffers) -> None:
