@@ -434,6 +434,26 @@ def test_prepared_arrays_cover_every_row() -> None:
     assert [group.rows.tolist() for group in groups] == [[0, 3, 5], [1], [2], [4]]
 
 
+@given(batches=st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=4), min_size=1))
+def test_what_is_known_of_a_batch_is_used_for_that_batch_alone(batches: list[list[int]]) -> None:
+    """Any order of batches, the same one again or another of its size: as a fresh sampler does."""
+    kinds: list[dict[str, float]] = [
+        {}, {"temperature": 1.0}, {"temperature": 0.5, "seed": 3}, {"temperature": 1.0, "top_k": 2},
+        {"logprobs": 1}, {"temperature": 1.0, "top_p": 0.5}, {"temperature": 0.5, "seed": 4}, {},
+    ]  # fmt: skip
+    reqs = [make_req(uid, **kind) for uid, kind in enumerate(kinds)]
+    sampler = Sampler(50, "cpu", seed=9)
+    for position, batch in enumerate(batches):
+        chosen = [reqs[index] for index in batch]
+        for req in chosen:
+            req.device_len = 5 + position
+        got, want = sampler.prepare(chosen), Sampler(50, "cpu", seed=9).prepare(chosen)
+        assert (got is None) == (want is None)
+        if got is not None and want is not None:
+            for name, value in vars(want).items():
+                assert np.array_equal(getattr(got, name), value), name
+
+
 def test_the_table_of_parameters_stays_small_and_forgets_nothing_it_needs() -> None:
     """Objects come and go, and Python gives their ids to others: numbers must not be mixed up."""
     sampler = Sampler(50, "cpu")

@@ -121,11 +121,13 @@ def prefetch(pointers):
 def rows_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, M, N, K, part,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
-    SWAP: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    SWAP: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out[split] [M, N] = x[:, part of K] w[:, part of K]^T; grid (N / BN, M / BM, splits).
 
     SWAP computes the transpose, so that the many weight rows stand where the tensor core wants 64.
+    EVEN says that BM divides M: then no load of the loop asks which rows are real.
     """
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -136,7 +138,8 @@ def rows_kernel(
         lines = split * part + tl.arange(0, AHEAD) * 64
         prefetch(w_ptr + cols[:, None].to(tl.int64) * K + lines[None, :])
         gdc_wait()
-    x_ptr += tl.minimum(rows, M - 1)[:, None].to(tl.int64) * K + ks[None, :]  # no mask in the loop
+    real = rows[:, None] < M
+    x_ptr += rows[:, None].to(tl.int64) * K + ks[None, :]
     w_ptr += cols[:, None].to(tl.int64) * K + ks[None, :]
     if SWAP:
         y = tl.zeros([BN, BM], tl.float32)
@@ -145,7 +148,7 @@ def rows_kernel(
         y = tl.zeros([BM, BN], tl.float32)
         up = tl.zeros([BM, BN], tl.float32)
     for k in tl.range(0, part, BK, num_stages=STAGES):
-        x = tl.load(x_ptr + k)
+        x = tl.load(x_ptr + k) if EVEN else tl.load(x_ptr + k, mask=real, other=0.0)
         w = tl.load(w_ptr + k)
         y = tl.dot(w, tl.trans(x), y) if SWAP else tl.dot(x, tl.trans(w), y)
         if GATED:
@@ -158,7 +161,7 @@ def rows_kernel(
     if GATED:
         y = y * tl.sigmoid(y) * up
     place = (split * M + rows[:, None]).to(tl.int64) * N + cols[None, :]
-    tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=rows[:, None] < M)
+    tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=real)
 
 
 @dataclass(frozen=True)
@@ -223,7 +226,7 @@ def launch_rows(
     rows_kernel[(n // cut.bn, triton.cdiv(m, cut.bm), cut.splits)](
         x, weight, x if bias is None else bias, out, m, n, k, part,
         BM=cut.bm, BN=cut.bn, BK=cut.bk, GATED=gated, BIAS=bias is not None, SWAP=cut.swap,
-        AHEAD=min(8, 1 << (part // 64).bit_length() - 1), STAGES=cut.stages,
+        EVEN=m % cut.bm == 0, AHEAD=min(8, 1 << (part // 64).bit_length() - 1), STAGES=cut.stages,
         num_warps=cut.warps, **launch_options(x),
     )  # fmt: skip
 

@@ -6,7 +6,8 @@ from tests.mutations import Mutation
 
 MEMORY, STEP, ENGINE = "minisgl.engine.memory", "minisgl.engine.step", "minisgl.engine.engine"
 STEP_GRAPH = "minisgl.engine.step_graph"
-TESTS = "tests/test_engine.py::"
+MAILBOX = "minisgl.engine.mailbox"
+TESTS, BOX = "tests/test_engine.py::", "tests/test_mailbox.py::"
 
 MUTATIONS = [
     Mutation(
@@ -91,8 +92,8 @@ MUTATIONS = [
     Mutation(
         "step_samples_in_mid_prompt",
         STEP,
-        "if not req.is_chunked]",
-        "if True]",
+        "np.flatnonzero([not req.is_chunked for req in batch.reqs])",
+        "np.arange(batch.size)",
         TESTS + "test_pitfall_07_chunks_end_in_the_same_token",
     ),
     Mutation(
@@ -112,8 +113,8 @@ MUTATIONS = [
     Mutation(
         "step_layout_is_a_view",
         STEP,
-        "device = np.fromiter((req.device_len for req in reqs), np.int32, count)",
-        "device = np.fromiter((req.device_len + 1 for req in reqs), np.int32, count)",
+        "    return row, cached, device\n",
+        "    return row, cached, device + 1\n",
         TESTS + "test_layout_equals_the_slow_way",
     ),
     Mutation(
@@ -203,14 +204,14 @@ MUTATIONS = [
     Mutation(
         "step_graph_copies_its_input_once",
         STEP_GRAPH,
-        "        self.staging.send(packed, self.memory[: packed.size])\n",
-        "",
+        "            self.staging.send(packed, self.memory[: packed.size])\n",
+        "            pass\n",
         TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
     ),
     Mutation(
         "step_graph_scatters_nothing",
         STEP_GRAPH,
-        "        tokens.index_copy_(0, static.scatter, drawn)\n",
+        "            tokens.index_copy_(0, static.scatter, drawn)\n",
         "",
         TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
     ),
@@ -255,5 +256,40 @@ MUTATIONS = [
         "row = engine.tables.dummy_row",
         "row = 0",
         TESTS + "test_trial_prefill_touches_only_the_dummy_page",
+    ),
+    Mutation(
+        "mailbox_writes_over_a_letter_that_nobody_read",
+        MAILBOX,
+        "            before.take()\n",
+        "            pass\n",
+        BOX + "test_no_letter_and_no_answer_is_lost",
+    ),
+    Mutation(
+        "mailbox_answers_are_read_where_another_step_wrote",
+        STEP,
+        "        if self.ids is None:\n",
+        "        if True:\n",
+        BOX + "test_no_letter_and_no_answer_is_lost",
+    ),
+    Mutation(
+        "mailbox_turn_stands_still",
+        "minisgl.kernels.mailbox",
+        "tl.store(turn_ptr, turn + 1)",
+        "tl.store(turn_ptr, turn)",
+        BOX + "test_no_letter_and_no_answer_is_lost",
+    ),
+    Mutation(
+        "mailbox_answers_stay_in_the_first_slot",
+        "minisgl.kernels.mailbox",
+        "outbox_ptr + (turn % DEPTH) * ANSWER + lane",
+        "outbox_ptr + lane",
+        BOX + "test_a_step_reads_and_writes_its_slot_alone",
+    ),
+    Mutation(
+        "mailbox_for_a_backend_that_plans",
+        STEP_GRAPH,
+        "if plan_free else None",
+        "if True else None",
+        BOX + "test_only_backends_without_a_plan_get_a_mailbox",
     ),
 ]

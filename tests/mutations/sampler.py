@@ -21,6 +21,13 @@ MUTATIONS = [
         TESTS + "test_pitfall_15_a_draw_depends_on_its_request_alone",
     ),
     Mutation(
+        "sampler_takes_a_batch_of_the_same_size_for_the_same",
+        SAMPLER,
+        "if self.known.reqs != same:",
+        "if len(self.known.reqs) != len(same):",
+        TESTS + "test_what_is_known_of_a_batch_is_used_for_that_batch_alone",
+    ),
+    Mutation(
         "sampler_counts_what_the_host_knows",
         SAMPLER,
         'attrgetter("device_len")',
