@@ -203,27 +203,32 @@ class Scratch:
         self.done = torch.zeros(max_places, dtype=torch.int32, device=device)
 
 
+# (TILE, warps, stages) for heads of 128 in 16 bits, and how many such programs an H200 runs at once
+TILES = ((128, 4, 2), 396), ((64, 2, 2), 528), ((32, 1, 6), 792), ((32, 1, 4), 1056)
+
+
 def splits_of(batch_size: int, num_kv_heads: int) -> tuple[int, int]:
     """Into how many parts to cut keys at most, and the least length of a part, in tokens.
 
-    Few requests are cut until the GPU is full, and up to 384 programs at least in two; more of them
-    only where one request is very long.
+    Few requests are cut until the GPU is full, and at least in two while one wave of the largest
+    tiles holds them; more of them only where one request is very long.
     """
     programs = batch_size * num_kv_heads
-    if programs > 384:
+    if programs > TILES[0][1]:
         return 2, 2048
     return max(2, min(16, triton.next_power_of_2(triton.cdiv(256, programs)))), 1
 
 
 def tile_of(batch_size: int, num_kv_heads: int, head_dim: int, itemsize: int) -> tuple[int, ...]:
-    """(TILE, warps, stages): best of those tried on an H200, for heads of 128 in 16 bits."""
+    """(TILE, warps, stages): whose one or two waves are the fullest; of equals the largest tile."""
     programs = batch_size * num_kv_heads
-    if programs <= 384 or 512 < programs <= 768:
-        tile, warps, stages = 128, 4, 2
-    elif programs <= 1024:
-        tile, warps, stages = 64, 2, 2
-    else:
-        tile, warps, stages = (32, 1, 6) if programs <= 1536 else (32, 1, 4)
+    room = [
+        (waves * at_once, -shape[0], shape)
+        for shape, at_once in TILES
+        for waves in (1, 2)
+        if programs <= waves * at_once
+    ]
+    tile, warps, stages = min(room)[-1] if room else TILES[-1][0]
     return max(16, tile * 256 // max(256, head_dim * itemsize)), warps, stages
 
 
