@@ -13,7 +13,7 @@ from tests.fused_cases import check_decode, check_model, close, small_model
 
 pytest.importorskip("triton")
 from minisgl.kernels import linear as kernels
-from minisgl.kernels.decode_attention import splits_of, tile_of
+from minisgl.kernels.decode_attention import TILES, splits_of, tile_of
 from minisgl.kernels.embedding import embed
 from minisgl.kernels.norm import add_norm
 
@@ -110,9 +110,21 @@ def test_decode_of_one_long_request() -> None:
 
 def test_few_requests_are_cut_until_the_gpu_is_full() -> None:
     assert splits_of(1, 8) == (16, 1) and splits_of(8, 8) == (4, 1) and splits_of(16, 8) == (2, 1)
-    assert splits_of(32, 8) == splits_of(48, 8) == (2, 1)
-    assert splits_of(49, 8) == splits_of(256, 8) == (2, 2048)
+    assert splits_of(32, 8) == splits_of(49, 8) == (2, 1)
+    assert splits_of(50, 8) == splits_of(256, 8) == (2, 2048)
     assert tile_of(1, 8, 128, 4)[0] < tile_of(1, 8, 128, 2)[0]
+
+
+def test_tiles_have_the_least_room_in_one_wave_or_two() -> None:
+    chosen = {size: tile_of(size, 8, 128, 2) for size in (1, 2, 4, *range(8, 408, 8))}
+    few, some, many, most = (shape for shape, _ in TILES)
+    spans = [
+        (1, 24, few), (32, 32, some), (40, 48, few), (56, 64, some), (72, 96, few),
+        (104, 128, some), (136, 192, many), (200, 400, most),
+    ]  # fmt: skip
+    for first, last, shape in spans:
+        found = {tile for size, tile in chosen.items() if first <= size <= last}
+        assert found == {shape}, (first, last)
 
 
 @pytest.fixture

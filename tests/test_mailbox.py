@@ -98,6 +98,40 @@ def test_no_letter_and_no_answer_is_lost(sizes: list[int], asked: set[int]) -> N
     assert all(torch.equal(a, torch.from_numpy(b)) for a, b in zip(late.read, letters, strict=True))
 
 
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+@pytest.mark.parametrize("where", ["before it is counted", "while it is counted"])
+def test_an_interrupted_launch_does_not_shift_the_slots(steps: int, ran: bool, where: str) -> None:
+    """Ctrl-C behind a letter: whether its step was launched or not, the next ones are right."""
+    box, tokens = Mailbox(FIELDS, 4, CPU), torch.arange(1000, 1008)
+    late = Late(box, tokens)
+
+    def full_step(size: int, seed: int) -> None:
+        packed = letter(size, seed, 4)
+        want = tokens[packed[0]] + 1
+        box.post(packed)
+        late.step(size)
+        assert box.launched(size).take() == want.tolist()
+        assert torch.equal(late.read[-1], torch.from_numpy(packed))
+
+    def interrupt(device: torch.device) -> None:
+        raise KeyboardInterrupt
+
+    for number in range(steps):
+        full_step(1 + number, number)
+    box.post(letter(3, 99, 4))
+    if ran:
+        late.step(3)
+    if where == "while it is counted":
+        box.mark, mark = interrupt, box.mark
+        with pytest.raises(KeyboardInterrupt):
+            box.launched(3)
+        box.mark = mark
+    for number in range(4):
+        full_step(4 - number, 50 + number)
+    assert int(box.turn) == box.steps == steps + ran + 4
+
+
 def test_a_step_reads_and_writes_its_slot_alone() -> None:
     inbox, turn = torch.arange(2 * FIELDS * 4).view(2, -1), torch.tensor([3])
     tokens, memory = torch.arange(100, 200), torch.full((FIELDS, 3), -1)

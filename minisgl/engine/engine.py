@@ -105,7 +105,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, fi: ForwardInput) -> ForwardOutput:
-        """Start one step: gather, forward, sample, scatter, copy back. Waits for nothing."""
+        """Start one step: gather, forward, sample, scatter, and send the ids to the host."""
         with self.on_stream():
             self.tables.flush()
             if fi.packed is not None and self.graph is not None:

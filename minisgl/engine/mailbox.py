@@ -35,14 +35,18 @@ class Mailbox:
         self.letters, self.places = self.inbox.numpy(), self.outbox.numpy()
         self.answers: list[Answer | None] = [None] * DEPTH
         self.steps = 0  # launched so far: what `turn` will be once they have ended
+        self.unsure = False  # between a letter and the word that its step was launched
 
     def post(self, packed: NDArray[np.int64]) -> None:
         """Write the letter of the next step, once its slot is free."""
+        if self.unsure:
+            self.ask()
         slot = self.steps % DEPTH
         before = self.answers[slot]
         if before is not None:
             before.take()
         self.letters[slot, : packed.size] = packed.reshape(-1)
+        self.unsure = True
 
     def launched(self, size: int) -> Answer:
         """Say that the step was launched; where its `size` ids will be."""
@@ -50,7 +54,18 @@ class Mailbox:
         answer = Answer(self.places[slot, :size], self.mark(self.device))
         self.answers[slot] = answer
         self.steps += 1
+        self.unsure = False
         return answer
+
+    def ask(self) -> None:
+        """Take all answers and the count of steps from the device, which has run all it was given.
+
+        For after an interruption: nobody knows whether the step of the last letter was launched.
+        """
+        for answer in self.answers:
+            if answer is not None:
+                answer.take()
+        self.steps = int(self.turn)  # waits for the current stream
 
     def open(self, memory: Tensor, tokens: Tensor) -> Tensor:
         """Inside a step: fill memory [fields, size] from the letter; its input tokens, [size]."""

@@ -286,11 +286,11 @@ def row_groups(args: SamplingArgs, vocab_size: int) -> list[RowGroup]:
 
 
 class Known(NamedTuple):
-    """What stays as it is while the batch does; the parameters of a request never change."""
+    """What stays as it is while the batch does; nobody changes the parameters of a request."""
 
     reqs: list[Req]
-    streams: NDArray[np.uint64]  # [bs]
-    args: SamplingArgs | None  # the keys in it are of no use; None: all are greedy
+    streams: NDArray[np.uint64]  # [bs], or none if no keys are wanted
+    args: SamplingArgs | None  # its keys are placeholders; None: all greedy without logprobs
 
 
 def load_kernels() -> Callable[..., Tensor] | None:
@@ -326,11 +326,11 @@ class Sampler:
         """What `prepare` needs to know of these requests, whatever their positions."""
         rows = self.params.rows(reqs)
         width, num_top = rows["width"].copy(), rows["num_top"]
-        uids = np.array(list(map(get_uid, reqs)), np.int64)
-        seeds = np.where(rows["seeded"], rows["seed"], engine_seeds(self.seed, uids))
         asked = np.flatnonzero(num_top >= 0)
         if len(asked) == 0 and (width < 0).all():
-            return Known(reqs, streams(seeds), None)
+            return Known(reqs, np.empty(0, np.uint64), None)
+        uids = np.array(list(map(get_uid, reqs)), np.int64)
+        seeds = np.where(rows["seeded"], rows["seed"], engine_seeds(self.seed, uids))
         args = SamplingArgs(
             keys=np.zeros((2, len(reqs)), np.int32),
             temperature=rows["temperature"].copy(),

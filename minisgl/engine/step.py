@@ -154,7 +154,7 @@ def mark(device: torch.device) -> Event | None:
 
 
 class Answer:
-    """The ids of a step: in host memory once its event has happened, and ours once taken."""
+    """Where the ids of a step will be on the host; `take` waits for them and keeps a copy."""
 
     def __init__(self, place: NDArray[np.int64], event: Event | None) -> None:
         self.place, self.event = place, event
@@ -173,7 +173,7 @@ class ForwardOutput:
     """A step that was started: its tokens on the device now, on the host once `wait` returns."""
 
     def __init__(self, out: SampleOutput, answer: Answer | None = None) -> None:
-        """`answer`: a recorded step brings its ids to the host by itself, the first are ours."""
+        """`answer`: where a recorded step leaves its ids, padding included; the first are ours."""
         self.next_ids, self.answer = out.next_ids, answer
         parts = (out.next_ids, out.logprobs, out.top_ids, out.top_logprobs)
         copied = () if answer is not None else parts

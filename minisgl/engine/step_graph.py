@@ -30,7 +30,7 @@ Draw = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits, keys, temperature t
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """The static tensors of one recorded size, views of one memory: one copy fills them all."""
+    """The static tensors of one recorded size, views of one memory, which is filled in one go."""
 
     memory: Tensor  # int64 [7, size]
     gather: Tensor  # int64 [size], as the next four

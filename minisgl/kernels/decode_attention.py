@@ -220,8 +220,9 @@ def splits_of(batch_size: int, num_kv_heads: int) -> tuple[int, int]:
 
 
 def tile_of(batch_size: int, num_kv_heads: int, head_dim: int, itemsize: int) -> tuple[int, ...]:
-    """(TILE, warps, stages): whose one or two waves are the fullest; of equals the largest tile."""
-    programs = batch_size * num_kv_heads
+    """(TILE, warps, stages) with the least room for all programs in one wave or two."""
+    parts, shortest = splits_of(batch_size, num_kv_heads)
+    programs = batch_size * num_kv_heads * (parts if shortest == 1 else 1)  # else hardly any is cut
     room = [
         (waves * at_once, -shape[0], shape)
         for shape, at_once in TILES

@@ -22,6 +22,7 @@ from minisgl.config import EngineConfig
 from minisgl.core import Batch, Phase, Req
 from minisgl.engine import step_graph
 from minisgl.engine.engine import Engine, build_engine, tensor_bytes
+from minisgl.engine.graph import CapturedStep
 from minisgl.engine.memory import GIB
 from minisgl.engine.step import ForwardInput, build_forward_input
 from minisgl.scheduler import scheduler as scheduler_module
@@ -450,6 +451,40 @@ def test_the_mailbox_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
                 synchronize()
                 assert int(graph.mailbox.turn) == graph.mailbox.steps > graph.replays > 10
     assert answers[0] == answers[1]
+
+
+class Interrupted:
+    """A graph whose third replay is interrupted, before or after the launch."""
+
+    def __init__(self, graph: Any, launched: bool) -> None:
+        self.graph, self.launched, self.count = graph, launched, 0
+
+    def replay(self) -> None:
+        self.count += 1
+        if self.count != 3 or self.launched:
+            self.graph.replay()
+        if self.count == 3:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_an_interrupted_launch_harms_no_later_answer(launched: bool) -> None:
+    prompts, params = crowd(12, seed=21)
+    with LLM(device=DEVICE, dtype="float32", num_pages=2048, max_seq_len_override=512) as llm:
+        want = [out["token_ids"] for out in llm.generate(prompts, params)]
+        graph = llm.scheduler.engine.graph
+        assert graph is not None and graph.mailbox is not None
+        plain = dict(graph.steps)
+        for size, step in plain.items():
+            broken: Any = Interrupted(step.graph, launched)
+            graph.steps[size] = CapturedStep(broken, step.plan)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, params)
+        graph.steps.update(plain)
+        for _ in range(2):
+            assert [out["token_ids"] for out in llm.generate(prompts, params)] == want
+        synchronize()
+        assert int(graph.mailbox.turn) == graph.mailbox.steps
 
 
 def test_seeds_reproduce_between_batch_sizes() -> None:

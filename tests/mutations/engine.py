@@ -272,6 +272,13 @@ MUTATIONS = [
         BOX + "test_no_letter_and_no_answer_is_lost",
     ),
     Mutation(
+        "mailbox_trusts_its_count_after_an_interruption",
+        MAILBOX,
+        "        self.steps = int(self.turn)  # waits for the current stream\n",
+        "",
+        BOX + "test_an_interrupted_launch_does_not_shift_the_slots",
+    ),
+    Mutation(
         "mailbox_turn_stands_still",
         "minisgl.kernels.mailbox",
         "tl.store(turn_ptr, turn + 1)",
