@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.engine.staging import Event
-from minisgl.engine.step import Answer, mark
+from minisgl.attention.staging import Event, mark
+from minisgl.engine.step import Answer
 from minisgl.kernels.mailbox import close_step, open_step
 
 DEPTH = 2  # a step that runs, and one that waits behind it

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.attention.metadata import AttentionMetadata, build_metadata
+from minisgl.attention.staging import Event, mark
 from minisgl.core import Batch, IntArray, Phase, Req
 from minisgl.engine.sampler import SampleOutput, Sampler, SamplingArgs
-from minisgl.engine.staging import Event
 from minisgl.kvcache.page_table import TableManager
 
 
@@ -142,15 +142,6 @@ def to_host(part: Tensor) -> Tensor:
         return part.clone()  # a recorded step leaves its result where the next one writes
     host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
     return host.copy_(part, non_blocking=True)
-
-
-def mark(device: torch.device) -> Event | None:
-    """An event behind all that the current stream has been given; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
 
 
 class Answer:
