@@ -6,8 +6,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -243,6 +244,38 @@ def test_a_failure_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPat
     assert not llm.scheduler.reqs
     llm.scheduler.cache.check_integrity()
     assert len(llm.generate("hello", GREEDY)[0]["token_ids"]) == 8
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_an_interrupted_launch_harms_no_later_answer(folder: Path, launched: bool) -> None:
+    """Ctrl-C around the launch of a recorded step: pages come home, the next answers are right."""
+
+    class Interrupted:
+        def __init__(self, graph: Any) -> None:
+            self.graph = graph
+
+        def replay(self) -> None:
+            calls.append(1)
+            if len(calls) != 3 or launched:
+                self.graph.replay()
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+
+    calls: list[int] = []
+    prompts, params = ["hello", "there", "you"], SamplingParams(max_tokens=12, ignore_eos=True)
+    with LLM(folder, page_size=4, device="cpu", cuda_graph_bs=(2, 4), num_pages=64) as llm:
+        want = [out["token_ids"] for out in llm.generate(prompts, params)]
+        graph = llm.scheduler.engine.graph
+        assert graph is not None and graph.replays > 3
+        plain = dict(graph.steps)
+        for size, step in plain.items():
+            graph.steps[size] = replace(step, graph=cast(Any, Interrupted(step.graph)))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, params)
+        graph.steps.update(plain)
+        assert not llm.scheduler.reqs
+        llm.scheduler.cache.check_integrity()
+        assert [out["token_ids"] for out in llm.generate(prompts, params)] == want
 
 
 def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:

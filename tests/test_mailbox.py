@@ -1,4 +1,4 @@
-"""The mailbox of recorded steps: letters and answers in host memory, in the interpreter."""
+"""The mailbox of recorded steps: letters and deliveries in host memory, in the interpreter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from minisgl.engine import step_graph
 from minisgl.engine.mailbox import DEPTH, Mailbox
 from minisgl.engine.sampler import SampleOutput
-from minisgl.engine.step import PACKED, Answer, ForwardOutput
+from minisgl.engine.step import PACKED, Delivery, ForwardOutput
 from minisgl.kernels.mailbox import close_step, open_step
 from minisgl.kvcache.page_table import TableManager
 
@@ -75,25 +75,25 @@ def letter(size: int, seed: int, most: int) -> NDArray[np.int64]:
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=12),
     asked=st.sets(st.integers(0, 11)),
 )
-def test_no_letter_and_no_answer_is_lost(sizes: list[int], asked: set[int]) -> None:
+def test_no_letter_and_no_delivery_is_lost(sizes: list[int], asked: set[int]) -> None:
     most, tokens = 5, torch.arange(1000, 1010)
     late = Late(Mailbox(FIELDS, most, CPU), tokens)
     late.box.mark = lambda device: EndOf(late, len(late.sizes) - 1)
-    want_tokens, want, letters, answers = tokens.clone(), [], [], []
+    want_tokens, want, letters, deliveries = tokens.clone(), [], [], []
     for number, size in enumerate(sizes):
         packed = letter(size, number, most)
         late.box.post(packed)
         late.sizes.append(size)
         letters.append(packed.copy())
-        answers.append(late.box.launched(size))
+        deliveries.append(late.box.launched(size))
         packed[:] = 0  # the host's own array is free at once
         drawn = want_tokens[letters[-1][0]] + 1
         want_tokens[letters[-1][1]] = drawn
         want.append(drawn.tolist())
         assert late.done >= number + 1 - DEPTH, "a slot was written before its step had ended"
         if number in asked:
-            assert answers[number].take() == want[number]
-    assert [answer.take() for answer in answers] == want
+            assert deliveries[number].take() == want[number]
+    assert [delivery.take() for delivery in deliveries] == want
     assert torch.equal(tokens, want_tokens) and int(late.box.turn) == len(sizes)
     assert all(torch.equal(a, torch.from_numpy(b)) for a, b in zip(late.read, letters, strict=True))
 
@@ -159,7 +159,7 @@ def test_a_step_of_one_and_of_the_largest_size() -> None:
 
 def test_an_output_gives_the_ids_of_real_requests_only() -> None:
     place = np.array([5, 6, 0, 0])
-    output = ForwardOutput(SampleOutput(torch.tensor([5, 6])), Answer(place, None))
+    output = ForwardOutput(SampleOutput(torch.tensor([5, 6])), Delivery(place, None))
     assert output.wait().ids == [5, 6]
     place[:] = 9  # the next step but one writes there
     assert output.wait().ids == [5, 6]

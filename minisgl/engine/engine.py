@@ -141,7 +141,7 @@ class Engine:
         size, count = fi.packed.shape[1], len(fi.sampled)
         ids = graph.step(fi.packed, fi.meta)[:count]
         if fi.sampling is None or fi.sampling.simple:
-            return ForwardOutput(SampleOutput(ids), graph.answer)
+            return ForwardOutput(SampleOutput(ids), graph.delivery)
         assert graph.logits is not None
         out = self.sampler.sample(graph.logits[:count], fi.sampling)
         tokens = self.tables.token_pool.view(-1)

@@ -13,27 +13,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.attention.staging import Event, mark
-from minisgl.engine.step import Answer
+from minisgl.engine.step import Delivery
 from minisgl.kernels.mailbox import close_step, open_step
 
 DEPTH = 2  # a step that runs, and one that waits behind it
 
 
 class Mailbox:
-    """Letters to recorded steps, and their answers; one of each for every slot."""
+    """Letters to recorded steps, and their deliveries; one of each for every slot."""
 
     def __init__(
         self, fields: int, most: int, device: torch.device,
         mark: Callable[[torch.device], Event | None] = mark,
     ) -> None:  # fmt: skip
-        """Letters of up to `fields * most` integers, answers of up to `most`."""
+        """Letters of up to `fields * most` integers, deliveries of up to `most`."""
         self.device, self.mark = device, mark
         pin = device.type == "cuda"
         self.inbox = torch.zeros(DEPTH, fields * most, dtype=torch.int64, pin_memory=pin)
         self.outbox = torch.zeros(DEPTH, most, dtype=torch.int64, pin_memory=pin)
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
         self.letters, self.places = self.inbox.numpy(), self.outbox.numpy()
-        self.answers: list[Answer | None] = [None] * DEPTH
+        self.deliveries: list[Delivery | None] = [None] * DEPTH
         self.steps = 0  # launched so far: what `turn` will be once they have ended
         self.unsure = False  # between a letter and the word that its step was launched
 
@@ -42,29 +42,29 @@ class Mailbox:
         if self.unsure:
             self.ask()
         slot = self.steps % DEPTH
-        before = self.answers[slot]
+        before = self.deliveries[slot]
         if before is not None:
             before.take()
         self.letters[slot, : packed.size] = packed.reshape(-1)
         self.unsure = True
 
-    def launched(self, size: int) -> Answer:
+    def launched(self, size: int) -> Delivery:
         """Say that the step was launched; where its `size` ids will be."""
         slot = self.steps % DEPTH
-        answer = Answer(self.places[slot, :size], self.mark(self.device))
-        self.answers[slot] = answer
+        delivery = Delivery(self.places[slot, :size], self.mark(self.device))
+        self.deliveries[slot] = delivery
         self.steps += 1
         self.unsure = False
-        return answer
+        return delivery
 
     def ask(self) -> None:
-        """Take all answers and the count of steps from the device, which has run all it was given.
+        """Wait for the device, take all deliveries, and take over its count of steps.
 
         For after an interruption: nobody knows whether the step of the last letter was launched.
         """
-        for answer in self.answers:
-            if answer is not None:
-                answer.take()
+        for delivery in self.deliveries:
+            if delivery is not None:
+                delivery.take()
         self.steps = int(self.turn)  # waits for the current stream
 
     def open(self, memory: Tensor, tokens: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ def to_host(part: Tensor) -> Tensor:
     return host.copy_(part, non_blocking=True)
 
 
-class Answer:
+class Delivery:
     """Where the ids of a step will be on the host; `take` waits for them and keeps a copy."""
 
     def __init__(self, place: NDArray[np.int64], event: Event | None) -> None:
@@ -163,18 +163,18 @@ class Answer:
 class ForwardOutput:
     """A step that was started: its tokens on the device now, on the host once `wait` returns."""
 
-    def __init__(self, out: SampleOutput, answer: Answer | None = None) -> None:
-        """`answer`: where a recorded step leaves its ids, padding included; the first are ours."""
-        self.next_ids, self.answer = out.next_ids, answer
+    def __init__(self, out: SampleOutput, delivery: Delivery | None = None) -> None:
+        """`delivery`: where a recorded step leaves its ids, then those of padding."""
+        self.next_ids, self.delivery = out.next_ids, delivery
         parts = (out.next_ids, out.logprobs, out.top_ids, out.top_logprobs)
-        copied = () if answer is not None else parts
+        copied = () if delivery is not None else parts
         self._host = [None if part is None else to_host(part) for part in copied]
         self._event = mark(out.next_ids.device) if copied else None
 
     def wait(self) -> SampledTokens:
         """Block until the tokens are on the host."""
-        if self.answer is not None:
-            return SampledTokens(self.answer.take()[: len(self.next_ids)])
+        if self.delivery is not None:
+            return SampledTokens(self.delivery.take()[: len(self.next_ids)])
         if self._event is not None:
             self._event.synchronize()
         ids, *rest = [None if part is None else part.tolist() for part in self._host]

@@ -19,7 +19,7 @@ from minisgl.attention.metadata import AttentionMetadata
 from minisgl.core import Phase
 from minisgl.engine.graph import CapturedStep, GraphRunner, capturing, dummy_metadata, new_graph
 from minisgl.engine.staging import Staging
-from minisgl.engine.step import PACKED, Answer, pack
+from minisgl.engine.step import PACKED, Delivery, pack
 
 if TYPE_CHECKING:
     from minisgl.engine.mailbox import Mailbox
@@ -75,7 +75,7 @@ class StepGraphs(GraphRunner):
         self.staging = Staging(self.device)
         plan_free = getattr(self.backend, "plan_free", False)  # others read rows before the graph
         self.mailbox = load_mailbox(most, self.device) if plan_free else None
-        self.answer: Answer | None = None  # of the last step, if there is a mailbox
+        self.delivery: Delivery | None = None  # of the last step, if there is a mailbox
 
     def run_step(self, fb: ForwardBatch, static: StepBuffers) -> None:
         """What a graph holds: from the token pool to the token pool."""
@@ -104,7 +104,7 @@ class StepGraphs(GraphRunner):
     def launched(self, size: int) -> None:
         """Note that a step of this size was started."""
         if self.mailbox is not None:
-            self.answer = self.mailbox.launched(size)
+            self.delivery = self.mailbox.launched(size)
 
     def dummy_step(self, size: int) -> NDArray[np.int64]:
         """A step of `size` dummy requests, packed."""

@@ -27,7 +27,7 @@ def open_kernel(inbox_ptr, turn_ptr, tokens_ptr, memory_ptr, ids_ptr, LETTER, si
 
 
 @triton.jit(do_not_specialize=["size"])
-def close_kernel(drawn_ptr, scatter_ptr, tokens_ptr, ids_ptr, outbox_ptr, turn_ptr, ANSWER, size,
+def close_kernel(drawn_ptr, scatter_ptr, tokens_ptr, ids_ptr, outbox_ptr, turn_ptr, MOST, size,
                  DEPTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """The drawn ids to the token pool, to a place on the device and to the host; the next turn."""
     lane = tl.arange(0, BLOCK)
@@ -36,7 +36,7 @@ def close_kernel(drawn_ptr, scatter_ptr, tokens_ptr, ids_ptr, outbox_ptr, turn_p
     drawn = tl.load(drawn_ptr + lane, mask=inside, other=0)
     tl.store(tokens_ptr + tl.load(scatter_ptr + lane, mask=inside, other=0), drawn, mask=inside)
     tl.store(ids_ptr + lane, drawn, mask=inside)
-    tl.store(outbox_ptr + (turn % DEPTH) * ANSWER + lane, drawn, mask=inside)
+    tl.store(outbox_ptr + (turn % DEPTH) * MOST + lane, drawn, mask=inside)
     tl.debug_barrier()  # every thread has read the turn before it changes
     tl.store(turn_ptr, turn + 1)
 
