@@ -33,7 +33,8 @@ from minisgl.kernels import decode_attention
 from minisgl.scheduler.messages import UserMsg
 
 WAYS = (
-    "128-4-2 uncut", "64-2-2 uncut", "32-1-6 uncut", "32-1-4 uncut", "128-4-2 two", "64-2-2 two", "now",
+    "128-4-2 uncut", "64-2-2 uncut", "32-1-6 uncut", "32-1-4 uncut",
+    "128-4-2 two", "64-2-2 two", "now",
 )  # fmt: skip
 SPLITS = {"uncut": (2, 2048), "two": (2, 1), "four": (4, 1)}
 MOST, VOCAB = 256, 10_000
