@@ -518,12 +518,15 @@ def lines_run(call: Any) -> int:
         count += event == "line"
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # a collection runs the callbacks of whoever asked for them, such as hypothesis
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return count
 
 
