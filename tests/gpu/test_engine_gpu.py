@@ -470,7 +470,8 @@ class Interrupted:
 @pytest.mark.parametrize("launched", [False, True])
 def test_an_interrupted_launch_harms_no_later_answer(launched: bool) -> None:
     prompts, params = crowd(12, seed=21)
-    with LLM(device=DEVICE, dtype="float32", num_pages=2048, max_seq_len_override=512) as llm:
+    how: dict[str, Any] = {"num_pages": 2048, "max_seq_len_override": 512, "cache_type": "naive"}
+    with LLM(device=DEVICE, dtype="bfloat16", **how) as llm:
         want = [out["token_ids"] for out in llm.generate(prompts, params)]
         graph = llm.scheduler.engine.graph
         assert graph is not None and graph.mailbox is not None
