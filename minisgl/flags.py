@@ -44,7 +44,8 @@ def add_model_flags(group: Group, which: str) -> None:
 
 ENGINE_FLAGS = (
     Flag("--attention-backend --attn", "attention_backend",
-         "auto, torch, triton, fi, or two for prefill,decode like fi,fused", {"metavar": "NAME"}),
+         "torch, triton, fi, or two for prefill,decode like fi,fused; auto: on a GPU fi,fused "
+         "where it can be had, on a CPU torch", {"metavar": "NAME"}),
     Flag("--kernels", "kernels", "of norms, products and sums in a layer",
          {"choices": ("auto", "torch", "triton")}),
     Flag("--decode-tensor-cores", "decode_tensor_cores", "in FlashInfer's decode",
@@ -68,7 +69,9 @@ ENGINE_FLAGS = (
             word="all"),
     counted("--cuda-graph-max-bs", "cuda_graph_max_bs",
             "largest captured batch; 0: none"),
-    counted("--torch-compile-max-bs", "torch_compile_max_bs", "largest compiled batch; 0: none"),
+    counted("--torch-compile-max-bs", "torch_compile_max_bs",
+            "largest decode batch for torch.compile, in place of --kernels; 0: none; "
+            "a first start compiles for many seconds"),
     Flag("--disable-overlap", "overlap", "schedule and compute in turns",
          {"action": "store_const", "const": False}),
 )  # fmt: skip

@@ -18,6 +18,7 @@ from minisgl.attention.torch_backend import TorchBackend
 from minisgl.config import ModelConfig
 from minisgl.core import Phase
 from minisgl.distributed.comm import SingleRank
+from minisgl.kernels.rotate_store import rotate_and_store
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.base import CausalLM
@@ -93,25 +94,89 @@ class World:
         return torch.randn(*shape, generator=gen).to(self.device, self.dtype)
 
 
-def check_decode(lens: list[int], *, qo: int, kv: int, dim: int, **where: Any) -> None:
-    """The fused backend equals the torch backend, twice in a row, and stores the same."""
+EPS = 1e-6
+Norms = tuple[torch.Tensor, torch.Tensor]
+
+
+def turn(
+    x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, norm: torch.Tensor | None
+) -> torch.Tensor:
+    """x [n, heads, d], normalised if there is a norm [d], and rotated, in plain PyTorch."""
+    wide = x.float()
+    if norm is not None:
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
+        wide = (wide * scale * norm.float()).to(x.dtype).float()
+    (a, b), (cos, sin) = wide.chunk(2, -1), table[positions][:, None].chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def norms_and_table(world: World, normed: bool) -> tuple[Norms | None, torch.Tensor]:
+    """Random weights for the norms of q and k (None if not asked), and a table of angles."""
+    dim = world.pool.head_dim
+    q_norm, k_norm = (world.random(dim, seed=7 + i).abs() + 0.5 for i in range(2))
+    angles = world.random(int(world.lens.max()) + 1, dim // 2, seed=9).float() * 3
+    return ((q_norm, k_norm) if normed else None), torch.cat((angles.cos(), angles.sin()), -1)
+
+
+def check_decode(
+    lens: list[int], *, qo: int, kv: int, dim: int, turned: bool = False, normed: bool = False,
+    **where: Any,
+) -> None:  # fmt: skip
+    """The fused backend equals the torch backend, twice in a row, and stores the same.
+
+    `turned`: its kernel gets q and k as they leave their projection; `normed`: with norms, too.
+    """
     world = World(lens, kv=kv, dim=dim, qo=qo, **where)
     bs = len(lens)
     q, k, v = (world.random(bs, h, dim, seed=i) for i, h in enumerate((qo, kv, kv)))
     positions, out_loc = world.places()
+    raw: dict[str, Any] = {}
+    ready = [q, k]
+    if turned:
+        norms, table = norms_and_table(world, normed)
+        weights = norms or (None, None)
+        ready = [turn(x, positions, table, g) for x, g in zip(ready, weights, strict=True)]
+        raw = {"norms": norms, "eps": EPS, "table": table}
     before = world.pool.buffer.clone()
-    want = world.backend(TorchBackend).plan(world.meta(), out_loc).run(q, k, v, 0)
+    want = world.backend(TorchBackend).plan(world.meta(), out_loc).run(*ready, v, 0)
     stored = world.pool.buffer.clone()
     rows = torch.tensor(world.rows, dtype=torch.int64, device=world.device)
     fused = world.backend(FusedBackend)
     plan = fused.graph_plan(bs, DecodeBuffers(rows, positions, out_loc))
     for _ in range(2):
         world.pool.buffer.copy_(before)
-        got = plan.run(q, k, v, 0)
+        got = plan.decode(q, k, v, 0, **raw) if turned else plan.run(q, k, v, 0)
         close(got, want, limit_of(world.dtype))
-        assert torch.equal(world.pool.buffer, stored)
+        if turned:  # a rounding may differ
+            close(world.pool.buffer, stored, limit_of(world.dtype) / 10)
+        else:
+            assert torch.equal(world.pool.buffer, stored)
         assert int(fused.scratch.done.sum()) == 0
-    close(fused.plan(world.meta(), out_loc).attend(q, 0), want, limit_of(world.dtype))
+    close(fused.plan(world.meta(), out_loc).attend(ready[0], 0), want, limit_of(world.dtype))
+
+
+def check_rotate(
+    lens: list[int], *, qo: int, kv: int, dim: int, normed: bool, **where: Any
+) -> None:
+    """`rotate_and_store` equals plain PyTorch for all tokens of `lens`, and fills their slots."""
+    world = World(lens, kv=kv, dim=dim, qo=qo, **where)
+    norms, table = norms_and_table(world, normed)
+    positions, slots = world.places(lens)
+    qkv = world.random(len(positions), (qo + 2 * kv) * dim)
+    q, k, v = qkv.clone().view(len(qkv), -1, dim).split((qo, kv, kv), 1)
+    weights = norms or (None, None)
+    want = [turn(x, positions, table, g) for x, g in zip((q, k), weights, strict=True)]
+    free = torch.ones(world.pool.k_cache(0).shape[:2].numel(), dtype=torch.bool)
+    free[slots.cpu()] = False
+    caches = world.pool.k_cache(0), world.pool.v_cache(0)
+    before = [cache.flatten(0, 1).cpu()[free] for cache in caches]
+    got = rotate_and_store(qkv, norms, EPS, table, positions, slots, *caches, qo)
+    for one, other in zip(got[:2], want, strict=True):
+        close(one, other, limit_of(world.dtype) / 10)
+    assert torch.equal(got[2], v), "values are copied only"
+    for one, cache, kept in zip(got[1:], caches, before, strict=True):
+        assert torch.equal(cache.flatten(0, 1)[slots], one)
+        assert torch.equal(cache.flatten(0, 1).cpu()[free], kept), "other slots stay as they were"
 
 
 def small_model(

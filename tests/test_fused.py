@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fused_cases import check_decode, check_model, close, small_model
+from tests.fused_cases import check_decode, check_model, check_rotate, close, small_model
 
 pytest.importorskip("triton")
 from minisgl.kernels import linear as kernels
@@ -106,6 +106,26 @@ def test_decode_equals_the_oracle(lens: list[int], heads: tuple[int, int], page_
 
 def test_decode_of_one_long_request() -> None:
     check_decode([700], qo=4, kv=1, dim=64, page_size=16)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    lens=st.lists(st.integers(1, 90), min_size=1, max_size=4),
+    heads=st.sampled_from([(2, 2), (4, 2), (5, 1)]),
+    normed=st.booleans(),
+)
+def test_decode_turns_what_comes_raw(lens: list[int], heads: tuple[int, int], normed: bool) -> None:
+    check_decode(lens, qo=heads[0], kv=heads[1], dim=32, turned=True, normed=normed)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    lens=st.lists(st.integers(1, 12), min_size=1, max_size=3),
+    heads=st.sampled_from([(2, 2), (4, 2), (5, 1), (3, 3)]),
+    normed=st.booleans(),
+)
+def test_rotate_and_store(lens: list[int], heads: tuple[int, int], normed: bool) -> None:
+    check_rotate(lens, qo=heads[0], kv=heads[1], dim=32, normed=normed)
 
 
 def test_few_requests_are_cut_until_the_gpu_is_full() -> None:

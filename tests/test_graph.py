@@ -6,6 +6,7 @@ import json
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -316,6 +317,23 @@ def test_capture_goes_from_large_to_small_after_a_trial() -> None:
     runner.capture(progress=False)
     assert runner.backend.made == [4, 4, 2, 1]
     assert list(runner.steps) == [4, 2, 1] and runner.sizes == (1, 2, 4)
+
+
+def test_capture_shows_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, shown = toy_runner(), list[str]()
+
+    class Bar:
+        def set_postfix_str(self, text: str, refresh: bool) -> None:
+            shown.append(text)
+
+    bar: Any = Bar()
+    runner.capture_shown(bar, 1)
+    assert not shown, "a CPU has no such memory"
+    monkeypatch.setattr(runner, "capture_one", lambda size: size)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**29, 2**40))
+    runner.device = torch.device("cuda")
+    runner.capture_shown(bar, 4)
+    assert shown == ["batch 4, 1.5 GiB free"]
 
 
 def test_bucket_and_can_replay() -> None:

@@ -315,6 +315,14 @@ class GraphRunner:
             self.run_into_logits(fb)
         return CapturedStep(graph, plan)
 
+    def capture_shown(self, bar: Any, size: int) -> CapturedStep:
+        """Capture one size; on a GPU the progress bar then says how much memory is free."""
+        step = self.capture_one(size)
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            bar.set_postfix_str(f"batch {size}, {free / 2**30:.1f} GiB free", refresh=False)
+        return step
+
     @torch.inference_mode()
     def capture(self, progress: bool = True) -> None:
         """Capture all sizes, the largest first: the smaller ones then reuse its memory.
@@ -329,8 +337,8 @@ class GraphRunner:
         with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
             self.capture_one(self.sizes[-1])
             self.pool = torch.cuda.graph_pool_handle() if on_gpu else None
-            descending = tqdm(self.sizes[::-1], desc="capture", unit="graph", disable=not progress)
-            self.steps = {size: self.capture_one(size) for size in descending}
+            bar = tqdm(self.sizes[::-1], desc="capture", unit="graph", disable=not progress)
+            self.steps = {size: self.capture_shown(bar, size) for size in bar}
         if on_gpu:
             torch.cuda.synchronize(self.device)
 

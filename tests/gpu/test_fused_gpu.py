@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ pytest.importorskip("triton")
 from minisgl.kernels import linear as kernels
 from minisgl.kernels.embedding import embed
 from minisgl.kernels.norm import add_norm
-from tests.fused_cases import check_decode, check_model, close, small_model
+from tests.fused_cases import check_decode, check_model, check_rotate, close, small_model
 
 BF16 = torch.bfloat16
 WEIGHTS = [(1024, 1024), (1024, 3072), (6144, 1024), (4096, 4096), (2560, 9728), (5120, 5120)]
@@ -79,6 +80,33 @@ def test_decode(heads: tuple[int, int], dim: int, bs: int) -> None:
     lens = [1 + (i * 397) % 1500 for i in range(bs)]
     lens[0] = 5000
     check_decode(lens, qo=heads[0], kv=heads[1], dim=dim, page_size=16, device="cuda", dtype=BF16)
+
+
+@pytest.mark.parametrize("kind", ["plain", "turned", "normed"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 8])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_random_decode(dtype: torch.dtype, group: int, page_size: int, kind: str) -> None:
+    """Random ragged batches on shuffled pages; q and k come ready, or raw."""
+    for seed in range(3):
+        rng = np.random.default_rng([seed, group, page_size])
+        kv, dim = int(rng.choice([1, 2, 8])), int(rng.choice([64, 128]))
+        lens = rng.integers(1, 2500, int(rng.choice([1, 5, 33, 70]))).tolist()
+        check_decode(
+            lens, qo=kv * group, kv=kv, dim=dim, turned=kind != "plain", normed=kind == "normed",
+            page_size=page_size, device="cuda", dtype=dtype, seed=seed,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("heads", [(16, 8), (40, 8), (28, 4), (5, 1)])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_rotate_and_store(dtype: torch.dtype, heads: tuple[int, int], normed: bool) -> None:
+    for page_size, lens in ((1, [300, 1, 77]), (16, [5] * 40), (64, [1])):
+        check_rotate(
+            lens, qo=heads[0], kv=heads[1], dim=128, normed=normed, page_size=page_size,
+            device="cuda", dtype=dtype,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
