@@ -1,17 +1,25 @@
-"""Trials behind two choices of the engine, side by side in one process on one GPU.
+"""Trials behind choices of the engine, side by side in one process on one GPU.
 
-`python3 -m tests.gpu.trials cuts --out FILE` gives the time of a decode step for each batch size
-and each way to cut decode attention; `... mailbox --out FILE` the time per token, the host's work
-and the device's idle share with and without the mailbox of recorded steps.
+`python3 -m tests.gpu.trials TRIAL --out FILE`, where TRIAL is one of
+  cuts      the time of a decode step for each batch size and each way to cut decode attention
+  backends  the same for each pair of attention backends
+  mailbox   time per token, the host's work and the device's idle share, with and without a mailbox
+  attempts  throughput of a large model, as it is and changed, and the kernels of its steps
+  start     seconds from the start of a process to its first token, several processes in turn
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
+import shlex
+import subprocess
+import sys
 import tempfile
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,9 +33,9 @@ from minisgl import LLM, SamplingParams
 from minisgl.attention import fused_backend
 from minisgl.benchmark import latency, offline
 from minisgl.benchmark.options import Parser, model_folder
-from minisgl.benchmark.profile import profile_decode
+from minisgl.benchmark.profile import ON_DEVICE, profile_decode
 from minisgl.benchmark.report import save
-from minisgl.benchmark.workload import random_workload
+from minisgl.benchmark.workload import RandomRequest, random_workload
 from minisgl.engine import step_graph
 from minisgl.kernels import decode_attention
 from minisgl.scheduler.messages import UserMsg
@@ -36,6 +44,7 @@ WAYS = (
     "128-4-2 uncut", "64-2-2 uncut", "32-1-6 uncut", "32-1-4 uncut",
     "128-4-2 two", "64-2-2 two", "now",
 )  # fmt: skip
+BACKENDS = ("fi,fused", "fi", "triton,fused", "triton", "fi,fused")
 SPLITS = {"uncut": (2, 2048), "two": (2, 1), "four": (4, 1)}
 MOST, VOCAB = 256, 10_001  # as many ids as the offline workload draws from: other lengths else
 CASES = [(batch, name) for batch in (1, 8, 64) for name in latency.SAMPLING]
@@ -101,17 +110,31 @@ def run(llm: LLM, prompts: Sequence[Any], new: Sequence[int]) -> latency.Timelin
     return latency.drive(llm)
 
 
-def cuts(args: argparse.Namespace) -> dict[str, Any]:
-    """Every way on the offline workload, and with prompts of one length that end in eights."""
-    rows, rng = [], np.random.default_rng(5)
+def step_times(llm: LLM) -> dict[str, Any]:
+    """The offline workload, and prompts of one length whose answers end in eights."""
     workload = offline.redraw(random_workload(VOCAB, MOST), VOCAB, 5)
-    uniform = rng.integers(0, VOCAB, (MOST, 700)).tolist()
-    for way in tqdm(args.ways, desc="ways"):
+    uniform = np.random.default_rng(5).integers(0, VOCAB, (MOST, 700)).tolist()
+    ragged = run(llm, [r.input_ids for r in workload], [r.output_len for r in workload])
+    even = run(llm, uniform, [30 + 10 * (i // 8) for i in range(MOST)])
+    times = {"offline_s": ragged.seconds[-1], "ragged": steps_of(ragged)}
+    return times | {"uniform": steps_of(even)}
+
+
+def cuts(args: argparse.Namespace) -> dict[str, Any]:
+    """Every way to cut."""
+    rows = []
+    for way in tqdm(args.ways or WAYS, desc="ways"):
         with cut(way), engine(args.model) as llm:
-            ragged = run(llm, [r.input_ids for r in workload], [r.output_len for r in workload])
-            even = run(llm, uniform, [30 + 10 * (i // 8) for i in range(MOST)])
-        row = {"variant": way, "offline_s": ragged.seconds[-1], "ragged": steps_of(ragged)}
-        rows.append(row | {"uniform": steps_of(even)})
+            rows.append({"variant": way, **step_times(llm)})
+    return {"model": args.model, "rows": rows}
+
+
+def backends(args: argparse.Namespace) -> dict[str, Any]:
+    """Every pair of backends, the default one first and last."""
+    rows = []
+    for name in tqdm(args.ways or BACKENDS, desc="backends"):
+        with engine(args.model, attention_backend=name) as llm:
+            rows.append({"variant": name, **step_times(llm)})
     return {"model": args.model, "rows": rows}
 
 
@@ -161,20 +184,107 @@ def traced(llm: LLM, batch: int, name: str) -> list[float]:
     return [row["idle_share"], row["idle_between_launches"], row["step_ms"]]
 
 
+ATTEMPTS: dict[str, dict[str, Any]] = {  # what is changed, as fields of the engine
+    "as it is": {},
+    "FlashInfer decodes": {"attention_backend": "fi"},
+    "products, norms and rotation by torch": {"kernels": "torch", "attention_backend": "fi"},
+    "pages of 64 tokens": {"page_size": 64},
+    "prefill steps of 4,096 tokens": {"max_extend_tokens": 4096},
+    "prefill steps of 16,384 tokens": {"max_extend_tokens": 16384},
+    "at most 192 requests at once": {"max_running_req": 192},
+    "as it is, again": {},
+}
+TRACED, TRACE_STEPS = (8, 32, 64, 96, 128, 160, 192, 256), 10
+
+
+def kernel_times(path: Path, steps: int) -> dict[str, float]:
+    """Microseconds of a step by kernel, the longest first; a name without its parameters."""
+    found: dict[str, float] = defaultdict(float)
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event.get("ph") == "X" and event.get("cat") in ON_DEVICE:
+            found[event["name"].partition("<")[0][:80]] += event["dur"] / steps
+    ordered = sorted(found.items(), key=lambda item: -item[1])
+    return {name: round(us, 1) for name, us in ordered}
+
+
+def traced_kernels(llm: LLM, batch: int) -> dict[str, Any]:
+    """Which kernels a greedy decode step of `batch` requests consists of."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        row = profile_decode(llm, batch, path, prompt_len=512, steps=TRACE_STEPS)
+        return {**row, "kernels_us": kernel_times(path, TRACE_STEPS)}
+
+
+def attempts(args: argparse.Namespace) -> dict[str, Any]:
+    """The offline workload with one change at a time; traces of the engine as it is."""
+    rows, traces = [], []
+    requests = random_workload(VOCAB, args.requests)
+    for name in tqdm(args.ways or ATTEMPTS, desc="attempts"):
+        with engine(args.model, **ATTEMPTS[name]) as llm:
+            found = offline.measure_offline(llm, requests, temperature=0.6, repeats=2, seed=5)
+            line = run(llm, *asked_for(offline.redraw(requests, VOCAB, 99)))
+            first = int(np.searchsorted(np.cumsum(line.tokens), len(requests)))
+            rows.append({"attempt": name, **found, "prefill_s": round(line.seconds[first], 3)})
+            if not traces:
+                traces = [traced_kernels(llm, n) for n in TRACED if n <= args.requests]
+    return {"model": args.model, "rows": rows, "traces": traces}
+
+
+def asked_for(requests: Sequence[RandomRequest]) -> tuple[list[Any], list[int]]:
+    """Prompts, and how many new tokens each wants."""
+    return [r.input_ids for r in requests], [r.output_len for r in requests]
+
+
+FIRST_TOKEN = """
+import sys
+from minisgl import LLM, SamplingParams
+with LLM(sys.argv[1], use_dummy_weight=True) as llm:
+    llm.generate([0], SamplingParams(max_tokens=1))
+    print("a token", flush=True)
+"""
+
+
+def start(args: argparse.Namespace) -> dict[str, Any]:
+    """Four processes, one after the other; what the first one compiles the others find cached."""
+    seconds = []
+    with model_folder(args.model, True) as folder:
+        for _ in tqdm(range(4), desc="processes"):
+            begin = time.perf_counter()
+            command = [sys.executable, "-c", FIRST_TOKEN, str(folder)]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+                assert child.stdout is not None
+                said = child.stdout.readline()
+                seconds.append(round(time.perf_counter() - begin, 2))
+                child.communicate()
+            assert said == "a token\n" and child.returncode == 0, (said, child.returncode)
+    return {"model": args.model, "seconds_to_first_token": seconds}
+
+
+TRIALS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "cuts": cuts, "backends": backends, "mailbox": mailbox, "attempts": attempts, "start": start,
+}  # fmt: skip
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one trial and store it."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trial", choices=("cuts", "mailbox"))
+    parser.add_argument("trial", choices=TRIALS)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument(
         "--model", default="Qwen/Qwen3-0.6B", help="its shapes (default %(default)s)"
     )
-    parser.add_argument("--ways", nargs="+", default=WAYS, help="cuts, such as '128-4-2 uncut'")
+    ways = "only these cuts ('128-4-2 uncut'), backends ('fi,fused') or attempts, by name"
+    parser.add_argument("--ways", nargs="+", default=None, metavar="WAY", help=ways)
+    parser.add_argument(
+        "--requests", type=int, default=MOST, help="of the attempts (default %(default)s)"
+    )
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("trials need an NVIDIA GPU; torch finds none here")
-    results = cuts(args) if args.trial == "cuts" else mailbox(args)
-    save(args.out, results, f"python3 -m tests.gpu.trials {args.trial} --out {args.out.name}")
+    given = list(sys.argv[1:] if argv is None else argv)
+    given = [Path(word).name if Path(word).is_absolute() else word for word in given]
+    results = TRIALS[args.trial](args)
+    save(args.out, results, shlex.join(["python3", "-m", "tests.gpu.trials", *given]))
 
 
 if __name__ == "__main__":
