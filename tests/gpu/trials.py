@@ -2,7 +2,8 @@
 
 `python3 -m tests.gpu.trials TRIAL --out FILE`, where TRIAL is one of
   cuts      the time of a decode step for each batch size and each way to cut decode attention
-  backends  the same for each pair of attention backends
+  parts     the time of decode attention alone for few requests, cut into more and fewer parts
+  backends  the same as cuts for each pair of attention backends
   mailbox   time per token, the host's work and the device's idle share, with and without a mailbox
   attempts  throughput of a large model, as it is and changed, and the kernels of its steps
   start     seconds from the start of a process to its first token, several processes in turn
@@ -32,18 +33,23 @@ from tqdm import tqdm
 from minisgl import LLM, SamplingParams
 from minisgl.attention import fused_backend
 from minisgl.benchmark import latency, offline
+from minisgl.benchmark.kernels import decode_rows, measure_rows
 from minisgl.benchmark.options import Parser, model_folder
 from minisgl.benchmark.profile import ON_DEVICE, profile_decode
 from minisgl.benchmark.report import save
 from minisgl.benchmark.workload import RandomRequest, random_workload
+from minisgl.config import ModelConfig
 from minisgl.engine import step_graph
 from minisgl.kernels import decode_attention
+from minisgl.known_models import KNOWN_CONFIGS
 from minisgl.scheduler.messages import UserMsg
 
 WAYS = (
     "128-4-2 uncut", "64-2-2 uncut", "32-1-6 uncut", "32-1-4 uncut",
     "128-4-2 two", "64-2-2 two", "now",
 )  # fmt: skip
+SHAPES = ("128-4-2", "64-2-2", "64-4-2", "32-1-4", "32-2-3", "16-1-4")
+PARTS = [f"{shape} {parts}" for shape in SHAPES for parts in (1, 2, 4, 8, 16, 32)]
 BACKENDS = ("fi,fused", "fi", "triton,fused", "triton", "fi,fused")
 SPLITS = {"uncut": (2, 2048), "two": (2, 1), "four": (4, 1)}
 MOST, VOCAB = 256, 10_001  # as many ids as the offline workload draws from: other lengths else
@@ -72,7 +78,7 @@ def cut(way: str) -> Iterator[None]:
         return max(16, tile * 256 // max(256, dim * itemsize)), warps, stages
 
     def splits_of(bs: int, kv: int) -> tuple[int, int]:
-        return SPLITS[parts]
+        return SPLITS[parts] if parts in SPLITS else (int(parts), 1)
 
     with (
         mock.patch.object(decode_attention, "tile_of", tile_of),
@@ -126,6 +132,19 @@ def cuts(args: argparse.Namespace) -> dict[str, Any]:
     for way in tqdm(args.ways or WAYS, desc="ways"):
         with cut(way), engine(args.model) as llm:
             rows.append({"variant": way, **step_times(llm)})
+    return {"model": args.model, "rows": rows}
+
+
+def parts(args: argparse.Namespace) -> dict[str, Any]:
+    """Few requests, all shapes of tiles and numbers of parts, beside what the rule takes."""
+    device, model = torch.device("cuda"), ModelConfig.from_hf(KNOWN_CONFIGS[args.model])
+    rows = []
+    for batch in (1, 2, 4, 8, 16):
+        lengths = np.full(batch, 640, np.int32)
+        for way in tqdm(args.ways or ["now", *PARTS], desc=f"batch {batch}"):
+            with cut(way):
+                case = decode_rows(model, ["fused"], [16], lengths, torch.bfloat16, device)
+                rows += [{"variant": way, **row} for row in measure_rows(case, device)]
     return {"model": args.model, "rows": rows}
 
 
@@ -260,9 +279,8 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": args.model, "seconds_to_first_token": seconds}
 
 
-TRIALS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "cuts": cuts, "backends": backends, "mailbox": mailbox, "attempts": attempts, "start": start,
-}  # fmt: skip
+ALL = (cuts, parts, backends, mailbox, attempts, start)
+TRIALS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {f.__name__: f for f in ALL}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -273,7 +291,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--model", default="Qwen/Qwen3-0.6B", help="its shapes (default %(default)s)"
     )
-    ways = "only these cuts ('128-4-2 uncut'), backends ('fi,fused') or attempts, by name"
+    ways = (
+        "only these cuts ('128-4-2 uncut', '64-2-2 8'), backends ('fi,fused') or attempts, by name"
+    )
     parser.add_argument("--ways", nargs="+", default=None, metavar="WAY", help=ways)
     parser.add_argument(
         "--requests", type=int, default=MOST, help="of the attempts (default %(default)s)"
