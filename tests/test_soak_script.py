@@ -95,9 +95,9 @@ def test_a_junit_file_is_read(tmp_path: Path) -> None:
 def test_a_report_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sections come one by one, and a failed one gives a status that a program sees."""
     out = tmp_path / "report.json"
-    for name, passed in (("soak", True), ("tests", False)):
+    for name, passed in (("soak", True), ("kernels", False)):
         monkeypatch.setitem(report.SECTIONS, name, lambda args, passed=passed: {"passed": passed})
         assert report.main(["--out", str(out), "--only", name]) == (not passed)
     stored = json.loads(out.read_text())
-    assert list(stored["results"]) == ["soak", "tests"] and str(tmp_path) not in out.read_text()
+    assert list(stored["results"]) == ["soak", "kernels"] and str(tmp_path) not in out.read_text()
     assert stored["results"]["soak"]["circumstances"]["versions"]["torch"]

@@ -122,27 +122,24 @@ def run_files(names: Sequence[str], args: argparse.Namespace, seconds: float, wo
     return found if found["passed"] else found | {"output": output[-4000:]}
 
 
-def tests(args: argparse.Namespace) -> dict[str, Any]:
-    """Every test of this folder but those of two GPUs; something must have run, not been skipped.
+def proved(found: dict[str, Any]) -> dict[str, Any]:
+    """The same, but not passed if nothing ran: what is skipped proves nothing."""
+    return found | {"passed": found["passed"] and found.get("passed_tests", 0) > 0}
 
-    Those of kernels spend their time in compilers, so they share the GPU; an engine measures
-    memory, and has it for itself.
-    """
-    start = time.monotonic()
-    parts = [run_files(KERNEL_FILES, args, args.seconds, args.workers)]
-    left = args.seconds - (time.monotonic() - start)
-    parts.append(run_files(ENGINE_FILES, args, left, 1))
-    passed = sum(part.get("passed_tests", 0) for part in parts)
-    return {
-        "passed": all(part["passed"] for part in parts) and passed > 0,
-        "passed_tests": passed, "parts": parts,
-    }  # fmt: skip
+
+def kernels(args: argparse.Namespace) -> dict[str, Any]:
+    """Tests of kernels; they spend their time in compilers, so several share the GPU."""
+    return proved(run_files(KERNEL_FILES, args, args.seconds, args.workers))
+
+
+def engine(args: argparse.Namespace) -> dict[str, Any]:
+    """Tests of an engine; it measures memory, so it has the GPU for itself."""
+    return proved(run_files(ENGINE_FILES, args, args.seconds, 1))
 
 
 def ranks(args: argparse.Namespace) -> dict[str, Any]:
-    """Tests of two GPUs; fails where there is one, since nothing was proved then."""
-    found = run_files(("ranks",), args, args.seconds, 1)
-    return found | {"passed": found["passed"] and found.get("passed_tests", 0) > 0}
+    """Tests of two GPUs."""
+    return proved(run_files(("ranks",), args, args.seconds, 1))
 
 
 def find_sanitizer() -> str | None:
@@ -250,7 +247,8 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "accuracy": accuracy, "ranks": ranks, "sanitizer": sanitizer, "soak": soak, "tests": tests,
+    "kernels": kernels, "engine": engine, "ranks": ranks, "sanitizer": sanitizer, "soak": soak,
+    "accuracy": accuracy,
 }  # fmt: skip
 USUAL = [name for name in SECTIONS if name != "ranks"]
 
@@ -266,7 +264,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--per-task", type=int, default=50, help="cases; 50 are stored")
     parser.add_argument("--attn", default="auto", help="attention backends of accuracy and soak")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--select", default="", help="pytest's -k for tests and ranks")
+    parser.add_argument("--select", default="", help="pytest's -k for kernels, engine and ranks")
     parser.add_argument("--workers", type=int, default=8, help="processes for tests of kernels")
     parser.add_argument("--seconds", type=float, default=560, help="limit of a section")
     return parser.parse_args(argv)

@@ -272,7 +272,8 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
             command = [sys.executable, "-c", FIRST_TOKEN, str(folder)]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
                 assert child.stdout is not None
-                said = child.stdout.readline()
+                while (said := child.stdout.readline()) not in ("a token\n", ""):
+                    pass  # whatever a library prints before
                 seconds.append(round(time.perf_counter() - begin, 2))
                 child.communicate()
             assert said == "a token\n" and child.returncode == 0, (said, child.returncode)
