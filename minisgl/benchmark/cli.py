@@ -81,7 +81,9 @@ def add_latency(parser: argparse.ArgumentParser) -> None:
     how = f"greedy, or temperature {latency.SAMPLING['sampled']} (default both)"
     group.add_argument("--sampling", nargs="+", choices=names, default=names, help=how)
     add_size(group, "--repeats", "timed runs, of which the median counts")
-    trace = "trace steady decode steps, as often as --repeats; a file for each batch and sampling"
+    trace = (
+        "Chrome trace of steady steps, as often as --repeats; a file for each batch and sampling"
+    )
     group.add_argument("--profile", metavar="FILE", type=Path, default=None, help=trace)
     options.add_integer(group, "--profile-steps", "steps in it (default 20)", default=20)
 

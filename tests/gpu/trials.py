@@ -116,11 +116,16 @@ def run(llm: LLM, prompts: Sequence[Any], new: Sequence[int]) -> latency.Timelin
     return latency.drive(llm)
 
 
+def asked_for(requests: Sequence[RandomRequest]) -> tuple[list[Any], list[int]]:
+    """Prompts, and how many new tokens each wants."""
+    return [r.input_ids for r in requests], [r.output_len for r in requests]
+
+
 def step_times(llm: LLM) -> dict[str, Any]:
     """The offline workload, and prompts of one length whose answers end in eights."""
     workload = offline.redraw(random_workload(VOCAB, MOST), VOCAB, 5)
     uniform = np.random.default_rng(5).integers(0, VOCAB, (MOST, 700)).tolist()
-    ragged = run(llm, [r.input_ids for r in workload], [r.output_len for r in workload])
+    ragged = run(llm, *asked_for(workload))
     even = run(llm, uniform, [30 + 10 * (i // 8) for i in range(MOST)])
     times = {"offline_s": ragged.seconds[-1], "ragged": steps_of(ragged)}
     return times | {"uniform": steps_of(even)}
@@ -247,11 +252,6 @@ def attempts(args: argparse.Namespace) -> dict[str, Any]:
                 more["prefill_seconds"] = round(line.seconds[first], 3)
                 more["traces"] = [traced_kernels(llm, n) for n in TRACED if n <= args.requests]
     return {"model": args.model, "rows": rows, **more}
-
-
-def asked_for(requests: Sequence[RandomRequest]) -> tuple[list[Any], list[int]]:
-    """Prompts, and how many new tokens each wants."""
-    return [r.input_ids for r in requests], [r.output_len for r in requests]
 
 
 FIRST_TOKEN = """
