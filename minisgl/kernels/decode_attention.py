@@ -154,7 +154,6 @@ def decode_kernel(
     head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     position = tl.load(positions_ptr + request)
     length = (position + 1).to(tl.int32)
     part = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), TILE) * TILE, shortest)
@@ -167,10 +166,12 @@ def decode_kernel(
         if ROTATE:
             cos = tl.load(table_ptr + position * HEAD_DIM + half)
             sin = tl.load(table_ptr + position * HEAD_DIM + HEAD_DIM // 2 + half)
-        qa, qb = load_heads(q_ptr + request.to(tl.int64) * q_stride, head * GROUP + g, real,
-                            q_norm_ptr, cos, sin, eps, HEAD_DIM, NORM, ROTATE, DTYPE)  # fmt: skip
         begin = split * part
         slots_of_row = page_table_ptr + tl.load(rows_ptr + request) * page_table_stride
+        if PDL:
+            gdc_wait()
+        qa, qb = load_heads(q_ptr + request.to(tl.int64) * q_stride, head * GROUP + g, real,
+                            q_norm_ptr, cos, sin, eps, HEAD_DIM, NORM, ROTATE, DTYPE)  # fmt: skip
         m, total, acc = attend_cached(
             qa, qb, k_cache_ptr + head * HEAD_DIM, v_cache_ptr + head * HEAD_DIM, slots_of_row,
             begin, tl.minimum(begin + part, length - 1), scale, KV * HEAD_DIM,

@@ -22,12 +22,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from minisgl import LLM, SamplingParams
@@ -39,6 +41,7 @@ from minisgl.benchmark.profile import ON_DEVICE, profile_decode
 from minisgl.benchmark.report import save
 from minisgl.benchmark.workload import RandomRequest, random_workload
 from minisgl.config import ModelConfig
+from minisgl.engine import engine as engine_module
 from minisgl.engine import step_graph
 from minisgl.kernels import decode_attention
 from minisgl.known_models import KNOWN_CONFIGS
@@ -212,10 +215,15 @@ ATTEMPTS: dict[str, dict[str, Any]] = {  # what is changed, as fields of the eng
     "as it is": {},
     "FlashInfer decodes": {"attention_backend": "fi"},
     "FlashInfer decodes, torch multiplies": {"attention_backend": "fi", "kernels": "torch"},
-    "pages of 64 tokens": {"page_size": 64},
     "prefill steps of 4,096 tokens": {"max_extend_tokens": 4096},
     "prefill steps of 16,384 tokens": {"max_extend_tokens": 16384},
     "at most 192 requests at once": {"max_running_req": 192},
+    "weights of zero": {},  # these two are not for serving: the same kernels on other numbers
+    "weights from -0.001 to 0.001": {},  # as vLLM fills models without a checkpoint
+}
+FILLED: dict[str, Callable[[Tensor], Tensor]] = {
+    "weights of zero": nn.init.zeros_,
+    "weights from -0.001 to 0.001": partial(nn.init.uniform_, a=-1e-3, b=1e-3),
 }
 TRACED, TRACE_STEPS = (8, 32, 64, 96, 128, 160, 192, 256), 10
 
@@ -238,12 +246,26 @@ def traced_kernels(llm: LLM, batch: int) -> dict[str, Any]:
         return {**row, "kernels_us": kernel_times(path, TRACE_STEPS)}
 
 
+@contextmanager
+def filled(name: str) -> Iterator[None]:
+    """Dummy weights of all engines made here as `name` says, if it does."""
+    plain = engine_module.load_dummy_weights
+
+    def load(model: nn.Module, **how: Any) -> None:
+        plain(model, **how)
+        for parameter in model.parameters():
+            FILLED[name](parameter)
+
+    with mock.patch.object(engine_module, "load_dummy_weights", load if name in FILLED else plain):
+        yield
+
+
 def attempts(args: argparse.Namespace) -> dict[str, Any]:
     """The offline workload with one change at a time; more of the engine as it is: traces, too."""
     rows, more = [], dict[str, Any]()
     requests = random_workload(VOCAB, args.requests)
     for name in tqdm(args.ways or ATTEMPTS, desc="attempts"):
-        with engine(args.model, **ATTEMPTS[name]) as llm:
+        with filled(name), engine(args.model, **ATTEMPTS[name]) as llm:
             found = offline.measure_offline(llm, requests, temperature=0.6, repeats=1, seed=5)
             rows.append({"attempt": name, "fields": ATTEMPTS[name], **found})
             if not more:
