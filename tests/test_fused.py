@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,3 +181,59 @@ def test_odd_sizes_fall_back() -> None:
     model = small_model("qwen3", hidden_size=96, intermediate_size=160, head_dim=32)
     check_model(model, [9], None)
     check_model(model, [9, 4], [3, 4])
+
+
+BEFORE_THE_STEP = {  # what a kernel may read before it waits: nobody writes it during a step
+    "row_kernel": {"w_ptr"},
+    "rows_kernel": {"w_ptr"},
+    "silu_mul_kernel": set(),
+    "add_norm_kernel": {"norm_ptr"},
+    "rotate_store_kernel": set(),
+    "decode_kernel": {"positions_ptr", "rows_ptr", "table_ptr"},
+}
+
+
+def kernel_sources() -> dict[str, ast.FunctionDef]:
+    """The kernels of this package, by name."""
+    folder = Path(kernels.__file__).parent
+    trees = [ast.parse(path.read_text()) for path in sorted(folder.glob("*.py"))]
+    found = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return {node.name: node for node in found if node.name.endswith("_kernel")}
+
+
+def calls_until_wait(kernel: ast.FunctionDef) -> list[ast.Call]:
+    """The calls of a kernel that its text has before its only `gdc_wait`."""
+    body = [node for statement in kernel.body for node in ast.walk(statement)]
+    calls = [node for node in body if isinstance(node, ast.Call)]
+    (wait,) = (call for call in calls if ast.unparse(call.func) == "gdc_wait")
+    return [call for call in calls if call.lineno < wait.lineno]
+
+
+def pointers_in(node: ast.AST) -> set[str]:
+    names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return {name for name in names if name.endswith("_ptr")}
+
+
+def test_a_kernel_touches_before_its_wait_only_what_no_kernel_of_the_step_writes() -> None:
+    harmless = {"range", "gdc_launch_dependents", "max", "min"}
+    early = {name: node for name, node in kernel_sources().items() if "PDL" in ast.unparse(node)}
+    assert early.keys() == BEFORE_THE_STEP.keys()
+    for name, node in early.items():
+        seen: set[str] = set()
+        for call in calls_until_wait(node):
+            function = ast.unparse(call.func)
+            if function in ("tl.load", "prefetch"):
+                seen |= pointers_in(call)
+            else:
+                writes = function.startswith(("tl.store", "tl.atomic"))
+                known = function.startswith("tl.") or function.endswith(".to")
+                assert not writes and (known or function in harmless), f"{name}: {function}"
+        assert seen == BEFORE_THE_STEP[name], name
+
+
+def test_what_lies_before_the_embedding_is_complete_behind_it() -> None:
+    for name in ("embed_kernel", "open_kernel", "store_kv_kernel"):
+        assert "gdc" not in ast.unparse(kernel_sources()[name])
+    for path in ("embedding.py", "mailbox.py"):
+        text = (Path(kernels.__file__).parent / path).read_text()
+        assert "launch_options" not in text and "launch_pdl" not in text

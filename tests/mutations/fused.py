@@ -11,6 +11,7 @@ ROTATE = "minisgl.kernels.rotate_store"
 DECODE = "minisgl.kernels.decode_attention"
 MODEL = f"{TEST}test_fused_model_equals_the_plain_one[qwen3]"
 ORACLE = f"{TEST}test_decode_equals_the_oracle"
+WAITS = f"{TEST}test_a_kernel_touches_before_its_wait_only_what_no_kernel_of_the_step_writes"
 
 MUTATIONS = [
     Mutation(
@@ -125,5 +126,26 @@ MUTATIONS = [
         "y, residual = y[fb.last_idx], residual[fb.last_idx]",
         "y, residual = y[fb.last_idx], residual[: len(fb.last_idx)]",
         MODEL,
+    ),
+    Mutation(
+        "fused: attention reads its queries before the product has written them",
+        DECODE,
+        "        if PDL:\n            gdc_wait()\n        qa, qb = load_heads(",
+        "        qa, qb = load_heads(",
+        WAITS,
+    ),
+    Mutation(
+        "fused: a norm reads the residual before it waits",
+        NORM,
+        "    if PDL:\n        gdc_wait()\n    x = tl.load(",
+        "    x = tl.load(",
+        WAITS,
+    ),
+    Mutation(
+        "fused: the embedding is launched early",
+        "minisgl.kernels.embedding",
+        "width, BLOCK=block\n    )",
+        "width, BLOCK=block, launch_pdl=True\n    )",
+        f"{TEST}test_what_lies_before_the_embedding_is_complete_behind_it",
     ),
 ]
