@@ -183,7 +183,7 @@ def test_odd_sizes_fall_back() -> None:
     check_model(model, [9, 4], [3, 4])
 
 
-BEFORE_THE_STEP = {  # what a kernel may read before it waits: nobody writes it during a step
+BEFORE_THE_LAYERS = {  # what a kernel may read before it waits: no kernel of the chain writes it
     "row_kernel": {"w_ptr"},
     "rows_kernel": {"w_ptr"},
     "silu_mul_kernel": set(),
@@ -214,10 +214,10 @@ def pointers_in(node: ast.AST) -> set[str]:
     return {name for name in names if name.endswith("_ptr")}
 
 
-def test_a_kernel_touches_before_its_wait_only_what_no_kernel_of_the_step_writes() -> None:
+def test_a_kernel_touches_before_its_wait_only_what_no_kernel_of_the_chain_writes() -> None:
     harmless = {"range", "gdc_launch_dependents", "max", "min"}
     early = {name: node for name, node in kernel_sources().items() if "PDL" in ast.unparse(node)}
-    assert early.keys() == BEFORE_THE_STEP.keys()
+    assert early.keys() == BEFORE_THE_LAYERS.keys()
     for name, node in early.items():
         seen: set[str] = set()
         for call in calls_until_wait(node):
@@ -228,7 +228,7 @@ def test_a_kernel_touches_before_its_wait_only_what_no_kernel_of_the_step_writes
                 writes = function.startswith(("tl.store", "tl.atomic"))
                 known = function.startswith("tl.") or function.endswith(".to")
                 assert not writes and (known or function in harmless), f"{name}: {function}"
-        assert seen == BEFORE_THE_STEP[name], name
+        assert seen == BEFORE_THE_LAYERS[name], name
 
 
 def test_what_lies_before_the_embedding_is_complete_behind_it() -> None:

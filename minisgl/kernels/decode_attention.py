@@ -244,6 +244,9 @@ def decode_attention(
     q [bs, qo, d], k, v [bs, kv, d]; tokens may lie at any stride. page_table int32 [rows, max_len];
     rows, positions, out_loc int64 [bs]. With `table` (and `norms`) q and k come raw from their
     projection, and are normalised and turned here. Returns [bs, qo, d].
+
+    positions, rows and table are read before the kernel in front has ended: an ordinary launch must
+    lie between whoever writes them and this one.
     """
     bs, qo, dim = q.shape
     kv = k.shape[1]

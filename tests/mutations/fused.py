@@ -11,7 +11,7 @@ ROTATE = "minisgl.kernels.rotate_store"
 DECODE = "minisgl.kernels.decode_attention"
 MODEL = f"{TEST}test_fused_model_equals_the_plain_one[qwen3]"
 ORACLE = f"{TEST}test_decode_equals_the_oracle"
-WAITS = f"{TEST}test_a_kernel_touches_before_its_wait_only_what_no_kernel_of_the_step_writes"
+WAITS = f"{TEST}test_a_kernel_touches_before_its_wait_only_what_no_kernel_of_the_chain_writes"
 
 MUTATIONS = [
     Mutation(
