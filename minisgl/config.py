@@ -48,7 +48,10 @@ def number(low: float, high: float = math.inf, *, above: bool = False) -> Rule:
     def rule(name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise refuse(name, must, value)
-        found = float(value)
+        try:
+            found = float(value)
+        except OverflowError:  # an integer beyond all floats
+            raise refuse(name, must, value) from None
         if not math.isfinite(found) or not low <= found <= high or (above and found == low):
             raise refuse(name, must, value)
         return found
@@ -565,8 +568,9 @@ class EngineConfig:
     """What an engine may use; "auto" and None stand for a choice that is made later.
 
     `memory_ratio` is the part of free memory for weights and KV cache, `distributed_timeout` is in
-    seconds, `*_bs` are batch sizes in requests, `max_seq_len_override` is in tokens. `kernels`
-    "torch" keeps to plain PyTorch, "triton" takes fused kernels where they fit;
+    seconds, `*_bs` are batch sizes in requests, `max_seq_len_override` is in tokens. With
+    `memory_trial_tokens` above 0 a trial prefill of so many tokens says what a step needs besides.
+    `kernels` "torch" keeps to plain PyTorch, "triton" takes fused kernels where they fit;
     `decode_tensor_cores` is for FlashInfer's decode.
     """
 
@@ -581,6 +585,7 @@ class EngineConfig:
     cuda_graph_max_bs: int | None = None
     page_size: int | None = None
     memory_ratio: float = 0.9
+    memory_trial_tokens: int = 0
     distributed_timeout: float = 60.0
     use_dummy_weight: bool = False
     max_seq_len_override: int | None = None
@@ -673,6 +678,7 @@ ENGINE_RULES: dict[str, Rule] = {
     "cuda_graph_max_bs": optional(integer(0)),
     "page_size": optional(integer(1)),
     "memory_ratio": number(0, 1, above=True),
+    "memory_trial_tokens": integer(0),
     "distributed_timeout": number(0, above=True),
     "use_dummy_weight": flag,
     "max_seq_len_override": optional(integer(2)),

@@ -55,6 +55,8 @@ ENGINE_FLAGS = (
     counted("--num-pages", "num_page_override", "KV pages (default: what memory allows)"),
     Flag("--memory-ratio", "memory_ratio", "share of memory for weights and KV",
          {"metavar": "R", "type": float}),
+    counted("--memory-trial-tokens", "memory_trial_tokens",
+            "size the KV cache by a trial prefill of so many tokens; 0: by the share alone"),
     counted("--max-seq-len-override", "max_seq_len_override",
             "context window in tokens (default: the model's)"),
     counted("--max-running-requests --max-running-req", "max_running_req",

@@ -81,9 +81,13 @@ def test_integer_rule_is_an_interval(low: int, high: int, value: int) -> None:
 @given(st.one_of(st.floats(), st.integers()))
 def test_number_rule_lets_only_finite_numbers_through(value: float) -> None:
     if math.isfinite(value) and value > 0:
-        assert number(0, above=True)("x", value) == value
+        assert number(0, above=True)("x", value) == float(value)
     else:
         assert repr(value) in refused(number(0, above=True), "x", value)
+
+
+def test_number_rule_refuses_an_integer_beyond_all_floats() -> None:
+    assert refused(number(0), "x", 10**400).startswith("x: must be a finite number")
 
 
 def test_message_names_field_rule_and_value() -> None:

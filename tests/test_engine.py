@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -556,15 +556,17 @@ def test_trial_prefill_touches_only_the_dummy_page(folder: Path) -> None:
     assert max(r.extend_len for r in batch.reqs) < engine.max_seq_len
     assert measure_peak(engine, 300) == (0, 0)
     assert not engine.pool.buffer[:, :, : engine.num_pages].any()
-    peak = build_engine(engine.config, progress=False, trial_tokens=64)
+    peak = build_engine(replace(engine.config, memory_trial_tokens=64), progress=False)
     assert peak.num_pages == engine.num_pages  # given explicitly
 
 
 def test_peak_rule_sizes_the_pool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "measure_peak", lambda engine, tokens: (100, 100 + 50_000))
     monkeypatch.setattr(engine_module, "free_bytes", lambda device, comm: 1_000_000)
-    config = EngineConfig(model_path=str(folder), device="cpu", page_size=4, memory_ratio=0.5)
-    engine = build_engine(config, progress=False, trial_tokens=10)
+    config = EngineConfig(
+        model_path=str(folder), device="cpu", page_size=4, memory_ratio=0.5, memory_trial_tokens=10
+    )
+    engine = build_engine(config, progress=False)
     assert engine.num_pages == (500_000 - 50_000) // (engine.pool.buffer[:, :, 0].nbytes) - 1
 
 
@@ -593,3 +595,16 @@ def test_one_line_says_that_flashinfer_is_missing(
     monkeypatch.setattr(module, "available", lambda name: True)
     module.say_backend(asked, settled)
     assert not caplog.text
+
+
+def test_an_engine_says_it_before_it_loads_anything(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[EngineConfig, EngineConfig]] = []
+    monkeypatch.setattr(engine_module, "say_backend", lambda *both: said.append(both))
+    monkeypatch.setattr(engine_module, "load_model", lambda *given: said[0].missing)
+    asked = EngineConfig(model_path=str(folder), device="cpu")
+    with pytest.raises(AttributeError, match="missing"):
+        build_engine(asked, progress=False)
+    ((first, second),) = said
+    assert first is asked and second.attention_backend == "torch"

@@ -286,16 +286,16 @@ def settle_pages(
 
 def count_pages(
     config: EngineConfig, model_config: ModelConfig, comm: Comm, free_before: int,
-    model: nn.Module, build: Callable[..., Engine], trial_tokens: int,
+    model: nn.Module, build: Callable[..., Engine],
 ) -> int:  # fmt: skip
     """Pages that fit on this rank, by the ratio rule, or by the peak of a trial prefill."""
     page_bytes = page_bytes_of(config, model_config, comm)
-    if trial_tokens <= 0:
+    if config.memory_trial_tokens == 0:
         return pages_by_ratio(
             free_before=free_before, model_bytes=tensor_bytes(model),
             memory_ratio=config.memory_ratio, page_bytes=page_bytes,
         )  # fmt: skip
-    current, peak = measure_peak(build(num_pages=1), trial_tokens)
+    current, peak = measure_peak(build(num_pages=1), config.memory_trial_tokens)
     return pages_by_peak(
         free_now=agree_on_free(torch.device(config.device), comm), peak_bytes=peak,
         current_bytes=current, utilization=config.memory_ratio, page_bytes=page_bytes,
@@ -330,21 +330,14 @@ def say_backend(asked: EngineConfig, settled: EngineConfig) -> None:
     if on_gpu and asked.attention_backend == "auto" and not available("fi"):
         logger.warning(
             "attention_backend: FlashInfer is not installed, %s serves; "
-            "pip install 'minisgl[cuda]' makes prefill faster", settled.attention_backend,
+            "pip install 'minisgl[cuda]' adds it", settled.attention_backend,
         )  # fmt: skip
 
 
 def build_engine(
-    config: EngineConfig,
-    comm: Comm | None = None,
-    *,
-    progress: bool = True,
-    trial_tokens: int = 0,
+    config: EngineConfig, comm: Comm | None = None, *, progress: bool = True
 ) -> Engine:
-    """An engine from a config, part by part; each size is settled before it is needed.
-
-    trial_tokens above 0 sizes the KV cache by the peak of a trial prefill of so many tokens.
-    """
+    """An engine from a config, part by part; each size is settled before it is needed."""
     comm = SingleRank() if comm is None else comm
     require_size(config, comm)
     path = resolve_model_path(config.model_path)
@@ -359,7 +352,7 @@ def build_engine(
     build = partial(assemble, config, model_config, model, comm, window=window, stream=stream)
     num_pages = config.num_page_override
     if num_pages is None:
-        wanted = count_pages(config, model_config, comm, free_before, model, build, trial_tokens)
+        wanted = count_pages(config, model_config, comm, free_before, model, build)
         num_pages = settle_pages(config, model_config, comm, wanted, window)
     engine = build(num_pages=num_pages)
     engine.graph = capture_graphs(engine, free_before, progress)

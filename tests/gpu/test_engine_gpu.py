@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from minisgl.engine.engine import Engine, build_engine, tensor_bytes
 from minisgl.engine.graph import CapturedStep
 from minisgl.engine.memory import GIB
 from minisgl.engine.step import ForwardInput, build_forward_input
-from minisgl.scheduler import scheduler as scheduler_module
 from minisgl.tiny.evaluate import task_cases
 
 DEVICE = "cuda"
@@ -555,15 +553,13 @@ def free_now() -> int:
 
 
 @pytest.mark.parametrize("trial_tokens", [0, 8192])
-def test_sizes_keep_their_promise(trial_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_keep_their_promise(trial_tokens: int) -> None:
     """6 GiB are left by somebody else, half of them are ours; the other half stays free."""
-    if trial_tokens:
-        built = partial(build_engine, trial_tokens=trial_tokens)
-        monkeypatch.setattr(scheduler_module, "build_engine", built)
     gc.collect()
     hog = torch.empty(free_now() - 6 * GIB, dtype=torch.uint8, device=DEVICE)
     before, ratio, slack = free_now(), 0.5, GIB  # workspaces of libraries, modules, one context
-    with LLM(device=DEVICE, dtype="bfloat16", memory_ratio=ratio, cuda_graph_max_bs=8) as llm:
+    how: dict[str, Any] = {"memory_ratio": ratio, "memory_trial_tokens": trial_tokens}
+    with LLM(device=DEVICE, dtype="bfloat16", cuda_graph_max_bs=8, **how) as llm:
         engine, cache = llm.scheduler.engine, llm.scheduler.cache
         ours = engine.pool.buffer.nbytes + tensor_bytes(engine.model)
         assert ours <= before * ratio + 2**26
