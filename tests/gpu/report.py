@@ -31,6 +31,7 @@ PYTEST = ["-m", "pytest", "-o", "addopts=", "--noconftest", "-p", "no:cacheprovi
 STORED = ROOT / "notebooks" / "data" / "tiny_accuracy.json"
 POINT = 0.01
 KERNEL_FILES, ENGINE_FILES = ("fused", "sampler", "attention"), ("engine",)
+WIDE_FILES = ("wide",)
 NOTHING_SELECTED = 5  # pytest's status
 
 FUSED, SAMPLER, ATTENTION, ENGINE = (
@@ -135,6 +136,11 @@ def kernels(args: argparse.Namespace) -> dict[str, Any]:
 def engine(args: argparse.Namespace) -> dict[str, Any]:
     """Tests of an engine; it measures memory, so it has the GPU for itself."""
     return proved(run_files(ENGINE_FILES, args, args.seconds, 1))
+
+
+def wide(args: argparse.Namespace) -> dict[str, Any]:
+    """Tests of recorded steps of layers as wide as those of models that people serve."""
+    return proved(run_files(WIDE_FILES, args, args.seconds, 1))
 
 
 def ranks(args: argparse.Namespace) -> dict[str, Any]:
@@ -246,9 +252,14 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
     return {**found, **about, "seconds": round(time.monotonic() - start, 1), "newly_wrong": new}
 
 
+def flashinfer_accuracy(args: argparse.Namespace) -> dict[str, Any]:
+    """The same with FlashInfer in decode, too: recorded, over its plans."""
+    return accuracy(argparse.Namespace(**{**vars(args), "attn": "fi"}))
+
+
 SECTIONS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "kernels": kernels, "engine": engine, "ranks": ranks, "sanitizer": sanitizer, "soak": soak,
-    "accuracy": accuracy,
+    "kernels": kernels, "engine": engine, "wide": wide, "ranks": ranks, "sanitizer": sanitizer,
+    "soak": soak, "accuracy": accuracy, "flashinfer accuracy": flashinfer_accuracy,
 }  # fmt: skip
 USUAL = [name for name in SECTIONS if name != "ranks"]
 

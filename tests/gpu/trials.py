@@ -4,6 +4,8 @@
   cuts      the time of a decode step for each batch size and each way to cut decode attention
   parts     the time of decode attention alone for few requests, cut into more and fewer parts
   backends  the same as cuts for each pair of attention backends
+  prefill   the time to the first token of prompts of several lengths, for two pairs of backends
+  ragged    the idle share of decode steps of requests of all lengths
   mailbox   time per token, the host's work and the device's idle share, with and without a mailbox
   attempts  throughput of a large model, as it is and changed, and the kernels of its steps
   start     seconds from the start of a process to its first token, several processes in turn
@@ -34,7 +36,7 @@ from tqdm import tqdm
 
 from minisgl import LLM, SamplingParams
 from minisgl.attention import fused_backend
-from minisgl.benchmark import latency, offline
+from minisgl.benchmark import latency, offline, profile
 from minisgl.benchmark.kernels import decode_rows, measure_rows
 from minisgl.benchmark.options import Parser, model_folder
 from minisgl.benchmark.profile import ON_DEVICE, profile_decode
@@ -162,6 +164,54 @@ def backends(args: argparse.Namespace) -> dict[str, Any]:
     for name in tqdm(args.ways or BACKENDS, desc="backends"):
         with engine(args.model, attention_backend=name) as llm:
             rows.append({"variant": name, **step_times(llm)})
+    return {"model": args.model, "rows": rows}
+
+
+FIRST_TOKENS = (1, 512), (16, 512), (1, 4096), (4, 4096), (1, 16384)  # how many, how long
+REUSED = 4096  # tokens that a prompt shares with one before it
+
+
+def first_token_ms(llm: LLM, prompts: list[list[int]]) -> float:
+    """Milliseconds until each of the prompts has its first token."""
+    line = run(llm, prompts, [1] * len(prompts))
+    return round(line.seconds[-1] * 1e3, 3)
+
+
+def prefill(args: argparse.Namespace) -> dict[str, Any]:
+    """FlashInfer and our Triton kernels; every case six times, the first of them to compile."""
+    rows, rng = [], np.random.default_rng(5)
+    for name in tqdm(args.ways or ("fi,fused", "triton,fused", "fi,fused"), desc="backends"):
+        row: dict[str, Any] = {"variant": name}
+        with engine(args.model, attention_backend=name) as llm:
+            for count, length in FIRST_TOKENS:
+                draws = (rng.integers(0, VOCAB, (count, length)).tolist() for _ in range(6))
+                row[f"{count} x {length}"] = [first_token_ms(llm, prompts) for prompts in draws][1:]
+            stem = rng.integers(0, VOCAB, REUSED).tolist()
+            tails = (rng.integers(0, VOCAB, 512).tolist() for _ in range(7))
+            times = [first_token_ms(llm, [stem + tail]) for tail in tails]
+            row[f"1 x 512 behind {REUSED} cached"] = times[2:]
+        rows.append(row)
+    return {"model": args.model, "rows": rows}
+
+
+def start_ragged(
+    llm: LLM, batch: int, prompt_len: int, output_len: int, temperature: float, seed: int
+) -> None:
+    """`start_together`, with prompts of 100 to 1,024 tokens, whatever `prompt_len` says."""
+    rng, first = np.random.default_rng(seed), llm.next_uid
+    llm.next_uid += batch
+    params = SamplingParams(temperature=temperature, max_tokens=output_len, ignore_eos=True)
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in rng.integers(100, 1025, batch)]
+    llm.channel.put(*(UserMsg(first + i, ids, params) for i, ids in enumerate(prompts)))
+
+
+def ragged(args: argparse.Namespace) -> dict[str, Any]:
+    """Five traces of each case."""
+    rows = []
+    with mock.patch.object(profile, "start_together", start_ragged), engine(args.model) as llm:
+        for batch, name in tqdm([(n, name) for n in (8, 64, 256) for name in latency.SAMPLING]):
+            traces = [traced(llm, batch, name) for _ in range(5)]
+            rows.append({"batch": batch, "sampling": name, "idle_between_step_ms": traces})
     return {"model": args.model, "rows": rows}
 
 
@@ -302,7 +352,7 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": args.model, "seconds_to_first_token": seconds}
 
 
-ALL = (cuts, parts, backends, mailbox, attempts, start)
+ALL = (cuts, parts, backends, prefill, ragged, mailbox, attempts, start)
 TRIALS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {f.__name__: f for f in ALL}
 
 
