@@ -268,6 +268,7 @@ ATTEMPTS: dict[str, dict[str, Any]] = {  # what is changed, as fields of the eng
     "prefill steps of 4,096 tokens": {"max_extend_tokens": 4096},
     "prefill steps of 16,384 tokens": {"max_extend_tokens": 16384},
     "at most 192 requests at once": {"max_running_req": 192},
+    "cuBLASLt multiplies": {},
     "weights of zero": {},  # these two are not for serving: the same kernels on other numbers
     "weights from -0.001 to 0.001": {},  # as vLLM fills models without a checkpoint
 }
@@ -297,6 +298,16 @@ def traced_kernels(llm: LLM, batch: int) -> dict[str, Any]:
 
 
 @contextmanager
+def multiplied(name: str) -> Iterator[None]:
+    """Products by the library that `name` says, if it says one."""
+    before = torch.backends.cuda.preferred_blas_library()
+    if name == "cuBLASLt multiplies":
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+    yield
+    torch.backends.cuda.preferred_blas_library(before)
+
+
+@contextmanager
 def filled(name: str) -> Iterator[None]:
     """Dummy weights of all engines made here as `name` says, if it does."""
     plain = engine_module.load_dummy_weights
@@ -315,7 +326,7 @@ def attempts(args: argparse.Namespace) -> dict[str, Any]:
     rows, more = [], dict[str, Any]()
     requests = random_workload(VOCAB, args.requests)
     for name in tqdm(args.ways or ATTEMPTS, desc="attempts"):
-        with filled(name), engine(args.model, **ATTEMPTS[name]) as llm:
+        with filled(name), multiplied(name), engine(args.model, **ATTEMPTS[name]) as llm:
             found = offline.measure_offline(llm, requests, temperature=0.6, repeats=1, seed=5)
             rows.append({"attempt": name, "fields": ATTEMPTS[name], **found})
             if not more:
