@@ -21,7 +21,11 @@ Rule = Callable[[str, Any], Any]  # field name and value to the value's final fo
 
 def refuse(name: str, must: str, got: object) -> ValueError:
     """The one form of all complaints: which field, what it must be, what it was."""
-    return ValueError(f"{name}: must be {must}, got {got!r}")
+    try:
+        shown = repr(got)
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        shown = "a number too long to print"
+    return ValueError(f"{name}: must be {must}, got {shown}")
 
 
 def integer(low: int, high: int | None = None) -> Rule:

@@ -88,6 +88,8 @@ def test_number_rule_lets_only_finite_numbers_through(value: float) -> None:
 
 def test_number_rule_refuses_an_integer_beyond_all_floats() -> None:
     assert refused(number(0), "x", 10**400).startswith("x: must be a finite number")
+    for rule in (number(0, 1), integer(0, 9)):
+        assert refused(rule, "x", 10**5000).endswith("got a number too long to print")
 
 
 def test_message_names_field_rule_and_value() -> None:

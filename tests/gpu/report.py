@@ -37,11 +37,13 @@ NOTHING_SELECTED = 5  # pytest's status
 FUSED, SAMPLER, ATTENTION, ENGINE = (
     f"tests/gpu/test_{name}_gpu.py::" for name in ("fused", "sampler", "attention", "engine")
 )
-CHECKED = [  # one of each kernel and of each path through it, on small inputs
-    *(FUSED + f"test_products[dtype0-{rows}-weight0]" for rows in (1, 8, 17, 65, 256)),
+CHECKED = [  # at least one of each kernel, on small inputs
+    *(FUSED + f"test_products[dtype0-{rows}-weight0]" for rows in (1, 8, 17, 48, 65, 256)),
     FUSED + "test_one_row[weight0]",
     FUSED + "test_norm_and_embedding",
-    *(FUSED + f"test_decode[{case}]" for case in ("1-128-heads0", "3-64-heads3", "40-128-heads4")),
+    *(FUSED + f"test_decode[{case}]" for case in (
+        "1-128-heads0", "3-64-heads3", "40-128-heads4", "130-128-heads3", "130-128-heads4",
+    )),
     *(FUSED + f"test_random_decode[dtype0-5-16-{kind}]" for kind in ("turned", "normed")),
     *(FUSED + f"test_rotate_and_store[dtype0-heads1-{normed}]" for normed in (True, False)),
     FUSED + "test_model[qwen3-dtype0]",

@@ -178,7 +178,7 @@ def first_token_ms(llm: LLM, prompts: list[list[int]]) -> float:
 
 
 def prefill(args: argparse.Namespace) -> dict[str, Any]:
-    """FlashInfer and our Triton kernels; every case six times, the first of them to compile."""
+    """FlashInfer and our Triton kernels; five times each, after one or two that may compile."""
     rows, rng = [], np.random.default_rng(5)
     for name in tqdm(args.ways or ("fi,fused", "triton,fused", "fi,fused"), desc="backends"):
         row: dict[str, Any] = {"variant": name}
@@ -198,7 +198,7 @@ def start_ragged(
     llm: LLM, batch: int, prompt_len: int, output_len: int, temperature: float, seed: int
 ) -> None:
     """`start_together`, with prompts of 100 to 1,024 tokens, whatever `prompt_len` says."""
-    rng, first = np.random.default_rng(seed), llm.next_uid
+    rng, first = np.random.default_rng([seed, llm.next_uid]), llm.next_uid
     llm.next_uid += batch
     params = SamplingParams(temperature=temperature, max_tokens=output_len, ignore_eos=True)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in rng.integers(100, 1025, batch)]
@@ -211,7 +211,8 @@ def ragged(args: argparse.Namespace) -> dict[str, Any]:
     with mock.patch.object(profile, "start_together", start_ragged), engine(args.model) as llm:
         for batch, name in tqdm([(n, name) for n in (8, 64, 256) for name in latency.SAMPLING]):
             traces = [traced(llm, batch, name) for _ in range(5)]
-            rows.append({"batch": batch, "sampling": name, "idle_between_step_ms": traces})
+            found = [dict(zip(("idle", "between", "step_ms"), trace)) for trace in traces]
+            rows.append({"batch": batch, "sampling": name, "traces": found})
     return {"model": args.model, "rows": rows}
 
 
@@ -303,8 +304,10 @@ def multiplied(name: str) -> Iterator[None]:
     before = torch.backends.cuda.preferred_blas_library()
     if name == "cuBLASLt multiplies":
         torch.backends.cuda.preferred_blas_library("cublaslt")
-    yield
-    torch.backends.cuda.preferred_blas_library(before)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 @contextmanager
@@ -322,14 +325,14 @@ def filled(name: str) -> Iterator[None]:
 
 
 def attempts(args: argparse.Namespace) -> dict[str, Any]:
-    """The offline workload with one change at a time; more of the engine as it is: traces, too."""
+    """The offline workload, changed in one way at a time; of the engine as it is traces, too."""
     rows, more = [], dict[str, Any]()
     requests = random_workload(VOCAB, args.requests)
     for name in tqdm(args.ways or ATTEMPTS, desc="attempts"):
         with filled(name), multiplied(name), engine(args.model, **ATTEMPTS[name]) as llm:
             found = offline.measure_offline(llm, requests, temperature=0.6, repeats=1, seed=5)
             rows.append({"attempt": name, "fields": ATTEMPTS[name], **found})
-            if not more:
+            if name == "as it is":
                 line = run(llm, *asked_for(offline.redraw(requests, VOCAB, 99)))
                 first = int(np.searchsorted(np.cumsum(line.tokens), len(requests)))
                 more["prefill_seconds"] = round(line.seconds[first], 3)
