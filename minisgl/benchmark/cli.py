@@ -26,6 +26,7 @@ from minisgl.benchmark.roofline import Ceilings, Roofline
 from minisgl.benchmark.workload import random_workload
 from minisgl.config import ModelConfig, SchedulerConfig, choose_device, choose_dtype
 from minisgl.core import SamplingParams
+from minisgl.engine.heap import frozen_heap
 from minisgl.engine.memory import NotEnoughMemory
 from minisgl.llm import LLM
 
@@ -184,7 +185,8 @@ def started(folder: Path, args: argparse.Namespace) -> Iterator[tuple[LLM, dict[
         about["seconds_to_first_token"] = round(first_token, 2)
         about["graph_sizes"] = list(engine.graph.sizes) if engine.graph is not None else []
         about["makes_text"] = llm.tokenizer is not None
-        yield llm, about
+        with frozen_heap():
+            yield llm, about
 
 
 def roofline_of(llm: LLM, ceilings: Ceilings) -> Roofline:

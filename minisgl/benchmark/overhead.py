@@ -22,6 +22,7 @@ from minisgl.benchmark.flood import flood
 from minisgl.benchmark.offline import redraw, run_once
 from minisgl.benchmark.serving import Child
 from minisgl.benchmark.workload import RandomRequest
+from minisgl.engine.heap import frozen_heap
 from minisgl.llm import LLM
 
 SIDES = ("engine", "engine and text", "server")
@@ -35,12 +36,13 @@ def engine_process(pipe: Connection, folder: Path, fields: Mapping[str, Any]) ->
             tokenizer, engine = llm.tokenizer, llm.scheduler.engine
             pipe.send({"num_pages": engine.num_pages, "page_size": engine.page_size,
                        "vocab_size": engine.model_config.vocab_size})  # fmt: skip
-            while (job := pipe.recv()) is not None:
-                requests, temperature, text = job
-                llm.tokenizer = tokenizer if text else None
-                cpu = time.process_time()
-                seconds = run_once(llm, requests, temperature)
-                pipe.send((seconds, time.process_time() - cpu))
+            with frozen_heap():
+                while (job := pipe.recv()) is not None:
+                    requests, temperature, text = job
+                    llm.tokenizer = tokenizer if text else None
+                    cpu = time.process_time()
+                    seconds = run_once(llm, requests, temperature)
+                    pipe.send((seconds, time.process_time() - cpu))
     except (EOFError, KeyboardInterrupt):  # the parent is gone
         pass
     except Exception as error:  # whatever it is, the parent must hear of it

@@ -30,6 +30,7 @@ from minisgl.benchmark.trace import (
     write_trace,
 )
 from minisgl.benchmark.workload import random_workload
+from minisgl.engine.heap import frozen_heap
 from minisgl.flags import add_key_flag, key_of
 
 
@@ -105,7 +106,8 @@ def measured(
     args: argparse.Namespace, asks: list[Ask], load: dict[str, Any], clients: int | None = None
 ) -> dict[str, Any]:
     """One run as its summary, which is printed, with what was spoken and loaded."""
-    dialect, outcome = asyncio.run(one_run(args, asks, clients))
+    with frozen_heap():  # a pause of ours would look like one of the server's
+        dialect, outcome = asyncio.run(one_run(args, asks, clients))
     summary = {"load": load, "dialect": vars(dialect), **summarize(outcome)}
     named = ", ".join(f"{name} {value}" for name, value in load.items() if value is not None)
     print(f"\n{named or 'all at once'}\n{table(summary)}")

@@ -21,6 +21,7 @@ from minisgl.config import (
 from minisgl.distributed.comm import Comm
 from minisgl.distributed.gloo import GlooComm
 from minisgl.distributed.launch import RankProcesses, join
+from minisgl.engine.heap import frozen_heap
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.messages import Msg, Reply
 from minisgl.scheduler.scheduler import Scheduler, build_scheduler
@@ -91,7 +92,8 @@ def tp_worker(comm: Comm, config: SchedulerConfig) -> None:
     config = config_of_rank(config, comm.rank, comm.size)
     scheduler = build_scheduler(config, BroadcastChannel(None, comm), comm)
     try:
-        run_loop(scheduler, scheduler.overlap)
+        with frozen_heap():
+            run_loop(scheduler, scheduler.overlap)
     finally:
         scheduler.engine.shutdown()
 

@@ -15,6 +15,7 @@ from types import FrameType
 
 import uvicorn
 
+from minisgl.engine.heap import frozen_heap
 from minisgl.server.frontend import Frontend
 from minisgl.server.gate import Gate
 from minisgl.server.launch import PartFailed, WorkerGroup
@@ -57,8 +58,12 @@ class Life:
 
     async def _states(self) -> None:
         try:
-            if await self._load() and await self._serve():
-                await self._drain()
+            if await self._load():
+                with frozen_heap():
+                    self.gate.reason = None
+                    self.on_ready()
+                    if await self._serve():
+                        await self._drain()
         except PartFailed as failed:
             self.failed = failed
         finally:
@@ -75,8 +80,6 @@ class Life:
         loading.result()
         while not self.server.started:
             await asyncio.sleep(0.01)
-        self.gate.reason = None
-        self.on_ready()
         return True
 
     async def _serve(self) -> bool:

@@ -12,6 +12,7 @@ from minisgl.config import ServerConfig
 from minisgl.distributed.comm import Comm
 from minisgl.distributed.launch import RankError
 from minisgl.distributed.ranks import Ranks, run_loop
+from minisgl.engine.heap import frozen_heap
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.scheduler import build_scheduler
 from minisgl.server.channels import SchedulerChannel, ZmqInbox, ZmqOutbox
@@ -38,9 +39,10 @@ def scheduler_part(config: ServerConfig, addresses: Addresses, index: int, link:
         scheduler = reporter.scheduler = build_scheduler(
             config, channel, comm, trace=reporter.trace
         )
-        link.ready()
         try:
-            run_loop(scheduler, scheduler.overlap)
+            with frozen_heap():
+                link.ready()
+                run_loop(scheduler, scheduler.overlap)
         except RankError as error:  # it says what happened there; our own place says nothing
             print(f"minisgl: {error}", file=sys.stderr)
             raise SystemExit(1) from error

@@ -6,6 +6,7 @@ Generated from notebooks/12b_operations.ipynb: edit there.
 from __future__ import annotations
 
 from minisgl.config import ModelConfig, ServerConfig, max_seq_len, resolve_model_path
+from minisgl.engine.heap import frozen_heap
 from minisgl.server.channels import Gathered, ZmqInbox, ZmqOutbox
 from minisgl.server.parts import Addresses, Link, parent_alive
 from minisgl.server.worker import TextWorker, run_text_worker
@@ -20,7 +21,8 @@ def text_part(config: ServerConfig, addresses: Addresses, index: int, link: Link
     window = max_seq_len(config, ModelConfig.from_path(path))
     gathered = Gathered(to_frontend)
     worker = TextWorker(Tokenizer(path), to_scheduler, gathered, window)
-    link.ready()
-    run_text_worker(worker, inbox, parent_alive, link.beat, gathered.flush)
+    with frozen_heap():
+        link.ready()
+        run_text_worker(worker, inbox, parent_alive, link.beat, gathered.flush)
     for box in (inbox, to_scheduler, to_frontend):
         box.close()

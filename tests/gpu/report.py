@@ -162,7 +162,8 @@ def sanitizer(args: argparse.Namespace) -> dict[str, Any]:
     if program is None:
         return {"passed": False, "reason": "compute-sanitizer is not installed"}
     memcheck = [program, "--tool", "memcheck", "--error-exitcode", "9"]
-    found = run_pytest(memcheck, CHECKED, args.seconds, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    what = [*CHECKED, *(["-k", args.select] if args.select else [])]
+    found = run_pytest(memcheck, what, args.seconds, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     output = found.pop("output")
     lines = output.splitlines()
     found["summary"] = [line for line in lines if "ERROR SUMMARY" in line]
@@ -277,7 +278,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--per-task", type=int, default=50, help="cases; 50 are stored")
     parser.add_argument("--attn", default="auto", help="attention backends of accuracy and soak")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--select", default="", help="pytest's -k for kernels, engine and ranks")
+    parser.add_argument("--select", default="", help="pytest's -k, for all but soak and accuracy")
     parser.add_argument("--workers", type=int, default=8, help="processes for tests of kernels")
     parser.add_argument("--seconds", type=float, default=560, help="limit of a section")
     return parser.parse_args(argv)

@@ -8,6 +8,7 @@
   ragged    the idle share of decode steps of requests of all lengths
   mailbox   time per token, the host's work and the device's idle share, with and without a mailbox
   attempts  throughput of a large model, as it is and changed, and the kernels of its steps
+  pauses    idle share of decode steps beside garbage collections, with and without a frozen heap
   start     seconds from the start of a process to its first token, several processes in turn
 """
 
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from minisgl.benchmark.workload import RandomRequest, random_workload
 from minisgl.config import ModelConfig
 from minisgl.engine import engine as engine_module
 from minisgl.engine import step_graph
+from minisgl.engine.heap import frozen_heap
 from minisgl.kernels import decode_attention
 from minisgl.known_models import KNOWN_CONFIGS
 from minisgl.scheduler.messages import UserMsg
@@ -340,6 +342,63 @@ def attempts(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": args.model, "rows": rows, **more}
 
 
+class Collections:
+    """Milliseconds of each full garbage collection, while `on`."""
+
+    def __init__(self) -> None:
+        self.on, self.ms, self.begin = False, list[float](), 0.0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self.begin = time.perf_counter()
+        elif self.on and info["generation"] == 2:
+            self.ms.append(round((time.perf_counter() - self.begin) * 1e3, 2))
+
+    def take(self) -> list[float]:
+        """What was found since the last call."""
+        found, self.ms = self.ms, []
+        return found
+
+    @contextmanager
+    def during(self, block: AbstractContextManager[Any]) -> Iterator[Any]:
+        """The block, listened to while it runs."""
+        with block as given:
+            self.on = True
+            try:
+                yield given
+            finally:
+                self.on = False
+
+
+def pauses(args: argparse.Namespace) -> dict[str, Any]:
+    """Thirty traces and three offline runs each, by turns; the collections within are written down.
+
+    Reading a trace leaves objects behind, so full collections are more frequent than in a server.
+    """
+    rows, heard, plain = [], Collections(), torch.profiler.profile
+    requests = random_workload(VOCAB, args.requests)
+    gc.callbacks.append(heard)
+    for number, frozen in tqdm([(n, f) for n in range(2) for f in (False, True)], desc="rounds"):
+        row: dict[str, Any] = {"frozen": frozen, "round": number, "traces": []}
+        with engine(args.model) as llm, frozen_heap() if frozen else nullcontext():
+            with mock.patch.object(
+                torch.profiler, "profile", lambda **how: heard.during(plain(**how))
+            ):
+                for _ in range(30):
+                    idle, _, step_ms = traced(llm, 64, "greedy")
+                    found = {"idle": idle, "step_ms": step_ms, "collections_ms": heard.take()}
+                    row["traces"].append(found)
+            row["offline"] = []
+            for seed in range(3):
+                asked = offline.redraw(requests, VOCAB, seed)
+                with heard.during(nullcontext()):
+                    seconds = run(llm, *asked_for(asked)).seconds[-1]
+                row["offline"].append({"seconds": seconds, "collections_ms": heard.take()})
+        rows.append(row)
+    gc.callbacks.remove(heard)
+    return {"model": args.model, "rows": rows}
+
+
 FIRST_TOKEN = """
 import sys
 from minisgl import LLM, SamplingParams
@@ -366,7 +425,7 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": args.model, "seconds_to_first_token": seconds}
 
 
-ALL = (cuts, parts, backends, prefill, ragged, mailbox, attempts, start)
+ALL = (cuts, parts, backends, prefill, ragged, mailbox, attempts, pauses, start)
 TRIALS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {f.__name__: f for f in ALL}
 
 

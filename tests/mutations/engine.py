@@ -7,9 +7,59 @@ from tests.mutations import Mutation
 MEMORY, STEP, ENGINE = "minisgl.engine.memory", "minisgl.engine.step", "minisgl.engine.engine"
 STEP_GRAPH = "minisgl.engine.step_graph"
 MAILBOX = "minisgl.engine.mailbox"
+HEAP, FROZEN = "minisgl.engine.heap", "tests/test_heap.py::"
 TESTS, BOX = "tests/test_engine.py::", "tests/test_mailbox.py::"
 
 MUTATIONS = [
+    Mutation(
+        "heap_is_not_frozen",
+        HEAP,
+        "    gc.freeze()\n",
+        "",
+        FROZEN + "test_everything_is_frozen_in_the_block_and_thaws_after_it",
+    ),
+    Mutation(
+        "heap_keeps_garbage",
+        HEAP,
+        "    gc.collect()\n",
+        "",
+        FROZEN + "test_garbage_goes_before_it_would_stay",
+    ),
+    Mutation(
+        "heap_stays_frozen_after_an_error",
+        HEAP,
+        "    finally:\n        gc",
+        "    except GeneratorExit:\n        gc",
+        FROZEN + "test_an_error_in_the_block_thaws_it_too",
+    ),
+    Mutation(
+        "heap_of_the_scheduler_is_not_frozen",
+        "minisgl.server.scheduler_part",
+        "            with frozen_heap():\n",
+        "            if True:\n",
+        FROZEN + "test_scheduler_process",
+    ),
+    Mutation(
+        "heap_of_the_text_worker_is_not_frozen",
+        "minisgl.server.text_part",
+        "    with frozen_heap():\n",
+        "    if True:\n",
+        FROZEN + "test_text_process",
+    ),
+    Mutation(
+        "heap_of_the_http_process_is_not_frozen",
+        "minisgl.server.life",
+        "            with frozen_heap():\n",
+        "            if True:\n",
+        FROZEN + "test_http_process",
+    ),
+    Mutation(
+        "heap_of_ranks_is_not_frozen",
+        "minisgl.distributed.ranks",
+        "        with frozen_heap():\n",
+        "        if True:\n",
+        FROZEN + "test_ranks",
+    ),
     Mutation(
         "shutdown_stops_at_a_failure",
         "minisgl.llm",
