@@ -55,8 +55,8 @@ class Counts:
 
 @pytest.fixture(autouse=True)
 def thawed() -> Iterator[None]:
-    """A test that fails leaves nothing frozen."""
-    assert gc.get_freeze_count() == 0
+    """Nothing is frozen before a test, nor after one that fails."""
+    gc.unfreeze()
     yield
     gc.unfreeze()
 
@@ -106,6 +106,22 @@ def test_what_was_dropped_in_the_block_is_collected_behind_it() -> None:
     assert circle() is None
 
 
+def test_an_inner_block_leaves_the_outer_one_frozen() -> None:
+    with frozen_heap():
+        circle = weakref.ref(Circle())
+        with frozen_heap():
+            pass
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0 and circle() is None
+
+
+def test_what_somebody_else_froze_stays_frozen() -> None:
+    gc.freeze()
+    with frozen_heap():
+        pass
+    assert gc.get_freeze_count() > 10_000
+
+
 def test_scheduler_process(addresses: Addresses, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is frozen when it says that it is ready, and in its loop."""
     counts = Counts()
@@ -126,27 +142,51 @@ def test_text_process(addresses: Addresses, monkeypatch: pytest.MonkeyPatch) -> 
     counts.check(2)
 
 
-def test_http_process() -> None:
+class Gate:
+    """The server's gate; each time that it opens or closes, or is asked who is in, it counts."""
+
+    def __init__(self, counts: Counts) -> None:
+        self.counts, self.reasons = counts, list[str | None]()
+
+    @property
+    def reason(self) -> str | None:
+        return self.reasons[-1]
+
+    @reason.setter
+    def reason(self, reason: str | None) -> None:
+        self.reasons.append(reason)
+        self.counts()
+
+    @property
+    def taken(self) -> int:
+        self.counts()
+        return 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_http_process(fails: bool) -> None:
     """Frozen before anybody is let in, until the last answer."""
-    counts = Counts(leave=False)
+    counts = Counts()
 
     async def ready() -> None:
         pass
 
-    def broken() -> str:
+    def broken() -> str | None:
         counts()
-        raise PartFailed("it is enough")
+        if fails:
+            raise PartFailed("it is enough")
+        server.asked = 1
+        return None
 
     group: Any = SimpleNamespace(wait_ready=ready, broken=broken)
     server: Any = SimpleNamespace(asked=0, started=True, should_exit=False)
-    gate = SimpleNamespace(reason="loading")
-    life = Life(
-        server, group, SimpleNamespace(), gate, drain_timeout=1.0,  # type: ignore[arg-type]
-        on_ready=counts,
-    )  # fmt: skip
+    frontend: Any = SimpleNamespace(fail_all=counts)
+    gate: Any = Gate(counts)
+    life = Life(server, group, frontend, gate, drain_timeout=1.0, on_ready=counts)
     asyncio.run(life._states())
-    assert gate.reason is None and server.should_exit and life.failed is not None
-    counts.check(2)
+    assert server.should_exit and (life.failed is not None) == fails
+    assert gate.reasons == [None, *([] if fails else ["the server is shutting down"])]
+    counts.check(3 if fails else 7)
 
 
 def test_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +218,19 @@ def test_engine_beside_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = Counts()
     pipe: Any = SimpleNamespace(recv=counts, send=lambda message: None)
     overhead.engine_process(pipe, model_path(), {"device": "cpu", "num_pages": 64})
+    counts.check()
+
+
+def test_clock_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = Counts(leave=True)
+
+    async def flood(*args: Any) -> None:
+        counts()
+
+    monkeypatch.setattr(overhead, "flood", flood)
+    child: Any = SimpleNamespace(url="", cpu_seconds=dict)
+    with pytest.raises(Left):
+        overhead.run_server(child, [], 0.0)
     counts.check()
 
 

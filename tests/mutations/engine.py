@@ -28,9 +28,54 @@ MUTATIONS = [
     Mutation(
         "heap_stays_frozen_after_an_error",
         HEAP,
-        "    finally:\n        gc",
-        "    except GeneratorExit:\n        gc",
+        "    finally:\n        if mine",
+        "    except GeneratorExit:\n        if mine",
         FROZEN + "test_an_error_in_the_block_thaws_it_too",
+    ),
+    Mutation(
+        "heap_of_the_outer_block_thaws",
+        HEAP,
+        "        if mine:\n    ",
+        "        if True:\n    ",
+        FROZEN + "test_an_inner_block_leaves_the_outer_one_frozen",
+    ),
+    Mutation(
+        "heap_is_not_frozen_in_benchmarks_of_an_engine",
+        "minisgl.benchmark.cli",
+        "        with frozen_heap():\n",
+        "        if True:\n",
+        FROZEN + "test_benchmarks_of_an_engine",
+    ),
+    Mutation(
+        "heap_is_not_frozen_in_the_engine_beside_a_server",
+        "minisgl.benchmark.overhead",
+        "            with frozen_heap():\n                while",
+        "            if True:\n                while",
+        FROZEN + "test_engine_beside_a_server",
+    ),
+    Mutation(
+        "heap_is_not_frozen_while_the_clock_of_a_server_runs",
+        "minisgl.benchmark.overhead",
+        "    with frozen_heap():  # a",
+        "    if True:  # a",
+        FROZEN + "test_clock_of_a_server",
+    ),
+    Mutation(
+        "heap_is_not_frozen_in_benchmarks_of_a_server",
+        "minisgl.benchmark.serving_cli",
+        "    with frozen_heap():  # a",
+        "    if True:  # a",
+        FROZEN + "test_benchmarks_of_a_server",
+    ),
+    Mutation(
+        "heap_thaws_before_the_last_answer",
+        "minisgl.server.life",
+        "                    if await self._serve():\n"
+        "                        await self._drain()\n",
+        "                    served = await self._serve()\n"
+        "                if served:\n"
+        "                    await self._drain()\n",
+        FROZEN + "test_http_process[False]",
     ),
     Mutation(
         "heap_of_the_scheduler_is_not_frozen",
@@ -51,7 +96,7 @@ MUTATIONS = [
         "minisgl.server.life",
         "            with frozen_heap():\n",
         "            if True:\n",
-        FROZEN + "test_http_process",
+        FROZEN + "test_http_process[True]",
     ),
     Mutation(
         "heap_of_ranks_is_not_frozen",
