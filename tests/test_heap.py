@@ -122,6 +122,15 @@ def test_what_somebody_else_froze_stays_frozen() -> None:
     assert gc.get_freeze_count() > 10_000
 
 
+def test_a_few_frozen_objects_of_python_itself_change_nothing() -> None:
+    kept = gc.get_objects()
+    gc.freeze()
+    made: list[Any] = [[] for _ in range(2 * len(kept))]
+    with frozen_heap():
+        assert gc.get_freeze_count() > len(made)
+    assert gc.get_freeze_count() == 0
+
+
 def test_scheduler_process(addresses: Addresses, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is frozen when it says that it is ready, and in its loop."""
     counts = Counts()

@@ -28,16 +28,23 @@ MUTATIONS = [
     Mutation(
         "heap_stays_frozen_after_an_error",
         HEAP,
-        "    finally:\n        if mine",
-        "    except GeneratorExit:\n        if mine",
+        "    finally:\n        if not",
+        "    except GeneratorExit:\n        if not",
         FROZEN + "test_an_error_in_the_block_thaws_it_too",
     ),
     Mutation(
         "heap_of_the_outer_block_thaws",
         HEAP,
-        "        if mine:\n    ",
+        "        if not already:\n    ",
         "        if True:\n    ",
         FROZEN + "test_an_inner_block_leaves_the_outer_one_frozen",
+    ),
+    Mutation(
+        "heap_stays_frozen_where_python_froze_some",
+        HEAP,
+        "get_freeze_count() > len(gc.get_objects())",
+        "get_freeze_count() > 0",
+        FROZEN + "test_a_few_frozen_objects_of_python_itself_change_nothing",
     ),
     Mutation(
         "heap_is_not_frozen_in_benchmarks_of_an_engine",
