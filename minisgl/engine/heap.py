@@ -20,7 +20,7 @@ def frozen_heap() -> Iterator[None]:
     the process.
     """
     gc.collect()
-    # "Any" would not do: Python 3.12 freezes a few hundred objects of its own when it starts.
+    # More than a few: Python 3.12 itself freezes some hundred objects when it starts.
     already = gc.get_freeze_count() > len(gc.get_objects())
     gc.freeze()
     try:
