@@ -19,7 +19,7 @@ PLACES = {"LLM": "minisgl.llm", "SamplingParams": "minisgl.core"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use, so that `import minisgl.config` costs no torch."""
+    """Import on first use, so that `import minisgl` costs no torch."""
     if name not in PLACES:
         raise AttributeError(f"module 'minisgl' has no attribute {name!r}")
     return getattr(importlib.import_module(PLACES[name]), name)

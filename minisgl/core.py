@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.config import (
+from minisgl.config.rules import (
     MAX_SEED,
     Rule,
     apply_rules,

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from minisgl.config import SchedulerConfig, resolve_model_path
+from minisgl.config.engine import SchedulerConfig
+from minisgl.config.paths import resolve_model_path
 from minisgl.core import IntArray, SamplingParams
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, TokenReply, UserMsg

@@ -15,15 +15,15 @@ from minisgl.attention.base import DecodeBuffers, ForwardBatch
 from minisgl.attention.fused_backend import FusedBackend
 from minisgl.attention.metadata import AttentionMetadata, build_metadata
 from minisgl.attention.torch_backend import TorchBackend
-from minisgl.config import ModelConfig
+from minisgl.config.model import ModelConfig
 from minisgl.core import Phase
-from minisgl.distributed.comm import SingleRank
 from minisgl.kernels.rotate_store import rotate_and_store
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.base import CausalLM
 from minisgl.models.registry import build_model
 from minisgl.models.weights import load_dummy_weights
+from minisgl.parallel.comm import SingleRank
 from tests.checkpoints import base_config
 
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import uvicorn
 
-from minisgl.config import ServerConfig
+from minisgl.config.engine import ServerConfig
 from minisgl.server.cli import Watchers, dressed_app
 from minisgl.server.frontend import Observer
 from minisgl.server.gate import Gate

@@ -46,12 +46,12 @@ from minisgl.benchmark.roofline import (
     head_parameters,
 )
 from minisgl.benchmark.workload import RandomRequest, random_workload
-from minisgl.config import ModelConfig
+from minisgl.config.known_models import KNOWN_CONFIGS
+from minisgl.config.model import ModelConfig
 from minisgl.core import Phase
-from minisgl.distributed.comm import SingleRank
-from minisgl.known_models import KNOWN_CONFIGS
 from minisgl.llm import LLM
 from minisgl.models.registry import build_model
+from minisgl.parallel.comm import SingleRank
 from tests.checkpoints import base_config, make_checkpoint
 
 CPU = torch.device("cpu")

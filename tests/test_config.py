@@ -15,27 +15,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl.config import (
+from minisgl.config.engine import (
     ENGINE_RULES,
-    FAMILIES,
-    MODEL_RULES,
-    ROTARY_RULES,
     RULES,
-    SCALING_RULES,
     EngineConfig,
-    ModelConfig,
-    RopeScaling,
-    RotaryConfig,
     SchedulerConfig,
     ServerConfig,
     TPInfo,
-    integer,
     max_seq_len,
-    number,
     resolve,
-    resolve_model_path,
 )
-from minisgl.known_models import KNOWN_CONFIGS, LLAMA_3_1_8B, MISTRAL_7B_V0_1, QWEN2_5_7B, QWEN3_8B
+from minisgl.config.known_models import (
+    KNOWN_CONFIGS,
+    LLAMA_3_1_8B,
+    MISTRAL_7B_V0_1,
+    QWEN2_5_7B,
+    QWEN3_8B,
+)
+from minisgl.config.model import (
+    FAMILIES,
+    MODEL_RULES,
+    ROTARY_RULES,
+    SCALING_RULES,
+    ModelConfig,
+    RopeScaling,
+    RotaryConfig,
+)
+from minisgl.config.paths import resolve_model_path
+from minisgl.config.rules import integer, number
 
 NAN, INF = float("nan"), float("inf")
 NOT_INTEGERS = [True, False, 1.0, "1", NAN, [1], b"1"]
@@ -587,7 +594,7 @@ def test_missing_and_wrong_paths(tmp_path: Path) -> None:
 
 
 def test_hub_offline_is_one_clear_sentence(tmp_path: Path) -> None:
-    code = "from minisgl.config import resolve_model_path as r; r('Qwen/Qwen3-0.6B')"
+    code = "from minisgl.config.paths import resolve_model_path as r; r('Qwen/Qwen3-0.6B')"
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False
@@ -598,7 +605,7 @@ def test_hub_offline_is_one_clear_sentence(tmp_path: Path) -> None:
 
 
 def test_importing_the_config_does_not_import_torch() -> None:
-    code = "import sys, minisgl.config; sys.exit('torch' in sys.modules)"
+    code = "import sys, minisgl.config.engine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl.config import EngineConfig, ModelConfig
+from minisgl.config.engine import EngineConfig
+from minisgl.config.model import ModelConfig
 from minisgl.core import Batch, Phase, Req, SamplingParams
-from minisgl.distributed.comm import SingleRank
 from minisgl.engine import engine as engine_module
 from minisgl.engine.engine import (
     Engine,
@@ -41,6 +41,7 @@ from minisgl.engine.sampler import Sampler
 from minisgl.engine.step import ForwardInput, build_forward_input, new_positions, pack
 from minisgl.engine.step_graph import view_buffers
 from minisgl.kvcache.page_table import TableManager
+from minisgl.parallel.comm import SingleRank
 from tests.checkpoints import make_checkpoint
 from tests.dense import dense_batch
 

@@ -18,9 +18,8 @@ from torch import Tensor
 from minisgl.attention.base import DecodeBuffers, ForwardBatch
 from minisgl.attention.factory import create_backend
 from minisgl.attention.metadata import AttentionMetadata, build_metadata
-from minisgl.config import ModelConfig
+from minisgl.config.model import ModelConfig
 from minisgl.core import Phase
-from minisgl.distributed.comm import SingleRank
 from minisgl.engine.graph import (
     GraphBuffers,
     GraphRunner,
@@ -36,6 +35,7 @@ from minisgl.kvcache.page_table import PageAllocator, TableManager
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.registry import build_model
 from minisgl.models.weights import load_dummy_weights
+from minisgl.parallel.comm import SingleRank
 
 CPU = torch.device("cpu")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(

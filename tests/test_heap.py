@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from minisgl.benchmark import cli, options, overhead, serving_cli
-from minisgl.config import SchedulerConfig, ServerConfig, TPInfo
-from minisgl.distributed import ranks
-from minisgl.distributed.comm import SingleRank
+from minisgl.config.engine import SchedulerConfig, ServerConfig, TPInfo
 from minisgl.engine.heap import frozen_heap
+from minisgl.parallel.comm import SingleRank
+from minisgl.runtime import ranks
 from minisgl.server import scheduler_part, text_part
 from minisgl.server.launch import PartFailed
 from minisgl.server.life import Life

@@ -17,8 +17,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from minisgl.config import ModelConfig
-from minisgl.known_models import LLAMA_3_1_8B, QWEN2_5_7B, QWEN3_0_6B
+from minisgl.config.known_models import LLAMA_3_1_8B, QWEN2_5_7B, QWEN3_0_6B
+from minisgl.config.model import ModelConfig
 from minisgl.kvcache.page_table import (
     MirroredTable,
     OutOfPages,

@@ -44,7 +44,8 @@ from minisgl.benchmark.trace import (
     write_trace,
 )
 from minisgl.benchmark.workload import random_workload
-from minisgl.config import SchedulerConfig, resolve_model_path
+from minisgl.config.engine import SchedulerConfig
+from minisgl.config.paths import resolve_model_path
 from minisgl.server import cli as server_cli
 from minisgl.server.frontend import Observer
 from tests.checkpoints import base_config

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from minisgl.config import EngineConfig
+from minisgl.config.engine import EngineConfig
 from minisgl.core import SamplingParams
-from minisgl.distributed.comm import SingleRank
 from minisgl.engine.engine import Engine, build_engine
+from minisgl.parallel.comm import SingleRank
 from minisgl.scheduler.messages import AbortMsg, UserMsg
 from tests.checkpoints import make_checkpoint
 from tests.dense import dense_batch

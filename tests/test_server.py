@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl.config import ServerConfig
+from minisgl.config.engine import ServerConfig
 from minisgl.core import SamplingParams
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
 from minisgl.server.api import create_app, guarded

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from minisgl import LLM
-from minisgl.config import resolve_model_path
+from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams
 from minisgl.scheduler.messages import TokenReply, UserMsg
 from minisgl.server.channels import QueueBox

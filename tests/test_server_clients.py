@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.config import resolve_model_path
+from minisgl.config.paths import resolve_model_path
 from tests.serving import Live
 
 ASK, ANSWER = "What is 12 + 30?", "12 + 30 = 42"

@@ -23,7 +23,7 @@ import httpx
 import psutil
 import pytest
 
-from minisgl.config import ServerConfig
+from minisgl.config.engine import ServerConfig
 from minisgl.core import SamplingParams
 from minisgl.server.cli import (
     build_parser,

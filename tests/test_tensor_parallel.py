@@ -20,13 +20,20 @@ import psutil
 import pytest
 import torch
 
-from minisgl.config import ModelConfig, SchedulerConfig
+from minisgl.config.engine import SchedulerConfig
+from minisgl.config.model import ModelConfig
 from minisgl.core import Batch, SamplingParams
 from minisgl.distributed import nccl
-from minisgl.distributed.comm import Comm, SingleRank
-from minisgl.distributed.gloo import CommError, GlooComm
-from minisgl.distributed.launch import RankError, RankProcesses, run_ranks
-from minisgl.distributed.ranks import (
+from minisgl.layers.embedding import LMHead, VocabParallelEmbedding
+from minisgl.layers.linear import head_shard
+from minisgl.layers.placement import Placement
+from minisgl.models.registry import build_model
+from minisgl.models.weights import Checkpoint, WeightError, load_weights, pieces_of
+from minisgl.parallel.comm import Comm, SingleRank
+from minisgl.parallel.gloo import CommError, GlooComm
+from minisgl.parallel.threads import run_threads
+from minisgl.runtime.launch import RankError, RankProcesses, run_ranks
+from minisgl.runtime.ranks import (
     BroadcastChannel,
     Ranks,
     RanksDiffer,
@@ -35,12 +42,6 @@ from minisgl.distributed.ranks import (
     require_equal,
     tp_worker,
 )
-from minisgl.distributed.threads import run_threads
-from minisgl.layers.embedding import LMHead, VocabParallelEmbedding
-from minisgl.layers.linear import head_shard
-from minisgl.layers.placement import Placement
-from minisgl.models.registry import build_model
-from minisgl.models.weights import Checkpoint, WeightError, load_weights, pieces_of
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import AbortMsg, ExitMsg, Msg, TokenReply, UserMsg
 from minisgl.scheduler.scheduler import Scheduler, build_scheduler
@@ -191,7 +192,7 @@ def test_wrong_checkpoint_is_refused_on_every_rank(tmp_path: Path) -> None:
 
 
 # A server process that has imported torch once is forked for every rank: seconds less per test.
-multiprocessing.set_forkserver_preload(["tests.tp_drills", "minisgl.distributed.ranks"])
+multiprocessing.set_forkserver_preload(["tests.tp_drills", "minisgl.runtime.ranks"])
 QUICK: dict[str, Any] = {"method": "forkserver"}
 
 
@@ -548,7 +549,7 @@ def test_a_rank_that_cannot_join_is_named(
         if reason and tried:
             raise RankError(reason)
 
-    monkeypatch.setattr("minisgl.distributed.ranks.join", lost)
+    monkeypatch.setattr("minisgl.runtime.ranks.join", lost)
     monkeypatch.setattr(RankProcesses, "check", check)
     error, said = (RankError, "CUDA out of memory") if reason else (kind, "closed by peer")
     with pytest.raises(error, match=said):

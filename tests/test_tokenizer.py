@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from minisgl.config import resolve_model_path
+from minisgl.config.paths import resolve_model_path
 from minisgl.tokenizer import DecodeStatus, StopFilter, TextStream, Tokenizer
 
 CORPUS = [

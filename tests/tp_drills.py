@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from minisgl.config import ModelConfig
-from minisgl.distributed.comm import Comm
-from minisgl.distributed.launch import RankProcesses, join
+from minisgl.config.model import ModelConfig
 from minisgl.models.registry import build_model
 from minisgl.models.weights import load_weights
+from minisgl.parallel.comm import Comm
+from minisgl.runtime.launch import RankProcesses, join
 from tests.dense import dense_batch
 
 

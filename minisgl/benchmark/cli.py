@@ -24,7 +24,8 @@ from minisgl.benchmark.profile import middle_trace, profile_decode
 from minisgl.benchmark.report import save
 from minisgl.benchmark.roofline import Ceilings, Roofline
 from minisgl.benchmark.workload import random_workload
-from minisgl.config import ModelConfig, SchedulerConfig, choose_device, choose_dtype
+from minisgl.config.engine import SchedulerConfig, choose_device, choose_dtype
+from minisgl.config.model import ModelConfig
 from minisgl.core import SamplingParams
 from minisgl.engine.heap import frozen_heap
 from minisgl.engine.memory import NotEnoughMemory

@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from minisgl.benchmark.report import circumstances, save
 from minisgl.benchmark.workload import Chat, chat_workload
-from minisgl.config import resolve_model_path
+from minisgl.config.paths import resolve_model_path
 from minisgl.core import IntArray, SamplingParams
 from minisgl.llm import LLM
 from minisgl.tokenizer import Tokenizer

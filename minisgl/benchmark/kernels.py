@@ -20,7 +20,7 @@ from minisgl.attention.base import AttentionBackend, DecodeBuffers, GraphPlan
 from minisgl.attention.factory import create_backend
 from minisgl.attention.metadata import build_metadata
 from minisgl.benchmark.roofline import Ceilings
-from minisgl.config import ModelConfig
+from minisgl.config.model import ModelConfig
 from minisgl.core import IntArray, Phase
 from minisgl.engine.graph import capturing, new_graph
 from minisgl.kvcache.page_table import TableManager

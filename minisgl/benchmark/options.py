@@ -13,9 +13,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
-from minisgl import flags
-from minisgl.config import SchedulerConfig, resolve_model_path
-from minisgl.known_models import KNOWN_CONFIGS
+from minisgl.config import flags
+from minisgl.config.engine import SchedulerConfig
+from minisgl.config.known_models import KNOWN_CONFIGS
+from minisgl.config.paths import resolve_model_path
 
 
 class Parser(argparse.ArgumentParser):

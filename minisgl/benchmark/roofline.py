@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.config import ModelConfig
+from minisgl.config.model import ModelConfig
 from minisgl.core import IntArray
 from minisgl.kvcache.pool import kv_bytes_per_token
 

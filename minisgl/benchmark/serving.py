@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from minisgl.flags import ENGINE_FLAGS
+from minisgl.config.flags import ENGINE_FLAGS
 
 
 class Child(NamedTuple):

@@ -30,8 +30,8 @@ from minisgl.benchmark.trace import (
     write_trace,
 )
 from minisgl.benchmark.workload import random_workload
+from minisgl.config.flags import add_key_flag, key_of
 from minisgl.engine.heap import frozen_heap
-from minisgl.flags import add_key_flag, key_of
 
 
 def positive(text: str) -> float:

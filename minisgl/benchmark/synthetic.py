@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from minisgl.config import ModelConfig
+from minisgl.config.model import ModelConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 END, SPACE = "<|endoftext|>", "Ġ"  # byte-level BPE spells a space like this

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from minisgl.attention.base import AttentionBackend, ForwardBatch
 from minisgl.attention.factory import available, create_backend
-from minisgl.config import EngineConfig, ModelConfig, max_seq_len, resolve, resolve_model_path
+from minisgl.config.engine import EngineConfig, max_seq_len, resolve
+from minisgl.config.model import ModelConfig
+from minisgl.config.paths import resolve_model_path
 from minisgl.core import Batch, Phase, Req, SamplingParams
-from minisgl.distributed.comm import Comm, SingleRank
 from minisgl.engine.graph import choose_sizes
 from minisgl.engine.memory import (
     bytes_per_page,
@@ -41,6 +42,7 @@ from minisgl.kvcache.pool import KVPool
 from minisgl.models.compiled import CompiledModel, SizeSwitch
 from minisgl.models.registry import build_model
 from minisgl.models.weights import load_dummy_weights, load_weights
+from minisgl.parallel.comm import Comm, SingleRank
 
 
 def dummy_request(row: int, length: int = 1) -> Req:
@@ -189,7 +191,7 @@ def require_size(config: EngineConfig, comm: Comm) -> None:
     if config.tp.size != comm.size:
         raise ValueError(
             f"tp: the config asks for {config.tp.size} ranks, the communicator has {comm.size}; "
-            "`python -m minisgl --tp N` starts ranks, and so does minisgl.distributed.ranks.Ranks"
+            "`python -m minisgl --tp N` starts ranks, and so does minisgl.runtime.ranks.Ranks"
         )
 
 

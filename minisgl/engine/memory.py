@@ -5,7 +5,7 @@ Generated from notebooks/08_engine.ipynb: edit there.
 
 from __future__ import annotations
 
-from minisgl.config import ModelConfig
+from minisgl.config.model import ModelConfig
 from minisgl.kvcache.pool import kv_bytes_per_token
 
 GIB = 1 << 30

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from minisgl.config import integer, refuse
+from minisgl.config.rules import integer, refuse
 from minisgl.core import IntArray
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.config import ModelConfig, integer
+from minisgl.config.model import ModelConfig
+from minisgl.config.rules import integer
 
 
 def kv_bytes_per_token(model: ModelConfig, itemsize: int, tp_size: int = 1) -> int:

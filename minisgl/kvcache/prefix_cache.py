@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from minisgl.config import integer
+from minisgl.config.rules import integer
 from minisgl.core import IntArray
 
 

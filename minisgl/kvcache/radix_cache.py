@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.config import integer
+from minisgl.config.rules import integer
 from minisgl.core import IntArray
 from minisgl.kvcache.prefix_cache import (
     TOKEN_BYTES,

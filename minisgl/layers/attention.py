@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from minisgl.attention.base import ForwardBatch
-from minisgl.config import ModelConfig
+from minisgl.config.model import ModelConfig
 from minisgl.layers.linear import QKVLinear, RowParallelLinear
 from minisgl.layers.norm import QKNorm
 from minisgl.layers.placement import Placement

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minisgl.distributed.comm import Comm
 from minisgl.layers.placement import Piece, Placement
+from minisgl.parallel.comm import Comm
 
 
 @dataclass(frozen=True)

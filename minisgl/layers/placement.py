@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from minisgl.distributed.comm import Comm
+from minisgl.parallel.comm import Comm
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import nn
 
-from minisgl.config import RopeScaling, RotaryConfig
+from minisgl.config.model import RopeScaling, RotaryConfig
 
 
 def base_frequencies(config: RotaryConfig) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from minisgl.attention.base import ForwardBatch
-from minisgl.config import ModelConfig
+from minisgl.config.model import ModelConfig
 from minisgl.layers.attention import Attention, AttentionStyle, Rotation
 from minisgl.layers.embedding import LMHead, VocabParallelEmbedding
 from minisgl.layers.mlp import GatedMLP

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from minisgl.attention.base import ForwardBatch
 from minisgl.attention.fused_backend import FusedPlan
-from minisgl.distributed.comm import Comm
 from minisgl.kernels.embedding import embed
 from minisgl.kernels.linear import gated_linear, linear, open_linear, row_linear
 from minisgl.kernels.norm import add_norm
 from minisgl.kernels.rotate_store import rotate_and_store
 from minisgl.layers.mlp import GatedMLP
+from minisgl.parallel.comm import Comm
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import importlib
 import torch
 from torch import nn
 
-from minisgl.config import ModelConfig
-from minisgl.distributed.comm import Comm
+from minisgl.config.model import ModelConfig
 from minisgl.layers.placement import Placement
+from minisgl.parallel.comm import Comm
 
 MODELS: dict[str, str] = {
     "LlamaForCausalLM": "minisgl.models.llama:LlamaForCausalLM",

@@ -17,9 +17,9 @@ from safetensors import safe_open
 from torch import nn
 from tqdm import tqdm
 
-from minisgl.distributed.comm import Comm
 from minisgl.layers.norm import QKNorm, RMSNorm
 from minisgl.layers.placement import Piece
+from minisgl.parallel.comm import Comm
 
 
 class WeightError(ValueError):

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.config import SchedulerConfig
+from minisgl.config.engine import SchedulerConfig
 from minisgl.core import Batch, IntArray, Phase, Req, SamplingParams
-from minisgl.distributed.comm import Comm
 from minisgl.engine.engine import Engine, build_engine
 from minisgl.engine.step import ForwardInput, ForwardOutput, SampledTokens
 from minisgl.kvcache.cache_manager import CacheManager
+from minisgl.parallel.comm import Comm
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, Reply, TokenReply, UserMsg

@@ -20,9 +20,8 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from minisgl.config import ServerConfig, TPInfo, resolve_model_path
-from minisgl.core import SamplingParams
-from minisgl.flags import (
+from minisgl.config.engine import ServerConfig, TPInfo
+from minisgl.config.flags import (
     Group,
     add_engine_flags,
     add_key_flag,
@@ -30,6 +29,8 @@ from minisgl.flags import (
     engine_fields,
     key_of,
 )
+from minisgl.config.paths import resolve_model_path
+from minisgl.core import SamplingParams
 from minisgl.server.api import create_app
 from minisgl.server.channels import ZmqInbox, ZmqOutbox
 from minisgl.server.connect import Remote

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 from tqdm import tqdm
 
-from minisgl.config import ServerConfig
+from minisgl.config.engine import ServerConfig
 from minisgl.scheduler.messages import ExitMsg
 from minisgl.server.channels import ZmqOutbox
 from minisgl.server.parts import Addresses, Link, leave_with_parent

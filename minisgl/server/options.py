@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-from minisgl.config import Rule, apply_rules, flag, integer, number, optional, text, word
+from minisgl.config.rules import Rule, apply_rules, flag, integer, number, optional, text, word
 
 
 @dataclass(frozen=True, kw_only=True)

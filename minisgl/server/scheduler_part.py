@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 
-from minisgl.config import ServerConfig
-from minisgl.distributed.comm import Comm
-from minisgl.distributed.launch import RankError
-from minisgl.distributed.ranks import Ranks, run_loop
+from minisgl.config.engine import ServerConfig
 from minisgl.engine.heap import frozen_heap
+from minisgl.parallel.comm import Comm
+from minisgl.runtime.launch import RankError
+from minisgl.runtime.ranks import Ranks, run_loop
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.scheduler import build_scheduler
 from minisgl.server.channels import SchedulerChannel, ZmqInbox, ZmqOutbox

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minisgl.config import ModelConfig, ServerConfig, max_seq_len, resolve
+from minisgl.config.engine import ServerConfig, max_seq_len, resolve
+from minisgl.config.model import ModelConfig
 from minisgl.core import SamplingParams
 
 

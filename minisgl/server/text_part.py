@@ -5,7 +5,9 @@ Generated from notebooks/12b_operations.ipynb: edit there.
 
 from __future__ import annotations
 
-from minisgl.config import ModelConfig, ServerConfig, max_seq_len, resolve_model_path
+from minisgl.config.engine import ServerConfig, max_seq_len
+from minisgl.config.model import ModelConfig
+from minisgl.config.paths import resolve_model_path
 from minisgl.engine.heap import frozen_heap
 from minisgl.server.channels import Gathered, ZmqInbox, ZmqOutbox
 from minisgl.server.parts import Addresses, Link, parent_alive

@@ -9,8 +9,9 @@ import threading
 import traceback
 from collections.abc import Sequence
 
-from minisgl.config import ServerConfig, resolve_model_path
-from minisgl.distributed.ranks import run_loop
+from minisgl.config.engine import ServerConfig
+from minisgl.config.paths import resolve_model_path
+from minisgl.runtime.ranks import run_loop
 from minisgl.scheduler.messages import ExitMsg
 from minisgl.scheduler.scheduler import build_scheduler
 from minisgl.server.channels import QueueBox, SchedulerChannel

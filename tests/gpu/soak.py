@@ -22,7 +22,7 @@ import torch
 
 from minisgl import LLM, SamplingParams
 from minisgl.benchmark.report import save
-from minisgl.config import SchedulerConfig
+from minisgl.config.engine import SchedulerConfig
 from minisgl.core import Req
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, TokenReply, UserMsg

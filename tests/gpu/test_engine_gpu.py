@@ -17,7 +17,7 @@ import torch
 from minisgl import LLM, SamplingParams
 from minisgl.attention.base import AttentionPlan, ForwardBatch
 from minisgl.attention.factory import available
-from minisgl.config import EngineConfig
+from minisgl.config.engine import EngineConfig
 from minisgl.core import Batch, Phase, Req
 from minisgl.engine import step_graph
 from minisgl.engine.engine import Engine, build_engine, tensor_bytes

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
-from minisgl.distributed.launch import RankProcesses
+from minisgl.runtime.launch import RankProcesses
 from tests import tp_drills
 from tests.serving import Served, last_event, stream
 from tests.test_tensor_parallel import check_collectives

@@ -17,10 +17,10 @@ import torch
 
 pytest.importorskip("triton")
 from minisgl import LLM, SamplingParams
-from minisgl.config import EngineConfig
+from minisgl.config.engine import EngineConfig
+from minisgl.config.known_models import KNOWN_CONFIGS
 from minisgl.engine.engine import build_engine
 from minisgl.kernels import pdl
-from minisgl.known_models import KNOWN_CONFIGS
 from minisgl.models import fused
 from tests.gpu.test_engine_gpu import (
     DEVICE,

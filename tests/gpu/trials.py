@@ -43,12 +43,12 @@ from minisgl.benchmark.options import Parser, model_folder
 from minisgl.benchmark.profile import ON_DEVICE, profile_decode
 from minisgl.benchmark.report import save
 from minisgl.benchmark.workload import RandomRequest, random_workload
-from minisgl.config import ModelConfig
+from minisgl.config.known_models import KNOWN_CONFIGS
+from minisgl.config.model import ModelConfig
 from minisgl.engine import engine as engine_module
 from minisgl.engine import step_graph
 from minisgl.engine.heap import frozen_heap
 from minisgl.kernels import decode_attention
-from minisgl.known_models import KNOWN_CONFIGS
 from minisgl.scheduler.messages import UserMsg
 
 WAYS = (

@@ -91,7 +91,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="benchmark: a flag does not reach the engine",
-        module="minisgl.flags",
+        module="minisgl.config.flags",
         old="if name in ENGINE_FIELDS}",
         new='if name in ENGINE_FIELDS and name != "overlap"}',
         test=TEST + "test_every_engine_flag_reaches_the_config",

@@ -4,82 +4,82 @@ from __future__ import annotations
 
 from tests.mutations import Mutation
 
-CONFIG, CORE = "minisgl.config", "minisgl.core"
+CORE = "minisgl.core"
 
 MUTATIONS = [
     Mutation(
         "config: a bool passes for an integer",
-        CONFIG,
+        "minisgl.config.rules",
         "if isinstance(value, bool) or not isinstance(value, numbers.Integral):",
         "if not isinstance(value, numbers.Integral):",
         "tests/test_config.py::test_integer_fields",
     ),
     Mutation(
         "config: nan passes for a number",
-        CONFIG,
+        "minisgl.config.rules",
         "if not math.isfinite(found) or not low <= found <= high or (above and found == low):",
         "if found < low or found > high or (above and found == low):",
         "tests/test_config.py::test_number_fields",
     ),
     Mutation(
         "config: the new spelling of the rotary settings is ignored",
-        CONFIG,
+        "minisgl.config.model",
         '{"rope_theta": config.get("rope_theta"), **old, **new}',
         '{"rope_theta": config.get("rope_theta"), **old}',
         "tests/test_config.py::test_both_spellings_are_one_model",
     ),
     Mutation(
         "config: YaRN does not lengthen the window",
-        CONFIG,
+        "minisgl.config.model",
         "window = max(window, round(",
         "window = min(window, round(",
         "tests/test_config.py::test_yarn_lengthens_the_window",
     ),
     Mutation(
         "config: a window counts although its flag is false",
-        CONFIG,
+        "minisgl.config.model",
         'if not flag("use_sliding_window", config.get("use_sliding_window", False)):',
         "if False:",
         "tests/test_config.py::test_which_windows_count",
     ),
     Mutation(
         "config: texts longer than a sliding window are accepted",
-        CONFIG,
+        "minisgl.config.engine",
         "length > model.sliding_window",
         "length > window",
         "tests/test_config.py::test_a_window_is_full_attention_only_up_to_its_length",
     ),
     Mutation(
         "config: the stop tokens of generation_config.json are ignored",
-        CONFIG,
+        "minisgl.config.model",
         'config.get("eos_token_id") if eos is None else eos',
         'config.get("eos_token_id")',
         "tests/test_config.py::test_generation_config_wins",
     ),
     Mutation(
         "config: heads that cannot be grouped are accepted",
-        CONFIG,
+        "minisgl.config.model",
         "if m.num_qo_heads % m.num_kv_heads:",
         "if False:",
         "tests/test_config.py::test_wrong_files_are_refused_by_name",
     ),
     Mutation(
         "config: a window beyond the model's is accepted",
-        CONFIG,
+        "minisgl.config.engine",
         "if override is not None and override > window:",
         "if False:",
         "tests/test_config.py::test_resolve_refuses_what_does_not_fit",
     ),
     Mutation(
         "config: KV heads are not copied when there are fewer than ranks",
-        CONFIG,
+        "minisgl.config.model",
         "return max(1, self.num_kv_heads // tp_size)",
         "return self.num_kv_heads // tp_size",
         "tests/test_config.py::test_pitfall_09_kv_heads_fewer_than_ranks",
     ),
     Mutation(
         "config: a tied head is counted twice",
-        CONFIG,
+        "minisgl.config.model",
         "(1 if self.tie_word_embeddings else 2)",
         "2",
         "tests/test_config.py::test_known_models_have_their_published_size",

@@ -107,7 +107,7 @@ MUTATIONS = [
     ),
     Mutation(
         "heap_of_ranks_is_not_frozen",
-        "minisgl.distributed.ranks",
+        "minisgl.runtime.ranks",
         "        with frozen_heap():\n",
         "        if True:\n",
         FROZEN + "test_ranks",

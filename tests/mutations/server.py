@@ -332,7 +332,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: a short request waits for all long ones",
-        module="minisgl.config",
+        module="minisgl.config.engine",
         old='schedule_policy: Literal["fcfs", "fair"] = "fair"',
         new='schedule_policy: Literal["fcfs", "fair"] = "fcfs"',
         test=FAULTS + "test_short_request_does_not_wait_for_long_ones",

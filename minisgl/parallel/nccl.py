@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from minisgl.distributed.gloo import GlooComm, c10d
+from minisgl.parallel.gloo import GlooComm, c10d
 
 
 class NcclComm(GlooComm):

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minisgl.distributed.gloo import CommError, GlooComm, c10d
-from minisgl.distributed.nccl import NcclComm
+from minisgl.parallel.gloo import CommError, GlooComm, c10d
+from minisgl.parallel.nccl import NcclComm
 
 START_SECONDS = 600.0  # for a process to start and import torch on a busy machine
 

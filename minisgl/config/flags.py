@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from minisgl.config import SchedulerConfig
+from minisgl.config.engine import SchedulerConfig
 
 Group = argparse._ArgumentGroup
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from minisgl.distributed.comm import Comm
+from minisgl.parallel.comm import Comm
 
 
 class Meeting:

@@ -10,18 +10,14 @@ from dataclasses import replace
 
 import torch
 
-from minisgl.config import (
-    ModelConfig,
-    SchedulerConfig,
-    TPInfo,
-    choose_device,
-    refuse,
-    resolve_model_path,
-)
-from minisgl.distributed.comm import Comm
-from minisgl.distributed.gloo import GlooComm
-from minisgl.distributed.launch import RankProcesses, join
+from minisgl.config.engine import SchedulerConfig, TPInfo, choose_device
+from minisgl.config.model import ModelConfig
+from minisgl.config.paths import resolve_model_path
+from minisgl.config.rules import refuse
 from minisgl.engine.heap import frozen_heap
+from minisgl.parallel.comm import Comm
+from minisgl.parallel.gloo import GlooComm
+from minisgl.runtime.launch import RankProcesses, join
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.messages import Msg, Reply
 from minisgl.scheduler.scheduler import Scheduler, build_scheduler

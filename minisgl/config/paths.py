@@ -1,0 +1,59 @@
+"""Where a model's files are: embedded, in a folder, or on the hub.
+
+Generated from notebooks/01_config.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from minisgl.config.rules import refuse
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """One JSON object from a file; every failure is a ValueError that names the file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path.name}: no such file in {path.parent}") from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"{path.name}: not valid JSON, {error.msg} at {where}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path.name}: cannot be read from {path.parent}: {error}") from error
+    if not isinstance(found, dict):
+        raise refuse(path.name, "a JSON object", found)
+    return found
+
+
+def resolve_model_path(model: str | Path | None) -> Path:
+    """Folder of a model: None is the embedded one, then an existing folder, then a hub id."""
+    if model is None:
+        return Path(str(files("minisgl"))) / "tiny" / "model"
+    if not isinstance(model, str | Path) or not str(model):
+        raise refuse("model_path", "a folder, a hub id or None", model)
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise refuse("model_path", "a folder with a config.json, not a file", str(model))
+    if isinstance(model, Path) or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model):
+        raise ValueError(f"model_path: no such folder, and not a hub id either, got {str(model)!r}")
+    return download(model)
+
+
+def download(model: str) -> Path:
+    """Folder of a hub model, downloaded on first use; ValueError when it cannot be had."""
+    from huggingface_hub import snapshot_download  # slow to import, and most users need no hub
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=wanted))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+        problem = f"no such folder, and the hub does not deliver it ({reason})"
+        raise ValueError(f"model_path: {problem}, got {model!r}") from error
