@@ -1,6 +1,6 @@
 """One request and its life as three integers; how it chooses tokens; who runs in a step.
 
-Generated from notebooks/01_config.ipynb: edit there.
+Generated from notebooks/01_requests.ipynb: edit there.
 """
 
 from __future__ import annotations

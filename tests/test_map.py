@@ -68,13 +68,13 @@ def test_the_package_follows_the_map() -> None:
     assert violations(sources, chapters) == []
 
 
-CHAPTERS = {"minisgl": "", "minisgl.core": "01_config", "minisgl.llm": "09_scheduler"}
+CHAPTERS = {"minisgl": "", "minisgl.core": "01_requests", "minisgl.llm": "09_scheduler"}
 
 
 @pytest.mark.parametrize(
     ("module", "source", "message"),
     [
-        ("minisgl.core", "from minisgl.llm import LLM", "chapter 01_config imports minisgl.llm"),
+        ("minisgl.core", "from minisgl.llm import LLM", "chapter 01_requests imports minisgl.llm"),
         ("minisgl.core", "from minisgl import llm", "imports minisgl.llm"),
         ("minisgl.core", "def f():\n    import minisgl.llm", ":2 of chapter"),
         ("minisgl.core", "try:\n    import minisgl.llm\nexcept ImportError:\n    pass", ":2 of"),

@@ -1,6 +1,6 @@
 """What an engine, a scheduler and a server may use; "auto" is settled by `resolve`.
 
-Generated from notebooks/01_config.ipynb: edit there.
+Generated from notebooks/01_requests.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The `config.json` of real models, typed in as facts, so that arithmetic needs no download.
 
-Generated from notebooks/01_config.ipynb: edit there.
+Generated from notebooks/01_requests.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What an engine knows of a model: its numbers, read from `config.json`.
 
-Generated from notebooks/01_config.ipynb: edit there.
+Generated from notebooks/01_requests.ipynb: edit there.
 """
 
 from __future__ import annotations

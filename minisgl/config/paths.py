@@ -1,6 +1,6 @@
 """Where a model's files are: embedded, in a folder, or on the hub.
 
-Generated from notebooks/01_config.ipynb: edit there.
+Generated from notebooks/01_requests.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Frozen configurations of model and engine; every wrong value is refused by name.
 
-Generated from notebooks/01_config.ipynb: edit there.
+Generated from notebooks/01_requests.ipynb: edit there.
 """
 
 from __future__ import annotations
