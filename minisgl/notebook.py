@@ -6,7 +6,8 @@ Generated from notebooks/B_workshop.ipynb: edit there.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+import io
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 Member = TypeVar("Member")
@@ -40,14 +41,64 @@ def add_to(cls: type) -> Callable[[Member], Member]:
 
 
 palette: dict[str, str] = {
-    "free": "#E8E8E8",  # nobody's
-    "cached": "#56B4E9",  # in the prefix cache
-    "owned": "#E69F00",  # one request's
-    "new": "#009E73",  # written by this step
-    "dummy": "#CC79A7",  # padding
+    "free": "#E8E8E8",
+    "cached": "#56B4E9",
+    "locked": "#0072B2",
+    "owned": "#E69F00",
+    "new": "#009E73",
+    "dummy": "#CC79A7",
+    "prefill": "#F0E442",
+    "decode": "#A6761D",
+    "idle": "#FFFFFF",
+    "measured": "#222222",
+    "reference": "#8A8A8A",
+    "limit": "#D55E00",
     "text": "#222222",
     "edge": "#666666",
 }
+meanings: dict[str, str] = {
+    "free": "free",
+    "cached": "in the prefix cache",
+    "locked": "in the prefix cache, locked",
+    "owned": "owned by one request",
+    "new": "computed in this step",
+    "dummy": "padding",
+    "prefill": "prefill",
+    "decode": "decode",
+    "idle": "idle",
+    "measured": "this engine, measured",
+    "reference": "for comparison",
+    "limit": "limit or error",
+}
+
+
+def legend(ax: Any, kinds: Iterable[str] = (), *, below: bool = True, **own: str) -> None:
+    """Name the colours of a figure: kinds of `palette`, each with its meaning or your own words.
+
+    `own` maps a kind to other words for it. `below` puts the legend under the axes.
+    """
+    from matplotlib.patches import Patch  # importing this module needs no plotting library
+
+    words = {kind: meanings[kind] for kind in kinds} | own
+    patches = [
+        Patch(facecolor=palette[kind], edgecolor=palette["edge"], label=word)
+        for kind, word in words.items()
+    ]
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.08)} if below else {"loc": "best"}
+    ax.legend(handles=patches, ncols=min(4, len(patches)), frameon=False, fontsize=8, **place)
+
+
+def show(figure: Any, alt: str) -> None:
+    """Show a matplotlib figure with a sentence for those who cannot see it, and close it."""
+    from IPython.display import display
+    from matplotlib import pyplot
+
+    data = io.BytesIO()
+    card = {"facecolor": "white", "bbox_inches": "tight", "metadata": {"Description": alt}}
+    figure.savefig(data, format="png", dpi=100, **card)
+    pyplot.close(figure)
+    bundle = {"image/png": data.getvalue(), "text/plain": alt}
+    display(bundle, raw=True, metadata={"image/png": {"alt": alt}})
 
 
 def draw_slots(
