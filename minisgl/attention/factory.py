@@ -41,7 +41,7 @@ BACKENDS = {
     "torch": "minisgl.attention.torch_backend:TorchBackend",
     "triton": "minisgl.attention.triton_backend:TritonBackend",
     "fi": "minisgl.attention.flashinfer_backend:FlashInferBackend",
-    "fused": "minisgl.attention.fused_backend:FusedBackend",  # of chapter 05b; decode only
+    "fused": "minisgl.attention.fused_backend:FusedBackend",  # of chapter 05d; decode only
 }
 LIBRARIES = {
     "torch": (), "triton": ("triton",), "fi": ("triton", "flashinfer"), "fused": ("triton",)

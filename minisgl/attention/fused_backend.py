@@ -1,6 +1,6 @@
 """Decode attention that needs no plan: all it has to know lies in tensors on the device.
 
-Generated from notebooks/05b_fused.ipynb: edit there.
+Generated from notebooks/05d_gemm.ipynb: edit there.
 """
 
 from __future__ import annotations

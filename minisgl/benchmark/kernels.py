@@ -155,7 +155,7 @@ def make_linear(
 ) -> Call:  # fmt: skip
     """One product [rows, width] @ [width, out] with each of `copies` weights in turn.
 
-    By torch, or as the projection `fused` of chapter 05b.
+    By torch, or as the projection `fused` of chapter 05d.
     """
     x = torch.randn(rows, width, dtype=dtype, device=device)
     weights = torch.randn(copies, out, width, dtype=dtype, device=device)
@@ -174,7 +174,7 @@ def linear_rows(
     model: ModelConfig, batches: Sequence[int], dtype: torch.dtype, device: torch.device, *,
     fused: bool = False,
 ) -> list[Row]:  # fmt: skip
-    """The products of a layer and the head, by torch; or those of a layer by chapter 05b."""
+    """The products of a layer and the head, by torch; or those of a layer by chapter 05d."""
     q, kv = model.num_qo_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, inner = model.hidden_size, model.intermediate_size
     shapes = {"qkv": (hidden, q + 2 * kv), "o": (q, hidden), "gate_up": (hidden, 2 * inner),

@@ -1,6 +1,6 @@
 """Decode attention without a plan: norm, rotation, store, attention and merge in one kernel.
 
-Generated from notebooks/05b_fused.ipynb: edit there.
+Generated from notebooks/05d_gemm.ipynb: edit there.
 """
 
 from __future__ import annotations

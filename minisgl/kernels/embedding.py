@@ -1,6 +1,6 @@
 """Vectors of token ids from one rank's shard of the vocabulary.
 
-Generated from notebooks/05b_fused.ipynb: edit there.
+Generated from notebooks/05d_gemm.ipynb: edit there.
 """
 
 from __future__ import annotations

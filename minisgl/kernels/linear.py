@@ -1,6 +1,6 @@
 """Products with few rows: a weight matrix is read once, at the speed of the memory.
 
-Generated from notebooks/05b_fused.ipynb: edit there.
+Generated from notebooks/05d_gemm.ipynb: edit there.
 """
 
 from __future__ import annotations

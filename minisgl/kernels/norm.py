@@ -1,6 +1,6 @@
 """The sum of a product's parts, the residual and the RMS norm, in one pass over a row.
 
-Generated from notebooks/05b_fused.ipynb: edit there.
+Generated from notebooks/05d_gemm.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Programmatic dependent launch: when a kernel may start before its predecessor has ended.
 
-Generated from notebooks/05b_fused.ipynb: edit there.
+Generated from notebooks/05d_gemm.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Norm and rotation of queries and keys, and the store of keys and values, in one pass.
 
-Generated from notebooks/05b_fused.ipynb: edit there.
+Generated from notebooks/05d_gemm.ipynb: edit there.
 """
 
 from __future__ import annotations

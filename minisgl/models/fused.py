@@ -1,6 +1,6 @@
 """The decoder of chapter 05 as a chain of fused kernels, over the same weights.
 
-Generated from notebooks/05b_fused.ipynb: edit there.
+Generated from notebooks/05d_gemm.ipynb: edit there.
 """
 
 from __future__ import annotations
