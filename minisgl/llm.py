@@ -19,7 +19,7 @@ from minisgl.core import IntArray, SamplingParams
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, TokenReply, UserMsg
 from minisgl.scheduler.scheduler import (
-    Refusal,
+    InvalidRequestError,
     build_scheduler,
     check_params,
     check_prompt,
@@ -28,7 +28,7 @@ from minisgl.scheduler.scheduler import (
 from minisgl.tokenizer import DecodeStatus, Tokenizer
 
 
-class Answer:
+class OutputBuilder:
     """What one request has been answered so far; text only if there is a tokenizer."""
 
     def __init__(
@@ -118,13 +118,13 @@ class LLM:
             check_params(params)
             if self.tokenizer is None and (isinstance(prompt, str) or params.stop):
                 what = "text" if isinstance(prompt, str) else "stop strings"
-                raise Refusal(f"{what}: {self.config.model_path} has no tokenizer")
+                raise InvalidRequestError(f"{what}: {self.config.model_path} has no tokenizer")
             if isinstance(prompt, str) and self.tokenizer is not None:
                 prompt = self.tokenizer.encode(prompt)
             ids = token_array(prompt)
             check_prompt(ids, self.scheduler.limits)
-        except Refusal as no:
-            raise ValueError(f"prompts[{index}]: {no.message}") from None
+        except InvalidRequestError as error:
+            raise ValueError(f"prompts[{index}]: {error.message}") from None
         return ids
 
     def generate(
@@ -143,24 +143,26 @@ class LLM:
         listed = as_prompts(prompts)
         params = as_params(sampling_params, len(listed))
         ids = [self.encode(index, *pair) for index, pair in enumerate(zip(listed, params))]
-        answers = [Answer(*pair, self.tokenizer) for pair in zip(ids, params)]
+        answers = [OutputBuilder(*pair, self.tokenizer) for pair in zip(ids, params)]
         with self.lock:
             if self.closed:
                 raise RuntimeError("this LLM was shut down; make a new one")
             uids = range(self.next_uid, self.next_uid + len(answers))
             self.next_uid = uids.stop
-            self.channel.put(*(UserMsg(u, i.tolist(), p) for u, i, p in zip(uids, ids, params)))
+            self.channel.put_messages(
+                *(UserMsg(u, i.tolist(), p) for u, i, p in zip(uids, ids, params))
+            )
             self.answer(dict(zip(uids, answers)), progress)
         return [answer.out for answer in answers]
 
-    def answer(self, answers: dict[int, Answer], progress: bool) -> None:
+    def answer(self, answers: dict[int, OutputBuilder], progress: bool) -> None:
         """Run the scheduler until all answers are complete; a failure leaves nothing behind."""
-        turn = self.scheduler.turn_overlap if self.scheduler.overlap else self.scheduler.turn
+        turn = self.scheduler.step_overlap if self.scheduler.overlap else self.scheduler.step
         bar = tqdm(total=len(answers), desc="requests", disable=not progress)
         try:
             while self.channel.waiting or self.scheduler.has_work:
                 turn()
-                for reply in self.channel.take():
+                for reply in self.channel.take_replies():
                     self.take_in(reply, answers[reply.uid])
                 bar.update(sum(answer.done for answer in answers.values()) - bar.n)
         finally:
@@ -168,14 +170,14 @@ class LLM:
             self.channel.recv(block=False)
             for uid in answers:
                 self.scheduler.abort(uid)
-            self.channel.take()
+            self.channel.take_replies()
 
-    def take_in(self, reply: TokenReply | ErrorReply, answer: Answer) -> None:
+    def take_in(self, reply: TokenReply | ErrorReply, answer: OutputBuilder) -> None:
         """Hand a reply to its answer; a text that met its stop string needs no more tokens."""
         if isinstance(reply, ErrorReply):
             raise RuntimeError(f"uid {reply.uid}: {reply.message}")
         if not answer.done and answer.push(reply):
-            self.channel.put(AbortMsg(reply.uid))
+            self.channel.put_messages(AbortMsg(reply.uid))
 
     def chat(
         self,

@@ -111,7 +111,7 @@ class Driver:
         min_shared: int = 32,
         policy: str = "fcfs",
         reserve: int | None = None,
-        join_tokens: int = 16,
+        mixed_prefill_threshold: int = 16,
         **sizes: int,
     ) -> None:
         self.engine = FakeEngine(**sizes) if engine is None else engine
@@ -123,25 +123,25 @@ class Driver:
             self.cache, tables, decode, page_size=page_size, max_extend_tokens=budget,
             min_shared=min_shared if cache_type != "naive" else 0,
             waiting=FairQueue(budget) if fair else ArrivalOrder(),
-            join_tokens=join_tokens if fair else None,
+            mixed_prefill_threshold=mixed_prefill_threshold if fair else None,
         )  # fmt: skip
         self.channel = InProcessChannel()
         self.scheduler = Scheduler(
             self.engine, self.cache, prefill, decode, self.channel,
             eos_token_ids=[EOS], trace=trace, check_every=0.0, interleave=fair,
         )  # fmt: skip
-        self.turn = self.scheduler.turn_overlap if overlap else self.scheduler.turn
+        self.step = self.scheduler.step_overlap if overlap else self.scheduler.step
         self.replies: dict[int, list[Reply]] = {}
 
     def ask(self, uid: int, prompt: Sequence[int], client: str = "", **params: Any) -> None:
         """Send a request."""
-        self.channel.put(UserMsg(uid, list(prompt), SamplingParams(**params), client))
+        self.channel.put_messages(UserMsg(uid, list(prompt), SamplingParams(**params), client))
 
     def go(self, turns: int = 1) -> None:
         """Take turns, and collect what is said; every turn leaves all pages where they belong."""
         for _ in range(turns):
-            self.turn()
-            for reply in self.channel.take():
+            self.step()
+            for reply in self.channel.take_replies():
                 self.replies.setdefault(reply.uid, []).append(reply)
             self.check()
 

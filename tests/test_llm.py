@@ -129,10 +129,10 @@ def test_the_prefix_stays_cached(llm: LLM) -> None:
 def test_invalid_prompts_are_refused_before_anything_runs(
     llm: LLM, prompts: Any, message: str
 ) -> None:
-    step = llm.scheduler.step
+    step = llm.scheduler.step_count
     with pytest.raises(ValueError, match=message):
         llm.generate(prompts, GREEDY)
-    assert llm.scheduler.step == step and not llm.scheduler.has_work
+    assert llm.scheduler.step_count == step and not llm.scheduler.has_work
     assert not llm.channel.waiting
 
 
@@ -169,9 +169,9 @@ def test_stop_strings_end_the_text_before_them(llm: LLM) -> None:
     stop = text[10:12]
     cut = text.index(stop)
     params = SamplingParams(max_tokens=40, ignore_eos=True, stop=[stop, "never there"])
-    before = llm.scheduler.step
+    before = llm.scheduler.step_count
     outs = llm.generate([[3, 1, 4], [3, 1, 4]], [params, SamplingParams(max_tokens=12)])
-    assert llm.scheduler.step - before < 30, "nobody told the scheduler"
+    assert llm.scheduler.step_count - before < 30, "nobody told the scheduler"
     assert outs[0]["text"] == text[:cut] and outs[0]["finish_reason"] == "stop"
     assert len(outs[0]["token_ids"]) < 40
     assert outs[0]["token_ids"] == whole["token_ids"][: len(outs[0]["token_ids"])]
@@ -229,7 +229,7 @@ def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_failure_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupt in the middle: the next call works and finds all pages at home."""
     turns = iter(range(3))
-    original = llm.scheduler.turn_overlap
+    original = llm.scheduler.step_overlap
 
     def turn(block: bool = False) -> None:
         if next(turns, None) is None:
@@ -238,7 +238,7 @@ def test_a_failure_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(llm.scheduler, "overlap", True)
     with monkeypatch.context() as patch:
-        patch.setattr(llm.scheduler, "turn_overlap", turn)
+        patch.setattr(llm.scheduler, "step_overlap", turn)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["hello", "there"], SamplingParams(max_tokens=50))
     assert not llm.scheduler.reqs

@@ -85,7 +85,7 @@ class PagedEqualsDense(RuleBasedStateMachine):
         graphs=st.booleans(),
         policy=st.sampled_from(["fcfs", "fair"]),
         reserve=st.sampled_from([None, 1, 4]),
-        join_tokens=st.sampled_from([2, 16]),
+        mixed_prefill_threshold=st.sampled_from([2, 16]),
     )
     def start(self, page_size: int, tokens: int, rows: int, graphs: bool, **how: Any) -> None:
         fields = {"cuda_graph_bs": (1, 3)} if graphs else {}
@@ -105,14 +105,14 @@ class PagedEqualsDense(RuleBasedStateMachine):
         count = min(new, self.d.scheduler.limits.total - len(prompt))
         self.asked[uid] = (prompt, count, ignore)
         params = SamplingParams(max_tokens=new, ignore_eos=ignore)
-        self.d.channel.put(UserMsg(uid, list(prompt), params))
+        self.d.channel.put_messages(UserMsg(uid, list(prompt), params))
 
     @precondition(lambda self: getattr(self, "asked", None))
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         uid = data.draw(st.integers(0, len(self.asked) - 1))
         self.aborted.add(uid)
-        self.d.channel.put(AbortMsg(uid))
+        self.d.channel.put_messages(AbortMsg(uid))
 
     @precondition(lambda self: getattr(self, "asked", None))
     @rule(data=st.data())
@@ -125,7 +125,7 @@ class PagedEqualsDense(RuleBasedStateMachine):
         uid = len(self.asked)
         self.asked[uid] = (prompt, min(new, self.d.scheduler.limits.total - len(prompt)), ignore)
         params = SamplingParams(max_tokens=new, ignore_eos=ignore)
-        self.d.channel.put(UserMsg(uid, list(prompt), params))
+        self.d.channel.put_messages(UserMsg(uid, list(prompt), params))
 
     @rule(turns=st.integers(1, 5))
     def turn(self, turns: int) -> None:

@@ -56,7 +56,7 @@ def test_arrival_order() -> None:
     reqs = [make_req(i, 10 - i) for i in range(4)]
     for req in reqs:
         queue.add(req)
-    assert queue.goes_on(make_req(9, 1)) and list(queue) == reqs
+    assert queue.chunk_comes_first(make_req(9, 1)) and list(queue) == reqs
     queue.remove(reqs[1])
     queue.resume(reqs[1])
     assert drain(queue) == [1, 0, 2, 3] and queue.first() is None
@@ -209,13 +209,13 @@ def test_a_half_done_prompt_and_clients_a_few_tokens_apart() -> None:
     queue.add(make_req(1, 300, "b"))
     queue.remove(half)
     computed(queue, half, 30)
-    assert queue.goes_on(half)  # 30 tokens ahead of b, and the shorter one
+    assert queue.chunk_comes_first(half)  # 30 tokens ahead of b, and the shorter one
     talker = make_req(2, 10, "a")
     queue.add(talker)
     queue.remove(talker)
     for _ in range(40):
         computed(queue, talker, 1, Phase.DECODE)
-    assert not queue.goes_on(half)  # 110 tokens ahead
+    assert not queue.chunk_comes_first(half)  # 110 tokens ahead
 
 
 @pytest.mark.parametrize("client", ["same", "other"])
@@ -227,11 +227,11 @@ def test_a_short_request_passes_a_half_done_one(client: str) -> None:
     assert half is not None
     queue.remove(half)
     computed(queue, half, 90)
-    assert queue.goes_on(half)
+    assert queue.chunk_comes_first(half)
     queue.add(make_req(2, 20, client))
-    assert not queue.goes_on(half)
+    assert not queue.chunk_comes_first(half)
     queue.remove(first := queue.first())  # type: ignore[arg-type]
-    assert first is not None and first.uid == 2 and queue.goes_on(half)
+    assert first is not None and first.uid == 2 and queue.chunk_comes_first(half)
 
 
 def test_who_was_taken_back_comes_first() -> None:
@@ -246,7 +246,7 @@ def test_who_was_taken_back_comes_first() -> None:
     half = make_req(3, 500)
     queue.add(half)
     queue.remove(half)
-    assert not queue.goes_on(half) and len(queue) == 3
+    assert not queue.chunk_comes_first(half) and len(queue) == 3
     assert [req.uid for req in queue][:2] == [0, 1]
     order = []
     while len(queue):

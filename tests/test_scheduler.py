@@ -25,8 +25,8 @@ from minisgl.scheduler.decode import DecodeManager, pages_to_come
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, Msg, Reply, UserMsg
 from minisgl.scheduler.prefill import PrefillAdder
 from minisgl.scheduler.scheduler import (
+    InvalidRequestError,
     Limits,
-    Refusal,
     check_prompt,
     clamp_max_tokens,
     finish_reason,
@@ -61,7 +61,7 @@ def make_req(prompt_len: int, max_new: int, **fields: Any) -> Req:
     ],
 )  # fmt: skip
 def test_prompts_are_refused_with_reasons(ids: list[int], message: str, code: str) -> None:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(InvalidRequestError) as caught:
         check_prompt(token_array(ids), Limits(128, 64, VOCAB))
     assert message in caught.value.message and caught.value.code == code
 
@@ -70,7 +70,7 @@ def test_prompts_are_refused_with_reasons(ids: list[int], message: str, code: st
     "ids", [[[1], [2]], [1.5], "text", [None], [1, [2]], [2**40], [-(2**40)], [2**70], 5, [True]]
 )
 def test_token_arrays_are_flat_and_integer(ids: Any) -> None:
-    with pytest.raises(Refusal):
+    with pytest.raises(InvalidRequestError):
         array = token_array(ids)
         check_prompt(array, Limits(128, 128, VOCAB))
 
@@ -421,7 +421,7 @@ def test_pitfall_12_bad_requests_harm_nobody(overlap: bool) -> None:
     }
     d.go(2)
     for uid in range(1, 10):
-        d.channel.put(bad[uid])
+        d.channel.put_messages(bad[uid])
         d.go()
     d.drain()
     for uid in range(1, 10):
@@ -434,9 +434,9 @@ def test_pitfall_12_bad_requests_harm_nobody(overlap: bool) -> None:
 def test_a_uid_belongs_to_one_request_at_a_time() -> None:
     d = Driver()
     d.ask(1, [1, 1], max_tokens=5, ignore_eos=True)
-    d.channel.put(UserMsg(1, [2, 2], SamplingParams()))
-    d.turn()
-    errors = [r for r in d.channel.take() if isinstance(r, ErrorReply)]
+    d.channel.put_messages(UserMsg(1, [2, 2], SamplingParams()))
+    d.step()
+    errors = [r for r in d.channel.take_replies() if isinstance(r, ErrorReply)]
     assert len(errors) == 1 and errors[0].param == "uid"
     d.drain()
     d.ask(1, [2, 2], max_tokens=2, ignore_eos=True)  # free again
@@ -472,7 +472,7 @@ def test_abort_at_every_moment(overlap: bool, turns: int) -> None:
     d.ask(2, list(range(14)), max_tokens=4, ignore_eos=True)
     d.ask(3, [6] * 3, max_tokens=4, ignore_eos=True)
     d.go(turns)
-    d.channel.put(AbortMsg(2), AbortMsg(2), AbortMsg(77))
+    d.channel.put_messages(AbortMsg(2), AbortMsg(2), AbortMsg(77))
     d.drain()
     assert d.tokens(1) == expected([5] * 3, 8, ignore_eos=True)
     assert d.tokens(3) == expected([6] * 3, 4, ignore_eos=True)
@@ -491,7 +491,7 @@ def test_pitfall_03_aborted_in_flight_is_released_once() -> None:
     d.go(3)
     flying = d.scheduler.in_flight
     assert flying is not None and [r.uid for r in flying.inputs.sampled] == [1]
-    d.channel.put(AbortMsg(1))
+    d.channel.put_messages(AbortMsg(1))
     d.go()
     assert released == [1]
     d.drain()
@@ -507,10 +507,10 @@ def test_pitfall_03_a_new_request_with_an_old_uid_is_another_request() -> None:
     d = Driver(overlap=True)
     d.ask(1, [1, 1, 2], max_tokens=20, ignore_eos=True)
     d.go(3)
-    d.channel.put(AbortMsg(1))
-    d.channel.put(UserMsg(1, [9, 9], SamplingParams(max_tokens=3, ignore_eos=True)))
-    d.turn()
-    before = d.channel.take()
+    d.channel.put_messages(AbortMsg(1))
+    d.channel.put_messages(UserMsg(1, [9, 9], SamplingParams(max_tokens=3, ignore_eos=True)))
+    d.step()
+    before = d.channel.take_replies()
     assert [getattr(r, "finish_reason", None) for r in before] == ["abort"]
     d.replies.clear()
     d.drain()
@@ -521,10 +521,10 @@ def test_abort_in_mid_prefill_keeps_the_prefix() -> None:
     d = Driver(budget=8, page_size=4)
     d.ask(1, list(range(30)), max_tokens=4)
     d.go(2)
-    assert d.scheduler.prefill.chunked is not None
-    d.channel.put(AbortMsg(1))
+    assert d.scheduler.prefill.chunked_req is not None
+    d.channel.put_messages(AbortMsg(1))
     d.drain()
-    assert d.scheduler.prefill.chunked is None
+    assert d.scheduler.prefill.chunked_req is None
     d.ask(2, list(range(30)), max_tokens=1)
     d.drain()
     assert d.replies[2][-1].cached_tokens == 16
@@ -586,7 +586,7 @@ def test_abort_of_a_request_that_was_taken_back(overlap: bool, policy: str) -> N
         d.go()
     back = d.scheduler.prefill.waiting.first()
     assert back is not None and back.table_idx < 0
-    d.channel.put(AbortMsg(back.uid))
+    d.channel.put_messages(AbortMsg(back.uid))
     d.drain()
     assert d.reason(back.uid) == "abort"
 
@@ -609,7 +609,13 @@ def test_whoever_ends_in_the_step_on_its_way_leaves_pages(overlap: bool) -> None
 def half_done_and_taken_back(overlap: bool, most: int) -> Driver:
     """Request 0 answers with `most` tokens; the prompt of request 1 must make room for it."""
     d = Driver(
-        overlap=overlap, policy="fair", reserve=1, budget=2, num_pages=9, page_size=4, join_tokens=1
+        overlap=overlap,
+        policy="fair",
+        reserve=1,
+        budget=2,
+        num_pages=9,
+        page_size=4,
+        mixed_prefill_threshold=1,
     )
     d.ask(0, [1] * 4, max_tokens=most, ignore_eos=True)
     d.go(2)
@@ -639,7 +645,7 @@ def test_what_a_request_computed_itself_is_no_hit(overlap: bool) -> None:
 
 @LOOPS
 def test_a_half_done_prompt_that_found_no_room_goes_on_later(overlap: bool) -> None:
-    d = Driver(overlap=overlap, policy="fair", budget=8, join_tokens=1, min_shared=0)
+    d = Driver(overlap=overlap, policy="fair", budget=8, mixed_prefill_threshold=1, min_shared=0)
     d.ask(0, [1] * 24, max_tokens=2, ignore_eos=True)
     d.go()
     for uid in (1, 2):
@@ -678,7 +684,7 @@ def test_a_short_request_behind_fifty_long_ones(overlap: bool) -> None:
     """It is in the next step, and that step is short."""
     d = Driver(
         overlap=overlap, policy="fair", budget=64, num_pages=2000, max_running_req=64,
-        join_tokens=16, min_shared=0,
+        mixed_prefill_threshold=16, min_shared=0,
     )  # fmt: skip
     for uid in range(50):
         d.ask(uid, [uid + 1] * 100, "flood", max_tokens=1)
@@ -694,7 +700,7 @@ def test_a_short_request_behind_fifty_long_ones(overlap: bool) -> None:
 
 def test_a_step_holds_prompts_of_about_one_length() -> None:
     d = Driver(policy="fair", budget=1000, num_pages=2000, max_running_req=64, max_seq_len=1200,
-               join_tokens=16, min_shared=0)  # fmt: skip
+               mixed_prefill_threshold=16, min_shared=0)  # fmt: skip
     for uid, tokens in enumerate((30, 25, 500, 50, 51, 5, 11)):
         d.ask(uid, [uid + 1] * tokens, max_tokens=1)
     d.go()
@@ -714,7 +720,7 @@ def test_a_step_holds_prompts_of_about_one_length() -> None:
 def test_a_document_goes_on_behind_a_trickle(overlap: bool, client: str, begun: bool) -> None:
     """A short prompt comes every turn, for as long as it takes: each step has a piece to spare."""
     d = Driver(overlap=overlap, policy="fair", budget=256, num_pages=20_000, max_running_req=64,
-               max_seq_len=1200, join_tokens=16, min_shared=0)  # fmt: skip
+               max_seq_len=1200, mixed_prefill_threshold=16, min_shared=0)  # fmt: skip
     d.ask(0, [7] * 1000, "writer", max_tokens=1)
     if begun:
         d.go()
@@ -730,7 +736,7 @@ def test_a_document_goes_on_behind_a_trickle(overlap: bool, client: str, begun: 
 def test_a_rest_counts_as_what_it_is_of() -> None:
     """The end of a document is short; what joins it and a short prompt must not be long."""
     d = Driver(policy="fair", budget=256, num_pages=20_000, max_running_req=64, max_seq_len=1200,
-               join_tokens=16, min_shared=0)  # fmt: skip
+               mixed_prefill_threshold=16, min_shared=0)  # fmt: skip
     for uid in range(3):
         d.ask(uid, [7 + uid] * 261, "writer", max_tokens=1)
     d.go()
@@ -746,7 +752,7 @@ def test_a_crowd_is_computed_in_full_steps(low: int, high: int) -> None:
     count, budget, rng = 120, 4096, np.random.default_rng(0)
     lengths = rng.integers(low, high, count)
     d = Driver(policy="fair", budget=budget, num_pages=200_000, max_running_req=count,
-               max_seq_len=4000, join_tokens=budget // 32)  # fmt: skip
+               max_seq_len=4000, mixed_prefill_threshold=budget // 32)  # fmt: skip
     for uid, length in enumerate(lengths):
         d.ask(uid, [1 + uid % 90, uid // 90, *[3] * (length - 1)], max_tokens=1)
     d.drain()
@@ -759,7 +765,9 @@ def step_of(budget: int) -> PrefillAdder:
     """An empty step over an empty pool, under the fair order."""
     tables = TableManager(8, 400, 4, 400, "cpu")
     cache = CacheManager(400, 4, tables)
-    return PrefillAdder(cache, tables, 4, budget=budget, reserved=0, min_shared=0, join_tokens=16)
+    return PrefillAdder(
+        cache, tables, 4, budget=budget, reserved=0, min_shared=0, mixed_prefill_threshold=16
+    )
 
 
 def test_a_prompt_that_was_cut_is_the_last_of_its_step() -> None:
@@ -768,7 +776,7 @@ def test_a_prompt_that_was_cut_is_the_last_of_its_step() -> None:
     first, document, late = make_req(4, 2), make_req(100, 2), make_req(4, 2)
     assert step.try_admit(first) and step.try_admit(document) and document.is_chunked
     assert [req.extend_len for req in step.reqs] == [4, 12]
-    assert not step.try_admit(late) and late.table_idx < 0 and not step.go_on(document)
+    assert not step.try_admit(late) and late.table_idx < 0 and not step.continue_chunk(document)
 
 
 def test_who_must_fit_whole_is_not_cut() -> None:
@@ -850,12 +858,12 @@ def test_run_until_told_to_exit(overlap: bool) -> None:
     for uid in range(3):
         d.ask(uid, [uid + 1] * 2, max_tokens=3, ignore_eos=True)
         while sum(r.uid == uid and r.finished for r in said) == 0:
-            said += d.channel.take()
+            said += d.channel.take_replies()
     d.ask(9, [4] * 2, max_tokens=100, ignore_eos=True)
-    d.channel.put(ExitMsg())
+    d.channel.put_messages(ExitMsg())
     thread.join(timeout=10)
     assert not thread.is_alive()
-    said += d.channel.take()
+    said += d.channel.take_replies()
     assert [r.finish_reason for r in said if r.uid == 9][-1] == "abort"
     assert d.cache.available_tokens == d.engine.num_pages * d.engine.page_size
 
@@ -867,7 +875,7 @@ def test_idle_checks_that_no_page_is_lost(overlap: bool) -> None:
     d.drain()
     d.cache.allocator.allocate(1)  # a page that nobody owns
     with pytest.raises(IntegrityError, match="lost"):
-        d.turn(block=True)
+        d.step(block=True)
 
 
 def test_idle_blocks_and_work_does_not() -> None:
@@ -882,13 +890,13 @@ def test_idle_blocks_and_work_does_not() -> None:
     d.scheduler.channel = d.channel = Channel()
     d.ask(1, [1, 2], max_tokens=2, ignore_eos=True)
     for _ in range(4):
-        d.scheduler.turn(block=True)
+        d.scheduler.step(block=True)
     assert asked == [True, False, True, True]
 
 
 def test_channel_blocks_until_there_is_a_message() -> None:
     channel = InProcessChannel()
-    threading.Timer(0.05, lambda: channel.put(AbortMsg(1), AbortMsg(2))).start()
+    threading.Timer(0.05, lambda: channel.put_messages(AbortMsg(1), AbortMsg(2))).start()
     got = channel.recv(block=True)
     got += channel.recv(block=False) if len(got) == 1 else []
     assert got == [AbortMsg(1), AbortMsg(2)]
@@ -934,7 +942,7 @@ def test_host_work_is_linear_in_the_batch() -> None:
     for uid in range(256):
         d.ask(uid, [uid] * 4, max_tokens=8, ignore_eos=True)
     while d.channel.waiting or d.scheduler.has_work:
-        d.turn()
+        d.step()
     assert max(len(s.uids) for s in d.engine.steps) == 256
     assert len(d.engine.steps) == 8
 
@@ -954,7 +962,7 @@ class Events(RuleBasedStateMachine):
         rows=st.integers(1, 4),
         policy=st.sampled_from(["fcfs", "fair"]),
         reserve=st.sampled_from([None, 1, 6]),
-        join_tokens=st.sampled_from([1, 16]),
+        mixed_prefill_threshold=st.sampled_from([1, 16]),
     )
     def start(self, **how: Any) -> None:
         how["num_pages"] = how.pop("pages") * (4 if how["page_size"] == 1 else 1)
@@ -978,7 +986,7 @@ class Events(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         uid = data.draw(st.integers(0, len(self.wanted) - 1))
         self.aborted.add(uid)
-        self.d.channel.put(AbortMsg(uid))
+        self.d.channel.put_messages(AbortMsg(uid))
 
     @rule(turns=st.integers(1, 4))
     def turn(self, turns: int) -> None:

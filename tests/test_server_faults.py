@@ -92,11 +92,11 @@ class Steps:
 
         def noted_put(msg: Any) -> None:
             if isinstance(msg, AbortMsg):
-                self.arrived[msg.uid] = scheduler.step
+                self.arrived[msg.uid] = scheduler.step_count
             put(msg)
 
         def noted_release(req: Any) -> None:
-            self.released[req.uid] = scheduler.step
+            self.released[req.uid] = scheduler.step_count
             release(req)
 
         box.put, scheduler.release = noted_put, noted_release  # type: ignore[method-assign]
@@ -122,7 +122,7 @@ def test_leaving_frees_all_within_a_step(checkpoint: Path, state: str, stream: b
         connection = raw_request(live, body)
         reached = {
             "queued": lambda: len(scheduler.prefill.waiting) == 1,
-            "mid-prefill": lambda: scheduler.prefill.chunked is not None,
+            "mid-prefill": lambda: scheduler.prefill.chunked_req is not None,
             "decoding": lambda: len(scheduler.decode.running) == 1,
             "many choices": lambda: len(scheduler.decode.running) == 6,
         }
@@ -211,7 +211,7 @@ def test_memory_of_a_stalled_stream_is_bounded(checkpoint: Path) -> None:
         body = {"prompt": "hi", "stream": True, "ignore_eos": True, "n": 16, "logprobs": 20}
         connection = raw_request(live, body, buffer=1024)
         scheduler = live.server.scheduler
-        wait_for(lambda: scheduler.step > 5 and not scheduler.has_work, "the aborts", 15)
+        wait_for(lambda: scheduler.step_count > 5 and not scheduler.has_work, "the aborts", 15)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
         connection.settimeout(10)
         data = read_until(connection, b"\r\n0\r\n\r\n")
@@ -710,7 +710,7 @@ def hanging(config, addresses, index, link):
     launched = Scheduler.launch
 
     def launch(self, batch):
-        if self.step == 5:
+        if self.step_count == 5:
             time.sleep(1000)
         return launched(self, batch)
 

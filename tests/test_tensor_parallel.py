@@ -435,12 +435,12 @@ def test_broadcast_channel_passes_messages_in_order_and_drops_replies() -> None:
 
     def rank(comm: Comm) -> tuple[list[Msg], list[Any]]:
         outer = InProcessChannel()
-        outer.put(*messages)
+        outer.put_messages(*messages)
         channel = BroadcastChannel(outer if comm.rank == 0 else None, comm)
         got = channel.recv(block=False) + channel.recv(block=False)
         channel.send([reply])
         channel.close()
-        return got, outer.take()
+        return got, outer.take_replies()
 
     (first, said), (second, silent) = run_threads(rank, 2)
     assert first == second == messages
@@ -455,11 +455,11 @@ def test_broadcast_channel_passes_messages_in_order_and_drops_replies() -> None:
 def ask(scheduler: Scheduler, channel: InProcessChannel, uid: int, prompts: Any) -> list[Any]:
     """Generate through a scheduler of rank 0, as `LLM` does."""
     params = SamplingParams(max_tokens=10, ignore_eos=True)
-    channel.put(*(UserMsg(uid + i, prompt, params) for i, prompt in enumerate(prompts)))
+    channel.put_messages(*(UserMsg(uid + i, prompt, params) for i, prompt in enumerate(prompts)))
     tokens: dict[int, list[Any]] = {uid + i: [] for i in range(len(prompts))}
     while channel.waiting or scheduler.has_work:
-        scheduler.turn_overlap()
-        for reply in channel.take():
+        scheduler.step_overlap()
+        for reply in channel.take_replies():
             assert isinstance(reply, TokenReply)
             tokens[reply.uid].append(reply.token)
     return list(tokens.values())
@@ -486,7 +486,9 @@ def test_two_processes_generate_the_same_tokens_and_end_together(folder: Path) -
 def test_exit_message_reaches_every_rank(folder: Path) -> None:
     config = settings(folder)
     channel = InProcessChannel()
-    channel.put(UserMsg(0, [1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True)), ExitMsg())
+    channel.put_messages(
+        UserMsg(0, [1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True)), ExitMsg()
+    )
 
     def rank(comm: Comm) -> None:
         mine = config_of_rank(config, comm.rank, comm.size)
@@ -495,7 +497,7 @@ def test_exit_message_reaches_every_rank(folder: Path) -> None:
         return build_scheduler(mine, BroadcastChannel(channel, comm), comm).run_overlap()
 
     run_threads(rank, 2)
-    last = channel.take()[-1]
+    last = channel.take_replies()[-1]
     assert isinstance(last, TokenReply)
     assert last.finish_reason == "abort"
 
@@ -514,7 +516,7 @@ def test_ranks_leave_their_group_unless_something_failed(
         scheduler = build_scheduler(config, ranks.channel(channel), ranks.comm)
         if fails:
             raise ZeroDivisionError
-        channel.put(ExitMsg())
+        channel.put_messages(ExitMsg())
         scheduler.run_overlap()
     assert left == ([] if fails else [0])
     assert not living_ranks()

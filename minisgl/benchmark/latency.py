@@ -42,16 +42,16 @@ def start_together(
     prompts = rng.integers(0, min(limits.vocab_size, 10_001), (batch, prompt_len)).tolist()
     first = llm.next_uid
     llm.next_uid += batch
-    llm.channel.put(*(UserMsg(first + i, ids, params) for i, ids in enumerate(prompts)))
+    llm.channel.put_messages(*(UserMsg(first + i, ids, params) for i, ids in enumerate(prompts)))
 
 
 def drive(llm: LLM) -> Timeline:
     """Run the scheduler until nothing is left to do; one look at the clock for each step."""
-    turn = llm.scheduler.turn_overlap if llm.scheduler.overlap else llm.scheduler.turn
+    turn = llm.scheduler.step_overlap if llm.scheduler.overlap else llm.scheduler.step
     line, start = Timeline([], []), time.perf_counter()
     while llm.channel.waiting or llm.scheduler.has_work:
         turn()
-        if replies := llm.channel.take():
+        if replies := llm.channel.take_replies():
             line.seconds.append(time.perf_counter() - start)
             line.tokens.append(len(replies))
             if isinstance(replies[0], ErrorReply):

@@ -81,13 +81,13 @@ def profile_decode(
     """Write a Chrome trace of `steps` steady decode steps to `path`; the device's idle share."""
     on_gpu = llm.scheduler.engine.device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-    turn = llm.scheduler.turn_overlap if llm.scheduler.overlap else llm.scheduler.turn
+    turn = llm.scheduler.step_overlap if llm.scheduler.overlap else llm.scheduler.step
     output_len = steps + 4 * SKIP
     start_together(llm, batch, prompt_len, output_len, SAMPLING[sampling], seed=batch)
     full = 0
     while full <= SKIP:
         turn()
-        full += len(llm.channel.take()) == batch
+        full += len(llm.channel.take_replies()) == batch
     with torch.profiler.profile(activities=[activity]) as profiler:
         for _ in range(steps):
             turn()
@@ -95,7 +95,7 @@ def profile_decode(
             torch.cuda.synchronize(llm.scheduler.engine.device)
     while llm.scheduler.has_work:
         turn()
-    llm.channel.take()
+    llm.channel.take_replies()
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(path))
     return trace_row(path, batch, steps, sampling)

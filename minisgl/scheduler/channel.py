@@ -34,17 +34,17 @@ def drain(source: queue.SimpleQueue) -> Iterator:
 
 
 class InProcessChannel:
-    """Two queues in one process. The caller `put`s messages and `take`s replies."""
+    """Two queues in one process. The caller puts messages in and takes replies out."""
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[Msg] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Reply] = queue.SimpleQueue()
 
-    def put(self, *messages: Msg) -> None:
+    def put_messages(self, *messages: Msg) -> None:
         for message in messages:
             self._inbox.put(message)
 
-    def take(self) -> list[Reply]:
+    def take_replies(self) -> list[Reply]:
         return list(drain(self._outbox))
 
     def recv(self, block: bool) -> list[Msg]:

@@ -41,7 +41,7 @@ class WaitingQueue(Protocol):
         """It waits no longer: admitted, or given up."""
         ...
 
-    def goes_on(self, half_done: Req) -> bool:
+    def chunk_comes_first(self, chunked_req: Req) -> bool:
         """True if an admitted request with half a prompt comes before the first who waits."""
         ...
 
@@ -78,7 +78,7 @@ class ArrivalOrder:
     def remove(self, req: Req) -> None:
         self._reqs.remove(req)
 
-    def goes_on(self, half_done: Req) -> bool:
+    def chunk_comes_first(self, chunked_req: Req) -> bool:
         return True
 
     def charge(self, batch: Batch) -> None:
@@ -168,16 +168,16 @@ class FairQueue:
         equal = (share for share in shares if share.served < least + self._step_tokens)
         return min((self.head(share) for share in equal), key=self.rank, default=None)
 
-    def goes_on(self, half_done: Req) -> bool:
+    def chunk_comes_first(self, chunked_req: Req) -> bool:
         first = self.first()
         if first is None or first in self._back:
             return first is None
-        if first.client == half_done.client:
-            return self._tags[half_done] <= self._tags[first]
-        ahead = self._shares[half_done.client].served - self._shares[first.client].served
+        if first.client == chunked_req.client:
+            return self._tags[chunked_req] <= self._tags[first]
+        ahead = self._shares[chunked_req.client].served - self._shares[first.client].served
         if abs(ahead) >= self._step_tokens:
             return ahead < 0
-        return self.rank(half_done) <= self.rank(first)
+        return self.rank(chunked_req) <= self.rank(first)
 
     def charge(self, batch: Batch) -> None:
         if batch.phase is Phase.DECODE:
@@ -200,6 +200,6 @@ class FairQueue:
             del self._shares[req.client]
 
 
-def join_tokens(step_tokens: int) -> int:
+def mixed_prefill_threshold(step_tokens: int) -> int:
     """Tokens up to which prompts join a prefill step freely; `step_tokens` is its budget."""
     return step_tokens // 32

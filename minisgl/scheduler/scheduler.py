@@ -23,7 +23,7 @@ from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, Reply, TokenReply, UserMsg
 from minisgl.scheduler.prefill import PrefillManager
-from minisgl.scheduler.queue import ArrivalOrder, FairQueue, join_tokens
+from minisgl.scheduler.queue import ArrivalOrder, FairQueue, mixed_prefill_threshold
 
 
 class Limits(NamedTuple):
@@ -39,7 +39,7 @@ class Limits(NamedTuple):
         return min(self.max_seq_len, self.pool_tokens)
 
 
-class Refusal(ValueError):
+class InvalidRequestError(ValueError):
     """Why a request cannot be served: a message for people, a code and a field for programs."""
 
     def __init__(self, message: str, code: str = "invalid_request", param: str = "prompt") -> None:
@@ -48,19 +48,21 @@ class Refusal(ValueError):
 
 
 def check_prompt(ids: IntArray, limits: Limits) -> None:
-    """Raise `Refusal` if no answer can be computed for this prompt; ids is one-dimensional."""
+    """Raise `InvalidRequestError` if no answer can be computed; ids is one-dimensional."""
     count = len(ids)
     if count == 0:
-        raise Refusal("prompt: must hold at least one token, got an empty prompt")
+        raise InvalidRequestError("prompt: must hold at least one token, got an empty prompt")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= limits.vocab_size:
         wrong = low if low < 0 else high
-        raise Refusal(f"prompt: token ids must be in 0..{limits.vocab_size - 1}, got {wrong}")
+        raise InvalidRequestError(
+            f"prompt: token ids must be in 0..{limits.vocab_size - 1}, got {wrong}"
+        )
     if count < limits.total:
         return
     what = "model's context window is" if count >= limits.max_seq_len else "KV cache holds"
     size = limits.max_seq_len if count >= limits.max_seq_len else limits.pool_tokens
-    raise Refusal(
+    raise InvalidRequestError(
         f"prompt: {count} tokens are too many, the {what} {size} tokens and the answer needs at "
         "least one",
         "context_length_exceeded",
@@ -68,28 +70,30 @@ def check_prompt(ids: IntArray, limits: Limits) -> None:
 
 
 def token_array(ids: object) -> IntArray:
-    """Token ids as int32 [n]; raises `Refusal` for anything that is not a flat list of integers."""
+    """Token ids as int32 [n]; `InvalidRequestError` unless it is a flat list of integers."""
     try:
         array = np.asarray(ids)
     except (TypeError, ValueError, OverflowError) as error:
-        raise Refusal(f"prompt: must be a flat list of token ids, {error}") from None
+        raise InvalidRequestError(f"prompt: must be a flat list of token ids, {error}") from None
     if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
-        raise Refusal(f"prompt: must be a flat list of integers, got {array.dtype} {array.shape}")
+        raise InvalidRequestError(
+            f"prompt: must be a flat list of integers, got {array.dtype} {array.shape}"
+        )
     if array.size and (array.max() > 2**31 - 1 or array.min() < -1):
         wrong = next(int(i) for i in array if not -1 <= i <= 2**31 - 1)
-        raise Refusal(f"prompt: no token has the id {wrong}")
+        raise InvalidRequestError(f"prompt: no token has the id {wrong}")
     return array.astype(np.int32)
 
 
 def check_params(params: object) -> SamplingParams:
-    """Raise `Refusal` for sampling parameters that got past their constructor."""
+    """Raise `InvalidRequestError` for sampling parameters that got past their constructor."""
     if not isinstance(params, SamplingParams):
         name = "sampling_params"
-        raise Refusal(f"{name}: must be SamplingParams, got {params!r}", param=name)
+        raise InvalidRequestError(f"{name}: must be SamplingParams, got {params!r}", param=name)
     try:
         return replace(params)  # a copy runs the constructor's checks again
     except ValueError as error:
-        raise Refusal(str(error), param=str(error).partition(":")[0]) from None
+        raise InvalidRequestError(str(error), param=str(error).partition(":")[0]) from None
 
 
 def clamp_max_tokens(prompt_len: int, wanted: int | None, limits: Limits) -> tuple[int, str | None]:
@@ -156,7 +160,7 @@ class Scheduler:
         self.reqs: dict[int, Req] = {}  # every request that has not had its last reply, by uid
         self.notices: dict[int, str] = {}
         self.in_flight: Launched | None = None
-        self.step, self.exiting = 0, False
+        self.step_count, self.exiting = 0, False
         self.check_every, self.check_at = check_every, 0.0  # seconds; the time of the next check
 
     @contextmanager
@@ -180,10 +184,10 @@ class Scheduler:
         idle = block and not self.has_work
         if idle:
             self.check_integrity()
-        with self.span("receive", self.step):
+        with self.span("receive", self.step_count):
             for msg in self.channel.recv(idle):
                 if isinstance(msg, UserMsg):
-                    self.welcome(msg)
+                    self.add_request(msg)
                 elif isinstance(msg, AbortMsg):
                     self.abort(msg.uid)
                 else:
@@ -202,13 +206,15 @@ class Scheduler:
         end = time.monotonic()
         self.check_at = end + self.check_every * max(1.0, 100 * (end - start))
 
-    def welcome(self, msg: UserMsg) -> None:
+    def add_request(self, msg: UserMsg) -> None:
         """Queue a request, or refuse it: one bad request never harms the others."""
         try:
             req, notice = self.make_req(msg)
-        except Refusal as no:
-            error = ErrorReply(uid=msg.uid, message=no.message, code=no.code, param=no.param)
-            self.channel.send([error])
+        except InvalidRequestError as error:
+            reply = ErrorReply(
+                uid=msg.uid, message=error.message, code=error.code, param=error.param
+            )
+            self.channel.send([reply])
             return
         if notice is not None:
             self.notices[req.uid] = notice
@@ -216,9 +222,11 @@ class Scheduler:
         self.prefill.waiting.add(req)
 
     def make_req(self, msg: UserMsg) -> tuple[Req, str | None]:
-        """The request that a message asks for, and a notice about it; raises `Refusal`."""
+        """The request that a message asks for, and a notice about it; raises `InvalidRequestError`."""
         if msg.uid in self.reqs:
-            raise Refusal(f"uid: {msg.uid} belongs to a request that is still running", param="uid")
+            raise InvalidRequestError(
+                f"uid: {msg.uid} belongs to a request that is still running", param="uid"
+            )
         ids = token_array(msg.input_ids)
         check_prompt(ids, self.limits)
         params = check_params(msg.sampling_params)
@@ -234,7 +242,7 @@ class Scheduler:
 
         With `interleave` running requests get a token after every prefill step.
         """
-        with self.span("schedule", self.step):
+        with self.span("schedule", self.step_count):
             if self.interleave and self.last_phase is Phase.PREFILL:
                 batch = self.decode_step() or self.prefill.schedule()
             else:
@@ -244,7 +252,7 @@ class Scheduler:
 
     def launch(self, batch: Batch) -> Launched:
         """Start a step and move its requests on, as if it were done: the device keeps the order."""
-        with self.span("launch", self.step, batch):
+        with self.span("launch", self.step_count, batch):
             self.cache.allocate_paged(batch.reqs)
             inputs = self.engine.prepare(batch)
             output = self.engine.step(inputs)
@@ -255,8 +263,8 @@ class Scheduler:
                 for req in inputs.sampled:
                     self.cache.cache_req(req, finished=False)
             self.decode.update(batch.reqs)
-            self.step += 1
-            return Launched(self.step - 1, inputs, output)
+            self.step_count += 1
+            return Launched(self.step_count - 1, inputs, output)
 
     def decode_step(self) -> Batch | None:
         """One token for everybody who runs; if pages are missing, the youngest are taken back."""
@@ -269,19 +277,19 @@ class Scheduler:
                 self.finish(self.in_flight)
                 self.in_flight = None
             else:
-                self.retract(self.prefill.chunked or self.decode.youngest)
+                self.retract(self.prefill.chunked_req or self.decode.youngest)
         return self.decode.schedule()
 
     def retract(self, req: Req) -> None:
         """Take row and pages from a request, and let it wait for its turn to go on."""
         self.prefill.remove(req)
         self.decode.remove(req)
-        self.give_back(req)
+        self.free_request(req)
         req.retracted = True
         self.prefill.waiting.resume(req)
         self.retractions += 1
 
-    def give_back(self, req: Req) -> None:
+    def free_request(self, req: Req) -> None:
         """Row and pages of an admitted request; what was computed stays in the prefix cache."""
         self.cache.cache_req(req, finished=True)
         self.tables.free(req.table_idx)
@@ -332,7 +340,7 @@ class Scheduler:
         self.decode.remove(req)
         self.prefill.waiting.leave(req)
         if req.table_idx >= 0:
-            self.give_back(req)
+            self.free_request(req)
 
     def abort(self, uid: int) -> None:
         """End a request now, whatever it is doing. Too late is no error."""
@@ -347,8 +355,8 @@ class Scheduler:
         )  # fmt: skip
         self.channel.send([reply])
 
-    def turn(self, block: bool = False) -> None:
-        """One turn of the plain loop: nothing happens while the device works, and the reverse."""
+    def step(self, block: bool = False) -> None:
+        """One step of the plain loop: nothing happens while the device works, and the reverse."""
         self.receive(block)
         batch = self.next_step()
         if batch is not None:
@@ -357,11 +365,11 @@ class Scheduler:
     def run(self) -> None:
         """The plain loop, until an `ExitMsg`."""
         while not self.exiting:
-            self.turn(block=True)
+            self.step(block=True)
         self.stop()
 
-    def turn_overlap(self, block: bool = False) -> None:
-        """One turn of the overlapped loop: launch step n + 1, then finish step n while it runs."""
+    def step_overlap(self, block: bool = False) -> None:
+        """One step of the overlapped loop: launch step n + 1, then finish step n while it runs."""
         self.receive(block)
         batch = self.next_step()
         launched = self.launch(batch) if batch is not None else None
@@ -372,7 +380,7 @@ class Scheduler:
     def run_overlap(self) -> None:
         """The overlapped loop, until an `ExitMsg`."""
         while not self.exiting:
-            self.turn_overlap(block=True)
+            self.step_overlap(block=True)
         self.stop()
 
     def stop(self) -> None:
@@ -404,7 +412,7 @@ def build_scheduler(
         cache, engine.tables, decode, page_size=engine.page_size, max_extend_tokens=budget,
         min_shared=0 if config.cache_type == "naive" else 32,
         waiting=FairQueue(budget) if fair else ArrivalOrder(),
-        join_tokens=join_tokens(budget) if fair else None,
+        mixed_prefill_threshold=mixed_prefill_threshold(budget) if fair else None,
     )  # fmt: skip
     return Scheduler(
         engine, cache, prefill, decode, channel, eos_token_ids=engine.model_config.eos_token_ids,

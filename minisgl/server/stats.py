@@ -23,7 +23,7 @@ def stats_of(scheduler: Scheduler) -> StatsMsg:
         free_pages=free,
         cached_pages=cached,
         used_pages=engine.num_pages - free - cached,
-        steps=scheduler.step,
+        steps=scheduler.step_count,
         graph_replays=getattr(engine.graph, "replays", 0),
         retractions=scheduler.retractions,
     )

@@ -144,7 +144,7 @@ class Round:
             asked = self.crowd.ask()
             self.open[self.uid] = asked
             client = self.r.choice(["ann", "bob", "bob"])
-            self.channel.put(UserMsg(self.uid, asked.ids, asked.params, client))
+            self.channel.put_messages(UserMsg(self.uid, asked.ids, asked.params, client))
             self.uid += 1
             self.seen["requests"] += 1
 
@@ -156,7 +156,7 @@ class Round:
             return None
         if req.table_idx < 0:
             return "waiting"
-        if req is s.prefill.chunked:
+        if req is s.prefill.chunked_req:
             return "chunked"
         flying = s.in_flight is not None and req in s.in_flight.inputs.batch.reqs
         return "in flight" if flying else "decode"
@@ -170,16 +170,16 @@ class Round:
             if state == asked.doomed or len(asked.tokens) >= asked.patience:
                 asked.aborted = True
                 self.aborted_in[state or "not received"] += 1
-                self.channel.put(AbortMsg(uid))
+                self.channel.put_messages(AbortMsg(uid))
         if self.uid and self.r.random() < 0.01:
             late = self.r.randrange(self.uid)
             if late not in self.open:
                 self.aborted_in["finished"] += 1
-                self.channel.put(AbortMsg(late))
+                self.channel.put_messages(AbortMsg(late))
 
     def hear(self) -> None:
         """Every reply belongs to an open request; the last one closes it."""
-        for reply in self.channel.take():
+        for reply in self.channel.take_replies():
             asked = self.open[reply.uid]  # a KeyError is a reply after the last one
             if isinstance(reply, ErrorReply):
                 assert asked.kind == "wrong", reply
@@ -215,11 +215,11 @@ class Round:
     def check(self) -> None:
         """Every hundred steps, and in between when nothing runs: each page has one owner."""
         s = self.scheduler
-        if s.step - self.checked_at < CHECK_EVERY and s.has_work:
+        if s.step_count - self.checked_at < CHECK_EVERY and s.has_work:
             return
         live: list[Req] = [req for req in s.reqs.values() if req.table_idx >= 0]
         s.cache.check_integrity(live)
-        self.checked_at = s.step
+        self.checked_at = s.step_count
         self.seen["checks"] += 1
 
     def run(self, seconds: float, turns: int | None) -> None:
@@ -241,7 +241,7 @@ class Round:
     def turn(self) -> None:
         """One turn of the overlapped loop, with all that happens around it."""
         self.abort()
-        self.scheduler.turn_overlap()
+        self.scheduler.step_overlap()
         self.seen["most running"] = max(
             self.seen["most running"], len(self.scheduler.decode.running)
         )
@@ -254,11 +254,11 @@ class Round:
         s.stop()
         self.seen["retractions"] = s.retractions
         assert not self.open and not s.reqs and not s.notices and s.in_flight is None
-        assert not s.decode.running and not s.prefill.waiting and s.prefill.chunked is None
+        assert not s.decode.running and not s.prefill.waiting and s.prefill.chunked_req is None
         s.cache.check_integrity()
         assert s.cache.available_tokens == s.engine.num_pages * s.engine.page_size
         assert s.tables.free_rows == s.tables.num_rows
-        assert self.channel.take() == []
+        assert self.channel.take_replies() == []
 
     def growth(self) -> dict[str, float]:
         """By how much memory rose in the last half: of its middle, least and most."""
@@ -320,7 +320,7 @@ def run_round(
     one.settle()
     result: dict[str, Any] = {
         "page_size": page_size, "seed": seed, "seconds": round(time.monotonic() - start, 1),
-        "steps": one.scheduler.step, "seen": dict(sorted(one.seen.items())),
+        "steps": one.scheduler.step_count, "seen": dict(sorted(one.seen.items())),
         "aborted_in": dict(sorted(one.aborted_in.items())), "memory": one.growth(),
         "policy": one.policy, "backend": engine.config.attention_backend,
         "dtype": engine.config.dtype,

@@ -119,7 +119,7 @@ def run(llm: LLM, prompts: Sequence[Any], new: Sequence[int]) -> latency.Timelin
     llm.next_uid += len(prompts)
     params = [SamplingParams(temperature=0.6, max_tokens=n, ignore_eos=True) for n in new]
     asked = enumerate(zip(prompts, params, strict=True))
-    llm.channel.put(*(UserMsg(first + i, list(ids), how) for i, (ids, how) in asked))
+    llm.channel.put_messages(*(UserMsg(first + i, list(ids), how) for i, (ids, how) in asked))
     return latency.drive(llm)
 
 
@@ -204,7 +204,7 @@ def start_ragged(
     llm.next_uid += batch
     params = SamplingParams(temperature=temperature, max_tokens=output_len, ignore_eos=True)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in rng.integers(100, 1025, batch)]
-    llm.channel.put(*(UserMsg(first + i, ids, params) for i, ids in enumerate(prompts)))
+    llm.channel.put_messages(*(UserMsg(first + i, ids, params) for i, ids in enumerate(prompts)))
 
 
 def ragged(args: argparse.Namespace) -> dict[str, Any]:

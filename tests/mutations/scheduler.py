@@ -29,7 +29,7 @@ MUTATIONS = [
     Mutation(
         "retract_spares_a_half_done_prompt",
         SCHEDULER,
-        "self.retract(self.prefill.chunked or self.decode.youngest)",
+        "self.retract(self.prefill.chunked_req or self.decode.youngest)",
         "self.retract(self.decode.youngest)",
         TESTS + "test_a_half_done_prompt_is_taken_back_first",
     ),
@@ -169,7 +169,7 @@ MUTATIONS = [
     Mutation(
         "queue_half_done_prompts_always_go_on",
         QUEUE,
-        "return self._tags[half_done] <= self._tags[first]",
+        "return self._tags[chunked_req] <= self._tags[first]",
         "return True",
         QUEUE_TESTS + "test_a_short_request_passes_a_half_done_one",
     ),
@@ -230,7 +230,7 @@ MUTATIONS = [
     Mutation(
         "prefill_forgets_what_the_half_done_prompt_needs",
         PREFILL,
-        "reserved += pages_to_come(self.chunked, self.page_size, reserve)",
+        "reserved += pages_to_come(self.chunked_req, self.page_size, reserve)",
         "reserved += 0",
         TESTS + "test_a_half_done_prompt_keeps_its_pages",
     ),
@@ -259,7 +259,7 @@ MUTATIONS = [
         "prefill_small_ones_overtake",
         PREFILL,
         "            elif first is None or not adder.try_admit("
-        "first, whole=half_done is not None):\n"
+        "first, whole=chunked_req is not None):\n"
         "                break\n            else:\n                self.waiting.remove(first)\n",
         "            else:\n"
         "                for req in [r for r in list(self.waiting) if adder.try_admit(r)]:\n"
@@ -270,28 +270,28 @@ MUTATIONS = [
     Mutation(
         "prefill_forgets_who_is_half_done",
         PREFILL,
-        "self.chunked = last if last.is_chunked else half_done",
-        "self.chunked = None",
+        "self.chunked_req = last if last.is_chunked else chunked_req",
+        "self.chunked_req = None",
         TESTS + "test_pitfall_07_chunks_of_1200_at_256",
     ),
     Mutation(
         "prefill_forgets_a_half_done_prompt_that_found_no_room",
         PREFILL,
-        "self.chunked = last if last.is_chunked else half_done",
-        "self.chunked = last if last.is_chunked else None",
+        "self.chunked_req = last if last.is_chunked else chunked_req",
+        "self.chunked_req = last if last.is_chunked else None",
         TESTS + "test_a_half_done_prompt_that_found_no_room_goes_on_later",
     ),
     Mutation(
         "prefill_newcomers_fill_the_step",
         PREFILL,
-        "return max(0, min(self.budget, self.join_tokens - self.taken))",
+        "return max(0, min(self.budget, self.mixed_prefill_threshold - self.taken))",
         "return self.budget",
         TESTS + "test_a_step_holds_prompts_of_about_one_length",
     ),
     Mutation(
         "prefill_gives_a_long_prompt_nothing",
         PREFILL,
-        "return max(0, min(self.budget, self.join_tokens - self.taken))",
+        "return max(0, min(self.budget, self.mixed_prefill_threshold - self.taken))",
         "return 0",
         TESTS + "test_a_document_goes_on_behind_a_trickle",
     ),
@@ -347,7 +347,7 @@ MUTATIONS = [
     Mutation(
         "prefill_goes_on_with_an_aborted_prompt",
         PREFILL,
-        "        if req is self.chunked:\n            self.chunked = None\n        elif",
+        "        if req is self.chunked_req:\n            self.chunked_req = None\n        elif",
         "        if",
         TESTS + "test_abort_in_mid_prefill_keeps_the_prefix",
     ),
@@ -462,7 +462,7 @@ MUTATIONS = [
     Mutation(
         "refused_in_silence",
         SCHEDULER,
-        "            self.channel.send([error])\n",
+        "            self.channel.send([reply])\n",
         "",
         TESTS + "test_pitfall_11_longer_than_the_window",
     ),
@@ -504,7 +504,7 @@ MUTATIONS = [
     Mutation(
         "llm_does_not_abort_at_a_stop_string",
         LLM,
-        "self.channel.put(AbortMsg(reply.uid))",
+        "self.channel.put_messages(AbortMsg(reply.uid))",
         "pass",
         LLM_TESTS + "test_stop_strings_end_the_text_before_them",
     ),
