@@ -222,7 +222,7 @@ class Scheduler:
         self.prefill.waiting.add(req)
 
     def make_req(self, msg: UserMsg) -> tuple[Req, str | None]:
-        """The request that a message asks for, and a notice about it; raises `InvalidRequestError`."""
+        """The request of a message, and a notice about it; raises `InvalidRequestError`."""
         if msg.uid in self.reqs:
             raise InvalidRequestError(
                 f"uid: {msg.uid} belongs to a request that is still running", param="uid"
