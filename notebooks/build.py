@@ -372,6 +372,26 @@ class ModuleSource:
         method = "\n".join(lines).strip("\n")
         block.text = drop_placeholder(block.text) + "\n\n" + indent_code(method)
 
+    def import_from(self, other: ModuleSource) -> None:
+        """Import what another module of this chapter defines: the notebook has the names already.
+
+        So the cells of a chapter work with each other as they stand, edited or not.
+        """
+        texts = [*self.imports.values(), *(block.text for block in self.blocks)]
+        tree = ast.parse("\n".join(texts))
+        used, bound = set(), set(self.names)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name):
+                (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+            elif isinstance(node, ast.arg):
+                bound.add(node.arg)
+            elif isinstance(node, ast.alias):
+                bound.add(node.asname or node.name.partition(".")[0])
+        found = sorted((used - bound) & other.names)
+        if found:
+            text = f"from {PACKAGE}.{other.name} import {', '.join(found)}"
+            self.imports.setdefault(text, text)
+
     def render(self, doc: str, source: str) -> str:
         """The module as text, not yet formatted."""
         sentence = textwrap.fill(doc, 95).replace("\\", "\\\\").replace('"""', "'''")
@@ -426,7 +446,7 @@ def generate(root: Path) -> Package:
     for stem in chapter_stems(root):
         try:
             chapter = parse_chapter(root, stem)
-            made = {name: assemble(chapter, name) for name in chapter.modules}
+            made = assemble(chapter)
             for name in made:
                 other = package.owner.get(module_path(name))
                 if other:
@@ -445,15 +465,23 @@ def generate(root: Path) -> Package:
     return package
 
 
-def assemble(chapter: Chapter, name: str) -> str:
-    """The unformatted text of one module."""
-    module = ModuleSource(name)
-    for cell in chapter.modules[name]:
-        module.add_cell(cell)
-    doc = chapter.docs.get(name) or chapter.promise
-    if not doc:
-        raise BuildError(f"{chapter.stem}: no `> promise` line and no #| doc for {PACKAGE}.{name}")
-    return module.render(doc, f"notebooks/{chapter.stem}.ipynb")
+def assemble(chapter: Chapter) -> dict[str, str]:
+    """The unformatted text of every module of a chapter."""
+    modules = {name: ModuleSource(name) for name in chapter.modules}
+    for name, module in modules.items():
+        for cell in chapter.modules[name]:
+            module.add_cell(cell)
+        if not (chapter.docs.get(name) or chapter.promise):
+            where = f"{PACKAGE}.{name}"
+            raise BuildError(f"{chapter.stem}: no `> promise` line and no #| doc for {where}")
+    for module in modules.values():
+        for other in modules.values():
+            module.import_from(other)
+    source = f"notebooks/{chapter.stem}.ipynb"
+    return {
+        name: module.render(chapter.docs.get(name) or chapter.promise, source)
+        for name, module in modules.items()
+    }
 
 
 def add_package_files(package: Package) -> None:

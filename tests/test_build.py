@@ -126,6 +126,14 @@ def test_one_chapter_feeds_several_modules_and_folders(root: Path) -> None:
     assert (root / "minisgl" / "py.typed").exists()
 
 
+def test_modules_of_one_chapter_import_from_each_other(root: Path) -> None:
+    """The notebook has the names already, so its cells need no import that would hide an edit."""
+    user = "#| export pool\ndef f(x: Slot, SIZE: int) -> int:\n    return x + SIZE + len(NAMES)"
+    write(root, "02_pool", "#| export base\nSlot = int\nSIZE = 4\nNAMES = ()\nOTHER = 1", user)
+    assert "from minisgl.base import NAMES, Slot\n" in exported(root, "pool.py")
+    assert "import" not in exported(root, "base.py").replace("__future__ import", "")
+
+
 def test_main_is_called_under_python_m(root: Path) -> None:
     write(root, "02_pool", DEFAULT + "def main() -> int:\n    return 0")
     assert 'if __name__ == "__main__":\n    raise SystemExit(main())' in exported(root, "pool.py")
