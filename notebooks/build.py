@@ -755,6 +755,169 @@ def run(root: Path, wanted: Sequence[str]) -> int:
     return int(failed > 0)
 
 
+# --------------------------------------------------------------------------- command: budget
+
+MAIN_LINE = re.compile(r"(0\d|1[0-2])_\w+")  # a plain number; 13 measures what the line builds
+APPENDIX = re.compile(r"[A-Z]_\w+")
+HIDDEN = {"hide-input", "hide-cell", "remove-input", "remove-cell"}
+FIRST_VERSION = "first-version"
+FENCE = re.compile(r"^(```+|~~~+).*?^\1\s*$", re.MULTILINE | re.DOTALL)
+EXTERNAL = re.compile(r"https?://[^\s)>\]\"']+")
+INTERNAL = re.compile(r"\]\(([0-9A-Z]\w*\.(?:ipynb|md))?(?:#[\w-]+)?\)")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a chapter may take of its reader's time."""
+
+    words: tuple[int, int]
+    exported: int  # lines
+    words_per_line: float  # at least, for each line of code shown
+    longest: int  # lines of an exported cell
+    sources: int = 3  # links to papers, projects, documentation
+
+
+MAIN = Budget(words=(1500, 2500), exported=350, words_per_line=4.0, longest=30)
+DEEPER = Budget(words=(0, 3000), exported=600, words_per_line=2.5, longest=40)
+SERVER = Budget(words=(1500, 2500), exported=450, words_per_line=4.0, longest=30)
+WHOLE_WORDS, WHOLE_EXPORTED = 28_000, 4_300  # the main line together
+FIRST_LINES, FIRST_PLACE = 60, 1 / 3  # of the first complete version: its length, and where
+
+
+# Chapters that have not been rewritten for their budget yet.
+OLD = frozenset(
+    "00_tour 01_requests 02_kv_cache 03_radix_cache 04_attention 04b_gpu_attention 05_model 05b_fused 05c_compile "
+    "05d_gemm 06_sampler 06b_tokenizer 07_cuda_graphs 08_engine 08b_queue 09_scheduler 10_tensor_parallel "
+    "12_server 12b_operations 13_benchmark 13b_floor 13c_online".split()
+)
+
+
+def budget_of(stem: str) -> Budget | None:
+    """The budget of a chapter by its name; appendices have none."""
+    if APPENDIX.fullmatch(stem):
+        return None
+    if not MAIN_LINE.fullmatch(stem):
+        return DEEPER
+    return SERVER if stem.startswith("12_") else MAIN
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a chapter takes; lines are those that are not blank, directives left out."""
+
+    stem: str
+    words: int
+    exported: int
+    shown: int
+    longest: int
+    first: int | None  # lines of the first version; None if there is not exactly one
+    place: float  # of the first version among all cells, 0 to 1
+    sources: int
+    links: int  # to other chapters
+
+    @property
+    def words_per_line(self) -> float:
+        """Words of prose for each line of code in the reader's sight."""
+        return self.words / self.shown if self.shown else float("inf")
+
+
+def count_words(text: str) -> int:
+    """Words of a Markdown cell, without fenced code, link targets and marks."""
+    plain = re.sub(r"\]\([^)]*\)", "]", EXTERNAL.sub("", FENCE.sub("", text)))
+    return len(re.findall(r"[^\W_][\w'’.-]*", plain))
+
+
+def measure(stem: str, nb: NotebookNode) -> Measure:
+    """Count what one chapter takes."""
+    prose = "\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
+    shown, exported = 0, [0]
+    first: list[tuple[int, float]] = []
+    for number, cell in enumerate(nb.cells):
+        if cell.cell_type != "code":
+            continue
+        directives, source = split_directives(cell.source)
+        lines = sum(1 for line in source.splitlines() if line.strip())
+        tags = set(cell.metadata.get("tags", []))
+        shown += 0 if tags & HIDDEN else lines
+        if "export" in directives:
+            exported.append(lines)
+        if FIRST_VERSION in tags:
+            first.append((lines, (number + 1) / len(nb.cells)))
+    length, place = first[0] if len(first) == 1 else (None, 0.0)
+    return Measure(
+        stem, count_words(prose), sum(exported), shown, max(exported), length, place,
+        len(set(EXTERNAL.findall(prose))), len(INTERNAL.findall(prose)),
+    )  # fmt: skip
+
+
+def over_budget(m: Measure) -> list[str]:
+    """What a chapter breaks of its budget, a sentence each."""
+    budget = budget_of(m.stem)
+    if budget is None:
+        return []
+    low, high = budget.words
+    broken = {
+        f"{m.words} words, the budget is {low} to {high}": not low <= m.words <= high,
+        f"{m.exported} exported lines of {budget.exported}": m.exported > budget.exported,
+        f"{m.words_per_line:.1f} words for each line shown, at least {budget.words_per_line}": (
+            m.words_per_line < budget.words_per_line
+        ),
+        f"an exported cell of {m.longest} lines of {budget.longest}": m.longest > budget.longest,
+        f"{m.sources} linked sources of {budget.sources}": m.sources < budget.sources,
+    }
+    if budget is not DEEPER and m.exported:  # the tour builds nothing
+        broken |= {
+            f"no cell, or more than one, is tagged {FIRST_VERSION}": m.first is None,
+            f"a first version of {m.first} lines of {FIRST_LINES}": (m.first or 0) > FIRST_LINES,
+            f"the first version stands at {m.place:.0%} of the cells": m.place > FIRST_PLACE,
+        }
+    return [f"{m.stem}: {text}" for text, is_broken in broken.items() if is_broken]
+
+
+def whole_line(measures: Sequence[Measure]) -> tuple[int, int]:
+    """Words and exported lines of the main line together."""
+    line = [m for m in measures if MAIN_LINE.fullmatch(m.stem)]
+    return sum(m.words for m in line), sum(m.exported for m in line)
+
+
+def budget_problems(measures: Sequence[Measure]) -> list[str]:
+    """Every broken budget, of the chapters and of the main line as a whole."""
+    kept = [m for m in measures if m.stem not in OLD]
+    problems = [f"budget: {text}" for m in kept for text in over_budget(m)]
+    if OLD:
+        return problems
+    words, exported = whole_line(measures)
+    if words > WHOLE_WORDS:
+        problems.append(f"budget: the main line has {words} words of {WHOLE_WORDS}")
+    if exported > WHOLE_EXPORTED:
+        problems.append(f"budget: the main line exports {exported} lines of {WHOLE_EXPORTED}")
+    return problems
+
+
+def measure_chapters(root: Path, wanted: Sequence[str]) -> list[Measure]:
+    """What each chapter takes, in the order of the book."""
+    return [measure(stem, read_chapter(root, stem)) for stem in select(root, wanted)]
+
+
+def print_budget(root: Path, wanted: Sequence[str]) -> int:
+    """A row for each chapter, then what is over budget; 1 if anything is."""
+    measures = measure_chapters(root, wanted)
+    print(
+        "chapter                    words exported shown words/line longest first  at sources links"
+    )
+    for m in measures:
+        first = f"{m.first:5} {m.place:4.0%}" if m.first is not None else "    -    -"
+        print(
+            f"{m.stem:26} {m.words:5} {m.exported:8} {m.shown:5} {m.words_per_line:10.1f} "
+            f"{m.longest:7} {first} {m.sources:6} {m.links:5}"
+        )
+    words, exported = whole_line(measures)
+    print(f"{'the main line':26} {words:5} {exported:8}")
+    problems = budget_problems(measures)
+    print("\n".join(problems) if problems else "budget: every chapter keeps it")
+    return int(bool(problems))
+
+
 # --------------------------------------------------------------------------- command: check
 
 
@@ -862,6 +1025,8 @@ def check(root: Path, wanted: Sequence[str]) -> int:
     """Print what differs; 1 if anything does."""
     start = time.perf_counter()
     problems = find_problems(root, wanted)
+    if not problems:  # a chapter that cannot be read has no length
+        problems = budget_problems(measure_chapters(root, wanted))
     print("\n\n".join(problems) if problems else "check: the book and the package agree")
     took = time.perf_counter() - start
     print(f"check: {len(select(root, wanted))} chapters, {len(problems)} problems, {took:.1f} s")
@@ -883,6 +1048,7 @@ def arguments() -> argparse.ArgumentParser:
               python notebooks/build.py sync NN      # the notebook follows the text
               python notebooks/build.py export       # the package follows the notebook
               python notebooks/build.py run NN       # outputs follow the code
+              python notebooks/build.py budget NN    # what it takes of its reader's time
               python notebooks/build.py check        # everything agrees, or a diff"""
         ),
     )
@@ -899,8 +1065,12 @@ def arguments() -> argparse.ArgumentParser:
         "format": "sort the imports and format the code of a chapter with ruff, in both halves",
         "run": "sync, execute from top to bottom, store the outputs; "
         "without a GPU, cells tagged `gpu` are skipped and keep their stored outputs",
+        "budget": "print what each chapter takes of its reader's time: words, exported and shown "
+        "lines, longest exported cell, the first version, sources, links; fail where that is over "
+        "its budget",
         "check": "fail with a diff if package, text and notebook disagree, or if a cell is not "
-        "run, run out of order, stored with an error or with unclean metadata",
+        "run, run out of order, stored with an error or with unclean metadata, or if a budget is "
+        "broken",
     }
     for name, text in helps.items():
         command = commands.add_parser(name, help=text, description=text)
@@ -926,6 +1096,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return format_chapters(options.root, options.chapters)
         if options.command == "run":
             return run(options.root, options.chapters)
+        if options.command == "budget":
+            return print_budget(options.root, options.chapters)
         return check(options.root, options.chapters)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)

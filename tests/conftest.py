@@ -7,6 +7,8 @@ takes over what is here.
 from __future__ import annotations
 
 import os
+import zlib
+from datetime import date
 from pathlib import Path
 
 import build  # notebooks/build.py
@@ -14,6 +16,16 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 GPU = build.has_gpu()
+# Without a GPU those files are not even imported; chapters' `gpu` cells are skipped one by one.
+collect_ignore_glob = [] if GPU else ["gpu/*"]
+# What `pytest -m quick` leaves out: whole processes, the interpreter of Triton, long random runs.
+SLOW = {
+    "test_mutations", "test_mutations_odd", "test_server", "test_server_faults",
+    "test_server_operations", "test_server_clients", "test_server_api", "test_tensor_parallel",
+    "test_soak_script", "test_online", "test_benchmark", "test_fused", "test_build",
+    "test_paged_equals_dense", "test_graph", "test_sampler", "test_tiny",
+}  # fmt: skip
+THIRDS = ("1", "2", "3")
 # Before anything imports torch or triton: threads, no network, Triton's interpreter on a CPU.
 build.run_environment(Path(__file__).resolve().parents[1], GPU)
 
@@ -29,23 +41,67 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "book"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How many mutations to try."""
+    parser.addoption(
+        "--mutations", choices=("rotate", "all", "none", *THIRDS), default="rotate",
+        help="which bugs to put into copies of the package: all, none, one third of them by its "
+        "number, or the third whose day it is (default: rotate)",
+    )  # fmt: skip
+
+
+def settle_mutations(choice: str, day: int, selected: bool) -> str:
+    """What `rotate` means on a day (a number of `date`); all where `-k` selects by name already."""
+    if choice != "rotate":
+        return choice
+    return "all" if selected else THIRDS[day % 3]
+
+
+def is_left_out(item: pytest.Item, choice: str) -> bool:
+    """True for a mutation of another third; names decide, so that a new one moves no other."""
+    mutation = getattr(getattr(item, "callspec", None), "params", {}).get("mutation")
+    if mutation is None or choice == "all":
+        return False
+    return THIRDS[zlib.crc32(mutation.name.encode()) % 3] != choice
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Say what a run leaves out."""
+    choice = config.getoption("mutations")
+    part = f"third {choice} of 3" if choice in THIRDS else choice
+    lines = [f"mutations: {part} (--mutations all tries every one)"]
+    return lines if GPU else [*lines, "no GPU: tests/gpu is not collected"]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Name our markers, and find nbval's rules from any working directory."""
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU, skipped where there is none")
-    config.addinivalue_line("markers", "clock: has deadlines in real time; may try three times")
+    config.addinivalue_line("markers", "quick: the tests to run before each change, in a minute")
+    config.addinivalue_line("markers", "clock: measures real time; may try three times")
+    config.option.mutations = settle_mutations(  # the workers of pytest-xdist inherit it
+        getattr(config.option, "mutations", "all"),
+        date.today().toordinal(),
+        bool(config.option.keyword),
+    )
     rules = getattr(config.option, "nbval_sanitize_with", None)
     if rules:
         config.option.nbval_sanitize_with = str(config.rootpath / rules)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu`, and cells of a chapter tagged so, on a machine without a GPU.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark quick tests; leave mutations out; without a GPU, skip what is marked or tagged `gpu`.
 
     Tests marked `clock` are run again when they fail: the machine may have been busy with something
     else. The summary says which (R).
     """
+    left_out = [item for item in items if is_left_out(item, config.getoption("mutations"))]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     skip = pytest.mark.skip(reason="no GPU")
     for item in items:
+        if isinstance(item, pytest.Function) and item.path.stem not in SLOW:
+            item.add_marker("quick")
         if item.get_closest_marker("clock"):
             item.add_marker(pytest.mark.flaky(reruns=2))
         tags = getattr(item, "cell", {}).get("metadata", {}).get("tags", [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import hashlib
 import json
@@ -10,12 +11,15 @@ import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import build
 import nbformat
 import pytest
 
 from minisgl.notebook import add_to
+from tests import conftest
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -368,7 +372,12 @@ def test_failing_chapter_keeps_its_outputs(book: Path, capsys: pytest.CaptureFix
 # ---------------------------------------------------------------- every fault is found
 
 
-def test_check_says_it_by_exit_status(book: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_it_by_exit_status(
+    book: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert build.main(["--root", str(book), "check"]) == 1
+    assert "budget: 02_pool: no cell, or more than one, is tagged" in capsys.readouterr().out
+    monkeypatch.setattr(build, "budget_of", lambda stem: None)
     assert build.main(["--root", str(book), "check"]) == 0
     (book / "minisgl" / "pool.py").write_text("X = 1\n")
     assert build.main(["--root", str(book), "check"]) == 1
@@ -490,3 +499,101 @@ def test_pitfall_16_book_and_package_agree_and_are_checked_quickly() -> None:
     start = time.process_time()
     assert build.find_problems(ROOT, []) == []
     assert time.process_time() - start < 10
+
+
+# ---------------------------------------------------------------- budgets
+
+
+def notebook(*cells: tuple[str, ...]) -> nbformat.NotebookNode:
+    """A notebook of (kind, source, tags)."""
+    nb = nbformat.v4.new_notebook()
+    for kind, source, *tags in cells:
+        new = nbformat.v4.new_markdown_cell if kind == "text" else nbformat.v4.new_code_cell
+        nb.cells.append(new(source, metadata={"tags": " ".join(tags).split()}))
+    return nb
+
+
+SOURCES = "[a](https://a.org) [b](https://b.org) [c](https://c.org)"
+PLAIN: list[tuple[str, ...]] = [
+    ("text", "word " * 1600 + SOURCES),
+    ("code", "x = 1\n\ny = 2", build.FIRST_VERSION),
+    ("code", "#| export\n#| doc A pool.\ndef f():\n    return 1"),
+    ("code", "plot()\n" * 500, "hide-input"),
+    ("text", "See [the pool](02_kv_cache.ipynb#pages)."),
+]
+
+
+def test_what_counts() -> None:
+    text = "Two words, `code` and [a link](https://a.org/b_c).\n\n```text\nnot these\n```"
+    assert build.count_words(text) == 6
+    m = build.measure("02_pool", notebook(*PLAIN))
+    assert (m.exported, m.shown, m.longest, m.first) == (2, 4, 2, 2)
+    assert (m.place, m.sources, m.links) == (0.4, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("stem", "at", "cell", "message"),
+    [
+        ("02_pool", 0, ("text", "word " * 2600 + SOURCES), "words, the budget is 1500 to 2500"),
+        ("02_pool", 0, ("text", SOURCES), "words, the budget is 1500 to 2500"),
+        ("02_pool", 0, ("text", "word " * 1600 + SOURCES[:40]), "2 linked sources of 3"),
+        ("02_pool", 2, ("code", "#| export\n" + "x = 1\n" * 31), "an exported cell of 31 lines"),
+        ("02_pool", 1, ("code", "x = 1", ""), "no cell, or more than one, is tagged"),
+        ("02_pool", 2, ("code", "#| export\nx = 1", build.FIRST_VERSION), "or more than one"),
+        ("02_pool", 1, ("code", "x = 1\n" * 61, build.FIRST_VERSION), "a first version of 61"),
+        ("02_pool", 3, ("code", "x = 1\n" * 500), "words for each line shown, at least 4.0"),
+        ("02b_pool", 3, ("code", "x = 1\n" * 700), "words for each line shown, at least 2.5"),
+        ("13_pool", 0, ("text", "word " * 3100 + SOURCES), "words, the budget is 0 to 3000"),
+        ("02b_pool", 2, ("code", "#| export\n" + "x = 1\n" * 41), "an exported cell of 41 lines"),
+        ("02_pool", 4, ("code", "#| export\n" + "x = 1\n" * 351), "353 exported lines of 350"),
+        ("12_pool", 4, ("code", "#| export\n" + "x = 1\n" * 449), "451 exported lines of 450"),
+    ],
+)
+def test_broken_budgets_are_named(stem: str, at: int, cell: tuple[str, ...], message: str) -> None:
+    cells: list[tuple[str, ...]] = [
+        ("text", "x"),
+        *PLAIN,
+        ("text", "x"),
+    ]  # the first version stands at 3 of 7
+    broken = build.over_budget(build.measure(stem, notebook(*cells)))
+    main = build.MAIN_LINE.fullmatch(stem) is not None
+    assert broken == ([f"{stem}: the first version stands at 43% of the cells"] if main else [])
+    cells = [*PLAIN, *[("text", "x")] * 3]
+    assert build.over_budget(build.measure(stem, notebook(*cells))) == []
+    cells[at] = cell
+    assert any(message in text for text in build.over_budget(build.measure(stem, notebook(*cells))))
+
+
+def test_appendices_and_the_tour_are_spared() -> None:
+    nb = notebook(("text", "word " * 4000 + SOURCES), ("code", "x = 1\n" * 900))
+    assert build.over_budget(build.measure("A_model", nb)) == []
+    nb = notebook(("text", "word " * 2000 + SOURCES), ("code", "x = 1"))
+    assert build.over_budget(build.measure("00_tour", nb)) == []
+
+
+def test_main_line_has_a_budget_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "OLD", frozenset())
+    one = build.measure("02_pool", notebook(*PLAIN, *[("text", "x")] * 3))
+    assert build.budget_problems([one]) == []
+    assert build.budget_problems([one] * 18) == ["budget: the main line has 28962 words of 28000"]
+    many = [dataclasses.replace(one, words=1500, exported=350)] * 13
+    assert build.budget_problems(many) == ["budget: the main line exports 4550 lines of 4300"]
+    assert build.main(["budget", "B"]) == 0
+    assert "B_workshop" in capsys.readouterr().out
+
+
+def test_a_third_of_the_mutations_runs_each_day() -> None:
+    names: list[Any] = [SimpleNamespace(name=f"bug {number}") for number in range(60)]
+    items: list[Any] = [
+        SimpleNamespace(callspec=SimpleNamespace(params={"mutation": n})) for n in names
+    ]
+    plain: Any = SimpleNamespace()
+    days = [conftest.settle_mutations("rotate", day, False) for day in range(3)]
+    parts = [[i for i in items if not conftest.is_left_out(i, day)] for day in days]
+    assert sorted(map(id, sum(parts, []))) == sorted(map(id, items)) and all(parts)
+    assert not conftest.is_left_out(plain, "none")
+    assert all(conftest.is_left_out(i, "none") for i in items)
+    assert conftest.settle_mutations("rotate", 0, True) == "all"  # `-k` chose them by name
+    assert conftest.settle_mutations("2", 0, True) == "2"
