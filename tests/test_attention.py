@@ -570,6 +570,50 @@ def test_pitfall_04_next_plan_leaves_a_buffer_that_is_still_read() -> None:
         assert target.tolist() == [i, i, 10 * i, 10 * i, 10 * i]
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_pitfall_04_an_upload_waits_for_the_copy_that_reads_its_buffer(depth: int) -> None:
+    copies: list[LateCopy] = []
+
+    def copy(target: Tensor, source: Tensor) -> LateCopy:
+        copies.append(LateCopy(target, source))
+        return copies[-1]
+
+    ring = StagingRing("cpu", depth, copy)
+    steps = [ring.upload(np.full(3, n), np.full(2, n / 2)) for n in range(7)]
+    assert sum(late.done for late in copies) == 7 - depth
+    for late in copies:
+        late.synchronize()
+    for n, (ints, floats) in enumerate(steps):
+        assert ints.tolist() == [n] * 3 and floats.tolist() == [n / 2] * 2
+
+
+def test_uploads_keep_shapes_dtypes_and_alignment() -> None:
+    ring = StagingRing("cpu")
+    arrays = [
+        np.arange(3, dtype=np.int32),
+        np.zeros(0, np.int64),
+        np.arange(6, dtype=np.int32).reshape(2, 3),
+        np.array([0.5], np.float32),
+        np.array([0.1, 0.2]),
+    ]
+    tensors = ring.upload(*arrays)
+    for n in range(5):
+        ring.upload(np.full(100, n))  # earlier tensors keep their values
+    for array, tensor in zip(arrays, tensors, strict=True):
+        assert tensor.numpy().dtype == array.dtype and tuple(tensor.shape) == array.shape
+        assert (tensor.numpy() == array).all()
+    big = np.arange(10_000)
+    assert ring.upload(big)[0].tolist() == big.tolist()
+
+
+def test_send_flattens_and_refuses_another_dtype() -> None:
+    ring, target = StagingRing("cpu"), torch.full((8,), -1)
+    ring.send([np.arange(6).reshape(2, 3)], target)
+    assert target.tolist() == [0, 1, 2, 3, 4, 5, -1, -1]
+    with pytest.raises(TypeError):
+        ring.send([np.arange(6, dtype=np.int32)], target)
+
+
 # ----------------------------------------------------------------------------- pairs and factory
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from minisgl.attention.staging import StagingRing
 from minisgl.core import Req, SamplingParams
 from minisgl.engine import sampler as module
 from minisgl.engine.sampler import (
@@ -27,7 +28,6 @@ from minisgl.engine.sampler import (
     token_bits,
     top_candidates,
 )
-from minisgl.engine.staging import Staging
 from minisgl.kernels import sample as sample_kernels
 from tests.sampling import assert_same_draws, make_keys, row_tensors
 
@@ -286,7 +286,7 @@ def test_what_nobody_asks_for_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "top_candidates", forbidden)
     sampler.sample(logits, sampler.prepare([make_req(temperature=1.0), make_req()]))
     monkeypatch.setattr(module, "gumbel_noise", forbidden)
-    monkeypatch.setattr(Staging, "upload", forbidden)
+    monkeypatch.setattr(StagingRing, "upload", forbidden)
     sampler.sample(logits, sampler.prepare([make_req(), make_req()]))
 
 
@@ -557,62 +557,6 @@ def test_wrong_shapes_are_refused() -> None:
     args = sampler.prepare([make_req(temperature=1.0)])
     with pytest.raises(ValueError, match="1 rows were prepared, got 2"):
         sampler.sample(torch.zeros(2, 10), args)
-
-
-# ------------------------------------------------------------------------------ staging
-
-
-class SlowDevice:
-    """Copies that happen only when somebody waits for them, as on a GPU with work queued up."""
-
-    def __init__(self) -> None:
-        self.waits = 0
-        self.queue: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> SlowDevice:
-        self.queue.append((target, source))
-        return self
-
-    def synchronize(self) -> None:
-        self.waits += 1
-        while self.queue:
-            target, source = self.queue.pop(0)
-            target.copy_(source)
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_pitfall_04_staging_waits_for_the_copy_that_reads_it(depth: int) -> None:
-    device = SlowDevice()
-    staging = Staging("cpu", depth, device.copy)
-    steps = [staging.upload(np.full(3, n), np.full(2, n / 2)) for n in range(7)]
-    assert device.waits > 0
-    device.synchronize()
-    for n, (ints, floats) in enumerate(steps):
-        assert ints.tolist() == [n] * 3 and floats.tolist() == [n / 2] * 2
-
-
-def test_staging_keeps_shapes_dtypes_and_alignment() -> None:
-    staging = Staging("cpu")
-    arrays = [
-        np.arange(3, dtype=np.int32),
-        np.zeros(0, np.int64),
-        np.arange(6, dtype=np.int32).reshape(2, 3),
-        np.array([0.5], np.float32),
-        np.array([0.1, 0.2]),
-    ]
-    for array, tensor in zip(arrays, staging.upload(*arrays), strict=True):
-        assert tensor.numpy().dtype == array.dtype and tuple(tensor.shape) == array.shape
-        assert (tensor.numpy() == array).all()
-    big = np.arange(10_000)
-    assert staging.upload(big)[0].tolist() == big.tolist()
-
-
-def test_staged_tensors_outlive_the_next_uploads() -> None:
-    staging = Staging("cpu")
-    first = staging.upload(np.arange(4))[0]
-    for n in range(5):
-        staging.upload(np.full(4, n))
-    assert first.tolist() == [0, 1, 2, 3]
 
 
 # ------------------------------------------------------------------------------ the kernels

@@ -1,4 +1,4 @@
-"""Host integers on their way to the device, without overwriting what is still being read.
+"""Host arrays on their way to the device, without overwriting what is still being read.
 
 Generated from notebooks/04_attention.ipynb: edit there.
 """
@@ -6,13 +6,12 @@ Generated from notebooks/04_attention.ipynb: edit there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-
-from minisgl.core import IntArray
 
 
 class Event(Protocol):
@@ -37,35 +36,51 @@ def start_copy(target: Tensor, source: Tensor) -> Event | None:
 
 
 class StagingRing:
-    """Two pinned int32 buffers in turn: one is filled while the other is still being copied."""
+    """Pinned host buffers in turn: one is filled while the others are still being copied."""
 
     def __init__(
         self,
-        device: torch.device,
+        device: torch.device | str,
         depth: int = 2,
         copy: Callable[[Tensor, Tensor], Event | None] = start_copy,
     ) -> None:
-        self.pinned = device.type == "cuda"
-        self.copy = copy
-        self.buffers = [torch.empty(0, dtype=torch.int32) for _ in range(depth)]
+        self.device, self.copy = torch.device(device), copy
+        self.buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(depth)]
         self.events: list[Event | None] = [None] * depth
         self.turn = 0
 
-    def send(self, arrays: Sequence[IntArray], target: Tensor) -> None:
-        """Copy the arrays, end to end, to the start of `target`, an int32 tensor on the device."""
-        total = sum(len(array) for array in arrays)
-        source = self.next_buffer(total)
-        np.concatenate(arrays, out=source.numpy())
-        self.events[self.turn] = self.copy(target[:total], source)
-
-    def next_buffer(self, size: int) -> Tensor:
-        """The buffer whose turn it is, once the copy that last read from it has ended."""
+    def next_buffer(self, nbytes: int) -> Tensor:
+        """The next buffer, uint8 [nbytes], once the copy that last read it has ended."""
         self.turn = (self.turn + 1) % len(self.buffers)
         event = self.events[self.turn]
         if event is not None:
             event.synchronize()
-        if len(self.buffers[self.turn]) < size:
-            self.buffers[self.turn] = torch.empty(
-                2 * size, dtype=torch.int32, pin_memory=self.pinned
-            )
-        return self.buffers[self.turn][:size]
+        if len(self.buffers[self.turn]) < nbytes:
+            pin = self.device.type == "cuda"
+            self.buffers[self.turn] = torch.empty(2 * nbytes, dtype=torch.uint8, pin_memory=pin)
+        return self.buffers[self.turn][:nbytes]
+
+    def send(self, arrays: Sequence[NDArray[Any]], target: Tensor) -> None:
+        """Copy arrays, end to end, to the start of `target` [n] on the device; TypeError unless all
+        have its dtype."""
+        total = sum(array.size for array in arrays)
+        source = self.next_buffer(total * target.itemsize).view(target.dtype)
+        np.concatenate(arrays, axis=None, out=source.numpy(), casting="no")
+        self.events[self.turn] = self.copy(target[:total], source)
+
+    def upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
+        """Host arrays to new device tensors of the same shapes and dtypes, in one copy."""
+        starts = [0]
+        for array in arrays:
+            starts.append(starts[-1] + -(-array.nbytes // 8) * 8)
+        source = self.next_buffer(starts[-1])
+        host = source.numpy()
+        for start, array in zip(starts, arrays):
+            host[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
+        target = torch.empty(starts[-1], dtype=torch.uint8, device=self.device)
+        self.events[self.turn] = self.copy(target, source)
+        parts = []
+        for start, array in zip(starts, arrays):
+            dtype = torch.from_numpy(array[:0]).dtype
+            parts.append(target[start : start + array.nbytes].view(dtype).view(array.shape))
+        return parts

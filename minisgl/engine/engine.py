@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from minisgl.attention.base import AttentionBackend, ForwardBatch
 from minisgl.attention.factory import available, create_backend
+from minisgl.attention.staging import StagingRing
 from minisgl.config.engine import EngineConfig, max_seq_len, resolve
 from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
@@ -34,7 +35,6 @@ from minisgl.engine.memory import (
     require_pages,
 )
 from minisgl.engine.sampler import SampleOutput, Sampler
-from minisgl.engine.staging import Staging
 from minisgl.engine.step import ForwardInput, ForwardOutput, build_forward_input
 from minisgl.engine.step_graph import StepGraphs
 from minisgl.kvcache.page_table import TableManager
@@ -84,7 +84,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.forward_pass = choose_forward(self.config, self.model)
         self.plan_free = bool(getattr(self.backend, "plan_free", False))
-        self.staging = Staging(self.device)
+        self.staging = StagingRing(self.device)
         self.dummy_req = dummy_request(self.tables.dummy_row)
         if self.stream is not None:  # the weights came on another stream: wait for them once
             torch.cuda.synchronize(self.device)

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from minisgl.attention.staging import StagingRing
 from minisgl.core import Req, SamplingParams
-from minisgl.engine.staging import Staging
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 SHIFTS = np.array([30, 27, 31], np.uint64)
@@ -315,7 +315,7 @@ class Sampler:
         """`use_kernels` None: on a GPU only. On a CPU they need TRITON_INTERPRET=1."""
         self.vocab_size = vocab_size
         self.seed = seed
-        self.staging = Staging(device)
+        self.staging = StagingRing(device)
         self.params = ParamsTable(vocab_size)
         self.known = Known([], np.empty(0, np.uint64), None)
         self.token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from minisgl.attention.base import DecodeBuffers, ForwardBatch
 from minisgl.attention.metadata import AttentionMetadata
+from minisgl.attention.staging import StagingRing
 from minisgl.core import Phase
 from minisgl.engine.graph import CapturedStep, GraphRunner, capturing, dummy_metadata, new_graph
-from minisgl.engine.staging import Staging
 from minisgl.engine.step import PACKED, Delivery, pack
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class StepGraphs(GraphRunner):
         most = self.sizes[-1]
         self.memory = torch.zeros(len(PACKED) * most, dtype=torch.int64, device=self.device)
         self.next_ids = torch.zeros(most, dtype=torch.int64, device=self.device)
-        self.staging = Staging(self.device)
+        self.staging = StagingRing(self.device)
         plan_free = getattr(self.backend, "plan_free", False)  # others read rows before the graph
         self.mailbox = load_mailbox(most, self.device) if plan_free else None
         self.delivery: Delivery | None = None  # of the last step, if there is a mailbox
@@ -97,7 +97,7 @@ class StepGraphs(GraphRunner):
     def send(self, packed: NDArray[np.int64]) -> None:
         """Put a step's integers where the step will read them."""
         if self.mailbox is None:
-            self.staging.send(packed, self.memory[: packed.size])
+            self.staging.send([packed], self.memory)
         else:
             self.mailbox.post(packed)
 

@@ -306,7 +306,7 @@ MUTATIONS = [
     Mutation(
         "step_graph_copies_its_input_once",
         STEP_GRAPH,
-        "            self.staging.send(packed, self.memory[: packed.size])\n",
+        "            self.staging.send([packed], self.memory)\n",
         "            pass\n",
         TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
     ),

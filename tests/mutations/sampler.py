@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from tests.mutations import Mutation
 
-SAMPLER, STAGING, TOKENIZER = (
-    "minisgl.engine.sampler",
-    "minisgl.engine.staging",
-    "minisgl.tokenizer",
-)
+SAMPLER, TOKENIZER = "minisgl.engine.sampler", "minisgl.tokenizer"
 KERNEL = "minisgl.kernels.sample"
 TESTS, TEXT = "tests/test_sampler.py::", "tests/test_tokenizer.py::"
 
@@ -159,13 +155,6 @@ MUTATIONS = [
         "high = bound_of_groups(maxima, mass, limit, low, tl.max(maxima, 0))",
         "high = low",
         TESTS + "test_the_filter_keeps_what_kept_keeps",
-    ),
-    Mutation(
-        "staging_does_not_wait",
-        STAGING,
-        "event.synchronize()",
-        "pass",
-        TESTS + "test_pitfall_04_staging_waits_for_the_copy_that_reads_it",
     ),
     Mutation(
         "chat_gets_a_second_bos",
