@@ -16,10 +16,10 @@ from minisgl.config.engine import SchedulerConfig, ServerConfig, TPInfo
 from minisgl.engine.heap import frozen_heap
 from minisgl.parallel.comm import SingleRank
 from minisgl.runtime import ranks
+from minisgl.runtime.supervisor import WorkerContext, WorkerFailed
 from minisgl.server import scheduler_part, text_part
-from minisgl.server.launch import PartFailed
-from minisgl.server.life import Life
-from minisgl.server.parts import Addresses, Link
+from minisgl.server.launch import Addresses
+from minisgl.server.observe.lifecycle import Lifecycle
 from minisgl.tiny.model_path import model_path
 
 
@@ -139,7 +139,7 @@ def test_scheduler_process(addresses: Addresses, monkeypatch: pytest.MonkeyPatch
     made = SimpleNamespace(overlap=True, engine=engine)
     monkeypatch.setattr(scheduler_part, "build_scheduler", lambda *args, **how: made)
     config = ServerConfig(model_path=str(model_path()))
-    scheduler_part.scheduler_part(config, addresses, 0, Link(counts, lambda: None))
+    scheduler_part.scheduler_part(config, addresses, 0, WorkerContext(counts, lambda: None))
     counts.check(2)
 
 
@@ -147,7 +147,7 @@ def test_text_process(addresses: Addresses, monkeypatch: pytest.MonkeyPatch) -> 
     counts = Counts()
     monkeypatch.setattr(text_part, "run_text_worker", counts)
     config = ServerConfig(model_path=str(model_path()))
-    text_part.text_part(config, addresses, -1, Link(counts, lambda: None))
+    text_part.text_part(config, addresses, -1, WorkerContext(counts, lambda: None))
     counts.check(2)
 
 
@@ -177,21 +177,18 @@ def test_http_process(fails: bool) -> None:
     """Frozen before anybody is let in, until the last answer."""
     counts = Counts()
 
-    async def ready() -> None:
-        pass
-
     def broken() -> str | None:
         counts()
         if fails:
-            raise PartFailed("it is enough")
+            raise WorkerFailed("it is enough")
         server.asked = 1
         return None
 
-    group: Any = SimpleNamespace(wait_ready=ready, broken=broken)
+    group: Any = SimpleNamespace(starting=lambda: False, broken=broken)
     server: Any = SimpleNamespace(asked=0, started=True, should_exit=False)
     frontend: Any = SimpleNamespace(fail_all=counts)
     gate: Any = Gate(counts)
-    life = Life(server, group, frontend, gate, drain_timeout=1.0, on_ready=counts)
+    life = Lifecycle(server, group, frontend, gate, drain_timeout=1.0, on_ready=counts)
     asyncio.run(life._states())
     assert server.should_exit and (life.failed is not None) == fails
     assert gate.reasons == [None, *([] if fails else ["the server is shutting down"])]

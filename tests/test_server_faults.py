@@ -24,13 +24,13 @@ from hypothesis import strategies as st
 
 from minisgl import LLM
 from minisgl.core import SamplingParams
+from minisgl.runtime.heartbeat import Watchdog
 from minisgl.scheduler.messages import AbortMsg
 from minisgl.server.channels import QueueBox
 from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.limits import BodyLimit
 from minisgl.server.messages import UserReply
 from minisgl.server.options import Operations
-from minisgl.server.pulse import Watch
 from tests.serving import Live, Served, last_event, metric, random_model, stream, wait_for
 
 pytestmark = pytest.mark.clock
@@ -582,10 +582,10 @@ def test_stopped_worker_goes_on_where_it_was(checkpoint: Path, tmp_path: Path, w
 # Workers that live and do not work
 
 
-def hand_watch(worker: float, step: float) -> tuple[Watch, list[float]]:
+def hand_watch(worker: float, step: float) -> tuple[Watchdog, list[float]]:
     """A watch whose clock is moved by hand."""
     clock = [0.0]
-    return Watch(worker, step, clock=lambda: clock[0]), clock
+    return Watchdog(worker, step, clock=lambda: clock[0]), clock
 
 
 @given(
@@ -605,7 +605,7 @@ def test_watch_agrees_with_a_diary(
     """The first complaint comes when a count has been silent for its limit of waking time."""
     watch, clock = hand_watch(*limits)
     pulses = {"scheduler": [0, 0], "text worker": [0, 0]}
-    assert watch.look(pulses) is None
+    assert watch.check(pulses) is None
     diary: list[tuple[float, list[tuple[bool, bool]]]] = []  # waking seconds, and who counted
     for seconds, counted in turns:
         clock[0] += seconds
@@ -623,7 +623,7 @@ def test_watch_agrees_with_a_diary(
                     silent += awake
                 if limit and silent > limit + 1e-9:
                     expected.add((name, kind))
-        said = watch.look(pulses)
+        said = watch.check(pulses)
         assert (said is not None) == bool(expected), (said, expected)
         if said is not None:
             kind = int("one step" in said)
@@ -644,7 +644,7 @@ def test_silence_is_named_and_forgotten() -> None:
             pulses["scheduler"][kind] = turn // 15  # silent for 1.5 s at a time
             if turn > 25:
                 pulses["scheduler"][kind] = 1
-            said.append(watch.look(pulses))
+            said.append(watch.check(pulses))
         first = next(turn for turn, why in enumerate(said) if why)
         assert first in (35, 36), said  # 2 s after turn 15
         assert "the scheduler" in str(said[first]) and words in str(said[first])
@@ -653,7 +653,7 @@ def test_silence_is_named_and_forgotten() -> None:
 def test_hours_of_sleep_are_nobodys_fault() -> None:
     watch, clock = hand_watch(2, 2)
     for _ in range(3):
-        assert watch.look({"scheduler": [1, 1]}) is None
+        assert watch.check({"scheduler": [1, 1]}) is None
         clock[0] += 3600
 
 
@@ -704,7 +704,7 @@ import sys, time
 from minisgl.server import launch
 from minisgl.server.cli import main
 
-def hanging(config, addresses, index, link):
+def hanging(config, addresses, index, context):
     from minisgl.scheduler.scheduler import Scheduler
     from minisgl.server.scheduler_part import scheduler_part
     launched = Scheduler.launch
@@ -715,7 +715,7 @@ def hanging(config, addresses, index, link):
         return launched(self, batch)
 
     Scheduler.launch = launch
-    scheduler_part(config, addresses, index, link)
+    scheduler_part(config, addresses, index, context)
 
 if __name__ == "__main__":
     sys.path.insert(0, __file__.rpartition("/")[0])

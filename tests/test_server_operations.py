@@ -25,6 +25,7 @@ import pytest
 
 from minisgl.config.engine import ServerConfig
 from minisgl.core import SamplingParams
+from minisgl.runtime.heartbeat import Watchdog
 from minisgl.server.cli import (
     build_parser,
     config_from,
@@ -34,9 +35,8 @@ from minisgl.server.cli import (
 )
 from minisgl.server.connect import Remote
 from minisgl.server.launch import WorkerGroup
-from minisgl.server.logs import as_json, as_text
+from minisgl.server.observe.logs import as_json, as_text
 from minisgl.server.options import Operations, is_loopback
-from minisgl.server.pulse import Watch
 from minisgl.server.settings import sampling_defaults, settings_for
 from minisgl.server.shell import Shell
 from minisgl.server.threads import ThreadedServer
@@ -69,10 +69,10 @@ def test_sockets_have_short_paths(
     """A socket's path has at most 107 bytes, a TMPDIR may have more."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("d" * 90)))
     config = ServerConfig(model_path=str(checkpoint), num_tokenizer=12)
-    group = WorkerGroup(config, Watch(60, 600))
+    group = WorkerGroup(config, Watchdog(60, 600))
     addresses = group.addresses
     assert all(len(a) <= 107 for a in (addresses.detokenizer, *addresses.tokenizers))
-    addresses.folder.rmdir()
+    group.folder.rmdir()
 
 
 def test_shell_keeps_a_conversation(checkpoint: Path) -> None:
@@ -179,7 +179,7 @@ def test_taken_port_is_said_before_a_model_loads(
 BUSY = """
 import multiprocessing, sys, time
 from pathlib import Path
-from minisgl.server.parts import leave_with_parent
+from minisgl.runtime.supervisor import leave_with_parent
 
 def child(folder, told):
     leave_with_parent(Path(folder))
@@ -463,8 +463,8 @@ def test_key_comes_from_the_environment_unless_given(
 
 
 def test_sockets_lie_in_a_private_folder(checkpoint: Path) -> None:
-    group = WorkerGroup(ServerConfig(model_path=str(checkpoint)), Watch(60, 600))
-    folder = group.addresses.folder
+    group = WorkerGroup(ServerConfig(model_path=str(checkpoint)), Watchdog(60, 600))
+    folder = group.folder
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.rmdir()
 

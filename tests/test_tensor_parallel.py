@@ -23,12 +23,12 @@ import torch
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.model import ModelConfig
 from minisgl.core import Batch, SamplingParams
-from minisgl.distributed import nccl
 from minisgl.layers.embedding import LMHead, VocabParallelEmbedding
 from minisgl.layers.linear import head_shard
 from minisgl.layers.placement import Placement
 from minisgl.models.registry import build_model
 from minisgl.models.weights import Checkpoint, WeightError, load_weights, pieces_of
+from minisgl.parallel import nccl
 from minisgl.parallel.comm import Comm, SingleRank
 from minisgl.parallel.gloo import CommError, GlooComm
 from minisgl.parallel.threads import run_threads

@@ -1,6 +1,6 @@
 """The command line: flags to a config, then serve over HTTP or chat in the terminal.
 
-Generated from notebooks/12b_operations.ipynb: edit there.
+Generated from notebooks/12e_command_line.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from minisgl.config.flags import (
 )
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams
+from minisgl.runtime.heartbeat import Watchdog
+from minisgl.runtime.supervisor import WorkerFailed, one_line
 from minisgl.server.api import create_app
 from minisgl.server.channels import ZmqInbox, ZmqOutbox
 from minisgl.server.connect import Remote
 from minisgl.server.frontend import Frontend, Observer
 from minisgl.server.gate import Gate
-from minisgl.server.launch import PartFailed, WorkerGroup, one_line
-from minisgl.server.life import CalmServer, Life
+from minisgl.server.launch import WorkerGroup
 from minisgl.server.limits import BodyLimit, patient_http
-from minisgl.server.logs import LogRequests, RequestLog, as_json, as_text
 from minisgl.server.messages import UserReply
-from minisgl.server.metrics import Metrics, add_metrics_route
+from minisgl.server.observe.lifecycle import Lifecycle, Server
+from minisgl.server.observe.logs import LogRequests, RequestLog, as_json, as_text
+from minisgl.server.observe.metrics import Metrics, add_metrics_route
+from minisgl.server.observe.trace import TraceFile
 from minisgl.server.options import Operations, is_loopback
-from minisgl.server.pulse import Watch
 from minisgl.server.settings import ApiSettings, settings_for
 from minisgl.server.shell import Conversation, run_shell
-from minisgl.server.trace import TraceFile
 
 MODELS = "folder in Hugging Face layout, or a hub id; none: the small model in the package"
 
@@ -208,7 +209,7 @@ async def serve(
     """Serve over HTTP until it is over; returns the exit status."""
     gate = Gate(config.max_running_req + operations.max_queue, reason="the model is loading")
     app = dressed_app(frontend, settings, gate, watchers, operations.max_body_size)
-    server = CalmServer(
+    server = Server(
         uvicorn.Config(
             app, http=patient_http(operations.stall_timeout), ws="none", log_level="warning",
             access_log=False, timeout_graceful_shutdown=2, timeout_keep_alive=75,
@@ -218,11 +219,11 @@ async def serve(
     def say_ready() -> None:
         print(f"minisgl serves {settings.model_name} on {shown_url(sock)}", flush=True)
 
-    life = Life(
+    lifecycle = Lifecycle(
         server, group, frontend, gate,
         drain_timeout=operations.drain_timeout, on_ready=say_ready,
     )  # fmt: skip
-    return await life.run(sock)
+    return await lifecycle.run(sock)
 
 
 async def chat(group: WorkerGroup, frontend: Frontend, settings: ApiSettings) -> int:
@@ -232,13 +233,14 @@ async def chat(group: WorkerGroup, frontend: Frontend, settings: ApiSettings) ->
     def talk(messages: Conversation) -> AsyncGenerator[UserReply, None]:
         return frontend.generate(params, messages=list[dict[str, Any]](messages))
 
-    await group.wait_ready()
+    while group.starting():
+        await asyncio.sleep(0.02)
     await frontend.start()
     shell = asyncio.ensure_future(run_shell(talk))
     try:
         while not shell.done():
             if (broken := group.broken()) is not None:
-                raise PartFailed(broken)
+                raise broken
             await asyncio.wait({shell}, timeout=0.1)
         shell.result()
     finally:
@@ -259,9 +261,9 @@ def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
             warn_if_open(config.host, config.api_key)
         watchers = Watchers(operations)
         stack.callback(watchers.close)
-        watch = Watch(operations.worker_timeout, operations.step_timeout)
-        traced, debug = operations.trace is not None, operations.debug
-        group = stack.enter_context(WorkerGroup(config, watch, traced=traced, debug=debug))
+        watchdog = Watchdog(operations.worker_timeout, operations.step_timeout)
+        traced = operations.trace is not None
+        group = stack.enter_context(WorkerGroup(config, watchdog, traced=traced))
         inbox = ZmqInbox(group.addresses.frontend)
         stack.callback(inbox.close)
         outboxes = [ZmqOutbox(address) for address in group.addresses.tokenizers]
@@ -303,9 +305,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 asyncio.run(run_shell(remote))
                 return 0
             return run(config_from(args), operations_from(args), args.shell)
-    except (ValueError, OSError, PartFailed) as error:
-        text = str(error) if isinstance(error, PartFailed) else one_line(error)
-        print(f"minisgl: {text}", file=sys.stderr)
+    except (ValueError, OSError, WorkerFailed) as error:
+        text = str(error) if isinstance(error, WorkerFailed) else one_line(error)
+        notes = getattr(error, "__notes__", []) if args.debug else []  # the worker's traceback
+        print(f"minisgl: {text}", *notes, sep="\n", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 0

@@ -13,20 +13,23 @@ from minisgl.engine.heap import frozen_heap
 from minisgl.parallel.comm import Comm
 from minisgl.runtime.launch import RankError
 from minisgl.runtime.ranks import Ranks, run_loop
+from minisgl.runtime.supervisor import WorkerContext
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.scheduler import build_scheduler
 from minisgl.server.channels import SchedulerChannel, ZmqInbox, ZmqOutbox
-from minisgl.server.parts import Addresses, Link, parent_alive
+from minisgl.server.launch import Addresses
 from minisgl.server.stats import Reporter
 
 
-def scheduler_part(config: ServerConfig, addresses: Addresses, index: int, link: Link) -> None:
+def scheduler_part(
+    config: ServerConfig, addresses: Addresses, index: int, context: WorkerContext
+) -> None:
     """The only rank, or rank 0, which starts the others and leads them; index 1 asks for a trace.
 
     Rank 0 alone reports: the others do what it does.
     """
     inbox, outbox = ZmqInbox(addresses.scheduler), ZmqOutbox(addresses.detokenizer)
-    outer = SchedulerChannel(inbox, outbox, parent_alive, link.beat)
+    outer = SchedulerChannel(inbox, outbox, beat=context.beat)
     outer.report = reporter = Reporter(traced=bool(index))
     with ExitStack() as stack:
         stack.callback(outer.close)
@@ -35,13 +38,13 @@ def scheduler_part(config: ServerConfig, addresses: Addresses, index: int, link:
         if config.tp.size > 1:
             ranks = stack.enter_context(Ranks(config))
             channel, comm = ranks.channel(outer), ranks.comm
-            outer.alive = lambda: ranks.alive() and parent_alive()
+            outer.alive = ranks.alive
         scheduler = reporter.scheduler = build_scheduler(
             config, channel, comm, trace=reporter.trace
         )
         try:
             with frozen_heap():
-                link.ready()
+                context.ready()
                 run_loop(scheduler, scheduler.overlap)
         except RankError as error:  # it says what happened there; our own place says nothing
             print(f"minisgl: {error}", file=sys.stderr)

@@ -76,7 +76,7 @@ MUTATIONS = [
     ),
     Mutation(
         "heap_thaws_before_the_last_answer",
-        "minisgl.server.life",
+        "minisgl.server.observe.lifecycle",
         "                    if await self._serve():\n"
         "                        await self._drain()\n",
         "                    served = await self._serve()\n"
@@ -100,7 +100,7 @@ MUTATIONS = [
     ),
     Mutation(
         "heap_of_the_http_process_is_not_frozen",
-        "minisgl.server.life",
+        "minisgl.server.observe.lifecycle",
         "            with frozen_heap():\n",
         "            if True:\n",
         FROZEN + "test_http_process[True]",

@@ -1,6 +1,6 @@
 """Whether workers that live also work: counters that they raise and the parent watches.
 
-Generated from notebooks/12b_operations.ipynb: edit there.
+Generated from notebooks/10b_ranks.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, MutableSequence
 
-EVERY = 0.2  # seconds between two counts of the thread
+INTERVAL = 0.2  # seconds between two counts of the thread
 
 
-class Pulse:
+class Heartbeat:
     """A worker's side: `counts` is shared memory for two integers, `[thread, loop]`."""
 
     def __init__(self, counts: MutableSequence[int]) -> None:
@@ -24,38 +24,41 @@ class Pulse:
         def count() -> None:
             while True:
                 self._counts[0] += 1
-                time.sleep(EVERY)
+                time.sleep(INTERVAL)
 
-        threading.Thread(target=count, daemon=True, name="pulse").start()
+        threading.Thread(target=count, daemon=True, name="heartbeat").start()
 
     def beat(self) -> None:
         """The loop has come round. Takes well below a microsecond."""
         self._counts[1] += 1
 
 
-class Watch:
+class Watchdog:
     """The parent's side: for how many seconds that it was awake itself each count stood still.
 
     The limits are in seconds, for a worker's thread and for one turn of its loop; 0 is no limit.
     """
 
     def __init__(
-        self, worker_timeout: float, step_timeout: float,
-        clock: Callable[[], float] = time.monotonic, nap: float = 0.5,
-    ) -> None:  # fmt: skip
+        self,
+        worker_timeout: float,
+        step_timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+        nap: float = 0.5,
+    ) -> None:
         self._limits, self._clock, self._nap = (worker_timeout, step_timeout), clock, nap
-        self._looked: float | None = None
+        self._checked: float | None = None
         self._seen: dict[tuple[str, int], int] = {}
         self._silent: dict[tuple[str, int], float] = {}
 
-    def look(self, pulses: Mapping[str, MutableSequence[int]]) -> str | None:
+    def check(self, heartbeats: Mapping[str, MutableSequence[int]]) -> str | None:
         """What is wrong with a worker, if anything is; call it several times a second."""
         now = self._clock()
         # Longer than a nap means that we slept ourselves: the others may have, too.
-        awake = 0.0 if self._looked is None else min(now - self._looked, self._nap)
-        self._looked = now
+        awake = 0.0 if self._checked is None else min(now - self._checked, self._nap)
+        self._checked = now
         for kind, limit in enumerate(self._limits):
-            for name, counts in pulses.items():
+            for name, counts in heartbeats.items():
                 silent = self._silence(name, kind, counts[kind], awake)
                 if limit and silent > limit:
                     what = ("gives no sign of life for", "has been in one step for")[kind]

@@ -1,6 +1,6 @@
 """A server's life: load, serve, drain, leave with the right status.
 
-Generated from notebooks/12b_operations.ipynb: edit there.
+Generated from notebooks/12d_operations.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from types import FrameType
 import uvicorn
 
 from minisgl.engine.heap import frozen_heap
+from minisgl.runtime.supervisor import Supervisor, WorkerFailed
 from minisgl.server.frontend import Frontend
 from minisgl.server.gate import Gate
-from minisgl.server.launch import PartFailed, WorkerGroup
 
 
-class CalmServer(uvicorn.Server):
-    """Counts the signals that ask it to stop, and leaves what to do about them to `Life`."""
+class Server(uvicorn.Server):
+    """Counts the signals that ask it to stop, and leaves what to do about them to `Lifecycle`."""
 
     asked = 0
 
@@ -30,20 +30,20 @@ class CalmServer(uvicorn.Server):
         self.asked += 1
 
 
-class Life:
+class Lifecycle:
     """From the first 503 to the exit status: 0 after a stop, 1 after a failure."""
 
     def __init__(
-        self, server: CalmServer, group: WorkerGroup, frontend: Frontend, gate: Gate, *,
+        self, server: Server, group: Supervisor, frontend: Frontend, gate: Gate, *,
         drain_timeout: float, on_ready: Callable[[], None],
     ) -> None:  # fmt: skip
         self.server, self.group, self.frontend, self.gate = server, group, frontend, gate
         self.drain_timeout, self.on_ready = drain_timeout, on_ready  # seconds
-        self.failed: PartFailed | None = None
+        self.failed: WorkerFailed | None = None
         self.status = 0
 
     async def run(self, sock: socket.socket) -> int:
-        """Serve on a listening socket until it is over; raises `PartFailed` if it never began."""
+        """Serve on a listening socket until it is over; raises `WorkerFailed` if it never began."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, self.server.handle_exit, signal.SIGHUP, None)
         states = asyncio.ensure_future(self._states())
@@ -64,22 +64,17 @@ class Life:
                     self.on_ready()
                     if await self._serve():
                         await self._drain()
-        except PartFailed as failed:
+        except WorkerFailed as failed:
             self.failed = failed
         finally:
             self.server.should_exit = True
 
     async def _load(self) -> bool:
         """Wait for the workers; False if somebody asked to stop first."""
-        loading = asyncio.ensure_future(self.group.wait_ready())
-        while not loading.done() and not self.server.asked:
-            await asyncio.wait({loading}, timeout=0.05)
-        if not loading.done():
-            loading.cancel()
-            return False
-        loading.result()
-        while not self.server.started:
-            await asyncio.sleep(0.01)
+        while self.group.starting() or not self.server.started:
+            if self.server.asked:
+                return False
+            await asyncio.sleep(0.02)
         return True
 
     async def _serve(self) -> bool:
@@ -89,7 +84,10 @@ class Life:
             if broken is not None:
                 self.status, self.group.grace = 1, 0.5
                 self.frontend.fail_all(f"{broken}; restart the server")
-                print(f"minisgl: {broken}", file=sys.stderr, flush=True)
+                notes = getattr(
+                    broken, "__notes__", []
+                )  # tracebacks: after the start they are bugs
+                print(f"minisgl: {broken}", *notes, sep="\n", file=sys.stderr, flush=True)
                 await asyncio.sleep(1.0)  # time for error events, and for a look at /health
                 return False
             await asyncio.sleep(0.1)

@@ -1,0 +1,264 @@
+"""Starts worker processes, hears from each how it fares, and leaves none behind.
+
+Generated from notebooks/10b_ranks.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import psutil
+from tqdm import tqdm
+
+from minisgl.runtime.heartbeat import Heartbeat, Watchdog
+
+
+class WorkerFailed(RuntimeError):
+    """A worker did not start, failed or died. The message names it; its traceback is a note."""
+
+
+class PeerFailed(RuntimeError):
+    """What a worker raises when it cannot go on because another one failed."""
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What a worker tells its parent: that it can work, and each turn of its loop."""
+
+    ready: Callable[[], None]
+    beat: Callable[[], None]
+
+
+class Worker(NamedTuple):
+    """A process to start: `module:function` is called with `args` and a `WorkerContext`."""
+
+    name: str
+    entry: str
+    args: tuple[Any, ...] = ()
+
+
+class Ending(NamedTuple):
+    """How a worker ended: "done" with its result, "failed", or "lost" by another's failure."""
+
+    kind: str
+    value: Any  # the result, or why in one line
+    details: str = ""  # a traceback
+
+
+def one_line(error: BaseException) -> str:
+    """An error for people: our own begin with the field at fault, others with their type."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+
+
+def leave_with_parent(folder: Path | None = None) -> None:
+    """End this process when its parent was killed, whatever it is doing, and remove `folder`."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="leave with parent").start()
+
+
+def worker_main(worker: Worker, report: Connection, counts: Any, folder: Path | None) -> None:
+    """First code of every worker process: run its function, report how that ended."""
+    for sig in (signal.SIGINT, signal.SIGHUP):  # they reach the whole group; the parent answers
+        signal.signal(sig, signal.SIG_IGN)
+    leave_with_parent(folder)
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which outlives a killed process
+    heartbeat = Heartbeat(counts)
+
+    def ready() -> None:
+        heartbeat.start()
+        report.send(("ready", None))
+
+    try:
+        module, function = worker.entry.split(":")
+        main = getattr(importlib.import_module(module), function)
+        # From here on there are things of ours to remove, in order. Not before: PyTorch's import
+        # calls Python from C++ that aborts loudly when an exception comes out of it.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        report.send(Ending("done", main(*worker.args, WorkerContext(ready, heartbeat.beat))))
+    except Exception as error:
+        kind = "lost" if isinstance(error, PeerFailed) else "failed"
+        report.send(Ending(kind, f"failed: {one_line(error)}", traceback.format_exc()))
+        raise SystemExit(1) from error
+
+
+@contextmanager
+def ignoring(*signals: signal.Signals) -> Iterator[None]:
+    """Signals that have no effect on the block, nor ever on processes that are started in it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python handles signals in the main thread alone
+        return
+    before = {sig: signal.signal(sig, signal.SIG_IGN) for sig in signals}
+    try:
+        yield
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
+
+
+class Supervisor:
+    """Worker processes and the folder of their sockets, if any. A context manager."""
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        *,
+        watchdog: Watchdog | None = None,
+        folder: Path | None = None,
+        start_seconds: float = 1800.0,
+        method: str = "spawn",
+    ) -> None:
+        context: Any = multiprocessing.get_context(method)
+        self._watchdog, self._folder = watchdog, folder
+        self._start_seconds, self._deadline = start_seconds, 0.0
+        self.grace = 0.0  # seconds to end by themselves, once they can hear us
+        self.ready: set[str] = set()
+        self.ended: dict[str, Ending] = {}
+        self.processes: dict[str, BaseProcess] = {}
+        self._pipes: dict[str, tuple[Connection, Connection]] = {}
+        # One writer for each integer, so no lock: one that a killed worker held would stay locked.
+        self._heartbeats = {worker.name: context.RawArray("q", 2) for worker in workers}
+        for worker in workers:
+            self._pipes[worker.name] = pipe = context.Pipe(duplex=False)
+            args = (worker, pipe[1], self._heartbeats[worker.name], folder)
+            name = f"minisgl {worker.name}"
+            self.processes[worker.name] = context.Process(target=worker_main, args=args, name=name)
+
+    def __enter__(self: Group) -> Group:
+        with ignoring(signal.SIGINT):
+            for name, process in self.processes.items():
+                process.start()
+                self._pipes[name][1].close()  # so that the end of the process ends the pipe
+        self._deadline = time.monotonic() + self._start_seconds
+        return self
+
+    def listen(self, seconds: float = 0.0) -> None:
+        """Take in reports for at most that long; returns early when a worker has reported."""
+        running = {name: self._pipes[name][0] for name in self.processes if name not in self.ended}
+        heard = wait(list(running.values()), timeout=seconds)
+        for name, pipe in running.items():
+            if pipe not in heard:
+                continue
+            try:
+                message = pipe.recv()
+            except EOFError:
+                self.ended[name] = Ending("failed", self._silent_end(name))
+                continue
+            if isinstance(message, Ending):
+                self.ended[name] = message
+            else:
+                self.ready.add(name)
+                if len(self.ready) == len(self.processes):
+                    self.grace = 5.0
+
+    def _silent_end(self, name: str) -> str:
+        """Why a process ended that reported nothing: killed, or crashed below Python."""
+        self.processes[name].join(1.0)
+        code = self.processes[name].exitcode or 0
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        return how if name in self.ready else f"{how}: it ended before it was ready"
+
+    def check(self) -> None:
+        """WorkerFailed if a worker has failed: the one that was at fault, with its traceback."""
+        self.listen()
+        deadline = time.monotonic() + 3.0  # others lose their connection first and report it first
+        while True:
+            kinds = {ending.kind: name for name, ending in reversed(self.ended.items())}
+            if kinds.keys() <= {"done"}:
+                return
+            everybody = len(self.ended) == len(self.processes)
+            if "failed" in kinds or everybody or time.monotonic() > deadline:
+                raise self._error(kinds.get("failed") or kinds["lost"])
+            self.listen(0.1)
+
+    def _error(self, name: str) -> WorkerFailed:
+        error = WorkerFailed(f"{name} {self.ended[name].value}")
+        if self.ended[name].details:
+            error.add_note(f"In {name}:\n{self.ended[name].details}")
+        return error
+
+    def starting(self) -> bool:
+        """Whether a worker is not ready yet. WorkerFailed if one fails or takes too long."""
+        self.check()
+        late = sorted(self.processes.keys() - self.ready - self.ended.keys())
+        if late and time.monotonic() > self._deadline:
+            raise WorkerFailed(f"{', '.join(late)} not ready within {self._start_seconds:g} s")
+        return bool(late)
+
+    def broken(self) -> WorkerFailed | None:
+        """Which worker has ended or does not work on, once all were ready; ask often."""
+        self.listen()
+        for name, ending in self.ended.items():
+            self.processes[name].join(1.0)
+            code = self.processes[name].exitcode or 0
+            how = f" (signal {-code}, {signal.strsignal(-code)})" if code < 0 else ""
+            error = WorkerFailed(f"the {name} died{how}")
+            if ending.details:
+                error.add_note(ending.details)
+            return error
+        silent = self._watchdog.check(self._heartbeats) if self._watchdog else None
+        return None if silent is None else WorkerFailed(silent)
+
+    def ask_to_leave(self) -> None:
+        """Tell workers that are ready to end, in whatever way a subclass talks to them."""
+
+    def stop(self) -> None:
+        """Ask every worker to leave, then insist; no process and no socket file stays behind."""
+        with ignoring(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            descendants = self._descendants()
+            if self.grace:
+                self.ask_to_leave()
+            deadline = time.monotonic() + self.grace
+            for process in self.processes.values():
+                process.join(timeout=max(0.0, deadline - time.monotonic()))
+            for insist, seconds in (("terminate", 1.0), ("kill", 2.0)):
+                left = [process for process in self.processes.values() if process.is_alive()]
+                for process in left:
+                    getattr(process, insist)()
+                for process in left:
+                    process.join(timeout=seconds)
+            for descendant in descendants:
+                with suppress(psutil.NoSuchProcess):  # as it should be
+                    descendant.kill()
+            for receiver, _ in self._pipes.values():
+                receiver.close()
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _descendants(self) -> list[psutil.Process]:
+        """Processes that our workers started: they leave with them, unless they are stopped."""
+        found: list[psutil.Process] = []
+        for process in self.processes.values():
+            with suppress(psutil.NoSuchProcess):
+                found += psutil.Process(process.pid).children(recursive=True)
+        return found
+
+
+Group = TypeVar("Group", bound=Supervisor)
