@@ -106,8 +106,7 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]
     q_size = config["num_attention_heads"] * head_dim
     kv_size = config["num_key_value_heads"] * head_dim
     arch = config["model_type"]
-    qkv_bias = arch == "qwen2" or config.get("attention_bias", False)
-    o_bias = arch != "qwen2" and config.get("attention_bias", False)
+    qkv_bias = arch == "qwen2"
     tensors: dict[str, torch.Tensor] = {}
 
     def linear(name: str, rows: int, columns: int, bias: bool = False) -> None:
@@ -127,7 +126,7 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]
         linear(f"{layer}.self_attn.q_proj", q_size, hidden, qkv_bias)
         linear(f"{layer}.self_attn.k_proj", kv_size, hidden, qkv_bias)
         linear(f"{layer}.self_attn.v_proj", kv_size, hidden, qkv_bias)
-        linear(f"{layer}.self_attn.o_proj", hidden, q_size, o_bias)
+        linear(f"{layer}.self_attn.o_proj", hidden, q_size)
         if arch == "qwen3":
             norm(f"{layer}.self_attn.q_norm", head_dim)
             norm(f"{layer}.self_attn.k_norm", head_dim)

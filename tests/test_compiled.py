@@ -27,7 +27,7 @@ def test_several_ranks_are_refused() -> None:
     class Two:
         rank, size = 0, 2
 
-    model.place = type("Place", (), {"comm": Two()})()
+    model.ctx = type("Context", (), {"comm": Two()})()
     with pytest.raises(ValueError, match="torch_compile_max_bs"):
         CompiledModel(model)
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from minisgl.config.model import ModelConfig, RotaryConfig
+from minisgl.config.model import ModelConfig, RopeScaling, RotaryConfig
+from minisgl.layers.context import ParallelContext
 from minisgl.layers.norm import QKNorm, RMSNorm
-from minisgl.layers.placement import Placement
 from minisgl.layers.rotary import RotaryTable, apply_rotary
 from minisgl.models.registry import MODELS, build_model
 from minisgl.models.weights import WeightError, load_dummy_weights, load_weights
@@ -122,21 +122,6 @@ def test_rotary_scaling(tmp_path: Path, name: str, old_spelling: bool) -> None:
         tmp_path, arch, rope_scaling=ROPES[name], rope_theta=500.0, old_spelling=old_spelling
     )
     assert_equal_to_transformers(folder)
-
-
-@pytest.mark.parametrize("arch", ["llama", "qwen3"])
-def test_bias_on_all_four_projections(tmp_path: Path, arch: str) -> None:
-    """`attention_bias` of Llama and Qwen3 reaches the output projection too."""
-    folder = make_checkpoint(tmp_path, arch, attention_bias=True)
-    raw = json.loads((folder / "config.json").read_text())
-    config = ModelConfig.from_hf({**raw, "attention_bias": False})
-    model = build_model(
-        dataclasses.replace(config, qkv_bias=True), SingleRank(), dtype=torch.float32
-    )
-    load_weights(model, folder, SingleRank(), device="cpu", dtype=torch.float32, progress=False)
-    with torch.inference_mode():
-        ours = model(dense_batch([PROMPTS[0]]))
-    torch.testing.assert_close(ours, reference_logits(folder, PROMPTS[0]), atol=1e-4, rtol=0)
 
 
 def test_many_files_give_the_same_model(tmp_path: Path) -> None:
@@ -248,11 +233,53 @@ def test_tied_head_with_other_values_is_refused(tmp_path: Path) -> None:
     assert "lm_head.weight differs from model.embed_tokens.weight" in message
 
 
+def test_several_files_without_an_index(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, num_files=2)
+    (folder / "model.safetensors.index.json").unlink()
+    assert "model-00001-of-00002.safetensors" in refused(folder)
+
+
+def test_tensor_in_two_files_is_named(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, num_files=2)
+    second = folder / "model-00002-of-00002.safetensors"
+    second.write_bytes((folder / "model-00001-of-00002.safetensors").read_bytes())
+    assert "in two files, one is model-00002-of-00002.safetensors" in refused(folder)
+
+
+def test_parameter_without_a_rule_is_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    config = ModelConfig.from_path(folder)
+    model = build_model(config, SingleRank(), dtype=torch.float32)
+    model.odd = nn.Bilinear(2, 2, 2, device="meta")
+    with pytest.raises(TypeError, match="odd: no rule says what fills a Bilinear"):
+        load_weights(model, folder, SingleRank(), device="cpu", dtype=torch.float32)
+    assert all(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_config_counts_the_parameters_of_the_model(tmp_path: Path, arch: str) -> None:
+    """One value says whether a family has biases and norms: the model and the config agree."""
+    model = build_model(
+        config := ModelConfig.from_path(make_checkpoint(tmp_path, arch)),
+        SingleRank(),
+        dtype=torch.float32,
+    )
+    held = sum(p.numel() for p in model.parameters())
+    copies = config.num_qo_heads + config.num_kv_heads - 2 if config.qk_norm else 0
+    assert held - config.num_layers * copies * config.head_dim == config.num_parameters
+
+
+def test_stretched_positions_need_their_rule() -> None:
+    rotary = RotaryConfig(16, 100.0, 64, RopeScaling("linear", 2.0))
+    with pytest.raises(ValueError, match="rope_scaling: 'linear' needs its own frequencies"):
+        RotaryTable(rotary)
+
+
 def test_folder_without_safetensors(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     message = refused(folder)
-    assert "no .safetensors file in" in message
+    assert "neither model.safetensors.index.json nor model.safetensors" in message
     assert "pytorch_model.bin" in message
 
 
@@ -287,8 +314,7 @@ def test_dummy_weights_are_small_seeded_and_finite(tmp_path: Path) -> None:
 
 
 def test_fused_add_and_norm() -> None:
-    place = Placement(SingleRank(), torch.float32, "cpu")
-    norm = RMSNorm(8, 1e-6, place)
+    norm = RMSNorm(8, 1e-6, ParallelContext(SingleRank(), torch.float32, "cpu"))
     norm.weight.data = torch.rand(8)
     x, residual = torch.randn(3, 8), torch.randn(3, 8)
     y, total = norm(x, residual)
@@ -300,7 +326,7 @@ def test_fused_add_and_norm() -> None:
 
 
 def test_qk_norm_gives_queries_and_keys_their_own_weight() -> None:
-    norm = QKNorm(2, 1, 4, 1e-6, Placement(SingleRank(), torch.float32, "cpu"))
+    norm = QKNorm(2, 1, 4, 1e-6, ParallelContext(SingleRank(), torch.float32, "cpu"))
     norm.weight.data = torch.tensor([[1.0] * 4, [1.0] * 4, [3.0] * 4])
     out = norm(torch.ones(5, 3, 4))
     torch.testing.assert_close(out[0, :, 0], torch.tensor([1.0, 1.0, 3.0]), atol=1e-5, rtol=0)

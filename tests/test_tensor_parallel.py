@@ -23,11 +23,12 @@ import torch
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.model import ModelConfig
 from minisgl.core import Batch, SamplingParams
+from minisgl.layers.context import ParallelContext
 from minisgl.layers.embedding import LMHead, VocabParallelEmbedding
 from minisgl.layers.linear import head_shard
-from minisgl.layers.placement import Placement
 from minisgl.models.registry import build_model
-from minisgl.models.weights import Checkpoint, WeightError, load_weights, pieces_of
+from minisgl.models.shards import ShardSpec, layer_shards, model_shards
+from minisgl.models.weights import Checkpoint, WeightError, load_weights
 from minisgl.parallel import nccl
 from minisgl.parallel.comm import Comm, SingleRank
 from minisgl.parallel.gloo import CommError, GlooComm
@@ -76,22 +77,6 @@ def test_logits_equal_one_rank(tmp_path: Path, arch: str, size: int) -> None:
         assert torch.equal(many[0], one)
 
 
-def test_bias_of_a_row_parallel_layer_is_added_once(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, "llama", attention_bias=True)
-    text = (path / "config.json").read_text()
-    (path / "config.json").write_text(text.replace('"attention_bias": true', '"x": 0'))
-
-    def logits(comm: Comm) -> torch.Tensor:
-        config = replace(ModelConfig.from_path(path), qkv_bias=True)
-        model = build_model(config, comm, dtype=torch.float32)
-        load_weights(model, path, comm, device="cpu", dtype=torch.float32, progress=False)
-        with torch.inference_mode():
-            return model(tp_drills.dense_batch(SEQUENCES))
-
-    for many in run_threads(logits, 2):
-        torch.testing.assert_close(many, logits(SingleRank()), atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_pitfall_09_kv_heads_fewer_than_ranks(tmp_path: Path, kv_heads: int, size: int) -> None:
@@ -107,9 +92,9 @@ def test_neighbours_share_a_kv_head() -> None:
         return head_shard("k_proj", 2, 10, comm).start
 
     assert run_threads(first_row, 4) == [0, 0, 10, 10]
-    with pytest.raises(ValueError, match="k_proj: 3 heads cannot be copied evenly to 4 ranks"):
+    with pytest.raises(ValueError, match="k_proj: 3 heads cannot be shared evenly by 4 ranks"):
         run_threads(lambda comm: head_shard("k_proj", 3, 10, comm), 4)
-    with pytest.raises(ValueError, match="q_proj: 6 heads cannot be cut into 4 equal parts"):
+    with pytest.raises(ValueError, match="q_proj: 6 heads cannot be shared evenly by 4 ranks"):
         run_threads(lambda comm: head_shard("q_proj", 6, 10, comm), 4)
 
 
@@ -121,12 +106,12 @@ def test_pitfall_09_lm_head_is_gathered_whole(vocab_size: int) -> None:
     ids = torch.arange(vocab_size).repeat(2)
 
     def rank(comm: Comm) -> tuple[torch.Tensor, torch.Tensor]:
-        place = Placement(comm, torch.float32, "cpu")
-        embed, head = VocabParallelEmbedding(vocab_size, 6, place), LMHead(vocab_size, 6, place)
-        (piece,) = embed.pieces("e")
+        ctx = ParallelContext(comm, torch.float32, "cpu")
+        embed, head = VocabParallelEmbedding(vocab_size, 6, ctx), LMHead(vocab_size, 6, ctx)
+        (spec,) = layer_shards(embed, "e")
         for layer in (embed, head):
             layer.weight.data.zero_()
-            layer.weight.data[piece.target] = table[piece.source]
+            layer.weight.data[spec.target] = table[spec.source]
         return embed(ids), head(x)
 
     for vectors, logits in run_threads(rank, 4):
@@ -147,9 +132,9 @@ def test_pitfall_09_each_rank_reads_its_own_part_only(
         model = build_model(ModelConfig.from_path(folder), comm, dtype=torch.float32)
         load_weights(model, folder, comm, device="cpu", dtype=torch.float32, progress=False)
         covered = {}
-        for _, piece in pieces_of(model):
-            covered[piece.name] = torch.zeros(piece.shape, dtype=torch.int8)
-            covered[piece.name][piece.source] += 1
+        for _, spec in model_shards(model):
+            covered[spec.name] = torch.zeros(spec.shape, dtype=torch.int8)
+            covered[spec.name][spec.source] += 1
         read[comm.rank, "covered"] = covered  # type: ignore[assignment]
         return sum(p.numel() for p in set(model.parameters()))
 
@@ -159,9 +144,9 @@ def test_pitfall_09_each_rank_reads_its_own_part_only(
     real = Checkpoint.read
     rows = 0
 
-    def counting(self: Checkpoint, piece: Any) -> torch.Tensor:
+    def counting(self: Checkpoint, spec: ShardSpec) -> torch.Tensor:
         nonlocal rows
-        part = real(self, piece)
+        part = real(self, spec)
         rows += part.numel()
         return part
 

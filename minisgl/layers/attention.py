@@ -5,28 +5,17 @@ Generated from notebooks/05_model.ipynb: edit there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
 from minisgl.attention.base import ForwardBatch
 from minisgl.config.model import ModelConfig
-from minisgl.layers.linear import QKVLinear, RowParallelLinear
+from minisgl.layers.context import ParallelContext
+from minisgl.layers.linear import MergedColumnParallelLinear, RowParallelLinear, head_shard
 from minisgl.layers.norm import QKNorm
-from minisgl.layers.placement import Placement
 from minisgl.layers.rotary import apply_rotary
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class AttentionStyle:
-    """In what the attention layers of the architectures differ."""
-
-    qkv_bias: bool = False
-    output_bias: bool = False
-    qk_norm: bool = False
 
 
 class Attention(nn.Module):
@@ -36,21 +25,20 @@ class Attention(nn.Module):
     of the three lie at a larger stride, because they share one tensor.
     """
 
-    def __init__(
-        self, config: ModelConfig, style: AttentionStyle, layer_id: int, place: Placement
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer_id: int, ctx: ParallelContext) -> None:
         super().__init__()
         self.layer_id, self.head_dim = layer_id, config.head_dim
-        hidden, heads = config.hidden_size, (config.num_qo_heads, config.num_kv_heads)
-        self.qkv_proj = QKVLinear(hidden, *heads, config.head_dim, place, bias=style.qkv_bias)
-        self.num_qo_heads = self.qkv_proj.num_qo_heads
-        self.num_kv_heads = self.qkv_proj.num_kv_heads
-        width = config.num_qo_heads * config.head_dim
-        self.o_proj = RowParallelLinear(width, hidden, place, bias=style.output_bias)
-        self.qk_norm: QKNorm | None = None
-        if style.qk_norm:
-            mine = (self.num_qo_heads, self.num_kv_heads, config.head_dim)
-            self.qk_norm = QKNorm(*mine, config.rms_norm_eps, place)
+        heads = (config.num_qo_heads, config.num_kv_heads, config.num_kv_heads)
+        q, k, v = (
+            head_shard(name, count, config.head_dim, ctx.comm)
+            for name, count in zip(("q_proj", "k_proj", "v_proj"), heads, strict=True)
+        )
+        self.num_qo_heads, self.num_kv_heads = q.size // self.head_dim, k.size // self.head_dim
+        hidden, width = config.hidden_size, config.num_qo_heads * config.head_dim
+        self.qkv_proj = MergedColumnParallelLinear(hidden, (q, k, v), ctx, bias=config.qkv_bias)
+        self.o_proj = RowParallelLinear(width, hidden, ctx)
+        sizes = (self.num_qo_heads, self.num_kv_heads, self.head_dim, config.rms_norm_eps)
+        self.qk_norm = QKNorm(*sizes, ctx) if config.qk_norm else None
 
     def forward(self, x: torch.Tensor, rotation: Rotation, fb: ForwardBatch) -> torch.Tensor:
         num_tokens, num_qk = x.shape[0], self.num_qo_heads + self.num_kv_heads

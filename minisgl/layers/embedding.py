@@ -5,13 +5,11 @@ Generated from notebooks/05_model.ipynb: edit there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minisgl.layers.placement import Piece, Placement
+from minisgl.layers.context import ParallelContext
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -20,12 +18,12 @@ class VocabParallelEmbedding(nn.Module):
     The vocabulary is padded to a multiple of the number of ranks; padding rows are zero.
     """
 
-    def __init__(self, vocab_size: int, hidden: int, place: Placement) -> None:
+    def __init__(self, vocab_size: int, hidden: int, ctx: ParallelContext) -> None:
         super().__init__()
-        self.vocab_size, self.hidden, self.comm = vocab_size, hidden, place.comm
+        self.vocab_size, self.hidden, self.comm = vocab_size, hidden, ctx.comm
         self.rows = -(-vocab_size // self.comm.size)  # rounded up
         self.start = self.comm.rank * self.rows
-        self.weight = place.parameter(self.rows, hidden)
+        self.weight = ctx.parameter(self.rows, hidden)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.comm.size == 1:
@@ -34,12 +32,6 @@ class VocabParallelEmbedding(nn.Module):
         mine = (local >= 0) & (local < self.rows)
         vectors = F.embedding(local.clamp_(0, self.rows - 1), self.weight)
         return self.comm.all_reduce(vectors.mul_(mine.unsqueeze(-1)))
-
-    def pieces(self, path: str) -> Iterator[Piece]:
-        stop = min(self.start + self.rows, self.vocab_size)
-        real = slice(min(self.start, stop), stop)  # empty on a rank that holds padding alone
-        target = (slice(0, real.stop - real.start),)
-        yield Piece(f"{path}.weight", (self.vocab_size, self.hidden), (real,), target)
 
 
 class LMHead(VocabParallelEmbedding):
@@ -52,10 +44,10 @@ class LMHead(VocabParallelEmbedding):
         self,
         vocab_size: int,
         hidden: int,
-        place: Placement,
+        ctx: ParallelContext,
         tied: VocabParallelEmbedding | None = None,
     ) -> None:
-        super().__init__(vocab_size, hidden, place)
+        super().__init__(vocab_size, hidden, ctx)
         self.tied = tied is not None
         if tied is not None:
             self.weight = tied.weight
@@ -64,7 +56,4 @@ class LMHead(VocabParallelEmbedding):
         if out is not None and self.comm.size == 1:
             return torch.mm(x, self.weight.T, out=out)
         logits = self.comm.all_gather(F.linear(x, self.weight))
-        return logits[:, : self.vocab_size]
-
-    def pieces(self, path: str) -> Iterator[Piece]:
-        return iter(()) if self.tied else super().pieces(path)
+        return logits[:, : self.vocab_size]  # without the padding

@@ -9,17 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minisgl.layers.linear import GateUpLinear, RowParallelLinear
-from minisgl.layers.placement import Placement
+from minisgl.layers.context import ParallelContext
+from minisgl.layers.linear import MergedColumnParallelLinear, RowParallelLinear, even_shard
 
 
 class GatedMLP(nn.Module):
     """silu(x gate) * (x up), then down: [n, hidden] to [n, hidden]."""
 
-    def __init__(self, hidden: int, intermediate: int, place: Placement) -> None:
+    def __init__(self, hidden: int, intermediate: int, ctx: ParallelContext) -> None:
         super().__init__()
-        self.gate_up_proj = GateUpLinear(hidden, intermediate, place)
-        self.down_proj = RowParallelLinear(intermediate, hidden, place, bias=False)
+        shards = [even_shard(name, intermediate, ctx.comm) for name in ("gate_proj", "up_proj")]
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, shards, ctx)
+        self.down_proj = RowParallelLinear(intermediate, hidden, ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)

@@ -1,17 +1,15 @@
-"""RMS normalisation: of hidden states with the residual added, and of single heads.
+"""RMS norm: of hidden states with the residual added, and of single heads.
 
 Generated from notebooks/05_model.ipynb: edit there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minisgl.layers.placement import Piece, Placement
+from minisgl.layers.context import ParallelContext
 
 
 class RMSNorm(nn.Module):
@@ -21,10 +19,10 @@ class RMSNorm(nn.Module):
     the next residual. With no residual, `x` itself is the sum.
     """
 
-    def __init__(self, size: int, eps: float, place: Placement) -> None:
+    def __init__(self, size: int, eps: float, ctx: ParallelContext) -> None:
         super().__init__()
         self.shape, self.eps = (size,), eps
-        self.weight = place.parameter(size)
+        self.weight = ctx.parameter(size)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
@@ -33,28 +31,19 @@ class RMSNorm(nn.Module):
             x = x + residual
         return F.rms_norm(x, self.shape, self.weight, self.eps), x
 
-    def pieces(self, path: str) -> Iterator[Piece]:
-        yield Piece(f"{path}.weight", self.shape)
-
 
 class QKNorm(nn.Module):
     """RMS norm of each query and key head: [n, qo + kv heads, head_dim] to the same shape.
 
-    Query heads share one weight, key heads another. Both are stored once per head, so that one
-    product scales them all.
+    weight: [qo + kv heads, head_dim], the one of queries, then the one of keys, for every head.
     """
 
     def __init__(
-        self, num_qo_heads: int, num_kv_heads: int, head_dim: int, eps: float, place: Placement
+        self, num_qo_heads: int, num_kv_heads: int, head_dim: int, eps: float, ctx: ParallelContext
     ) -> None:
         super().__init__()
         self.shape, self.eps, self.num_qo_heads = (head_dim,), eps, num_qo_heads
-        self.weight = place.parameter(num_qo_heads + num_kv_heads, head_dim)
+        self.weight = ctx.parameter(num_qo_heads + num_kv_heads, head_dim)
 
     def forward(self, qk: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(qk, self.shape, None, self.eps).mul_(self.weight)
-
-    def pieces(self, path: str) -> Iterator[Piece]:
-        base = path.rpartition(".")[0]
-        yield Piece(f"{base}.q_norm.weight", self.shape, (), (slice(None, self.num_qo_heads),))
-        yield Piece(f"{base}.k_norm.weight", self.shape, (), (slice(self.num_qo_heads, None),))

@@ -1,16 +1,19 @@
-"""Rotary positions: frequencies, scaling rules, one float32 table, and the turn itself.
+"""Rotary positions: frequencies, one float32 table, and the turn itself.
 
 Generated from notebooks/05_model.ipynb: edit there.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from minisgl.config.model import RopeScaling, RotaryConfig
+from minisgl.config.model import RotaryConfig
+
+# Frequencies [head_dim / 2] float32, and a factor on all cosines and sines.
+Frequencies = Callable[[RotaryConfig], tuple[torch.Tensor, float]]
 
 
 def base_frequencies(config: RotaryConfig) -> torch.Tensor:
@@ -19,62 +22,11 @@ def base_frequencies(config: RotaryConfig) -> torch.Tensor:
     return 1.0 / config.base**exponent
 
 
-def llama3_frequencies(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Keep fast planes, divide slow ones by the factor, blend linearly between the two bounds.
-
-    A plane is judged by how often it turns within the original window: more than
-    `high_freq_factor` times is fast, less than `low_freq_factor` times is slow.
-    """
-    turns = scaling.original_max_position * inv_freq / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return inv_freq * keep + inv_freq / scaling.factor * (1 - keep)
-
-
-def yarn_frequencies(inv_freq: torch.Tensor, config: RotaryConfig) -> torch.Tensor:
-    """Like llama3, but the blend is linear in the plane's index, between rounded bounds."""
-    scaling = config.scaling
-    assert scaling is not None
-
-    def plane_that_turns(times: float) -> float:
-        wavelength = scaling.original_max_position / (times * 2 * math.pi)
-        return config.head_dim * math.log(wavelength) / (2 * math.log(config.base))
-
-    first, last = plane_that_turns(scaling.beta_fast), plane_that_turns(scaling.beta_slow)
-    if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, config.head_dim - 1)
-    width = (last - first) or 0.001  # no division by zero when the bounds meet
-    index = torch.arange(len(inv_freq), dtype=torch.float32)
-    slow = ((index - first) / width).clamp(0, 1)
-    return inv_freq / scaling.factor * slow + inv_freq * (1 - slow)
-
-
-def yarn_attention_factor(scaling: RopeScaling) -> float:
-    """What YaRN multiplies cos and sin by, so that attention over more tokens stays as sharp."""
-    if scaling.attention_factor is not None:
-        return scaling.attention_factor
-
-    def grow(mscale: float) -> float:
-        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-
-    if scaling.mscale and scaling.mscale_all_dim:
-        return grow(scaling.mscale) / grow(scaling.mscale_all_dim)
-    return grow(1.0)
-
-
-def scaled_frequencies(config: RotaryConfig) -> tuple[torch.Tensor, float]:
-    """Frequencies [head_dim / 2] after scaling, and the factor on cos and sin."""
-    inv_freq, scaling = base_frequencies(config), config.scaling
-    if scaling is None:
-        return inv_freq, 1.0
-    if scaling.kind == "linear":
-        return inv_freq / scaling.factor, 1.0
-    if scaling.kind == "llama3":
-        return llama3_frequencies(inv_freq, scaling), 1.0
-    if scaling.kind == "yarn":
-        return yarn_frequencies(inv_freq, config), yarn_attention_factor(scaling)
-    raise ValueError(f"rotary scaling: unknown kind {scaling.kind!r}; known: linear, llama3, yarn")
+def plain_frequencies(config: RotaryConfig) -> tuple[torch.Tensor, float]:
+    """The frequencies of a model that is not stretched; ValueError for one that is."""
+    if config.scaling is not None:
+        raise ValueError(f"rope_scaling: {config.scaling.kind!r} needs its own frequencies")
+    return base_frequencies(config), 1.0
 
 
 class RotaryTable(nn.Module):
@@ -86,9 +38,14 @@ class RotaryTable(nn.Module):
 
     table: torch.Tensor
 
-    def __init__(self, config: RotaryConfig, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        config: RotaryConfig,
+        frequencies: Frequencies = plain_frequencies,
+        device: torch.device | str = "cpu",
+    ) -> None:
         super().__init__()
-        inv_freq, factor = scaled_frequencies(config)
+        inv_freq, factor = frequencies(config)
         positions = torch.arange(config.max_position, dtype=torch.float32)
         angles = torch.outer(positions, inv_freq)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(factor)

@@ -94,7 +94,7 @@ class CompiledModel:
 
     def __init__(self, model: Any, backend: str = "inductor") -> None:
         """`backend` is the compiler; "eager" takes the cuts and compiles nothing."""
-        if model.place.comm.size > 1:
+        if model.ctx.comm.size > 1:
             raise ValueError("torch_compile_max_bs: compiles for one rank, got --tp > 1")
         self.model, self.weights = model, [weights_of(layer) for layer in model.model.layers]
         attention = model.model.layers[0].self_attn

@@ -1,6 +1,6 @@
 """From a folder of safetensors to the parameters of one rank, nothing unnoticed.
 
-Generated from notebooks/05_model.ipynb: edit there.
+Generated from notebooks/05b_weights.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from torch import nn
 from tqdm import tqdm
 
 from minisgl.layers.norm import QKNorm, RMSNorm
-from minisgl.layers.placement import Piece
+from minisgl.models.shards import ShardSpec, model_shards
 from minisgl.parallel.comm import Comm
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class WeightError(ValueError):
@@ -34,26 +36,17 @@ def some(names: Sequence[str]) -> str:
 
 def checkpoint_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint: those of the index, or the single one."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        absent = [name for name in names if not (folder / name).is_file()]
-        if absent:
-            raise WeightError(f"weights: {index.name} names files that are absent: {some(absent)}")
+    if (folder / INDEX).is_file():
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        names = sorted(set(index["weight_map"].values()))
+        if absent := [name for name in names if not (folder / name).is_file()]:
+            raise WeightError(f"weights: {INDEX} names files that are absent: {some(absent)}")
         return [folder / name for name in names]
-    whole = folder / "model.safetensors"
-    found = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
-    if len(found) == 1:
-        return found
-    if not folder.is_dir():
-        raise WeightError(f"weights: {folder} is not a folder")
-    if found:
-        names = [path.name for path in found]
-        raise WeightError(
-            f"weights: {folder} has no {index.name}, but several files: {some(names)}"
-        )
-    others = some(sorted(path.name for path in folder.iterdir())) or "nothing"
-    raise WeightError(f"weights: no .safetensors file in {folder}; it holds {others}")
+    found = [folder / SINGLE] if (folder / SINGLE).is_file() else [*folder.glob("*.safetensors")]
+    if len(found) != 1:
+        there = some(sorted(path.name for path in folder.glob("*"))) or "nothing"
+        raise WeightError(f"weights: {folder} has neither {INDEX} nor {SINGLE}, but {there}")
+    return found
 
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -69,33 +62,26 @@ class Checkpoint:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except Exception as error:
                 raise WeightError(f"weights: {path.name} cannot be read: {error}") from error
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                if name in self.file_of:
-                    raise WeightError(f"weights: {name} is in two files, one is {path.name}")
-                self.file_of[name] = file
+            names = list(file.keys())
+            if twice := sorted(self.file_of.keys() & set(names)):
+                raise WeightError(f"weights: {some(twice)} in two files, one is {path.name}")
+            self.file_of.update(dict.fromkeys(names, file))
 
-    def misfit(self, piece: Piece) -> str | None:
-        """What is wrong with the tensor of a piece, or None."""
-        found = self.file_of[piece.name].get_slice(piece.name)
+    def misfit(self, spec: ShardSpec) -> str | None:
+        """What is wrong with the tensor of a spec, or None."""
+        found = self.file_of[spec.name].get_slice(spec.name)
         shape, dtype = tuple(found.get_shape()), found.get_dtype()
-        if shape != piece.shape:
-            return f"{piece.name} has shape {shape}, the model needs {piece.shape}"
-        return None if dtype in FLOATS else f"{piece.name} has dtype {dtype}, not a float"
+        if shape != spec.shape:
+            return f"{spec.name} has shape {shape}, the model needs {spec.shape}"
+        return None if dtype in FLOATS else f"{spec.name} has dtype {dtype}, not a float"
 
-    def read(self, piece: Piece) -> torch.Tensor:
+    def read(self, spec: ShardSpec) -> torch.Tensor:
         """This rank's part of a tensor; the rest of it stays on disk."""
-        part: torch.Tensor = self.file_of[piece.name].get_slice(piece.name)[piece.source]
+        part: torch.Tensor = self.file_of[spec.name].get_slice(spec.name)[spec.source]
         return part
 
 
-def pieces_of(model: nn.Module) -> list[tuple[nn.Module, Piece]]:
-    """Every tensor that the model reads, with the module that it belongs to."""
-    return [
-        (module, piece)
-        for path, module in model.named_modules()
-        if hasattr(module, "pieces")
-        for piece in module.pieces(path)
-    ]
+logger = logging.getLogger("minisgl.weights")
 
 
 def harmless(name: str, model: nn.Module) -> str | None:
@@ -107,30 +93,38 @@ def harmless(name: str, model: nn.Module) -> str | None:
     return None
 
 
-logger = logging.getLogger("minisgl.weights")
-
-
 def check_names(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Refuse a missing, extra or misshapen tensor by name, before anything is read."""
-    pieces = [piece for _, piece in pieces_of(model)]
-    wanted = {piece.name for piece in pieces}
-    faults = []
-    if missing := sorted(wanted - checkpoint.file_of.keys()):
-        faults.append(f"missing {some(missing)}")
-    extra = []
-    for name in sorted(checkpoint.file_of.keys() - wanted):
-        reason = harmless(name, model)
-        if reason is None:
-            extra.append(name)
-        else:
+    specs = {spec.name: spec for _, spec in model_shards(model)}
+    present = checkpoint.file_of.keys()
+    extra = {name: harmless(name, model) for name in sorted(present - specs.keys())}
+    for name, reason in extra.items():
+        if reason is not None:
             logger.info("ignored %s: %s", name, reason)
-    if extra:
-        faults.append(f"the model has no place for {some(extra)}")
-    present = [piece for piece in pieces if piece.name in checkpoint.file_of]
-    if misfits := [text for piece in present if (text := checkpoint.misfit(piece))]:
-        faults.append(some(misfits))
-    if faults:
-        raise WeightError("weights: " + "; ".join(faults))
+    fitting = (checkpoint.misfit(spec) for name, spec in specs.items() if name in present)
+    faults = {
+        "missing ": sorted(specs.keys() - present),
+        "the model has no place for ": [name for name, reason in extra.items() if reason is None],
+        "": [text for text in fitting if text is not None],
+    }
+    if any(faults.values()):
+        said = (f"{what}{some(names)}" for what, names in faults.items() if names)
+        raise WeightError("weights: " + "; ".join(said))
+
+
+def check_tied(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """A head that the config ties must not come with a weight of its own."""
+    name = "lm_head.weight"
+    if name not in checkpoint.file_of or harmless(name, model) is None:
+        return
+    embedding = next(s for _, s in model_shards(model) if s.name.endswith("embed_tokens.weight"))
+    own = ShardSpec(name, embedding.shape, embedding.source)
+    if fault := checkpoint.misfit(own):
+        raise WeightError(f"weights: {fault}")
+    if not torch.equal(checkpoint.read(own), checkpoint.read(embedding)):
+        raise WeightError(
+            f"weights: {name} differs from {embedding.name}, but tie_word_embeddings is true"
+        )
 
 
 def materialize(model: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
@@ -167,25 +161,8 @@ def load_weights(
         check_tied(model, checkpoint)
         materialize(model, device, dtype)
         hidden = not progress or comm.rank != 0
-        for module, piece in tqdm(pieces_of(model), "weights", unit="tensor", disable=hidden):
-            parameter = getattr(module, piece.param)
-            if parameter is not None:
-                parameter[piece.target].copy_(checkpoint.read(piece))
-
-
-def check_tied(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """A head that the config ties must not come with a weight of its own."""
-    name = "lm_head.weight"
-    if name not in checkpoint.file_of or harmless(name, model) is None:
-        return
-    embedding = next(p for _, p in pieces_of(model) if p.name.endswith("embed_tokens.weight"))
-    own = Piece(name, embedding.shape, embedding.source)
-    if fault := checkpoint.misfit(own):
-        raise WeightError(f"weights: {fault}")
-    if not torch.equal(checkpoint.read(own), checkpoint.read(embedding)):
-        raise WeightError(
-            f"weights: {name} differs from {embedding.name}, but tie_word_embeddings is true"
-        )
+        for layer, spec in tqdm(model_shards(model), "weights", unit="tensor", disable=hidden):
+            getattr(layer, spec.param)[spec.target].copy_(checkpoint.read(spec))
 
 
 @torch.no_grad()

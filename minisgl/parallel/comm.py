@@ -1,4 +1,4 @@
-"""What layers ask of the other ranks: a protocol, and the single rank that needs nobody.
+"""What layers ask of the other ranks: a protocol, and a group of one.
 
 Generated from notebooks/05_model.ipynb: edit there.
 """
@@ -22,21 +22,17 @@ class Comm(Protocol):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of `x` over the ranks, equal on all of them; may overwrite `x`."""
-        ...
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """The ranks' `x`, equal in shape, side by side along `dim` in the order of the ranks."""
-        ...
 
     def barrier(self) -> None: ...
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """The `obj` of rank `src`, on every rank; what the others pass is ignored."""
-        ...
 
     def min_ints(self, values: Sequence[int]) -> list[int]:
         """Element-wise minimum of `values` over the ranks."""
-        ...
 
 
 class SingleRank:

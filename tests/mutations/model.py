@@ -11,6 +11,8 @@ NORM = "minisgl.layers.norm"
 LINEAR = "minisgl.layers.linear"
 ATTENTION = "minisgl.layers.attention"
 BASE = "minisgl.models.base"
+SHARDS = "minisgl.models.shards"
+SCALING = "minisgl.layers.rope_scaling"
 WEIGHTS = "minisgl.models.weights"
 
 MUTATIONS = [
@@ -30,14 +32,14 @@ MUTATIONS = [
     ),
     Mutation(
         "rotary: llama3 stretches the fast planes",
-        ROTARY,
+        SCALING,
         "return inv_freq * keep + inv_freq / scaling.factor * (1 - keep)",
         "return inv_freq * (1 - keep) + inv_freq / scaling.factor * keep",
         PLAIN + "[llama3]",
     ),
     Mutation(
         "rotary: yarn without rounded bounds",
-        ROTARY,
+        SCALING,
         "first, last = math.floor(first), math.ceil(last)",
         "pass",
         PLAIN + "[yarn]",
@@ -64,31 +66,24 @@ MUTATIONS = [
         PLAIN + "[mistral]",
     ),
     Mutation(
-        "norm: keys are scaled by the weight of the queries",
-        NORM,
-        'f"{base}.k_norm.weight"',
-        'f"{base}.q_norm.weight"',
+        "shards: keys are scaled by the weight of the queries",
+        SHARDS,
+        'f"{parent}.k_norm.weight"',
+        'f"{parent}.q_norm.weight"',
         PLAIN + "[default]",
     ),
     Mutation(
-        "linear: merged projections overwrite one another",
-        LINEAR,
+        "shards: merged projections overwrite one another",
+        SHARDS,
         "start += shard.size",
         "start += 0",
         PLAIN + "[mistral]",
     ),
     Mutation(
-        "linear: every rank adds the bias",
-        LINEAR,
-        "held = bias and place.comm.rank == 0",
-        "held = bias",
-        "tests/test_tensor_parallel.py::test_bias_of_a_row_parallel_layer_is_added_once",
-    ),
-    Mutation(
         "linear: copies of a KV head go round instead of to neighbours",
         LINEAR,
-        "first = comm.rank * heads // comm.size",
-        "first = comm.rank % heads",
+        "comm.rank * heads // comm.size\n",
+        "comm.rank % heads\n",
         "tests/test_tensor_parallel.py::test_pitfall_09_kv_heads_fewer_than_ranks[2-4]",
     ),
     Mutation(
@@ -135,29 +130,50 @@ MUTATIONS = [
     ),
     Mutation(
         "qwen2: the bias is forgotten",
-        "minisgl.models.qwen2",
-        "AttentionStyle(qkv_bias=True)",
-        "AttentionStyle()",
+        ATTENTION,
+        "bias=config.qkv_bias",
+        "bias=False",
         PLAIN + "[yarn]",
+    ),
+    Mutation(
+        "shards: a layer without a rule stays zero",
+        SHARDS,
+        "if next(layer.parameters(recurse=False), None) is not None:",
+        "if False:",
+        T + "test_parameter_without_a_rule_is_refused",
+    ),
+    Mutation(
+        "rotary: a stretched model is turned as a plain one",
+        ROTARY,
+        "if config.scaling is not None:",
+        "if False:",
+        T + "test_stretched_positions_need_their_rule",
+    ),
+    Mutation(
+        "registry: the stretching is not passed on",
+        "minisgl.models.registry",
+        "build(config, ctx, scaled_frequencies)",
+        "build(config, ctx)",
+        PLAIN + "[llama3]",
     ),
     Mutation(
         "weights: a missing tensor stays zero",
         WEIGHTS,
-        "if missing := sorted(wanted - checkpoint.file_of.keys()):",
-        "if missing := []:",
+        '"missing ": sorted(specs.keys() - present)',
+        '"missing ": []',
         T + "test_missing_tensor_is_named",
     ),
     Mutation(
         "weights: an extra tensor is ignored",
         WEIGHTS,
-        "extra.append(name)",
-        "continue",
+        "if reason is None],",
+        "if False],",
         T + "test_extra_tensor_is_named",
     ),
     Mutation(
         "weights: shapes are not compared",
         WEIGHTS,
-        "if shape != piece.shape:",
+        "if shape != spec.shape:",
         "if False:",
         T + "test_misshapen_tensor_is_named_with_both_shapes",
     ),
@@ -185,8 +201,8 @@ MUTATIONS = [
     Mutation(
         "weights: every rank reads the whole tensor",
         WEIGHTS,
-        "get_slice(piece.name)[piece.source]",
-        "get_slice(piece.name)[()]",
+        "get_slice(spec.name)[spec.source]",
+        "get_slice(spec.name)[()]",
         "tests/test_tensor_parallel.py::test_logits_equal_one_rank[llama-2]",
     ),
 ]

@@ -1,0 +1,100 @@
+"""Which part of which checkpoint tensor fills which part of a parameter.
+
+Generated from notebooks/05b_weights.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import singledispatch
+
+from torch import nn
+
+from minisgl.layers.embedding import LMHead, VocabParallelEmbedding
+from minisgl.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from minisgl.layers.norm import QKNorm, RMSNorm
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """One tensor of a checkpoint, and the part of one of our parameters that it fills.
+
+    name: of the tensor in the checkpoint. shape: it must have there, before any cut.
+    source: the part of it that this rank reads. target: where that part goes in the parameter
+    (it is broadcast if the target is larger). param: the layer's attribute. An empty index
+    means all of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source: tuple[slice, ...] = ()
+    target: tuple[slice, ...] = ()
+    param: str = "weight"
+
+
+@singledispatch
+def layer_shards(layer: nn.Module, path: str) -> Iterator[ShardSpec]:
+    """The tensors that fill one layer, named `path` in the model; none for one without parameters.
+
+    TypeError for a layer that has parameters and no rule: it would stay empty.
+    """
+    if next(layer.parameters(recurse=False), None) is not None:
+        raise TypeError(f"{path}: no rule says what fills a {type(layer).__name__}")
+    return iter(())
+
+
+@layer_shards.register
+def norm_shards(layer: RMSNorm, path: str) -> Iterator[ShardSpec]:
+    """A norm is whole on every rank."""
+    yield ShardSpec(f"{path}.weight", layer.shape)
+
+
+@layer_shards.register
+def qk_norm_shards(layer: QKNorm, path: str) -> Iterator[ShardSpec]:
+    """One weight for all query heads, one for all key heads."""
+    parent, split = path.rpartition(".")[0], layer.num_qo_heads
+    yield ShardSpec(f"{parent}.q_norm.weight", layer.shape, (), (slice(None, split),))
+    yield ShardSpec(f"{parent}.k_norm.weight", layer.shape, (), (slice(split, None),))
+
+
+@layer_shards.register
+def merged_shards(layer: MergedColumnParallelLinear, path: str) -> Iterator[ShardSpec]:
+    """This rank's rows of every projection, one projection below the other."""
+    parent, start = path.rpartition(".")[0], 0
+    for shard in layer.shards:
+        source = (slice(shard.start, shard.start + shard.size),)
+        target = (slice(start, start + shard.size),)
+        name = f"{parent}.{shard.name}"
+        yield ShardSpec(f"{name}.weight", (shard.full, layer.in_features), source, target)
+        if layer.bias is not None:
+            yield ShardSpec(f"{name}.bias", (shard.full,), source, target, "bias")
+        start += shard.size
+
+
+@layer_shards.register
+def row_parallel_shards(layer: RowParallelLinear, path: str) -> Iterator[ShardSpec]:
+    """This rank's columns."""
+    columns = slice(layer.shard.start, layer.shard.start + layer.shard.size)
+    yield ShardSpec(f"{path}.weight", layer.full_shape, (slice(None), columns))
+
+
+@layer_shards.register
+def embedding_shards(layer: VocabParallelEmbedding, path: str) -> Iterator[ShardSpec]:
+    """This rank's range of ids, as far as it is real."""
+    stop = min(layer.start + layer.rows, layer.vocab_size)
+    real = slice(min(layer.start, stop), stop)  # empty on a rank that holds padding alone
+    target = (slice(0, real.stop - real.start),)
+    yield ShardSpec(f"{path}.weight", (layer.vocab_size, layer.hidden), (real,), target)
+
+
+@layer_shards.register
+def head_shards(layer: LMHead, path: str) -> Iterator[ShardSpec]:
+    """A tied head borrows the embedding."""
+    return iter(()) if layer.tied else embedding_shards(layer, path)
+
+
+def model_shards(model: nn.Module) -> list[tuple[nn.Module, ShardSpec]]:
+    """Every tensor that the model reads, with the layer that it belongs to."""
+    layers = model.named_modules()
+    return [(layer, spec) for path, layer in layers for spec in layer_shards(layer, path)]
