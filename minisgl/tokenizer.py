@@ -33,7 +33,7 @@ class Tokenizer:
     """A model's tokenizer, read from its folder: encode, render a chat, decode."""
 
     def __init__(self, path: str | Path) -> None:
-        from transformers import AutoTokenizer  # takes seconds: only who needs it pays
+        from transformers import AutoTokenizer  # takes seconds: paid by the processes that use it
 
         self.hf: Any = AutoTokenizer.from_pretrained(str(path))
         self.backend: Any = getattr(self.hf, "backend_tokenizer", None)
@@ -88,7 +88,7 @@ REPLACEMENT = "\ufffd"  # stands for bytes that are no character, or not yet
 MAX_PENDING = 32
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """Token ids in, text out: what is complete at once, the rest of a character when it comes.
 
     `prefix` holds the last tokens that were sent in full, `pending` those after them.
@@ -173,7 +173,7 @@ class DecodeStatus:
         stop: Sequence[str] = (),
     ) -> None:
         self.skipped = frozenset(tokenizer.eos_token_ids)
-        self.stream = TextStream(tokenizer, prompt_ids)
+        self.stream = IncrementalDetokenizer(tokenizer, prompt_ids)
         self.filter = StopFilter(stop)
 
     @property

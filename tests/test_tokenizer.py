@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from minisgl.config.paths import resolve_model_path
-from minisgl.tokenizer import DecodeStatus, StopFilter, TextStream, Tokenizer
+from minisgl.tokenizer import DecodeStatus, IncrementalDetokenizer, StopFilter, Tokenizer
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",
@@ -89,7 +89,7 @@ def fallback(folder: Path) -> Tokenizer:
     return Tokenizer(save(folder / "fallback", byte_fallback()))
 
 
-def pieces(stream: TextStream | DecodeStatus, ids: list[int]) -> list[str]:
+def pieces(stream: IncrementalDetokenizer | DecodeStatus, ids: list[int]) -> list[str]:
     """What each token adds, then what the end adds."""
     return [stream.push(token) for token in ids] + [stream.finish()]
 
@@ -170,7 +170,7 @@ def test_special_words_in_the_content_are_text_of_the_user(level: Tokenizer) -> 
 def test_characters_come_whole(name: str, request: pytest.FixtureRequest) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(name)
     ids = tokenizer.encode(TEXT, add_special_tokens=False).tolist()
-    parts = pieces(TextStream(tokenizer), ids)
+    parts = pieces(IncrementalDetokenizer(tokenizer), ids)
     assert "".join(parts) == TEXT
     assert not any("\ufffd" in part for part in parts)
     assert "😀" in parts, "a character is sent when it is complete"
@@ -182,11 +182,11 @@ def test_pieces_are_the_whole_text(level: Tokenizer, data: st.DataObject) -> Non
     """Byte level: for any ids at all, also those that make no UTF-8."""
     ids = data.draw(st.lists(st.integers(0, level.vocab_size - 1), max_size=40))
     split = data.draw(st.integers(0, len(ids)))
-    assert "".join(pieces(TextStream(level), ids)) == level.decode(ids)
+    assert "".join(pieces(IncrementalDetokenizer(level), ids)) == level.decode(ids)
     prompt, answer = ids[:split], ids[split:]
     whole, before = level.decode(ids), level.decode(prompt)
     if whole.startswith(before):  # no character lies across the border
-        assert before + "".join(pieces(TextStream(level, prompt), answer)) == whole
+        assert before + "".join(pieces(IncrementalDetokenizer(level, prompt), answer)) == whole
 
 
 @settings(max_examples=150, deadline=None)
@@ -196,12 +196,12 @@ def test_pieces_are_the_whole_text_with_byte_fallback(
 ) -> None:
     """Byte fallback: for the ids of any text. Where bytes are broken, what was sent stays sent."""
     ids = fallback.encode(text, add_special_tokens=False).tolist()
-    assert "".join(pieces(TextStream(fallback), ids)) == fallback.decode(ids)
+    assert "".join(pieces(IncrementalDetokenizer(fallback), ids)) == fallback.decode(ids)
     prompt = fallback.encode("hello", add_special_tokens=False).tolist()
     want = fallback.decode(prompt + ids).removeprefix("hello")
-    assert "".join(pieces(TextStream(fallback, prompt), ids)) == want
+    assert "".join(pieces(IncrementalDetokenizer(fallback, prompt), ids)) == want
     junk = data.draw(st.lists(st.integers(0, fallback.vocab_size - 1), max_size=20))
-    got = "".join(pieces(TextStream(fallback), junk))
+    got = "".join(pieces(IncrementalDetokenizer(fallback), junk))
     whole = fallback.decode(junk)
     if "\ufffd" not in whole:
         assert got == whole
@@ -209,8 +209,8 @@ def test_pieces_are_the_whole_text_with_byte_fallback(
 
 def test_the_first_word_keeps_its_space_after_a_prompt(fallback: Tokenizer) -> None:
     ids = fallback.encode("hello", add_special_tokens=False).tolist()
-    assert "".join(pieces(TextStream(fallback, ids), ids)) == " hello"
-    assert "".join(pieces(TextStream(fallback), ids)) == "hello"
+    assert "".join(pieces(IncrementalDetokenizer(fallback, ids), ids)) == " hello"
+    assert "".join(pieces(IncrementalDetokenizer(fallback), ids)) == "hello"
 
 
 def test_special_tokens_and_unknown_ids_are_no_text(level: Tokenizer) -> None:
@@ -220,7 +220,7 @@ def test_special_tokens_and_unknown_ids_are_no_text(level: Tokenizer) -> None:
 
 def test_a_broken_end_is_flushed(level: Tokenizer) -> None:
     ids = level.encode("a😀", add_special_tokens=False).tolist()[:-1]
-    stream = TextStream(level)
+    stream = IncrementalDetokenizer(level)
     sent = [stream.push(token) for token in ids]
     assert sent[0] == "a" and set(sent[1:]) == {""}
     assert stream.finish() == "\ufffd" and stream.finish() == ""
@@ -229,7 +229,7 @@ def test_a_broken_end_is_flushed(level: Tokenizer) -> None:
 def test_cost_per_token_does_not_grow(level: Tokenizer) -> None:
     """The work is what is decoded: a bounded window, however long the text, broken or not."""
     lengths: list[int] = []
-    stream = TextStream(level, list(range(300)))
+    stream = IncrementalDetokenizer(level, list(range(300)))
     decode = stream.decode
     stream.decode = lambda ids: lengths.append(len(ids)) or decode(ids)  # type: ignore
     broken = level.encode("😀", add_special_tokens=False).tolist()[:1]
