@@ -16,31 +16,27 @@ from minisgl.kvcache.pool import KVPool
 
 
 class AttentionPlan(Protocol):
-    """One batch, planned: called once per layer; n new tokens in all."""
+    """One batch of n new tokens, planned: called once per layer.
+
+    q is [n, qo_heads, head_dim]; k and v are [n, kv_heads, head_dim]; answers have q's shape.
+    """
 
     pool: KVPool  # where keys and values lie
     out_loc: Tensor  # [n] int64, slots of the new tokens
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
-        """Store k and v at the batch's slots, attend, return a tensor of q's shape.
+        """Store k and v at the batch's slots, then attend."""
+        self.pool.store_kv(k, v, self.out_loc, layer_id)
+        return self.attend(q, k, v, layer_id)
 
-        q is [n, qo_heads, head_dim]; k and v are [n, kv_heads, head_dim].
-        """
-        ...
-
-    def attend(
-        self, q: Tensor, layer_id: int, k: Tensor | None = None, v: Tensor | None = None
-    ) -> Tensor:
-        """`run` without the store: the new keys and values are in the pool already.
-
-        Whoever still has k and v at hand may pass them: some plans read them from there.
-        """
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
+        """`run` without the store: k and v are in the pool already."""
         ...
 
 
 @dataclass(frozen=True)
 class DecodeBuffers:
-    """Where a captured decode step finds its requests: static device tensors, int64 [bs]."""
+    """What a decode step must know of its requests: device tensors, int64 [bs]."""
 
     rows: Tensor  # row of the page table
     positions: Tensor  # of the token that is computed now: the request's length is one more
@@ -48,14 +44,10 @@ class DecodeBuffers:
 
 
 class GraphPlan(AttentionPlan, Protocol):
-    """A plan of fixed size whose values change in place, so that a CUDA graph can hold it."""
+    """A plan of fixed size, for a CUDA graph: it finds the next batch in its `DecodeBuffers`."""
 
-    def update(self, meta: AttentionMetadata) -> None:
-        """Make ready for this batch; `meta` is padded to the plan's size, else ValueError.
-
-        The `DecodeBuffers` hold the same batch by then, and the device's page table is flushed.
-        """
-        ...
+    def update(self, meta: AttentionMetadata | None) -> None:
+        """Called before each replay: nothing to do where the buffers say everything."""
 
 
 class AttentionBackend(Protocol):
@@ -68,7 +60,7 @@ class AttentionBackend(Protocol):
         ...
 
     def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> GraphPlan:
-        """Prepare decode at `batch_size` over the caller's static buffers."""
+        """Prepare decode over buffers whose values change between runs, and addresses do not."""
         ...
 
 

@@ -6,6 +6,7 @@ Generated from notebooks/04b_gpu_attention.ipynb: edit there.
 from __future__ import annotations
 
 import importlib
+import logging
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,13 +20,14 @@ from minisgl.kvcache.pool import KVPool
 
 
 class PairBackend:
-    """One backend for prefill, another for decode and its graphs."""
+    """One backend for prefill, another for decode, and one for recorded decode steps."""
 
-    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
-        self.name = f"{prefill.name},{decode.name}"
-        self.prefill = prefill
-        self.decode = decode
-        self.plan_free = bool(getattr(decode, "plan_free", False))
+    def __init__(
+        self, name: str, prefill: AttentionBackend, decode: AttentionBackend,
+        recorded: AttentionBackend,
+    ) -> None:  # fmt: skip
+        self.name, self.prefill, self.decode, self.recorded = name, prefill, decode, recorded
+        self.plan_free = bool(getattr(recorded, "plan_free", False))
 
     def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> AttentionPlan:
         """The plan of the backend that owns this batch's phase."""
@@ -33,19 +35,17 @@ class PairBackend:
         return chosen.plan(meta, out_loc)
 
     def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> GraphPlan:
-        """The decode backend's graph plan: only decode is captured."""
-        return self.decode.graph_plan(batch_size, buffers)
+        """A plan of the backend for recorded steps."""
+        return self.recorded.graph_plan(batch_size, buffers)
 
 
 BACKENDS = {
     "torch": "minisgl.attention.torch_backend:TorchBackend",
     "triton": "minisgl.attention.triton_backend:TritonBackend",
     "fi": "minisgl.attention.flashinfer_backend:FlashInferBackend",
-    "fused": "minisgl.attention.fused_backend:FusedBackend",  # of chapter 05d; decode only
+    "fused": "minisgl.attention.fused_backend:FusedBackend",  # decode only
 }
-LIBRARIES = {
-    "torch": (), "triton": ("triton",), "fi": ("triton", "flashinfer"), "fused": ("triton",)
-}  # fmt: skip
+LIBRARIES = {"torch": [], "triton": ["triton"], "fi": ["triton", "flashinfer"], "fused": ["triton"]}
 
 
 def parts_of(name: str) -> tuple[str, str]:
@@ -57,6 +57,15 @@ def parts_of(name: str) -> tuple[str, str]:
             f"attention_backend: must be one of {', '.join(BACKENDS)} or a pair, got {name!r}"
         )
     return parts
+
+
+def available(name: str) -> bool:
+    """True if the libraries of a backend, or of both of a pair, are installed; imports none.
+
+    Raises ValueError for an unknown name. Whether there is a GPU is not asked.
+    """
+    wanted = [library for part in parts_of(name) for library in LIBRARIES[part]]
+    return all(find_spec(library) is not None for library in wanted)
 
 
 def load(name: str) -> Any:
@@ -71,36 +80,26 @@ def load(name: str) -> Any:
         ) from error
 
 
-def available(name: str) -> bool:
-    """True if the libraries of a backend, or of both of a pair, are installed; imports none.
-
-    Raises ValueError for an unknown name. Whether there is a GPU is not asked.
-    """
-    wanted = [library for part in parts_of(name) for library in LIBRARIES[part]]
-    return all(find_spec(library) is not None for library in wanted)
+logger = logging.getLogger("minisgl.attention")
 
 
 def create_backend(
-    name: str,
-    *,
-    pool: KVPool,
-    tables: TableManager,
-    num_qo_heads: int,
+    name: str, *, pool: KVPool, tables: TableManager, num_qo_heads: int,
     sm_scale: float | None = None,
-    use_tensor_cores: bool = True,
-) -> AttentionBackend:
+) -> AttentionBackend:  # fmt: skip
     """The backend `name`, or `"prefill,decode"` for a pair; `sm_scale` defaults to head_dim^-0.5.
 
-    `use_tensor_cores` is for FlashInfer's decode kernels; the others do not look at it.
     Raises ValueError for an unknown name and ImportError when a backend's library is missing.
     """
     prefill, decode = parts_of(name)
-    scale = pool.k_cache(0).shape[-1] ** -0.5 if sm_scale is None else sm_scale
-
-    def build(part: str) -> AttentionBackend:
-        options = {"use_tensor_cores": use_tensor_cores} if part == "fi" else {}
-        built: AttentionBackend = load(part)(pool, tables, num_qo_heads, scale, **options)
-        return built
-
-    first = build(prefill)
-    return first if prefill == decode else PairBackend(first, build(decode))
+    recorded = "fused" if decode == "fi" else decode
+    scale = pool.head_dim**-0.5 if sm_scale is None else sm_scale
+    built: dict[str, AttentionBackend] = {
+        part: load(part)(pool, tables, num_qo_heads, scale)
+        for part in dict.fromkeys((prefill, decode, recorded))
+    }
+    if len(built) == 1:
+        return built[prefill]
+    if recorded != decode:
+        logger.info("attention_backend: FlashInfer decodes eager steps, 'fused' recorded ones")
+    return PairBackend(name, built[prefill], built[decode], built[recorded])

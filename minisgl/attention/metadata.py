@@ -67,21 +67,6 @@ class AttentionMetadata:
         """Rows of q: new tokens of all requests."""
         return int(self.qo_indptr[-1])
 
-    @property
-    def max_extend_len(self) -> int:
-        """Most new tokens of one request."""
-        return int(self.extend_lens.max(initial=0))
-
-    @property
-    def max_seq_len(self) -> int:
-        """Length of the longest request."""
-        return int(self.seq_lens.max(initial=0))
-
-    @property
-    def no_prefix(self) -> bool:
-        """True when nothing is cached: queries and keys are the same tokens."""
-        return bool((self.extend_lens == self.seq_lens).all())
-
 
 def check_lengths(
     phase: Phase, table_idx: IntArray, extend_lens: IntArray, seq_lens: IntArray
@@ -97,13 +82,9 @@ def check_lengths(
 
 
 def build_metadata(
-    phase: Phase,
-    table_idx: IntArray,
-    extend_lens: IntArray,
-    seq_lens: IntArray,
-    page_table: IntArray,
-    page_size: int,
-) -> AttentionMetadata:
+    phase: Phase, table_idx: IntArray, extend_lens: IntArray, seq_lens: IntArray,
+    page_table: IntArray, page_size: int,
+) -> AttentionMetadata:  # fmt: skip
     """Metadata of a batch; host arithmetic only, a handful of numpy calls for any batch size.
 
     Raises ValueError unless `0 < extend_lens <= seq_lens`, and in decode all extend by one.

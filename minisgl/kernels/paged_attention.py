@@ -1,4 +1,4 @@
-"""Triton kernels for attention over pages: query tiles against chunks of keys, and a merge.
+"""Triton kernels for attention over pages: query tiles against parts of the keys, and a merge.
 
 Generated from notebooks/04b_gpu_attention.ipynb: edit there.
 """
@@ -25,7 +25,7 @@ def fold_tile(q, k, v, visible, scale_log2, m, total, acc):
 
 
 @triton.jit
-def attend_chunk(
+def attend_range(
     q, limit, k_ptr, v_ptr, slots_ptr, begin, end, scale_log2, kv_stride,
     HEAD_DIM: tl.constexpr, TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
@@ -65,19 +65,6 @@ def tile_rows(
 
 
 @triton.jit
-def write_tile(
-    out_ptr, acc, token_row, real, column, num_heads,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    """Write the finished rows of a tile to the output [tokens, num_heads, HEAD_DIM]."""
-    dims = tl.arange(0, DIM)
-    offset = token_row.to(tl.int64) * num_heads * HEAD_DIM + column
-    inside = real[:, None] & (dims < HEAD_DIM)[None, :]
-    out = acc.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + offset[:, None] + dims[None, :], out, mask=inside)
-
-
-@triton.jit
 def load_queries(
     q_ptr, token_row, real, column, q_stride, HEAD_DIM: tl.constexpr, DIM: tl.constexpr
 ):
@@ -89,76 +76,97 @@ def load_queries(
 
 
 @triton.jit
-def chunk_bounds(kv_tile, chunk, tile, qo_len, seq_len, GROUP: tl.constexpr, TILE_Q: tl.constexpr):
-    """Positions [begin, end) of a work item: no row of the tile sees further than its last one."""
-    last_token = tl.minimum(((tile + 1) * TILE_Q - 1) // GROUP, qo_len - 1)
-    begin = kv_tile * chunk
-    return begin, tl.minimum(begin + chunk, seq_len - qo_len + last_token + 1)
+def write_tile(
+    out_ptr, acc, token_row, real, column, num_heads, HEAD_DIM: tl.constexpr, DIM: tl.constexpr
+):
+    """Write the finished rows of a tile to the output [tokens, num_heads, HEAD_DIM]."""
+    dims = tl.arange(0, DIM)
+    offset = token_row.to(tl.int64) * num_heads * HEAD_DIM + column
+    inside = real[:, None] & (dims < HEAD_DIM)[None, :]
+    out = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offset[:, None] + dims[None, :], out, mask=inside)
 
 
 @triton.jit
+def tile_keys(
+    request, tile, qo_indptr_ptr, last_ptr, splits,
+    GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
+):  # fmt: skip
+    """First row of q, new and cached tokens of a request; keys a tile sees, keys of one part."""
+    first = tl.load(qo_indptr_ptr + request)
+    qo_len = tl.load(qo_indptr_ptr + request + 1) - first
+    cached = (tl.load(last_ptr + request) + 1).to(tl.int32) - qo_len
+    last_token = tl.minimum(((tile + 1) * TILE_Q - 1) // GROUP, qo_len - 1)
+    end = cached + last_token + 1
+    part = tl.maximum(tl.cdiv(tl.cdiv(end, splits), TILE_KV), 2) * TILE_KV
+    return first, qo_len, cached, end, part
+
+
+UNALIGNED = ["rows_ptr", "last_ptr", "qo_indptr_ptr", "request_ptr", "tile_ptr"]
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr,
-    slots_ptr, rows_ptr, qo_indptr_ptr, seq_lens_ptr, chunk_ptr,
-    request_ptr, qo_tile_ptr, kv_tile_ptr,
+    slots_ptr, rows_ptr, last_ptr, qo_indptr_ptr, request_ptr, tile_ptr,
     scale_log2, q_stride, kv_stride, slots_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (items, kv_heads). Row r of a tile is query head `r % GROUP` of token `r // GROUP`."""
-    item, head, num_kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    request = tl.load(request_ptr + item)
-    if request >= 0:  # padding of a captured grid is -1
-        first = tl.load(qo_indptr_ptr + request)
-        qo_len = tl.load(qo_indptr_ptr + request + 1) - first
-        seq_len, tile = tl.load(seq_lens_ptr + request), tl.load(qo_tile_ptr + item)
+    """Grid (tiles, kv_heads, splits). Row r of a tile is query head `r % GROUP` of a token."""
+    place, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_kv_heads, splits = tl.num_programs(1), tl.num_programs(2)
+    request, tile = tl.load(request_ptr + place), tl.load(tile_ptr + place)
+    first, qo_len, cached, end, part = tile_keys(
+        request, tile, qo_indptr_ptr, last_ptr, splits, GROUP, TILE_Q, TILE_KV
+    )
+    begin = split * part
+    if begin < end:
         token, real, column = tile_rows(tile, qo_len, head, GROUP, HEAD_DIM, TILE_Q)
         q = load_queries(q_ptr, first + token, real, column, q_stride, HEAD_DIM, DIM)
-        limit = seq_len - qo_len + token  # the last position that a row sees: its own
-        kv_tile, chunk = tl.load(kv_tile_ptr + item), tl.load(chunk_ptr)
-        begin, end = chunk_bounds(kv_tile, chunk, tile, qo_len, seq_len, GROUP, TILE_Q)
         slots_ptr += tl.load(rows_ptr + request).to(tl.int64) * slots_stride
-        m, total, acc = attend_chunk(
-            q.to(k_ptr.dtype.element_ty), limit, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM,
-            slots_ptr, begin, end, scale_log2, kv_stride, HEAD_DIM, TILE_Q, TILE_KV, DIM,
+        m, total, acc = attend_range(
+            q.to(k_ptr.dtype.element_ty), cached + token,
+            k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, slots_ptr,
+            begin, tl.minimum(begin + part, end), scale_log2, kv_stride,
+            HEAD_DIM, TILE_Q, TILE_KV, DIM,
         )  # fmt: skip
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         if SPLIT:
-            part = (item * num_kv_heads + head) * TILE_Q + tl.arange(0, TILE_Q)
-            tl.store(lse_ptr + part, m + tl.log2(total))
-            tl.store(part_ptr + part[:, None] * DIM + tl.arange(0, DIM)[None, :], acc)
+            row = ((place * num_kv_heads + head) * splits + split) * TILE_Q + tl.arange(0, TILE_Q)
+            tl.store(lse_ptr + row, m + tl.log2(total))
+            tl.store(part_ptr + row[:, None] * DIM + tl.arange(0, DIM)[None, :], acc)
         else:
             heads = GROUP * num_kv_heads
             write_tile(out_ptr, acc, first + token, real, column, heads, HEAD_DIM, DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=UNALIGNED)
 def merge_kernel(
-    part_ptr, lse_ptr, out_ptr, qo_indptr_ptr, request_ptr, qo_tile_ptr, tile_indptr_ptr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE_Q: tl.constexpr,
+    part_ptr, lse_ptr, out_ptr, last_ptr, qo_indptr_ptr, request_ptr, tile_ptr, splits,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
 ):  # fmt: skip
-    """Grid (query tiles, kv_heads): combine the chunks of one tile by their log-sum-exp."""
-    tile, head, num_kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    item = tl.load(tile_indptr_ptr + tile)
-    stop = tl.load(tile_indptr_ptr + tile + 1)
-    if stop > item:  # padding of a captured grid has no items
-        first = tl.load(qo_indptr_ptr + tl.load(request_ptr + item))
-        qo_len = tl.load(qo_indptr_ptr + tl.load(request_ptr + item) + 1) - first
-        m = tl.full([TILE_Q], float("-inf"), tl.float32)
-        total = tl.zeros([TILE_Q], tl.float32)
-        acc = tl.zeros([TILE_Q, DIM], tl.float32)
-        for i in range(item, stop):
-            part = (i * num_kv_heads + head) * TILE_Q + tl.arange(0, TILE_Q)
-            lse = tl.load(lse_ptr + part)
-            m_new = tl.maximum(m, lse)
-            base = tl.where(m_new == float("-inf"), 0.0, m_new)
-            old, new = tl.exp2(m - base), tl.exp2(lse - base)
-            o = tl.load(part_ptr + part[:, None] * DIM + tl.arange(0, DIM)[None, :])
-            acc = acc * old[:, None] + o * new[:, None]
-            total = total * old + new
-            m = m_new
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        tile_index = tl.load(qo_tile_ptr + item)
-        token, real, column = tile_rows(tile_index, qo_len, head, GROUP, HEAD_DIM, TILE_Q)
-        heads = GROUP * num_kv_heads
-        write_tile(out_ptr, acc, first + token, real, column, heads, HEAD_DIM, DIM)
+    """Grid (tiles, kv_heads): combine the parts of one tile by their log-sum-exp."""
+    place, head, num_kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    request, tile = tl.load(request_ptr + place), tl.load(tile_ptr + place)
+    first, qo_len, cached, end, part = tile_keys(
+        request, tile, qo_indptr_ptr, last_ptr, splits, GROUP, TILE_Q, TILE_KV
+    )
+    m = tl.full([TILE_Q], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_Q], tl.float32)
+    acc = tl.zeros([TILE_Q, DIM], tl.float32)
+    for i in range(0, tl.cdiv(end, part)):
+        row = ((place * num_kv_heads + head) * splits + i) * TILE_Q + tl.arange(0, TILE_Q)
+        lse = tl.load(lse_ptr + row)
+        m_new = tl.maximum(m, lse)
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        old, new = tl.exp2(m - base), tl.exp2(lse - base)
+        o = tl.load(part_ptr + row[:, None] * DIM + tl.arange(0, DIM)[None, :])
+        acc = acc * old[:, None] + o * new[:, None]
+        total = total * old + new
+        m = m_new
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    token, real, column = tile_rows(tile, qo_len, head, GROUP, HEAD_DIM, TILE_Q)
+    heads = GROUP * num_kv_heads
+    write_tile(out_ptr, acc, first + token, real, column, heads, HEAD_DIM, DIM)

@@ -5,7 +5,6 @@ Generated from notebooks/04b_gpu_attention.ipynb: edit there.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -46,12 +45,3 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_loc: Te
         k, v, k_cache, v_cache, out_loc, k.stride(0), v.stride(0),
         WIDTH=width, BLOCK=triton.next_power_of_2(width),
     )  # fmt: skip
-
-
-def store_kv_reference(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_loc: Tensor
-) -> None:
-    """What `store_kv` must do, in plain torch: the oracle of its tests."""
-    wanted = torch.nonzero(out_loc >= 0).flatten()
-    k_cache.flatten(0, 1)[out_loc[wanted]] = k[wanted].to(k_cache.dtype)
-    v_cache.flatten(0, 1)[out_loc[wanted]] = v[wanted].to(v_cache.dtype)
