@@ -50,12 +50,9 @@ class World:
     v: Tensor
     dense: list[tuple[Tensor, Tensor]]
 
-    def backend(self, name: str, use_tensor_cores: bool = True) -> AttentionBackend:
+    def backend(self, name: str) -> AttentionBackend:
         heads = self.shape.kv_heads * self.shape.group
-        return create_backend(
-            name, pool=self.pool, tables=self.tables, num_qo_heads=heads,
-            use_tensor_cores=use_tensor_cores,
-        )  # fmt: skip
+        return create_backend(name, pool=self.pool, tables=self.tables, num_qo_heads=heads)
 
     def plan(self, name: str) -> AttentionPlan:
         return self.backend(name).plan(self.meta, self.out_loc)
@@ -68,7 +65,7 @@ class World:
         plan = self.plan(name)
         assert plan.pool is self.pool and plan.out_loc is self.out_loc
         self.pool.store_kv(self.k, self.v, plan.out_loc, layer_id)
-        return plan.attend(self.q, layer_id)
+        return plan.attend(self.q, self.k, self.v, layer_id)
 
 
 def make_world(shape: Shape, dtype: torch.dtype = torch.float32, device: str = DEVICE) -> World:

@@ -152,7 +152,7 @@ def check_decode(
         else:
             assert torch.equal(world.pool.buffer, stored)
         assert int(fused.scratch.done.sum()) == 0
-    close(fused.plan(world.meta(), out_loc).attend(ready[0], 0), want, limit_of(world.dtype))
+    close(fused.plan(world.meta(), out_loc).attend(*ready, v, 0), want, limit_of(world.dtype))
 
 
 def check_rotate(

@@ -306,7 +306,7 @@ def test_decode_visits_every_layer_of_its_pool() -> None:
     config = ModelConfig.from_hf(base_config("qwen3"))
     lengths = np.array([3, 17], dtype=np.int32)
     case = kernels.make_decode(config, "fused", 4, lengths, torch.float32, CPU, layers=3)
-    one = case.plan.attend(case.q, 2, case.k, case.v)
+    one = case.plan.attend(case.q, case.k, case.v, 2)
     torch.testing.assert_close(case(), one)
     assert case.plan.pool.k_cache(2)[:-1].abs().sum() > 0
 
@@ -578,14 +578,13 @@ def test_every_engine_flag_reaches_the_config() -> None:
     argv = ["offline", "--attn", "fi,triton", "--page-size", "64", "--cuda-graph-max-bs", "0"]
     argv += ["--torch-compile-max-bs", "8", "--max-running-req", "7", "--memory-ratio", "0.5"]
     argv += ["--dtype", "bfloat16", "--num-pages", "9", "--disable-overlap", "--dummy-weight"]
-    argv += ["--kernels", "torch", "--no-decode-tensor-cores"]
+    argv += ["--kernels", "torch"]
     fields = options.engine_fields(build_parser().parse_args(argv))
     assert fields == {
         "attention_backend": "fi,triton", "page_size": 64, "cuda_graph_max_bs": 0,
         "torch_compile_max_bs": 8, "max_running_req": 7, "memory_ratio": 0.5,
         "dtype": "bfloat16", "num_page_override": 9, "overlap": False,
         "use_dummy_weight": True, "device": "auto", "kernels": "torch",
-        "decode_tensor_cores": False,
     }  # fmt: skip
 
 

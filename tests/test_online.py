@@ -532,7 +532,7 @@ def test_scale_brings_requests_closer() -> None:
     "words",
     [
         "", "--num-pages 64 --page-size 4", "--disable-overlap --dtype float32",
-        "--no-decode-tensor-cores --kernels torch", "--decode-tensor-cores --dummy-weight",
+        "--kernels torch", "--dummy-weight",
         "--cuda-graph-max-bs 0 --torch-compile-max-bs 4 --max-seq-len-override 100",
         "--attn torch --cache-type hash --memory-ratio 0.5 --max-running-req 7",
     ],

@@ -48,6 +48,7 @@ class GraphPlan(AttentionPlan, Protocol):
 
     def update(self, meta: AttentionMetadata | None) -> None:
         """Called before each replay: nothing to do where the buffers say everything."""
+        return
 
 
 class AttentionBackend(Protocol):

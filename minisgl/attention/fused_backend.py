@@ -38,15 +38,8 @@ class FusedPlan:
         """Store k and v, attend, return a tensor of q's shape."""
         return self.decode(q, k, v, layer_id)
 
-    def attend(
-        self, q: Tensor, layer_id: int, k: Tensor | None = None, v: Tensor | None = None
-    ) -> Tensor:
-        """`run` where the pool has k and v already; the kernel reads the newest ones first."""
-        if k is None or v is None:
-            k, v = (
-                cache.flatten(0, 1).index_select(0, self.out_loc)
-                for cache in (self.pool.k_cache(layer_id), self.pool.v_cache(layer_id))
-            )
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
+        """The same: the kernel stores k and v in any case, because it reads the newest ones first."""
         return self.decode(q, k, v, layer_id)
 
     def update(self, meta: AttentionMetadata | None) -> None:

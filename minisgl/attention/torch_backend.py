@@ -95,7 +95,7 @@ class DecodePlan(GraphPlan):
         self.at_once = max(1, POSITIONS // width)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
-        """Some requests at a time, padded to one width and masked; k and v are read from the pool."""
+        """Some requests at a time, padded to one width and masked; reads the pool."""
         caches = self.pool.k_cache(layer_id), self.pool.v_cache(layer_id)
         grouped = q.unflatten(1, (self.pool.num_kv_heads, -1))  # [bs, kv_heads, group, d]
         rows, last = (

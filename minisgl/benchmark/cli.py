@@ -35,7 +35,7 @@ SIZES: dict[str, dict[str, Any]] = {  # what a flag means if it is not given
     "cuda": {
         "requests": 256, "input_len": [100, 1024], "output_len": [100, 1024],
         "batch_sizes": [1, 8, 64], "prompt_len": 512, "tokens": 256, "repeats": 3, "batch": 256,
-        "lengths": [100, 1600], "backends": ["triton", "fi", "fused"], "page_sizes": [1, 16, 64],
+        "lengths": [100, 1600], "backends": ["triton", "fused"], "page_sizes": [1, 16, 64],
         "streams": 256,
     },
     "cpu": {

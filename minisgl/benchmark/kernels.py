@@ -239,18 +239,6 @@ def make_store(model: ModelConfig, rows: int, dtype: torch.dtype, device: torch.
     return lambda: store_kv(k, v, k_cache, v_cache, at)
 
 
-LISTED = 1024  # tokens of each request, one page each, in the row of `kv_indices`
-
-
-def make_lists(model: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> Call:
-    from minisgl.kernels.kv_indices import write_kv_indices
-
-    table = torch.zeros(rows, LISTED, dtype=torch.int32, device=device)
-    starts = LISTED * torch.arange(rows + 1, dtype=torch.int32, device=device)
-    at, out = torch.arange(rows, device=device), torch.empty_like(table).flatten()
-    return lambda: write_kv_indices(table, at, starts, out, page_size=1, max_pages=LISTED)
-
-
 def make_sample(
     temperature: float, model: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device
 ) -> Call:
@@ -274,7 +262,6 @@ def small_rows(
         "silu_and_mul": (make_silu, 3 * model.intermediate_size * size),
         "embed": (make_embed, 2 * model.hidden_size * size),
         "store_kv": (make_store, 4 * kv * size),
-        "kv_indices": (make_lists, 2 * 4 * LISTED),
         "sample_logits greedy": (partial(make_sample, 0.0), vocab * size),
         "sample_logits 0.6": (partial(make_sample, 0.6), vocab * size),
     }
@@ -309,7 +296,7 @@ class DecodeCase:
     def __call__(self) -> torch.Tensor:
         """The output of the last layer."""
         for layer_id in range(self.layers):
-            out = self.plan.attend(self.q, layer_id, self.k, self.v)
+            out = self.plan.attend(self.q, self.k, self.v, layer_id)
         return out
 
 

@@ -48,8 +48,7 @@ class EngineConfig:
     `memory_ratio` is the part of free memory for weights and KV cache, `distributed_timeout` is in
     seconds, `*_bs` are batch sizes in requests, `max_seq_len_override` is in tokens. With
     `memory_trial_tokens` above 0 a trial prefill of so many tokens says what a step needs besides.
-    `kernels` "torch" keeps to plain PyTorch, "triton" takes fused kernels where they fit;
-    `decode_tensor_cores` is for FlashInfer's decode.
+    `kernels` "torch" keeps to plain PyTorch, "triton" takes fused kernels where they fit.
     """
 
     model_path: str | None = None
@@ -69,7 +68,6 @@ class EngineConfig:
     max_seq_len_override: int | None = None
     num_page_override: int | None = None
     kernels: str = "auto"
-    decode_tensor_cores: bool = True
     torch_compile_max_bs: int = 0
     seed: int = 0
 
@@ -161,7 +159,6 @@ ENGINE_RULES: dict[str, Rule] = {
     "max_seq_len_override": optional(integer(2)),
     "num_page_override": optional(integer(1)),
     "kernels": word("auto", "torch", "triton"),
-    "decode_tensor_cores": flag,
     "torch_compile_max_bs": integer(0),
     "seed": integer(0, MAX_SEED),
 }

@@ -48,8 +48,6 @@ ENGINE_FLAGS = (
          "GPU, triton,fused without FlashInfer, torch on a CPU", {"metavar": "NAME"}),
     Flag("--kernels", "kernels", "who computes norms, products and sums of a layer",
          {"choices": ("auto", "torch", "triton")}),
-    Flag("--decode-tensor-cores", "decode_tensor_cores", "use them in FlashInfer's decode",
-         {"action": argparse.BooleanOptionalAction}),
     Flag("--cache-type", "cache_type", "prefix cache", {"choices": ("radix", "hash", "naive")}),
     counted("--page-size", "page_size", "tokens per KV page (default: 16)"),
     counted("--num-pages", "num_page_override", "KV pages (default: what memory allows)"),

@@ -236,7 +236,6 @@ def assemble(
     backend = create_backend(
         config.attention_backend, pool=pool, tables=tables,
         num_qo_heads=model_config.num_qo_heads // comm.size,
-        use_tensor_cores=config.decode_tensor_cores,
     )  # fmt: skip
     sampler = Sampler(model_config.vocab_size, device, config.seed)
     return Engine(

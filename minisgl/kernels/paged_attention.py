@@ -150,13 +150,13 @@ def merge_kernel(
     """Grid (tiles, kv_heads): combine the parts of one tile by their log-sum-exp."""
     place, head, num_kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     request, tile = tl.load(request_ptr + place), tl.load(tile_ptr + place)
-    first, qo_len, cached, end, part = tile_keys(
+    first, qo_len, _cached, end, part = tile_keys(
         request, tile, qo_indptr_ptr, last_ptr, splits, GROUP, TILE_Q, TILE_KV
     )
     m = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
     acc = tl.zeros([TILE_Q, DIM], tl.float32)
-    for i in range(0, tl.cdiv(end, part)):
+    for i in range(tl.cdiv(end, part)):
         row = ((place * num_kv_heads + head) * splits + i) * TILE_Q + tl.arange(0, TILE_Q)
         lse = tl.load(lse_ptr + row)
         m_new = tl.maximum(m, lse)

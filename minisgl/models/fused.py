@@ -51,7 +51,7 @@ class FusedAttention:
         q, k, v = rotate_and_store(
             qkv, self.norms, self.eps, self.table, fb.positions, plan.out_loc, *caches, qo
         )
-        return plan.attend(q, layer_id, k, v).reshape(n, -1)
+        return plan.attend(q, k, v, layer_id).reshape(n, -1)
 
 
 @dataclass(frozen=True)

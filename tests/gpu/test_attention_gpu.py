@@ -1,15 +1,13 @@
-"""Attention on a real GPU: every backend against the oracle, graphs, lists made on the device."""
+"""Attention on a real GPU: every backend against the oracle, graphs, plans in flight."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionPlan, DecodeBuffers, GraphPlan
+from minisgl.attention.base import AttentionPlan, DecodeBuffers
 from minisgl.attention.metadata import build_metadata
 from minisgl.core import Phase
 from tests.attention_worlds import (
@@ -92,52 +90,13 @@ def test_random_batches_agree(
         assert_close(world.attend_stored(name), want, TOLERANCE[dtype])
 
 
-# ------------------------------------------------------------------------------- ragged prefill
-
-
-@pytest.fixture
-def ragged_from_one_token(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
-    """The ragged plan's class, with a threshold of one token."""
-    pytest.importorskip("flashinfer")
-    from minisgl.attention import flashinfer_backend
-
-    monkeypatch.setattr(flashinfer_backend, "RAGGED_TOKENS", 1)
-    yield flashinfer_backend.RaggedPlan
-
-
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("group", [1, 2, 4, 8])
-@pytest.mark.parametrize("dtype", HALVES)
-def test_ragged_prefill_agrees(
-    ragged_from_one_token: type, page_size: int, group: int, dtype: torch.dtype
-) -> None:
-    world = make_world(random_shape("prefill", page_size, group, seed=group), dtype=dtype)
-    plan, want = world.plan("fi"), per_request_float32(world)
-    assert isinstance(plan, ragged_from_one_token)
-    assert_close(plan.run(world.q, world.k, world.v, 1), want, TOLERANCE[dtype])
-    assert_close(plan.attend(world.q, 1, world.k, world.v), want, TOLERANCE[dtype])
-    assert_close(plan.attend(world.q, 1), want, TOLERANCE[dtype])  # from the pages, from here on
-    assert_close(plan.run(world.q, world.k, world.v, 1), want, TOLERANCE[dtype])
-
-
-def test_ragged_prefill_takes_slices_of_a_wider_tensor(ragged_from_one_token: type) -> None:
-    world = make_world(SHAPES["prefill"], dtype=torch.bfloat16)
-    heads, kv_heads = world.q.shape[1], world.k.shape[1]
-    packed = torch.cat([world.q, world.k, world.v], dim=1)
-    world.q, world.k, world.v = packed.split([heads, kv_heads, kv_heads], dim=1)
-    plan = world.plan("fi")
-    assert isinstance(plan, ragged_from_one_token)
-    got = plan.run(world.q, world.k, world.v, 1)
-    assert_close(got, per_request_float32(world), TOLERANCE[torch.bfloat16])
-
-
 # ------------------------------------------------------------------------------- plans in graphs
 
 
 class Captured:
     """One decode step of a plan in a CUDA graph, over static tensors."""
 
-    def __init__(self, plan: GraphPlan, world: World, buffers: DecodeBuffers) -> None:
+    def __init__(self, plan: AttentionPlan, world: World, buffers: DecodeBuffers) -> None:
         self.plan, self.buffers = plan, buffers
         self.qkv = [torch.zeros_like(t) for t in (world.q, world.k, world.v)]
         self.stream = torch.cuda.Stream()
@@ -153,7 +112,6 @@ class Captured:
             for static, value in zip(self.qkv, (world.q, world.k, world.v), strict=True):
                 static.copy_(value)
             fill(self.buffers, world)
-            self.plan.update(world.meta)
             self.graph.replay()
             self.stream.synchronize()
         return self.out.clone()
@@ -197,85 +155,11 @@ def test_graph_replay_equals_eager(
         assert_close(got, per_request_float32(now), TOLERANCE[dtype])
 
 
-# --------------------------------------------------------------- the short plan, lists of pages
-
-
-def flashinfer_plan(world: World, size: int, tensor_cores: bool = True) -> GraphPlan:
-    """A graph plan of FlashInfer's and its buffers, which describe the world's batch."""
-    buffers = static_buffers(world, size)
-    backend = world.backend("fi", use_tensor_cores=tensor_cores)
-    plan = backend.graph_plan(size, buffers)
-    fill(buffers, world)
-    return plan
-
-
-def answer(plan: AttentionPlan, world: World) -> Tensor:
-    return plan.run(world.q, world.k, world.v, 1).clone()
-
-
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("group", [1, 2, 4, 8])
-def test_short_plan_equals_public_plan(page_size: int, group: int) -> None:
-    """Same plan info, same bits: over random decode batches, one plan planned in both ways."""
-    pytest.importorskip("flashinfer")
-    for seed in range(4):
-        world = make_world(random_shape("decode", page_size, group, seed), dtype=torch.bfloat16)
-        plan = flashinfer_plan(world, world.meta.batch_size)
-        assert plan.fast, "fast_plan does not fit this version of FlashInfer"  # type: ignore[attr-defined]
-        answers, infos = [], []
-        for fast in (False, True):
-            plan.fast = fast  # type: ignore[attr-defined]
-            plan.update(world.meta)
-            infos.append([int(x) for x in plan.wrapper._plan_info])  # type: ignore[attr-defined]
-            answers.append(answer(plan, world))
-        assert infos[0] == infos[1]
-        assert torch.equal(*answers)
-        assert_close(answers[0], per_request_float32(world), TOLERANCE[torch.bfloat16])
-
-
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_lists_of_both_sides_are_equal(page_size: int) -> None:
-    """kv_indices by the kernel and by the host, in the buffer that the wrapper reads."""
-    pytest.importorskip("flashinfer")
-    world = make_world(random_shape("decode", page_size, 2, seed=3), dtype=torch.bfloat16)
-    plan = flashinfer_plan(world, world.meta.batch_size)
-    backend, total = plan.backend, int(world.meta.kv_indptr[-1])  # type: ignore[attr-defined]
-    for on_device in (True, False):
-        backend.lists_on_device = on_device
-        plan.indices.fill_(-1)  # type: ignore[attr-defined]
-        plan.update(world.meta)
-        assert plan.indices[:total].tolist() == world.meta.kv_indices.tolist()  # type: ignore[attr-defined]
-
-
-def test_cuda_cores_agree() -> None:
-    pytest.importorskip("flashinfer")
-    for group in (1, 2, 4, 8):
-        world = make_world(random_shape("decode", 16, group, seed=group), dtype=torch.bfloat16)
-        plan = flashinfer_plan(world, world.meta.batch_size, tensor_cores=False)
-        plan.update(world.meta)
-        assert not plan.fast  # type: ignore[attr-defined]
-        assert_close(answer(plan, world), per_request_float32(world), TOLERANCE[torch.bfloat16])
-
-
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
-@pytest.mark.parametrize("block", [2, 512])
-def test_kv_indices_kernel(page_size: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from minisgl.kernels import kv_indices
-
-    monkeypatch.setattr(kv_indices, "BLOCK", block)
-    for seed in range(4):
-        meta = (world := make_world(random_shape("partial", page_size, 1, seed))).meta
-        total = int(meta.kv_indptr[-1])
-        out = torch.full((total + 5,), -1, dtype=torch.int32, device="cuda")
-        rows, starts = (torch.from_numpy(a).cuda() for a in (meta.table_idx, meta.kv_indptr))
-        table, most = world.tables.device_page_table, -(-meta.max_seq_len // page_size)
-        kv_indices.write_kv_indices(table, rows, starts, out, page_size=page_size, max_pages=most)
-        assert out[:total].tolist() == meta.kv_indices.tolist()
-        assert bool((out[total:] == -1).all())
+# --------------------------------------------------------------------------------- the store
 
 
 def test_store_kv_kernel() -> None:
-    from minisgl.kernels.store_kv import store_kv, store_kv_reference
+    from minisgl.kernels.store_kv import store_kv
 
     caches = torch.randn(2, 64, 16, 8, 128, device="cuda", dtype=torch.bfloat16)
     want = caches.clone()
@@ -284,7 +168,9 @@ def test_store_kv_kernel() -> None:
     out_loc = torch.randperm(1024, device="cuda")[:300]
     out_loc[::7] = -1
     store_kv(k, v, caches[0], caches[1], out_loc)
-    store_kv_reference(k, v, want[0], want[1], out_loc)
+    kept = out_loc >= 0
+    for cache, new in zip(want.flatten(1, 2), (k, v), strict=True):
+        cache[out_loc[kept]] = new[kept]
     assert torch.equal(caches, want)
 
 
@@ -304,14 +190,12 @@ def test_plans_in_flight_do_not_disturb_each_other(backend_name: str) -> None:
     want = [dense_oracle(w) for w in worlds]
     big = torch.randn(8192, 8192, device="cuda")
     backends = [w.backend(backend_name) for w in worlds]
-    for backend in backends:  # one staging for all of them, as in an engine
-        backend.ring = backends[0].ring  # type: ignore[attr-defined]
-        if backend_name == "fi":
-            backend.workspace = backends[0].workspace  # type: ignore[attr-defined]
-            for wrapper in (backend.prefill, backend.ragged, backend.decode):  # type: ignore[attr-defined]
-                backend.workspace.adopt(wrapper)  # type: ignore[attr-defined]
-    got = []
+    got, before = [], backends[0]
     for world, backend in zip(worlds, backends, strict=True):
+        for shared in ("ring", "decode", "planned"):  # one of each for all, as in an engine
+            if hasattr(backend, shared):
+                setattr(backend, shared, getattr(before, shared))
+        before = backend
         big = big @ big.T / 8192
         plan = backend.plan(world.meta, world.out_loc)
         got.append(plan.run(world.q, world.k, world.v, 1))
