@@ -39,7 +39,7 @@ class FusedPlan:
         return self.decode(q, k, v, layer_id)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
-        """The same: the kernel stores k and v in any case, because it reads the newest ones first."""
+        """The same: the kernel folds in k and v as they come, and stores them again."""
         return self.decode(q, k, v, layer_id)
 
     def update(self, meta: AttentionMetadata | None) -> None:
