@@ -379,7 +379,8 @@ class ModuleSource:
         """
         texts = [*self.imports.values(), *(block.text for block in self.blocks)]
         tree = ast.parse("\n".join(texts))
-        used, bound = set(), set(self.names)
+        used: set[str] = set()
+        bound = set(self.names)
         for node in ast.walk(tree):
             if isinstance(node, ast.Name):
                 (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)

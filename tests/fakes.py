@@ -15,7 +15,9 @@ import numpy as np
 
 from minisgl.core import Batch, Req, SamplingParams
 from minisgl.engine.step import SampledTokens, build_forward_input
+from minisgl.kvcache.audit import check_integrity
 from minisgl.kvcache.cache_manager import CacheManager
+from minisgl.kvcache.naive_cache import make_cache
 from minisgl.kvcache.page_table import TableManager
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.decode import DecodeManager
@@ -117,7 +119,7 @@ class Driver:
         self.engine = FakeEngine(**sizes) if engine is None else engine
         tables = self.engine.tables
         page_size = self.engine.page_size
-        self.cache = CacheManager(self.engine.num_pages, page_size, tables, cache_type)
+        self.cache = CacheManager(self.engine.num_pages, tables, make_cache(cache_type, page_size))
         decode, fair = DecodeManager(reserve), policy == "fair"
         prefill = PrefillManager(
             self.cache, tables, decode, page_size=page_size, max_extend_tokens=budget,
@@ -150,7 +152,7 @@ class Driver:
 
     def check(self) -> None:
         """Pages and rows are where they belong, and nobody heard anything after the last word."""
-        self.cache.check_integrity(live=self.live())
+        check_integrity(self.cache, live=self.live())
         assert self.engine.tables.free_rows == self.engine.max_running_req - len(self.live())
         for said in self.replies.values():
             assert not any(getattr(r, "finished", True) for r in said[:-1])

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from minisgl.core import IntArray
-from minisgl.kvcache.hash_cache import HashCache
-from minisgl.kvcache.prefix_cache import NaiveCache, PrefixCache
+from minisgl.kvcache.audit import check_tree, nodes_of
+from minisgl.kvcache.naive_cache import NaiveCache
+from minisgl.kvcache.prefix_cache import PrefixCache
 from minisgl.kvcache.radix_cache import RadixCache
 
-CACHES: dict[str, type[Any]] = {"radix": RadixCache, "hash": HashCache, "naive": NaiveCache}
+CACHES: dict[str, type[Any]] = {"radix": RadixCache, "naive": NaiveCache}
 Prefix = tuple[int, ...]
 
 
@@ -93,8 +94,15 @@ class Oracle:
         expected = [
             p * self.page_size + i for p in self.page.values() for i in range(self.page_size)
         ]
-        assert sorted(cache.cached_slots().tolist()) == sorted(expected)
-        cache.check_integrity([handle for handle, _ in self.locks])
+        assert cached_slots(cache) == sorted(expected)
+        if isinstance(cache, RadixCache):
+            check_tree(cache, [handle for handle, _ in self.locks])
+
+
+def cached_slots(cache: PrefixCache) -> list[int]:
+    """Every slot that a cache holds, in ascending order."""
+    nodes = nodes_of(cache) if isinstance(cache, RadixCache) else ()
+    return sorted(int(slot) for node in nodes for slot in node.slots)
 
 
 def tokens_of(pages: list[int], tail: int, page_size: int) -> IntArray:

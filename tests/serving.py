@@ -21,6 +21,7 @@ import pytest
 import uvicorn
 
 from minisgl.config.engine import ServerConfig
+from minisgl.kvcache.audit import check_integrity
 from minisgl.server.cli import Watchers, dressed_app
 from minisgl.server.frontend import Observer
 from minisgl.server.gate import Gate
@@ -108,14 +109,14 @@ class Live:
         def settled() -> bool:
             """Its thread may still be putting the last pages back: look again."""
             with suppress(RuntimeError):
-                scheduler.cache.check_integrity()
+                check_integrity(scheduler.cache)
                 return scheduler.tables.free_rows == scheduler.engine.config.max_running_req
             return False
 
         wait_for(lambda: not scheduler.has_work, "the scheduler to be idle")
         with suppress(AssertionError):  # below it is said what is missing
             wait_for(settled, "pages and rows to be home", 2.0)
-        scheduler.cache.check_integrity()
+        check_integrity(scheduler.cache)
         assert scheduler.cache.available_tokens == self.pages * scheduler.engine.page_size
         assert scheduler.tables.free_rows == scheduler.engine.config.max_running_req
         wait_for(lambda: self.gate.taken == 0, "all places to be free")

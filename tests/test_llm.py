@@ -16,6 +16,7 @@ import torch
 
 import minisgl
 from minisgl import LLM, SamplingParams
+from minisgl.kvcache.audit import check_integrity
 from minisgl.llm import as_params, as_prompts
 from tests.checkpoints import make_checkpoint
 
@@ -242,7 +243,7 @@ def test_a_failure_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPat
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["hello", "there"], SamplingParams(max_tokens=50))
     assert not llm.scheduler.reqs
-    llm.scheduler.cache.check_integrity()
+    check_integrity(llm.scheduler.cache)
     assert len(llm.generate("hello", GREEDY)[0]["token_ids"]) == 8
 
 
@@ -274,7 +275,7 @@ def test_an_interrupted_launch_harms_no_later_answer(folder: Path, launched: boo
             llm.generate(prompts, params)
         graph.steps.update(plain)
         assert not llm.scheduler.reqs
-        llm.scheduler.cache.check_integrity()
+        check_integrity(llm.scheduler.cache)
         assert [out["token_ids"] for out in llm.generate(prompts, params)] == want
 
 
@@ -293,11 +294,11 @@ def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_options_reach_the_engine(folder: Path) -> None:
-    how: dict[str, Any] = {"cache_type": "hash", "max_extend_tokens": 9, "num_pages": 33}
+    how: dict[str, Any] = {"cache_type": "naive", "max_extend_tokens": 9, "num_pages": 33}
     with LLM(str(folder), page_size=8, device=torch.device("cpu"), overlap=False, **how) as llm:
         engine, prefill = llm.scheduler.engine, llm.scheduler.prefill
         assert (engine.num_pages, engine.page_size, prefill.max_extend_tokens) == (33, 8, 9)
-        assert type(llm.scheduler.cache.prefix_cache).__name__ == "HashCache"
+        assert type(llm.scheduler.cache.prefix_cache).__name__ == "NaiveCache"
         assert len(llm.generate([1] * 40, GREEDY)[0]["token_ids"]) > 0
     with pytest.raises(ValueError, match="page_size: must be"):
         LLM(folder, page_size=-3)
@@ -320,7 +321,7 @@ def test_threads_may_share_one_llm(llm: LLM) -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda p: llm.generate([p], GREEDY)[0]["token_ids"], prompts * 4))
     assert found == alone * 4
-    llm.scheduler.cache.check_integrity()
+    check_integrity(llm.scheduler.cache)
 
 
 @pytest.mark.parametrize("messages", ["hi", None, 5, [None], [{"role": "user", "content": "a"}, 5]])

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from minisgl.core import Req, SamplingParams
+from minisgl.kvcache.audit import IntegrityError
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.page_table import TableManager
-from minisgl.kvcache.prefix_cache import IntegrityError
+from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.decode import DecodeManager, pages_to_come
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, Msg, Reply, UserMsg
@@ -353,7 +354,7 @@ def test_a_beginning_that_is_being_computed_is_waited_for() -> None:
 
 @pytest.mark.parametrize(
     ("shared", "own", "cache_type"),
-    [(31, 9, "radix"), (40, 3, "naive"), (0, 40, "radix"), (40, 0, "hash")],
+    [(31, 9, "radix"), (40, 3, "naive"), (0, 40, "radix"), (40, 0, "radix")],
 )
 def test_waiting_has_to_be_worth_it(shared: int, own: int, cache_type: str) -> None:
     """Short common beginnings, or a cache that does not remember: all of them at once."""
@@ -534,7 +535,7 @@ def test_abort_in_mid_prefill_keeps_the_prefix() -> None:
 
 
 @LOOPS
-@pytest.mark.parametrize("cache_type", ["radix", "hash", "naive"])
+@pytest.mark.parametrize("cache_type", ["radix", "naive"])
 def test_the_youngest_is_taken_back_and_goes_on(overlap: bool, cache_type: str) -> None:
     """Three answers that do not fit together: all are complete, and nothing is said twice."""
     d = Driver(overlap=overlap, cache_type=cache_type, reserve=1, num_pages=10, page_size=4)
@@ -764,7 +765,7 @@ def test_a_crowd_is_computed_in_full_steps(low: int, high: int) -> None:
 def step_of(budget: int) -> PrefillAdder:
     """An empty step over an empty pool, under the fair order."""
     tables = TableManager(8, 400, 4, 400, "cpu")
-    cache = CacheManager(400, 4, tables)
+    cache = CacheManager(400, tables, RadixCache(4))
     return PrefillAdder(
         cache, tables, 4, budget=budget, reserved=0, min_shared=0, mixed_prefill_threshold=16
     )
@@ -805,10 +806,9 @@ def test_running_requests_get_a_token_between_prompts(overlap: bool) -> None:
 
 
 @LOOPS
-@pytest.mark.parametrize("cache_type", ["radix", "hash"])
-def test_pitfall_01_rows_follow_their_prefix(overlap: bool, cache_type: str) -> None:
+def test_pitfall_01_rows_follow_their_prefix(overlap: bool) -> None:
     """Twins prefilled together: the second frees its copies and must name the first one's slots."""
-    d = Driver(overlap=overlap, cache_type=cache_type, page_size=4)
+    d = Driver(overlap=overlap, page_size=4)
     prompt = list(range(12))
     for uid in range(3):
         d.ask(uid, prompt, max_tokens=6, ignore_eos=True)
@@ -828,7 +828,7 @@ def test_pitfall_01_rows_follow_their_prefix(overlap: bool, cache_type: str) -> 
 # ------------------------------------------------------------------ the loops
 
 
-@pytest.mark.parametrize("cache_type", ["radix", "hash", "naive"])
+@pytest.mark.parametrize("cache_type", ["radix", "naive"])
 @pytest.mark.parametrize("seed", range(4))
 def test_both_loops_give_the_same_tokens(cache_type: str, seed: int) -> None:
     answers = []
@@ -955,7 +955,7 @@ class Events(RuleBasedStateMachine):
 
     @initialize(
         overlap=st.booleans(),
-        cache_type=st.sampled_from(["radix", "hash", "naive"]),
+        cache_type=st.sampled_from(["radix", "naive"]),
         budget=st.sampled_from([3, 8, 64]),
         page_size=st.sampled_from([1, 4, 16]),
         pages=st.integers(3, 10),

@@ -139,9 +139,9 @@ def test_help_explains_every_flag() -> None:
 
 
 def test_flags_reach_the_config() -> None:
-    flags = "--page-size 4 --attn triton --cache-type hash --disable-overlap --num-pages 9 --tp 2"
+    flags = "--page-size 4 --attn triton --cache-type naive --disable-overlap --num-pages 9 --tp 2"
     config = config_from(build_parser().parse_args(flags.split()))
-    assert (config.page_size, config.attention_backend, config.cache_type) == (4, "triton", "hash")
+    assert (config.page_size, config.attention_backend, config.cache_type) == (4, "triton", "naive")
     assert (config.overlap, config.num_page_override, config.tp.size) == (False, 9, 2)
 
 

@@ -374,7 +374,7 @@ def busy_script() -> dict[int, list[Msg]]:
     return turns
 
 
-@pytest.mark.parametrize("cache_type", ["radix", "hash", "naive"])
+@pytest.mark.parametrize("cache_type", ["radix", "naive"])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("policy", ["fcfs", "fair"])
 def test_pitfall_05_ranks_build_the_same_batches(

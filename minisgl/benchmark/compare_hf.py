@@ -22,6 +22,7 @@ from minisgl.benchmark.report import circumstances, save
 from minisgl.benchmark.workload import Chat, chat_workload
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import IntArray, SamplingParams
+from minisgl.kvcache.audit import check_integrity
 from minisgl.llm import LLM
 from minisgl.tokenizer import Tokenizer
 
@@ -94,7 +95,7 @@ class Engine:
         cache = self.llm.scheduler.cache
         pages = cache.prefix_cache.evict(cache.prefix_cache.evictable_tokens)
         cache.allocator.free(pages[:: cache.page_size] // cache.page_size)
-        cache.check_integrity()
+        check_integrity(cache)
 
 
 def compare(chats: Sequence[Chat], path: Path, repeats: int = 3) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class SchedulerConfig(EngineConfig):
     """
 
     max_extend_tokens: int | None = None
-    cache_type: Literal["radix", "hash", "naive"] = "radix"
+    cache_type: Literal["radix", "naive"] = "radix"
     schedule_policy: Literal["fcfs", "fair"] = "fcfs"
     reserve_tokens: int | None = 512
     overlap: bool | None = None
@@ -166,7 +166,7 @@ ENGINE_RULES: dict[str, Rule] = {
 SCHEDULER_RULES: dict[str, Rule] = {
     **ENGINE_RULES,
     "max_extend_tokens": optional(integer(1)),
-    "cache_type": word("radix", "hash", "naive"),
+    "cache_type": word("radix", "naive"),
     "schedule_policy": word("fcfs", "fair"),
     "reserve_tokens": optional(integer(1)),
     "overlap": optional(flag),

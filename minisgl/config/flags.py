@@ -48,7 +48,7 @@ ENGINE_FLAGS = (
          "GPU, triton,fused without FlashInfer, torch on a CPU", {"metavar": "NAME"}),
     Flag("--kernels", "kernels", "who computes norms, products and sums of a layer",
          {"choices": ("auto", "torch", "triton")}),
-    Flag("--cache-type", "cache_type", "prefix cache", {"choices": ("radix", "hash", "naive")}),
+    Flag("--cache-type", "cache_type", "prefix cache", {"choices": ("radix", "naive")}),
     counted("--page-size", "page_size", "tokens per KV page (default: 16)"),
     counted("--num-pages", "num_page_override", "KV pages (default: what memory allows)"),
     Flag("--memory-ratio", "memory_ratio", "share of memory for weights and KV",

@@ -10,37 +10,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from minisgl.core import IntArray, Req
-from minisgl.kvcache.hash_cache import HashCache
 from minisgl.kvcache.page_table import OutOfPages, PageAllocator, TableManager
-from minisgl.kvcache.prefix_cache import (
-    CacheHandle,
-    NaiveCache,
-    PrefixCache,
-    require,
-    slots_of_pages,
-)
-from minisgl.kvcache.radix_cache import RadixCache
-
-
-def create_prefix_cache(cache_type: str, page_size: int) -> PrefixCache:
-    """The prefix cache called "radix", "hash" or "naive"."""
-    makers = {"radix": RadixCache, "hash": HashCache, "naive": NaiveCache}
-    if cache_type not in makers:
-        raise ValueError(f"cache_type: must be one of {', '.join(makers)}, got {cache_type!r}")
-    return makers[cache_type](page_size)
+from minisgl.kvcache.prefix_cache import CacheHandle, PrefixCache
 
 
 class CacheManager:
     """Knows the owner of every page: the free list, the prefix cache, or one request."""
 
-    def __init__(
-        self, num_pages: int, page_size: int, tables: TableManager, cache_type: str = "radix"
-    ) -> None:
-        self.page_size = page_size
-        self.num_pages = num_pages
-        self.tables = tables
-        self.allocator = PageAllocator(num_pages, page_size)
-        self.prefix_cache = create_prefix_cache(cache_type, page_size)
+    def __init__(self, num_pages: int, tables: TableManager, prefix_cache: PrefixCache) -> None:
+        self.num_pages, self.page_size = num_pages, prefix_cache.page_size
+        if tables.page_size != self.page_size:
+            raise ValueError(f"page_size: {self.page_size}, but of tables {tables.page_size}")
+        self.tables, self.prefix_cache = tables, prefix_cache
+        self.allocator = PageAllocator(num_pages, self.page_size)
         self.allocated_len: dict[Req, int] = {}  # positions of a row that have pages, whole pages
 
     @property
@@ -74,8 +56,7 @@ class CacheManager:
 
     def free_slots(self, slots: IntArray) -> None:
         """Give whole pages back, named by their slots."""
-        if len(slots):
-            self.allocator.free(slots[:: self.page_size] // self.page_size)
+        self.allocator.free(slots[:: self.page_size] // self.page_size)
 
     def allocate_paged(self, reqs: Sequence[Req]) -> None:
         """Give each request pages up to `device_len`, written into its row; all or none."""
@@ -89,15 +70,12 @@ class CacheManager:
                 raise ValueError(f"req {req.uid}: row {req.table_idx} has no position {end - 1}")
             if end > start:
                 plan.append((req, start, end))
-        if not plan:
-            return
         pages = self.take_pages(sum(end - start for _, start, end in plan) // self.page_size)
         slots = slots_of_pages(pages, self.page_size)
-        used = 0
         for req, start, end in plan:
-            self.tables.write(req.table_idx, start, slots[used : used + end - start])
+            fresh, slots = np.split(slots, [end - start])
+            self.tables.write(req.table_idx, start, fresh)
             self.allocated_len[req] = end
-            used += end - start
 
     def cache_req(self, req: Req, finished: bool) -> None:
         """Hand a request's computed pages to the prefix cache; if finished, free all its others."""
@@ -127,52 +105,8 @@ class CacheManager:
         self.free_slots(self.tables.page_table[req.table_idx, kept_len:end])
         self.prefix_cache.unlock(handle)
 
-    def check_integrity(self, live: Sequence[Req] = ()) -> None:
-        """Recount pages, rows and locks, given all that hold any; raises IntegrityError."""
-        holders = [req for req in live if req.cache_handle is not None]
-        rows = [req.table_idx for req in holders if req.table_idx >= 0]
-        require(len(set(rows)) == len(rows), f"rows {rows}: two requests share one")
-        self.prefix_cache.check_integrity([req.cache_handle for req in holders])
-        owners = PageOwners(self.num_pages)
-        owners.claim(self.allocator.free_set(), "the free list")
-        cached = self.prefix_cache.cached_slots()
-        owners.claim(cached[:: self.page_size] // self.page_size, "the prefix cache")
-        for req in self.allocated_len:
-            require(req in holders, f"req {req.uid}: has pages but is not live")
-        for req in holders:
-            self.check_row(req, owners)
-        lost = np.flatnonzero(owners.owner < 0).tolist()
-        require(not lost, f"pages {lost}: lost, neither free nor cached nor any request's")
 
-    def check_row(self, req: Req, owners: PageOwners) -> None:
-        """A row names the cache's slots as far as its handle reaches, then pages of its own."""
-        handle = req.cache_handle
-        row, kept = self.tables.page_table[req.table_idx], handle.cached_len
-        end = self.allocated_len.get(req, kept)
-        if req.table_idx < 0:  # matched and locked, but not yet admitted
-            require(end == kept, f"req {req.uid}: has pages but no row")
-            return
-        ours = np.array_equal(row[:kept], handle.slots())
-        require(ours, f"req {req.uid}: its row differs from the slots of its cached prefix")
-        pages = row[kept : end : self.page_size] // self.page_size
-        whole = np.array_equal(row[kept:end], slots_of_pages(pages, self.page_size))
-        require(whole, f"req {req.uid}: its row does not name whole pages")
-        owners.claim(pages, f"req {req.uid}")
-
-
-class PageOwners:
-    """A ledger for checks: each page is claimed once."""
-
-    def __init__(self, num_pages: int) -> None:
-        self.names: list[str] = []
-        self.owner = np.full(num_pages, -1)
-
-    def claim(self, pages: IntArray, name: str) -> None:
-        """Enter the owner of pages [k]; IntegrityError if one is unknown or has an owner."""
-        bad = pages[(pages < 0) | (pages >= len(self.owner))]
-        require(not len(bad), f"{name}: names pages {bad.tolist()}, which do not exist")
-        require(len(np.unique(pages)) == len(pages), f"{name}: names a page twice")
-        for page in pages[self.owner[pages] >= 0]:
-            require(False, f"page {page}: owned by {self.names[self.owner[page]]} and by {name}")
-        self.owner[pages] = len(self.names)
-        self.names.append(name)
+def slots_of_pages(pages: IntArray, page_size: int) -> IntArray:
+    """Slots of whole pages [k], int32 [k * page_size]."""
+    inside = np.arange(page_size, dtype=np.int32)
+    return (np.asarray(pages, np.int32)[:, None] * page_size + inside).ravel()

@@ -5,8 +5,8 @@ Generated from notebooks/03_radix_cache.ipynb: edit there.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -14,55 +14,29 @@ import numpy as np
 from minisgl.config.rules import integer
 from minisgl.core import IntArray
 from minisgl.kvcache.prefix_cache import (
+    NO_SLOTS,
     TOKEN_BYTES,
     CacheHandle,
     InsertResult,
-    IntegrityError,
-    Link,
-    UseOrder,
     check_evictable,
-    joined_slots,
     page_bytes,
-    require,
-    slots_of_pages,
 )
 
 
-class Node(Link):
-    """An edge of the tree: a run of whole pages, and how many locks protect it."""
+@dataclass(eq=False, slots=True, repr=False)
+class Node:
+    """A run of whole pages, and how many locks protect it."""
 
-    __slots__ = ("children", "parent", "ref_count", "slot_bytes", "tokens")
-
-    def __init__(self, tokens: bytes, slot_bytes: bytes, parent: Node | None) -> None:
-        self.older = self.newer = self
-        self.tokens = tokens  # token ids, int32 as raw bytes
-        self.slot_bytes = slot_bytes  # their slots, likewise
-        self.parent = parent  # None: the root, or a node that was evicted
-        self.children: dict[bytes, Node] = {}  # by their first page
-        self.ref_count = 0  # locks on this node or below it
-
-    @property
-    def key(self) -> IntArray:
-        """Token ids, int32 [num_tokens], a view."""
-        return np.frombuffer(self.tokens, np.int32)
-
-    @property
-    def slots(self) -> IntArray:
-        """Slots, int32 [num_tokens], a view."""
-        return np.frombuffer(self.slot_bytes, np.int32)
+    tokens: bytes  # token ids, int32 as raw bytes
+    slots: IntArray  # [num_tokens]
+    parent: Node | None  # None: the root, or a node that was evicted
+    children: dict[bytes, Node] = field(default_factory=dict)  # by their first page
+    ref_count: int = 0  # locks on this node or below it
 
     @property
     def num_tokens(self) -> int:
         """Length of the run."""
-        return len(self.tokens) // TOKEN_BYTES
-
-
-def common_prefix(a: IntArray, b: IntArray, page_size: int) -> int:
-    """Number of leading tokens that `a` and `b` share, rounded down to whole pages."""
-    shorter = min(len(a), len(b))
-    differ = np.flatnonzero(a[:shorter] != b[:shorter])
-    same = int(differ[0]) if len(differ) else shorter
-    return same // page_size * page_size
+        return len(self.slots)
 
 
 class RadixCache:
@@ -71,44 +45,43 @@ class RadixCache:
     def __init__(self, page_size: int) -> None:
         self.page_size = integer(1)("page_size", page_size)
         self.page_bytes = page_size * TOKEN_BYTES
-        self.clear()
-
-    def clear(self) -> None:
-        """Start with a bare root."""
-        self.root = Node(b"", b"", None)
-        self.order = UseOrder()  # every unlocked node, each parent newer than its children
+        self.root = Node(b"", NO_SLOTS, None)
+        self.lru: OrderedDict[Node, None] = OrderedDict()  # unlocked nodes, the oldest first
         self.evictable_tokens = 0
         self.protected_tokens = 0
-
-    def split(self, node: Node, at: int) -> Node:
-        """Cut a node after `at` tokens; `node` stays the lower half, the new upper half returns."""
-        assert node.parent is not None and 0 < at < node.num_tokens and at % self.page_size == 0
-        cut = at * TOKEN_BYTES
-        upper = Node(node.tokens[:cut], node.slot_bytes[:cut], node.parent)
-        node.parent.children[upper.tokens[: self.page_bytes]] = upper
-        node.tokens, node.slot_bytes, node.parent = node.tokens[cut:], node.slot_bytes[cut:], upper
-        upper.children[node.tokens[: self.page_bytes]] = node
-        upper.ref_count = node.ref_count  # who holds the lower half holds the upper one
-        if upper.ref_count == 0:
-            self.order.put_behind(upper, node)
-        return upper
 
     def walk(self, tokens: bytes) -> tuple[Node, int]:
         """Follow whole pages of `tokens` down; returns the last node and the matched length."""
         node, start = self.root, 0
         while child := node.children.get(tokens[start : start + self.page_bytes]):
-            if not tokens.startswith(child.tokens, start):  # they part inside this node
+            if not tokens.startswith(child.tokens, start):  # they part inside this run
                 rest = np.frombuffer(tokens, np.int32, offset=start)
-                same = common_prefix(child.key, rest, self.page_size)
+                run = np.frombuffer(child.tokens, np.int32)
+                same = common_prefix(run, rest, self.page_size)
                 return self.split(child, same), start // TOKEN_BYTES + same
             node, start = child, start + len(child.tokens)
         return node, start // TOKEN_BYTES
+
+    def split(self, node: Node, at: int) -> Node:
+        """Cut a node after `at` tokens; `node` stays the lower half, the new upper half returns.
+
+        An unlocked upper half is not in `lru` yet: the caller uses it next.
+        """
+        assert node.parent is not None and 0 < at < node.num_tokens and at % self.page_size == 0
+        cut = at * TOKEN_BYTES
+        upper = Node(node.tokens[:cut], node.slots[:at].copy(), node.parent)
+        upper.ref_count = node.ref_count  # who holds the lower half holds the upper one
+        node.parent.children[upper.tokens[: self.page_bytes]] = upper
+        node.tokens, node.slots, node.parent = node.tokens[cut:], node.slots[at:].copy(), upper
+        upper.children[node.tokens[: self.page_bytes]] = node
+        return upper
 
     def touch(self, node: Node) -> None:
         """Mark the path from `node` up to the root as just used, each parent behind its child."""
         while node.parent is not None:
             if node.ref_count == 0:
-                self.order.push(node)
+                self.lru[node] = None
+                self.lru.move_to_end(node)
             node = node.parent
 
     def match_prefix(self, ids: IntArray) -> CacheHandle:
@@ -125,7 +98,7 @@ class RadixCache:
             raise ValueError(f"slots: {len(slots)} slots for {length} tokens")
         node, cached = self.walk(tokens)
         if cached < length:
-            fresh = np.asarray(slots[cached:length], np.int32).tobytes()
+            fresh = np.array(slots[cached:length], np.int32)  # a copy: the caller's row will change
             leaf = Node(tokens[cached * TOKEN_BYTES :], fresh, node)
             node.children[leaf.tokens[: self.page_bytes]] = leaf
             self.evictable_tokens += length - cached
@@ -133,110 +106,56 @@ class RadixCache:
         self.touch(node)
         return InsertResult(RadixHandle(node, length), cached)
 
+    def evict(self, num_tokens: int) -> IntArray:
+        """Forget unlocked pages, the oldest first, and no more than needed; returns their slots.
+
+        Of a run the last pages go first. The slots are int32 [num_tokens, rounded up to pages].
+        """
+        check_evictable(self, num_tokens)
+        missing = -(-num_tokens // self.page_size) * self.page_size
+        self.evictable_tokens -= missing
+        freed = [NO_SLOTS]
+        while missing > 0:
+            leaf = next(iter(self.lru))
+            assert leaf.parent is not None and not leaf.children
+            kept = max(0, leaf.num_tokens - missing)
+            freed.append(leaf.slots[kept:])
+            missing -= leaf.num_tokens - kept
+            if kept == 0:
+                del self.lru[leaf], leaf.parent.children[leaf.tokens[: self.page_bytes]]
+                leaf.parent = None
+            leaf.tokens, leaf.slots = leaf.tokens[: kept * TOKEN_BYTES], leaf.slots[:kept].copy()
+        return np.concatenate(freed)
+
     def lock(self, handle: CacheHandle) -> None:
         """Protect a prefix, that is every node on its path."""
-        node = self.own(handle)
-        while node.parent is not None:
+        for node in path_of(handle):
             if node.ref_count == 0:
-                self.order.drop(node)
+                del self.lru[node]
                 self.evictable_tokens -= node.num_tokens
                 self.protected_tokens += node.num_tokens
             node.ref_count += 1
-            node = node.parent
-
-    def own(self, handle: CacheHandle) -> Node:
-        """The node of a handle, if this tree still holds it."""
-        if not isinstance(handle, RadixHandle):
-            raise TypeError(f"handle: not from a radix cache: {handle!r}")
-        if handle.node.parent is None and handle.node is not self.root:
-            raise RuntimeError("handle: its prefix was evicted before it was locked")
-        return handle.node
 
     def unlock(self, handle: CacheHandle) -> None:
         """Take one lock back and mark the path as just used."""
-        node = bottom = self.own(handle)
-        if node.parent is not None and node.ref_count == 0:
-            raise RuntimeError(
-                f"handle: unlocked more often than locked ({handle.cached_len} tokens)"
-            )
-        while node.parent is not None:
+        path = path_of(handle)
+        if path and path[0].ref_count == 0:
+            raise RuntimeError(f"handle: of {handle.cached_len} tokens, is not locked")
+        for node in path:
             node.ref_count -= 1
             if node.ref_count == 0:
                 self.evictable_tokens += node.num_tokens
                 self.protected_tokens -= node.num_tokens
-            node = node.parent
-        self.touch(bottom)
+        if path:
+            self.touch(path[0])
 
-    def evict(self, num_tokens: int) -> IntArray:
-        """Forget `num_tokens` unlocked tokens or more, oldest first; returns their slots, int32."""
-        check_evictable(self, num_tokens)
-        freed: list[bytes] = []
-        count = 0
-        while count < num_tokens:
-            leaf = self.order.pop()
-            assert isinstance(leaf, Node) and leaf.parent is not None and not leaf.children
-            del leaf.parent.children[leaf.tokens[: self.page_bytes]]
-            leaf.parent = None
-            freed.append(leaf.slot_bytes)
-            count += leaf.num_tokens
-        self.evictable_tokens -= count
-        return joined_slots(freed)
 
-    def reset(self) -> None:
-        """Forget everything; RuntimeError while a lock is held."""
-        if self.protected_tokens:
-            raise RuntimeError(f"reset: {self.protected_tokens} tokens are still locked")
-        self.clear()
-
-    def nodes(self) -> Iterator[Node]:
-        """All nodes but the root, parents first; walks the whole tree."""
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
-
-    def cached_slots(self) -> IntArray:
-        """Every slot in the tree, int32."""
-        return joined_slots([node.slot_bytes for node in self.nodes()])
-
-    def node_fault(self, node: Node) -> str:
-        """What is wrong with a node, its parent, its children or its locks; empty if nothing."""
-        parent, size = node.parent, len(node.tokens)
-        if parent is None or parent.children.get(node.tokens[: self.page_bytes]) is not node:
-            return "its parent does not know it"
-        if size == 0 or size % self.page_bytes:
-            return "not whole pages"
-        if size != len(node.slot_bytes):
-            return "tokens and slots differ in number"
-        if node.ref_count < sum(child.ref_count for child in node.children.values()):
-            return "fewer locks than below it"
-        if (node.newer is node) == (node.ref_count == 0):
-            return "locks and order of use disagree"
-        return ""
-
-    def check_integrity(self, locked: Sequence[CacheHandle] | None = None) -> None:
-        """Recount the tree; given all locked handles, every lock too. Raises IntegrityError."""
-        nodes = list(self.nodes())
-        for node in nodes:
-            if fault := self.node_fault(node):
-                raise IntegrityError(f"node of {node.num_tokens} tokens: {fault}")
-        slots = self.cached_slots()
-        pages = slots[:: self.page_size] // self.page_size
-        require(len(np.unique(pages)) == len(pages), "a page is cached twice")
-        whole = np.array_equal(slots, slots_of_pages(pages, self.page_size))
-        require(whole, "slots are not whole pages")
-        free = sum(node.num_tokens for node in nodes if node.ref_count == 0)
-        sizes, counted = (self.evictable_tokens, self.protected_tokens), (free, len(slots) - free)
-        require(sizes == counted, f"evictable and protected tokens: {sizes}, counted {counted}")
-        place: dict[Link | None, int] = {link: i for i, link in enumerate(self.order)}
-        require(place.keys() <= set(nodes), "the order of use names a node that is not in the tree")
-        late = all(place.get(n.parent, len(place)) > place.get(n, -1) for n in nodes)
-        require(late, "order of use: a parent goes before its child")  # a locked one never goes
-        held = count_locks(locked or ())
-        wrong = [n for n in nodes if n.ref_count != held[n]] if locked is not None else []
-        for node in wrong[:1]:
-            raise IntegrityError(f"ref_count: {node.ref_count} locks, but {held[node]} handles")
+def common_prefix(a: IntArray, b: IntArray, page_size: int) -> int:
+    """Number of leading tokens that `a` and `b` share, rounded down to whole pages."""
+    shorter = min(len(a), len(b))
+    differ = np.flatnonzero(a[:shorter] != b[:shorter])
+    same = int(differ[0]) if len(differ) else shorter
+    return same // page_size * page_size
 
 
 class RadixHandle(NamedTuple):
@@ -246,24 +165,19 @@ class RadixHandle(NamedTuple):
     cached_len: int
 
     def slots(self) -> IntArray:
-        """Slots of the prefix, int32 [cached_len]; RuntimeError if it was evicted meanwhile."""
-        pieces: list[bytes] = []
-        node = self.node
-        while node.parent is not None:
-            pieces.append(node.slot_bytes)
-            node = node.parent
-        slots = joined_slots(pieces[::-1])
-        if len(slots) != self.cached_len:
-            raise RuntimeError("handle: its prefix was evicted; lock it before anything may evict")
-        return slots
+        """Slots of the prefix, int32 [cached_len]; RuntimeError if any was evicted."""
+        return np.concatenate([NO_SLOTS, *(node.slots for node in reversed(path_of(self)))])
 
 
-def count_locks(locked: Sequence[CacheHandle]) -> Counter[Node]:
-    """How many of these handles lie on or below each node."""
-    held: Counter[Node] = Counter()
-    for handle in locked:
-        node = handle.node if isinstance(handle, RadixHandle) else None
-        while node is not None and node.parent is not None:
-            held[node] += 1
-            node = node.parent
-    return held
+def path_of(handle: CacheHandle) -> list[Node]:
+    """The nodes of a prefix, the last one first; RuntimeError if any of it was evicted."""
+    if not isinstance(handle, RadixHandle):
+        raise TypeError(f"handle: not from a radix cache: {handle!r}")
+    path: list[Node] = []
+    node = handle.node
+    while node.parent is not None:
+        path.append(node)
+        node = node.parent
+    if sum(node.num_tokens for node in path) != handle.cached_len:
+        raise RuntimeError(f"handle: of its {handle.cached_len} tokens some were evicted")
+    return path

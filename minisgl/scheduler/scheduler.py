@@ -17,7 +17,9 @@ from minisgl.config.engine import SchedulerConfig
 from minisgl.core import Batch, IntArray, Phase, Req, SamplingParams
 from minisgl.engine.engine import Engine, build_engine
 from minisgl.engine.step import ForwardInput, ForwardOutput, SampledTokens
+from minisgl.kvcache.audit import check_integrity
 from minisgl.kvcache.cache_manager import CacheManager
+from minisgl.kvcache.naive_cache import make_cache
 from minisgl.parallel.comm import Comm
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.decode import DecodeManager
@@ -202,7 +204,7 @@ class Scheduler:
         start = time.monotonic()
         if start < self.check_at:
             return
-        self.cache.check_integrity(live=[req for req in self.reqs.values() if req.table_idx >= 0])
+        check_integrity(self.cache, live=[req for req in self.reqs.values() if req.table_idx >= 0])
         end = time.monotonic()
         self.check_at = end + self.check_every * max(1.0, 100 * (end - start))
 
@@ -390,7 +392,7 @@ class Scheduler:
             self.in_flight = None
         for uid in list(self.reqs):
             self.abort(uid)
-        self.cache.check_integrity()
+        check_integrity(self.cache)
 
 
 def build_scheduler(
@@ -403,7 +405,9 @@ def build_scheduler(
 ) -> Scheduler:
     """An engine and everything that feeds it; each part is given what it works with."""
     engine = build_engine(config, comm, progress=progress)
-    cache = CacheManager(engine.num_pages, engine.page_size, engine.tables, config.cache_type)
+    cache = CacheManager(
+        engine.num_pages, engine.tables, make_cache(config.cache_type, engine.page_size)
+    )
     decode = DecodeManager(config.reserve_tokens)
     settled = engine.config
     assert isinstance(settled, SchedulerConfig) and settled.max_extend_tokens is not None

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.benchmark.report import circumstances, save
+from minisgl.kvcache.audit import check_integrity
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTEST = ["-m", "pytest", "-o", "addopts=", "--noconftest", "-p", "no:cacheprovider", "-q"]
@@ -237,7 +238,7 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
             return [out["token_ids"] for out in outs]
 
         scores, wrong = evaluate.evaluate(generate, tokenizer, cases)
-        llm.scheduler.cache.check_integrity()
+        check_integrity(llm.scheduler.cache)
         about = {
             "backend": engine.config.attention_backend, "dtype": engine.config.dtype,
             "kernels": engine.config.kernels, "page_size": engine.page_size,

@@ -24,6 +24,7 @@ from minisgl import LLM, SamplingParams
 from minisgl.benchmark.report import save
 from minisgl.config.engine import SchedulerConfig
 from minisgl.core import Req
+from minisgl.kvcache.audit import check_integrity
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, TokenReply, UserMsg
 from minisgl.scheduler.scheduler import Scheduler, build_scheduler
@@ -218,7 +219,7 @@ class Round:
         if s.step_count - self.checked_at < CHECK_EVERY and s.has_work:
             return
         live: list[Req] = [req for req in s.reqs.values() if req.table_idx >= 0]
-        s.cache.check_integrity(live)
+        check_integrity(s.cache, live)
         self.checked_at = s.step_count
         self.seen["checks"] += 1
 
@@ -255,7 +256,7 @@ class Round:
         self.seen["retractions"] = s.retractions
         assert not self.open and not s.reqs and not s.notices and s.in_flight is None
         assert not s.decode.running and not s.prefill.waiting and s.prefill.chunked_req is None
-        s.cache.check_integrity()
+        check_integrity(s.cache)
         assert s.cache.available_tokens == s.engine.num_pages * s.engine.page_size
         assert s.tables.free_rows == s.tables.num_rows
         assert self.channel.take_replies() == []

@@ -24,6 +24,7 @@ from minisgl.engine.engine import Engine, build_engine, tensor_bytes
 from minisgl.engine.graph import CapturedStep
 from minisgl.engine.memory import GIB
 from minisgl.engine.step import ForwardInput, build_forward_input
+from minisgl.kvcache.audit import check_integrity
 from minisgl.tiny.evaluate import task_cases
 
 DEVICE = "cuda"
@@ -61,7 +62,7 @@ def run(**fields: Any) -> list[dict[str, Any]]:
     with LLM(**{"device": DEVICE, "num_pages": 2048, **fields}) as llm:
         outs = llm.chat(TALKS, SamplingParams(temperature=0.0, max_tokens=64))
         again = llm.chat(TALKS, SamplingParams(temperature=0.0, max_tokens=64))
-        llm.scheduler.cache.check_integrity()
+        check_integrity(llm.scheduler.cache)
         assert sum(out["cached_tokens"] for out in again) > 0
         return outs
 
@@ -278,7 +279,7 @@ def tight(dtype: str, overlap: bool, **fields: Any) -> tuple[list[dict[str, Any]
 
         prefix_cache.evict = counted  # type: ignore[method-assign]
         outs = llm.generate(prompts, params)
-        llm.scheduler.cache.check_integrity()
+        check_integrity(llm.scheduler.cache)
         assert llm.scheduler.retractions > 0
     assert [len(o["token_ids"]) for o in outs] == [p.max_tokens for p in params]
     assert evicted[0] > 3 and sum(o["cached_tokens"] for o in outs) > 0
@@ -576,7 +577,7 @@ def test_sizes_keep_their_promise(trial_tokens: int) -> None:
         assert all(len(out["token_ids"]) == 60 for out in outs)
         kept = cache.prefix_cache.evictable_tokens
         assert kept > 0.95 * tokens, f"the pool of {tokens} tokens was not full: {kept}"
-        cache.check_integrity()
+        check_integrity(cache)
         if trial_tokens:  # what a step needs was measured, so it is not taken from the rest
             assert free_now() >= before * (1 - ratio) - slack
     del hog

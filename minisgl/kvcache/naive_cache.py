@@ -1,0 +1,64 @@
+"""The prefix cache that never remembers, and the choice between caches by name.
+
+Generated from notebooks/03b_prefix_caches.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from minisgl.config.rules import integer
+from minisgl.core import IntArray
+from minisgl.kvcache.prefix_cache import (
+    NO_SLOTS,
+    CacheHandle,
+    InsertResult,
+    PrefixCache,
+    check_evictable,
+)
+from minisgl.kvcache.radix_cache import RadixCache
+
+
+class EmptyHandle:
+    """The handle of a cache that holds nothing."""
+
+    cached_len = 0
+
+    def slots(self) -> IntArray:
+        """No slots, int32 [0]."""
+        return NO_SLOTS
+
+
+class NaiveCache:
+    """A prefix cache that never remembers: matches are empty, pages stay with their request."""
+
+    evictable_tokens = 0
+    protected_tokens = 0
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = integer(1)("page_size", page_size)
+
+    def match_prefix(self, ids: IntArray) -> CacheHandle:
+        """Finds nothing."""
+        return EmptyHandle()
+
+    def insert_prefix(self, ids: IntArray, slots: IntArray) -> InsertResult:
+        """Takes nothing: the slots stay with the caller."""
+        return InsertResult(EmptyHandle(), 0)
+
+    def lock(self, handle: CacheHandle) -> None:
+        """Nothing to protect."""
+
+    def unlock(self, handle: CacheHandle) -> None:
+        """Nothing to release."""
+
+    def evict(self, num_tokens: int) -> IntArray:
+        """Nothing to give back: only `evict(0)` succeeds."""
+        check_evictable(self, num_tokens)
+        return NO_SLOTS
+
+
+def make_cache(cache_type: str, page_size: int) -> PrefixCache:
+    """The prefix cache called "radix" or "naive"; ValueError for any other name."""
+    makers: dict[str, type[RadixCache | NaiveCache]] = {"radix": RadixCache, "naive": NaiveCache}
+    if cache_type not in makers:
+        raise ValueError(f"cache_type: must be one of {', '.join(makers)}, got {cache_type!r}")
+    return makers[cache_type](page_size)
