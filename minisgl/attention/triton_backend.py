@@ -39,7 +39,7 @@ def query_tile(average_rows: int, head_dim: int, widest: int) -> int:
     return 64 if average_rows > 16 else 16
 
 
-CPU_SMS = 4  # multiprocessors to plan for where there is no GPU, so that small batches are split
+CPU_SMS = 16  # multiprocessors to plan for where there is no GPU, so that small batches are split
 
 
 def count_sms(device: torch.device, dtype: torch.dtype) -> int:

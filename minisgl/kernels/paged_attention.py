@@ -131,7 +131,8 @@ def attention_kernel(
             begin, tl.minimum(begin + part, end), scale_log2, kv_stride,
             HEAD_DIM, TILE_Q, TILE_KV, DIM,
         )  # fmt: skip
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        total = tl.where(total == 0.0, 1.0, total)  # a row that saw no key keeps m = -inf
+        acc = acc / total[:, None]
         if SPLIT:
             row = ((place * num_kv_heads + head) * splits + split) * TILE_Q + tl.arange(0, TILE_Q)
             tl.store(lse_ptr + row, m + tl.log2(total))
