@@ -1,6 +1,6 @@
 """The engine as a Python object: prompts in, dictionaries out.
 
-Generated from notebooks/09_scheduler.ipynb: edit there.
+Generated from notebooks/09b_llm.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from tqdm import tqdm
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import IntArray, SamplingParams
+from minisgl.scheduler.build import build_scheduler, limits_of
 from minisgl.scheduler.channel import InProcessChannel
-from minisgl.scheduler.messages import AbortMsg, ErrorReply, TokenReply, UserMsg
-from minisgl.scheduler.scheduler import (
+from minisgl.scheduler.messages import (
+    AbortMsg,
+    ErrorReply,
     InvalidRequestError,
-    build_scheduler,
-    check_params,
-    check_prompt,
-    token_array,
+    TokenReply,
+    UserMsg,
 )
+from minisgl.scheduler.validation import check_prompt
 from minisgl.tokenizer import DecodeStatus, Tokenizer
 
 
@@ -74,6 +75,33 @@ class OutputBuilder:
             self.out["logprobs"] = self.logprobs
 
 
+Prompt = str | Sequence[int] | IntArray
+Messages = Sequence[Mapping[str, Any]]
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or several, as a list: a string, and a flat list or array of ids, is one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    array = hasattr(prompts, "__array__")  # NumPy's, and torch's
+    if (array and np.ndim(prompts) == 0) or not (array or isinstance(prompts, Sequence)):
+        raise ValueError(f"prompts: must be text, token ids or a list of them, got {prompts!r}")
+    single = np.ndim(prompts) == 1 if array else isinstance(next(iter(prompts), None), int)
+    return [prompts] if single else list(prompts)
+
+
+def as_params(params: Any, count: int) -> list[SamplingParams]:
+    """Sampling parameters of each prompt, from none, one or a list of equal length."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    listed = list(params) if isinstance(params, Iterable) else [params]
+    if isinstance(params, Mapping) or not all(isinstance(p, SamplingParams) for p in listed):
+        raise ValueError(f"sampling_params: must be SamplingParams or a list, got {params!r}")
+    if len(listed) != count:
+        raise ValueError(f"sampling_params: {count} prompts need {count}, got {len(listed)}")
+    return listed
+
+
 def load_tokenizer(folder: Path) -> Tokenizer | None:
     """The tokenizer of a model folder; None if there is none, then prompts must be token ids."""
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -107,6 +135,7 @@ class LLM:
         self.tokenizer = load_tokenizer(folder)
         self.channel = InProcessChannel()
         self.scheduler = build_scheduler(self.config, self.channel, progress=progress)
+        self.limits = limits_of(self.scheduler.engine)
         if self.tokenizer is not None and not self.scheduler.eos_token_ids:
             self.scheduler.eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
         self.next_uid, self.closed = 0, False
@@ -115,17 +144,14 @@ class LLM:
     def encode(self, index: int, prompt: Prompt, params: SamplingParams) -> IntArray:
         """Token ids of prompt number `index`; ValueError says which prompt is wrong, and why."""
         try:
-            check_params(params)
             if self.tokenizer is None and (isinstance(prompt, str) or params.stop):
                 what = "text" if isinstance(prompt, str) else "stop strings"
                 raise InvalidRequestError(f"{what}: {self.config.model_path} has no tokenizer")
             if isinstance(prompt, str) and self.tokenizer is not None:
                 prompt = self.tokenizer.encode(prompt)
-            ids = token_array(prompt)
-            check_prompt(ids, self.scheduler.limits)
+            return check_prompt(prompt, self.limits)
         except InvalidRequestError as error:
             raise ValueError(f"prompts[{index}]: {error.message}") from None
-        return ids
 
     def generate(
         self,
@@ -143,41 +169,50 @@ class LLM:
         listed = as_prompts(prompts)
         params = as_params(sampling_params, len(listed))
         ids = [self.encode(index, *pair) for index, pair in enumerate(zip(listed, params))]
-        answers = [OutputBuilder(*pair, self.tokenizer) for pair in zip(ids, params)]
+        return self.answer_all(ids, params, progress)
+
+    def answer_all(
+        self, ids: list[IntArray], params: list[SamplingParams], progress: bool
+    ) -> list[dict[str, Any]]:
+        """Run the scheduler until all prompts are answered; a failure leaves nothing behind."""
+        outputs = [OutputBuilder(*pair, self.tokenizer) for pair in zip(ids, params)]
         with self.lock:
             if self.closed:
                 raise RuntimeError("this LLM was shut down; make a new one")
-            uids = range(self.next_uid, self.next_uid + len(answers))
+            uids = range(self.next_uid, self.next_uid + len(outputs))
             self.next_uid = uids.stop
-            self.channel.put_messages(
-                *(UserMsg(u, i.tolist(), p) for u, i, p in zip(uids, ids, params))
-            )
-            self.answer(dict(zip(uids, answers)), progress)
-        return [answer.out for answer in answers]
+            self.drop_leftovers()
+            try:
+                self.channel.put_messages(
+                    *(UserMsg(u, i.tolist(), p) for u, i, p in zip(uids, ids, params))
+                )
+                with tqdm(total=len(outputs), desc="requests", disable=not progress) as bar:
+                    self.run_until_done(dict(zip(uids, outputs)), bar)
+            finally:
+                self.drop_leftovers()
+        return [output.out for output in outputs]
 
-    def answer(self, answers: dict[int, OutputBuilder], progress: bool) -> None:
-        """Run the scheduler until all answers are complete; a failure leaves nothing behind."""
-        turn = self.scheduler.step_overlap if self.scheduler.overlap else self.scheduler.step
-        bar = tqdm(total=len(answers), desc="requests", disable=not progress)
-        try:
-            while self.channel.waiting or self.scheduler.has_work:
-                turn()
-                for reply in self.channel.take_replies():
-                    self.take_in(reply, answers[reply.uid])
-                bar.update(sum(answer.done for answer in answers.values()) - bar.n)
-        finally:
-            bar.close()
-            self.channel.recv(block=False)
-            for uid in answers:
-                self.scheduler.abort(uid)
-            self.channel.take_replies()
+    def run_until_done(self, outputs: dict[int, OutputBuilder], bar: tqdm) -> None:
+        """Step, and hand each reply to its output; a text that met its stop string is aborted."""
+        step = self.scheduler.step_overlap if self.scheduler.overlap else self.scheduler.step
+        while self.channel.waiting or self.scheduler.has_work:
+            step()
+            for reply in self.channel.take_replies():
+                output = outputs.get(reply.uid)
+                if isinstance(reply, ErrorReply):
+                    raise RuntimeError(f"uid {reply.uid}: {reply.message}")
+                if output is None or output.done:
+                    continue
+                if output.push(reply):
+                    self.channel.put_messages(AbortMsg(reply.uid))
+                bar.update(output.done)
 
-    def take_in(self, reply: TokenReply | ErrorReply, answer: OutputBuilder) -> None:
-        """Hand a reply to its answer; a text that met its stop string needs no more tokens."""
-        if isinstance(reply, ErrorReply):
-            raise RuntimeError(f"uid {reply.uid}: {reply.message}")
-        if not answer.done and answer.push(reply):
-            self.channel.put_messages(AbortMsg(reply.uid))
+    def drop_leftovers(self) -> None:
+        """Abort what an interrupted call left in the scheduler, and empty both queues."""
+        self.channel.recv(block=False)
+        for uid in list(self.scheduler.reqs):
+            self.scheduler.abort(uid)
+        self.channel.take_replies()
 
     def chat(
         self,
@@ -211,35 +246,3 @@ class LLM:
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
-
-
-Prompt = str | Sequence[int] | IntArray
-
-
-def as_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list: a string, and a flat list or array of ids, is one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype.kind in "iu":
-        return [prompts]
-    scalar = isinstance(prompts, np.ndarray) and prompts.ndim == 0
-    if scalar or not isinstance(prompts, Sequence | np.ndarray):
-        raise ValueError(f"prompts: must be text, token ids or a list of them, got {prompts!r}")
-    if len(prompts) and isinstance(prompts[0], int | np.integer):
-        return [prompts]
-    return list(prompts)
-
-
-def as_params(params: Any, count: int) -> list[SamplingParams]:
-    """Sampling parameters of each prompt, from none, one or a list of equal length."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, Iterable):
-        raise ValueError(f"sampling_params: must be SamplingParams or a list, got {params!r}")
-    found = list(params)
-    if len(found) != count:
-        raise ValueError(f"sampling_params: {count} prompts need {count}, got {len(found)}")
-    return found
-
-
-Messages = Sequence[Mapping[str, Any]]

@@ -22,9 +22,12 @@ from minisgl.kvcache.page_table import TableManager
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.messages import Reply, TokenReply, UserMsg
-from minisgl.scheduler.prefill import PrefillManager
+from minisgl.scheduler.observe import IdleAudit, attach_trace
+from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue
+from minisgl.scheduler.retraction import make_room
 from minisgl.scheduler.scheduler import Scheduler
+from minisgl.scheduler.validation import Limits, make_req
 
 VOCAB = 1000
 EOS = 999
@@ -117,21 +120,33 @@ class Driver:
         **sizes: int,
     ) -> None:
         self.engine = FakeEngine(**sizes) if engine is None else engine
-        tables = self.engine.tables
-        page_size = self.engine.page_size
-        self.cache = CacheManager(self.engine.num_pages, tables, make_cache(cache_type, page_size))
+        page_size, pages = self.engine.page_size, self.engine.num_pages
+        self.cache = CacheManager(pages, self.engine.tables, make_cache(cache_type, page_size))
         decode, fair = DecodeManager(reserve), policy == "fair"
-        prefill = PrefillManager(
-            self.cache, tables, decode, page_size=page_size, max_extend_tokens=budget,
-            min_shared=min_shared if cache_type != "naive" else 0,
-            waiting=FairQueue(budget) if fair else ArrivalOrder(),
-            mixed_prefill_threshold=mixed_prefill_threshold if fair else None,
-        )  # fmt: skip
+        limits = PrefillLimits(
+            budget,
+            min_shared if cache_type != "naive" else 0,
+            mixed_prefill_threshold if fair else None,
+        )
+        waiting = FairQueue(budget) if fair else ArrivalOrder()
+        prefill = PrefillManager(self.cache, decode, limits, waiting)
         self.channel = InProcessChannel()
+        self.limits = Limits(self.engine.max_seq_len, pages * page_size, VOCAB)
         self.scheduler = Scheduler(
-            self.engine, self.cache, prefill, decode, self.channel,
-            eos_token_ids=[EOS], trace=trace, check_every=0.0, interleave=fair,
-        )  # fmt: skip
+            self.engine,
+            self.cache,
+            prefill,
+            decode,
+            self.channel,
+            make_req=lambda msg: make_req(msg, self.limits),
+            make_room=make_room,
+            audit=IdleAudit(every=0.0),
+            eos_token_ids=frozenset([EOS]),
+            overlap=overlap,
+            interleave=fair,
+        )
+        if trace is not None:
+            attach_trace(self.scheduler, trace)
         self.step = self.scheduler.step_overlap if overlap else self.scheduler.step
         self.replies: dict[int, list[Reply]] = {}
 

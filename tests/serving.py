@@ -110,7 +110,7 @@ class Live:
             """Its thread may still be putting the last pages back: look again."""
             with suppress(RuntimeError):
                 check_integrity(scheduler.cache)
-                return scheduler.tables.free_rows == scheduler.engine.config.max_running_req
+                return scheduler.engine.tables.free_rows == scheduler.engine.config.max_running_req
             return False
 
         wait_for(lambda: not scheduler.has_work, "the scheduler to be idle")
@@ -118,7 +118,7 @@ class Live:
             wait_for(settled, "pages and rows to be home", 2.0)
         check_integrity(scheduler.cache)
         assert scheduler.cache.available_tokens == self.pages * scheduler.engine.page_size
-        assert scheduler.tables.free_rows == scheduler.engine.config.max_running_req
+        assert scheduler.engine.tables.free_rows == scheduler.engine.config.max_running_req
         wait_for(lambda: self.gate.taken == 0, "all places to be free")
         assert not self.server.frontend._streams
 

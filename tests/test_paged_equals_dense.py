@@ -102,7 +102,7 @@ class PagedEqualsDense(RuleBasedStateMachine):
     def ask(self, base: int, same: int, own: list[int], new: int, ignore: bool) -> None:
         prompt = tuple([(7 * base + 3 * i) % 20 for i in range(same)] + own)
         uid = len(self.asked)
-        count = min(new, self.d.scheduler.limits.total - len(prompt))
+        count = min(new, self.d.limits.total - len(prompt))
         self.asked[uid] = (prompt, count, ignore)
         params = SamplingParams(max_tokens=new, ignore_eos=ignore)
         self.d.channel.put_messages(UserMsg(uid, list(prompt), params))
@@ -123,7 +123,7 @@ class PagedEqualsDense(RuleBasedStateMachine):
 
     def ask_exactly(self, prompt: tuple[int, ...], new: int, ignore: bool) -> None:
         uid = len(self.asked)
-        self.asked[uid] = (prompt, min(new, self.d.scheduler.limits.total - len(prompt)), ignore)
+        self.asked[uid] = (prompt, min(new, self.d.limits.total - len(prompt)), ignore)
         params = SamplingParams(max_tokens=new, ignore_eos=ignore)
         self.d.channel.put_messages(UserMsg(uid, list(prompt), params))
 

@@ -43,9 +43,10 @@ from minisgl.runtime.ranks import (
     require_equal,
     tp_worker,
 )
+from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import AbortMsg, ExitMsg, Msg, TokenReply, UserMsg
-from minisgl.scheduler.scheduler import Scheduler, build_scheduler
+from minisgl.scheduler.scheduler import Scheduler
 from tests import tp_drills
 from tests.checkpoints import ARCHITECTURES, make_checkpoint
 
@@ -354,7 +355,7 @@ def play(
     steps: list[tuple[Any, ...]] = []
     record(scheduler, steps)
     if config.overlap:
-        scheduler.run_overlap()
+        scheduler.run()
     else:
         scheduler.run()
     return script.tokens, steps
@@ -479,7 +480,7 @@ def test_exit_message_reaches_every_rank(folder: Path) -> None:
         mine = config_of_rank(config, comm.rank, comm.size)
         if comm.rank:
             return tp_worker(comm, mine)
-        return build_scheduler(mine, BroadcastChannel(channel, comm), comm).run_overlap()
+        return build_scheduler(mine, BroadcastChannel(channel, comm), comm).run()
 
     run_threads(rank, 2)
     last = channel.take_replies()[-1]
@@ -502,7 +503,7 @@ def test_ranks_leave_their_group_unless_something_failed(
         if fails:
             raise ZeroDivisionError
         channel.put_messages(ExitMsg())
-        scheduler.run_overlap()
+        scheduler.run()
     assert left == ([] if fails else [0])
     assert not living_ranks()
 

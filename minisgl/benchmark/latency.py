@@ -32,7 +32,7 @@ def start_together(
 ) -> None:
     """Queue `batch` requests with random prompts; nothing runs yet."""
     rng = np.random.default_rng(seed)
-    limits = llm.scheduler.limits
+    limits = llm.limits
     each, room = prompt_len + output_len, limits.pool_tokens
     if each > limits.max_seq_len:
         raise ValueError(f"output-len: a request of {each} tokens, window {limits.max_seq_len}")

@@ -60,8 +60,8 @@ def redraw(requests: Sequence[RandomRequest], vocab_size: int, seed: int) -> lis
 def run_once(llm: LLM, requests: Sequence[RandomRequest], temperature: float) -> float:
     """Seconds until every request has exactly its number of tokens; ValueError if one cannot."""
     need = max(len(r.input_ids) + r.output_len for r in requests)
-    if need > llm.scheduler.limits.total:
-        room = llm.scheduler.limits.total
+    if need > llm.limits.total:
+        room = llm.limits.total
         raise ValueError(f"output-len: a request needs {need} tokens, there is room for {room}")
     prompts = [request.input_ids for request in requests]
     params = [

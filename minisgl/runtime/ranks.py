@@ -18,9 +18,10 @@ from minisgl.engine.heap import frozen_heap
 from minisgl.parallel.comm import Comm
 from minisgl.parallel.gloo import GlooComm
 from minisgl.runtime.launch import RankProcesses, join
+from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.messages import Msg, Reply
-from minisgl.scheduler.scheduler import Scheduler, build_scheduler
+from minisgl.scheduler.scheduler import Scheduler
 
 
 class BroadcastChannel:
@@ -77,10 +78,8 @@ def config_of_rank(config: SchedulerConfig, rank: int, size: int) -> SchedulerCo
 
 def run_loop(scheduler: Scheduler, overlap: bool) -> None:
     """Until an `ExitMsg`, in the loop that the config asks for; the same one on all ranks."""
-    if overlap:
-        scheduler.run_overlap()
-    else:
-        scheduler.run()
+    scheduler.overlap = overlap
+    scheduler.run()
 
 
 def tp_worker(comm: Comm, config: SchedulerConfig) -> None:

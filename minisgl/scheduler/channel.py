@@ -1,6 +1,6 @@
 """How messages reach a scheduler and replies leave it; the simplest way, inside one process.
 
-Generated from notebooks/09_scheduler.ipynb: edit there.
+Generated from notebooks/08d_messages.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def drain(source: queue.SimpleQueue) -> Iterator:
 
 
 class InProcessChannel:
-    """Two queues in one process. The caller puts messages in and takes replies out."""
+    """Two queues in one process: a caller puts messages in and takes replies out."""
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[Msg] = queue.SimpleQueue()
@@ -60,5 +60,5 @@ class InProcessChannel:
 
     @property
     def waiting(self) -> bool:
-        """True if there are messages that nobody has received."""
+        """True if there are messages that were not received yet."""
         return not self._inbox.empty()

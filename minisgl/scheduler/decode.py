@@ -1,4 +1,4 @@
-"""The requests that produce one token per step, in the order in which they got there.
+"""The requests that produce one token per step, and the pages that are promised to them.
 
 Generated from notebooks/09_scheduler.ipynb: edit there.
 """
@@ -22,11 +22,11 @@ def pages_to_come(req: Req, page_size: int, reserve: int | None = None) -> int:
 
 
 class DecodeManager:
-    """Requests with a complete prompt and room for more tokens, first come first."""
+    """Requests with a complete prompt and room for more tokens, in the order of joining."""
 
     def __init__(self, reserve: int | None = None) -> None:
         self.reserve = reserve  # tokens of each answer that are promised ahead; None: all
-        self.running: dict[int, Req] = {}  # by uid; the order is the same on every rank
+        self.running: dict[int, Req] = {}  # by uid
 
     def remove(self, req: Req) -> None:
         self.running.pop(req.uid, None)
@@ -34,15 +34,6 @@ class DecodeManager:
     def pages_to_come(self, page_size: int) -> int:
         """Pages that must stay available for the running requests."""
         return sum(pages_to_come(req, page_size, self.reserve) for req in self.running.values())
-
-    def pages_now(self, page_size: int) -> int:
-        """Pages that the next token of everybody takes."""
-        return sum(req.cached_len % page_size == 0 for req in self.running.values())
-
-    @property
-    def youngest(self) -> Req:
-        """The one that joined last."""
-        return next(reversed(self.running.values()))
 
     def update(self, reqs: Iterable[Req]) -> None:
         """After a launch: keep those that need another step, drop those that had their last one."""
@@ -52,9 +43,9 @@ class DecodeManager:
             if req.can_decode:
                 self.running[req.uid] = req
             else:
-                self.running.pop(req.uid, None)
+                self.remove(req)
 
     def schedule(self) -> Batch | None:
-        """Everybody, one token each."""
+        """One token for each running request."""
         reqs = list(self.running.values())
         return Batch(reqs=reqs, phase=Phase.DECODE) if reqs else None

@@ -1,6 +1,6 @@
-"""What is said to a scheduler and what it answers: typed, validated messages.
+"""What is said to a scheduler and what it answers: typed messages, and the error for bad ones.
 
-Generated from notebooks/09_scheduler.ipynb: edit there.
+Generated from notebooks/08d_messages.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -33,21 +33,18 @@ class ExitMsg(msgspec.Struct, tag=True):
 
 
 class TokenReply(msgspec.Struct, tag=True, kw_only=True):
-    """One token of a request. The last reply of a request, and no other, has `finished` set.
-
-    `token` is None if the request was aborted.
-    """
+    """One token of a request. The last reply of a request, and no other, has `finished` set."""
 
     uid: int
-    token: int | None
+    token: int | None  # None if the request was aborted
     finished: bool = False
     finish_reason: str | None = None  # "stop" (an end token), "length" or "abort"
     prompt_tokens: int = 0
     cached_tokens: int = 0
     logprob: float | None = None
     top_logprobs: list[tuple[int, float]] | None = None
-    notice: str | None = None  # what the caller should know, in the first reply
-    stop: tuple[str, ...] = ()  # the request's stop strings, for whoever turns tokens into text
+    notice: str | None = None  # what the caller should know; with the first token only
+    stop: tuple[str, ...] = ()  # the request's stop strings; with the first token only
 
 
 class ErrorReply(msgspec.Struct, tag=True, kw_only=True):
@@ -61,3 +58,11 @@ class ErrorReply(msgspec.Struct, tag=True, kw_only=True):
 
 Msg = UserMsg | AbortMsg | ExitMsg
 Reply = TokenReply | ErrorReply
+
+
+class InvalidRequestError(ValueError):
+    """Why a request cannot be served: a message for people, a code and a field for programs."""
+
+    def __init__(self, message: str, code: str = "invalid_request", param: str = "prompt") -> None:
+        super().__init__(message)
+        self.message, self.code, self.param = message, code, param

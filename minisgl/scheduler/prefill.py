@@ -5,57 +5,59 @@ Generated from notebooks/09_scheduler.ipynb: edit there.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 from minisgl.core import Batch, Phase, Req
 from minisgl.kvcache.cache_manager import CacheManager
-from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.prefix_cache import CacheHandle
 from minisgl.scheduler.decode import DecodeManager, pages_to_come
 from minisgl.scheduler.queue import ArrivalOrder, WaitingQueue
+
+
+@dataclass(frozen=True)
+class PrefillLimits:
+    """What one prefill step may hold, in tokens."""
+
+    max_extend_tokens: int  # computed in one step
+    min_shared: int = 32  # a common prefix that is worth a step of waiting; 0: none is
+    mixed_prefill_threshold: int | None = None  # see `room`; None: the budget alone counts
 
 
 class PrefillAdder:
     """Fills one prefill step: counts down tokens of the step and pages of the pool."""
 
     def __init__(
-        self, cache: CacheManager, tables: TableManager, page_size: int, *, budget: int,
-        reserved: int, min_shared: int, reserve: int | None = None,
-        mixed_prefill_threshold: int | None = None,
-    ) -> None:  # fmt: skip
-        self.cache = cache
-        self.tables = tables
-        self.page_size = page_size
-        self.budget = budget  # tokens that this step may still compute
-        self.taken = 0  # tokens that it computes so far
-        self.sizes: list[int] = []  # tokens of its prompts, those of earlier steps included
-        self.reserved = reserved  # pages promised to requests admitted so far
-        self.reserve = reserve  # tokens of an answer that are promised; None: all
-        self.mixed_prefill_threshold = mixed_prefill_threshold  # see `room`; None: no limit
-        self.min_shared = -(-min_shared // page_size) * page_size  # whole pages are cached
+        self, cache: CacheManager, limits: PrefillLimits, reserved: int, reserve: int | None = None
+    ) -> None:
+        self.cache, self.limits = cache, limits
+        self.budget = limits.max_extend_tokens  # tokens that this step may still compute
+        self.reserved, self.reserve = reserved, reserve  # pages promised; see `pages_to_come`
         self.reqs: list[Req] = []
-        self.in_batch_prefixes: set[bytes] = set()  # what this step computes first, of each request
-
-    def pages_left(self) -> int:
-        """Pages that are free or evictable, and promised to nobody."""
-        return self.cache.available_tokens // self.page_size - self.reserved
+        self.min_shared = -(-limits.min_shared // cache.page_size) * cache.page_size
+        self.shortest = math.inf  # tokens of the step's shortest prompt, chunks before included
+        self.prefixes: set[bytes] = set()  # in-batch prefixes: what this step computes first
 
     def room(self, tokens: int) -> int:
         """Tokens that this step still has for a prompt with so many left to compute."""
-        if self.mixed_prefill_threshold is None or not self.sizes or tokens <= 2 * min(self.sizes):
+        threshold = self.limits.mixed_prefill_threshold
+        if threshold is None or tokens <= 2 * self.shortest:
             return self.budget
-        return max(0, min(self.budget, self.mixed_prefill_threshold - self.taken))
+        taken = self.limits.max_extend_tokens - self.budget
+        return max(0, min(self.budget, threshold - taken))
 
     def add_chunk(self, req: Req) -> None:
         """Compute as much of an admitted prompt as there is room for."""
         rest = req.prefill_len - req.cached_len
         length = min(self.room(rest), rest)
         # What a retracted request finds in the cache may be its own work: `matched_len` is older.
-        self.sizes.append(rest if req.retracted else req.prefill_len - req.matched_len)
+        size = rest if req.retracted else req.prefill_len - req.matched_len
+        self.shortest = min(self.shortest, size)
         req.schedule(req.cached_len + length)
         self.budget = self.budget - length if length == rest else 0
-        self.taken += length
         self.reqs.append(req)
         if self.min_shared:
-            self.in_batch_prefixes.add(self.prefix_key(req, req.matched_len))
+            self.prefixes.add(self.prefix_key(req, req.matched_len))
 
     def continue_chunk(self, chunked_req: Req) -> bool:
         """Compute more of a prompt that was cut, if there is room for it."""
@@ -64,35 +66,28 @@ class PrefillAdder:
         self.add_chunk(chunked_req)
         return True
 
-    def prefix_key(self, req: Req, matched_len: int) -> bytes:
-        """The matched prefix of a prompt and the next `min_shared` tokens, as a key."""
-        return req.input_ids[: min(matched_len + self.min_shared, req.prompt_len - 1)].tobytes()
-
-    def is_in_batch_prefix(self, req: Req, matched_len: int) -> bool:
-        """True if a request of this very step computes a beginning that `req` could soon match."""
-        long_enough = req.prompt_len - 1 - matched_len >= self.min_shared > 0
-        return long_enough and self.prefix_key(req, matched_len) in self.in_batch_prefixes
-
     def try_admit(self, req: Req, whole: bool = False) -> bool:
         """Give a waiting request its prefix, its row and a promise of pages, or change nothing.
 
         whole: only if all of its prompt has room in this step.
         """
-        if self.budget <= 0 or self.tables.free_rows == 0:
+        if self.budget <= 0 or self.cache.tables.free_rows == 0:
             return False
         handle = self.cache.match_req(req.input_ids)
-        if self.is_in_batch_prefix(req, handle.cached_len):
-            return False
         tokens = req.host_len - handle.cached_len
         room = self.room(tokens)
-        if room <= 0 or (whole and tokens > room):
+        if (
+            room <= 0
+            or (whole and tokens > room)
+            or self.is_in_batch_prefix(req, handle.cached_len)
+        ):
             return False
         req.restart()
         req.cached_len = handle.cached_len
         # Locked pages are not evictable any more: lock first, then count what is left.
         self.cache.lock(handle)
-        needed = pages_to_come(req, self.page_size, self.reserve)
-        if needed > self.pages_left():
+        needed = pages_to_come(req, self.cache.page_size, self.reserve)
+        if needed > self.cache.available_tokens // self.cache.page_size - self.reserved:
             self.cache.unlock(handle)
             req.cached_len = 0
             return False
@@ -103,27 +98,32 @@ class PrefillAdder:
 
     def allocate_row(self, req: Req, handle: CacheHandle) -> None:
         """A row for an admitted request, with the slots of its prefix and all tokens it has."""
+        tables = self.cache.tables
         req.cache_handle = handle
         if not req.retracted:  # what one that comes back finds, it may have computed itself
             req.matched_len = handle.cached_len
-        req.table_idx = self.tables.allocate()
-        self.tables.write(req.table_idx, 0, handle.slots())
-        self.tables.write_tokens(req.table_idx, 0, req.input_ids)
+        req.table_idx = tables.allocate()
+        tables.write(req.table_idx, 0, handle.slots())
+        tables.write_tokens(req.table_idx, 0, req.input_ids)
+
+    def prefix_key(self, req: Req, matched_len: int) -> bytes:
+        """The matched prefix of a prompt and the next `min_shared` tokens, as a key."""
+        return req.input_ids[: min(matched_len + self.min_shared, req.prompt_len - 1)].tobytes()
+
+    def is_in_batch_prefix(self, req: Req, matched_len: int) -> bool:
+        """True if a request of this very step computes a prefix that `req` could soon match."""
+        long_enough = req.prompt_len - 1 - matched_len >= self.min_shared > 0
+        return long_enough and self.prefix_key(req, matched_len) in self.prefixes
 
 
 class PrefillManager:
     """Requests that wait, and the one whose prompt is half done."""
 
     def __init__(
-        self, cache: CacheManager, tables: TableManager, decode: DecodeManager, *,
-        page_size: int, max_extend_tokens: int, min_shared: int = 32,
-        waiting: WaitingQueue | None = None, mixed_prefill_threshold: int | None = None,
+        self, cache: CacheManager, decode: DecodeManager, limits: PrefillLimits,
+        waiting: WaitingQueue | None = None,
     ) -> None:  # fmt: skip
-        self.cache, self.tables, self.decode = cache, tables, decode
-        self.page_size = page_size
-        self.max_extend_tokens = max_extend_tokens  # of one step
-        self.min_shared = min_shared  # tokens; 0 if the cache never remembers
-        self.mixed_prefill_threshold = mixed_prefill_threshold
+        self.cache, self.decode, self.limits = cache, decode, limits
         self.waiting: WaitingQueue = ArrivalOrder() if waiting is None else waiting
         self.chunked_req: Req | None = None
 
@@ -134,43 +134,31 @@ class PrefillManager:
         elif req.table_idx < 0:  # not admitted yet
             self.waiting.remove(req)
 
-    def pages_to_finish(self) -> int:
-        """Pages that the rest of the half-done prompt takes, and nothing of its answer."""
-        return 0 if self.chunked_req is None else pages_to_come(self.chunked_req, self.page_size, 0)
-
     def adder(self) -> PrefillAdder:
-        """A fresh step: a full token budget; what running requests may still need is set aside."""
-        reserve = self.decode.reserve
-        reserved = self.decode.pages_to_come(self.page_size)
+        """A fresh step: a full token budget; what admitted requests may still need is set aside."""
+        size, reserve = self.cache.page_size, self.decode.reserve
+        reserved = self.decode.pages_to_come(size)
         if self.chunked_req is not None:
-            reserved += pages_to_come(self.chunked_req, self.page_size, reserve)
-        return PrefillAdder(
-            self.cache, self.tables, self.page_size, budget=self.max_extend_tokens,
-            reserved=reserved, min_shared=self.min_shared, reserve=reserve,
-            mixed_prefill_threshold=self.mixed_prefill_threshold,
-        )  # fmt: skip
+            reserved += pages_to_come(self.chunked_req, size, reserve)
+        return PrefillAdder(self.cache, self.limits, reserved, reserve)
 
     def schedule(self) -> Batch | None:
         """The next prefill step: the half-done prompt and those who wait, as the queue says."""
-        if not self.waiting and self.chunked_req is None:
-            return None
-        adder, chunked_req = self.adder(), self.chunked_req
+        adder, chunked = self.adder(), self.chunked_req
         while adder.budget > 0:
             first = self.waiting.first()
-            if chunked_req is not None and (
-                first is None or self.waiting.chunk_comes_first(chunked_req)
-            ):
-                if not adder.continue_chunk(chunked_req):
+            if chunked is not None and (first is None or self.waiting.chunk_comes_first(chunked)):
+                if not adder.continue_chunk(chunked):
                     break
-                chunked_req = None
-            elif first is None or not adder.try_admit(first, whole=chunked_req is not None):
+                chunked = None
+            elif first is None or not adder.try_admit(first, whole=chunked is not None):
                 break
             else:
                 self.waiting.remove(first)
-        if chunked_req is not None and adder.continue_chunk(chunked_req):
-            chunked_req = None
+        if chunked is not None and adder.continue_chunk(chunked):
+            chunked = None
         if not adder.reqs:
             return None
-        last = adder.reqs[-1]  # only the last one can have been cut
-        self.chunked_req = last if last.is_chunked else chunked_req
+        last = adder.reqs[-1]
+        self.chunked_req = last if last.is_chunked else chunked
         return Batch(reqs=adder.reqs, phase=Phase.PREFILL)

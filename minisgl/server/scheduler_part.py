@@ -14,8 +14,8 @@ from minisgl.parallel.comm import Comm
 from minisgl.runtime.launch import RankError
 from minisgl.runtime.ranks import Ranks, run_loop
 from minisgl.runtime.supervisor import WorkerContext
+from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
-from minisgl.scheduler.scheduler import build_scheduler
 from minisgl.server.channels import SchedulerChannel, ZmqInbox, ZmqOutbox
 from minisgl.server.launch import Addresses
 from minisgl.server.stats import Reporter

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minisgl.scheduler.scheduler import Scheduler, TraceEvent
+from minisgl.scheduler.observe import TraceEvent
+from minisgl.scheduler.scheduler import Scheduler
 from minisgl.server.messages import Span, StatsMsg, TraceMsg, Watched
 
 

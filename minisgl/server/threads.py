@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.runtime.ranks import run_loop
+from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.messages import ExitMsg
-from minisgl.scheduler.scheduler import build_scheduler
 from minisgl.server.channels import QueueBox, SchedulerChannel
 from minisgl.server.frontend import Frontend, Observer
 from minisgl.server.stats import Reporter
@@ -37,7 +37,7 @@ class ThreadedServer:
         self.scheduler = build_scheduler(config, channel, trace=reporter.trace)
         reporter.scheduler = self.scheduler
         tokenizer = Tokenizer(resolve_model_path(config.model_path))
-        window = self.scheduler.limits.max_seq_len
+        window = self.scheduler.engine.max_seq_len
         self._worker = TextWorker(tokenizer, to_scheduler, to_frontend, window)
         self.frontend = Frontend([to_text], to_frontend, observers)
         self._threads = [

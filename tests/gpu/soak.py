@@ -25,9 +25,10 @@ from minisgl.benchmark.report import save
 from minisgl.config.engine import SchedulerConfig
 from minisgl.core import Req
 from minisgl.kvcache.audit import check_integrity
+from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, TokenReply, UserMsg
-from minisgl.scheduler.scheduler import Scheduler, build_scheduler
+from minisgl.scheduler.scheduler import Scheduler
 from minisgl.tiny.evaluate import task_cases
 from minisgl.tiny.model_path import model_path
 from minisgl.tokenizer import Tokenizer
@@ -254,11 +255,11 @@ class Round:
         s = self.scheduler
         s.stop()
         self.seen["retractions"] = s.retractions
-        assert not self.open and not s.reqs and not s.notices and s.in_flight is None
+        assert not self.open and not s.reqs and s.in_flight is None
         assert not s.decode.running and not s.prefill.waiting and s.prefill.chunked_req is None
         check_integrity(s.cache)
         assert s.cache.available_tokens == s.engine.num_pages * s.engine.page_size
-        assert s.tables.free_rows == s.tables.num_rows
+        assert s.engine.tables.free_rows == s.engine.tables.num_rows
         assert self.channel.take_replies() == []
 
     def growth(self) -> dict[str, float]:

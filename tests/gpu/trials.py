@@ -50,6 +50,7 @@ from minisgl.engine import step_graph
 from minisgl.engine.heap import frozen_heap
 from minisgl.kernels import decode_attention
 from minisgl.scheduler.messages import UserMsg
+from minisgl.scheduler.observe import STAGES, attach_trace
 
 WAYS = (
     "128-4-2 uncut", "64-2-2 uncut", "32-1-6 uncut", "32-1-4 uncut",
@@ -224,13 +225,14 @@ def host_times(llm: LLM, batch: int, name: str) -> dict[str, Any]:
     tpot = []
     for number in range(3):
         if number == 2:
-            llm.scheduler.trace = lambda e: parts[e.name].append((e.end - e.start) * 1e6)
+            attach_trace(llm.scheduler, lambda e: parts[e.name].append((e.end - e.start) * 1e6))
         seed = 100 * batch + 10 * (name == "sampled") + number
         latency.start_together(llm, batch, 512, 160, latency.SAMPLING[name], seed)
         row = latency.latency_row(latency.drive(llm), batch)
         if number < 2:
             tpot.append(row["tpot_ms"])
-    llm.scheduler.trace = None
+    for stage in STAGES:  # the methods of the class are below
+        delattr(llm.scheduler, stage)
     skip = 2 * latency.SKIP
     host = {
         part: [round(float(np.percentile(us[skip:], q)), 1) for q in (50, 99)]

@@ -15,7 +15,7 @@ MUTATIONS = [
     Mutation(
         name="benchmark: a clamped answer is timed as if it were whole",
         module="minisgl.benchmark.offline",
-        old="if need > llm.scheduler.limits.total:",
+        old="if need > llm.limits.total:",
         new="if False:",
         test=TEST + "test_a_workload_that_does_not_fit_is_refused",
     ),

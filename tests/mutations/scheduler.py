@@ -6,6 +6,8 @@ from tests.mutations import Mutation
 
 PREFILL, DECODE = "minisgl.scheduler.prefill", "minisgl.scheduler.decode"
 SCHEDULER, LLM = "minisgl.scheduler.scheduler", "minisgl.llm"
+RETRACTION, VALIDATION = "minisgl.scheduler.retraction", "minisgl.scheduler.validation"
+REPLIES = "minisgl.scheduler.replies"
 TESTS, LLM_TESTS = "tests/test_scheduler.py::", "tests/test_llm.py::"
 PAGED = "tests/test_paged_equals_dense.py::test_a_crowd_with_one_prefix"
 
@@ -14,57 +16,57 @@ QUEUE, QUEUE_TESTS = "minisgl.scheduler.queue", "tests/test_queue.py::"
 MUTATIONS = [
     Mutation(
         "retract_takes_the_oldest",
-        DECODE,
-        "return next(reversed(self.running.values()))",
-        "return next(iter(self.running.values()))",
+        RETRACTION,
+        "next(reversed(running.values()))",
+        "next(iter(running.values()))",
         TESTS + "test_the_youngest_is_taken_back_and_goes_on",
     ),
     Mutation(
         "retract_nobody",
-        SCHEDULER,
-        "            if len(self.decode.running) <= available or",
-        "            if True or",
+        RETRACTION,
+        "if fits or sum(",
+        "if True or sum(",
         TESTS + "test_the_youngest_is_taken_back_and_goes_on",
     ),
     Mutation(
         "retract_spares_a_half_done_prompt",
-        SCHEDULER,
-        "self.retract(self.prefill.chunked_req or self.decode.youngest)",
-        "self.retract(self.decode.youngest)",
+        RETRACTION,
+        "retract(scheduler, chunked or youngest)",
+        "retract(scheduler, youngest)",
         TESTS + "test_a_half_done_prompt_is_taken_back_first",
     ),
     Mutation(
         "retract_does_not_look_at_the_step_on_its_way",
-        SCHEDULER,
-        "if self.in_flight is not None:  # somebody",
-        "if False:  # somebody",
+        RETRACTION,
+        "if scheduler.in_flight is not None:",
+        "if False:",
         TESTS + "test_whoever_ends_in_the_step_on_its_way_leaves_pages",
     ),
     Mutation(
         "retract_spends_the_pages_of_a_half_done_prompt",
-        SCHEDULER,
-        "// size - self.prefill.pages_to_finish()",
-        "// size",
+        RETRACTION,
+        "available -= pages_to_come(chunked, size, 0)",
+        "pass",
         TESTS + "test_a_half_done_prompt_is_taken_back_first",
     ),
     Mutation(
         "retract_counts_too_few_pages",
-        DECODE,
-        "req.cached_len % page_size == 0 for",
-        "req.cached_len % page_size == 1 for",
+        RETRACTION,
+        "req.cached_len % size == 0 for",
+        "req.cached_len % size == 1 for",
         TESTS + "TestEvents",
     ),
     Mutation(
         "retract_to_the_end_of_the_queue",
-        SCHEDULER,
-        "self.prefill.waiting.resume(req)",
-        "self.prefill.waiting.add(req)",
+        RETRACTION,
+        "scheduler.prefill.waiting.resume(req)",
+        "scheduler.prefill.waiting.add(req)",
         TESTS + "test_who_is_taken_back_comes_before_newcomers",
     ),
     Mutation(
         "retract_keeps_the_row",
         SCHEDULER,
-        "        self.tables.free(req.table_idx)\n",
+        "        self.engine.tables.free(req.table_idx)\n",
         "",
         TESTS + "test_the_youngest_is_taken_back_and_goes_on",
     ),
@@ -205,12 +207,11 @@ MUTATIONS = [
         "prefill_counts_before_it_locks",
         PREFILL,
         "self.cache.lock(handle)\n"
-        "        needed = pages_to_come(req, self.page_size, self.reserve)\n"
-        "        if needed > self.pages_left():\n            self.cache.unlock(handle)\n",
-        "needed = pages_to_come(req, self.page_size, self.reserve)\n"
-        "        left = self.pages_left()\n"
-        "        self.cache.lock(handle)\n        if needed > left:\n"
-        "            self.cache.unlock(handle)\n",
+        "        needed = pages_to_come(req, self.cache.page_size, self.reserve)\n"
+        "        if needed > self.cache.available_tokens //",
+        "left = self.cache.available_tokens\n        self.cache.lock(handle)\n"
+        "        needed = pages_to_come(req, self.cache.page_size, self.reserve)\n"
+        "        if needed > left //",
         TESTS + "test_a_matched_prefix_is_locked_before_pages_are_counted",
     ),
     Mutation(
@@ -223,14 +224,14 @@ MUTATIONS = [
     Mutation(
         "prefill_forgets_what_running_requests_need",
         PREFILL,
-        "reserved = self.decode.pages_to_come(self.page_size)",
+        "reserved = self.decode.pages_to_come(size)",
         "reserved = 0",
         TESTS + "test_running_requests_keep_what_they_may_still_need",
     ),
     Mutation(
         "prefill_forgets_what_the_half_done_prompt_needs",
         PREFILL,
-        "reserved += pages_to_come(self.chunked_req, self.page_size, reserve)",
+        "reserved += pages_to_come(self.chunked_req, size, reserve)",
         "reserved += 0",
         TESTS + "test_a_half_done_prompt_keeps_its_pages",
     ),
@@ -259,7 +260,7 @@ MUTATIONS = [
         "prefill_small_ones_overtake",
         PREFILL,
         "            elif first is None or not adder.try_admit("
-        "first, whole=chunked_req is not None):\n"
+        "first, whole=chunked is not None):\n"
         "                break\n            else:\n                self.waiting.remove(first)\n",
         "            else:\n"
         "                for req in [r for r in list(self.waiting) if adder.try_admit(r)]:\n"
@@ -270,28 +271,28 @@ MUTATIONS = [
     Mutation(
         "prefill_forgets_who_is_half_done",
         PREFILL,
-        "self.chunked_req = last if last.is_chunked else chunked_req",
+        "self.chunked_req = last if last.is_chunked else chunked",
         "self.chunked_req = None",
         TESTS + "test_pitfall_07_chunks_of_1200_at_256",
     ),
     Mutation(
         "prefill_forgets_a_half_done_prompt_that_found_no_room",
         PREFILL,
-        "self.chunked_req = last if last.is_chunked else chunked_req",
+        "self.chunked_req = last if last.is_chunked else chunked",
         "self.chunked_req = last if last.is_chunked else None",
         TESTS + "test_a_half_done_prompt_that_found_no_room_goes_on_later",
     ),
     Mutation(
         "prefill_newcomers_fill_the_step",
         PREFILL,
-        "return max(0, min(self.budget, self.mixed_prefill_threshold - self.taken))",
+        "return max(0, min(self.budget, threshold - taken))",
         "return self.budget",
         TESTS + "test_a_step_holds_prompts_of_about_one_length",
     ),
     Mutation(
         "prefill_gives_a_long_prompt_nothing",
         PREFILL,
-        "return max(0, min(self.budget, self.mixed_prefill_threshold - self.taken))",
+        "return max(0, min(self.budget, threshold - taken))",
         "return 0",
         TESTS + "test_a_document_goes_on_behind_a_trickle",
     ),
@@ -305,8 +306,8 @@ MUTATIONS = [
     Mutation(
         "prefill_measures_a_step_by_its_longest_prompt",
         PREFILL,
-        "tokens <= 2 * min(self.sizes)",
-        "tokens <= 2 * max(self.sizes)",
+        "self.shortest = min(self.shortest, size)",
+        "self.shortest = max(self.shortest % math.inf, size)",
         TESTS + "test_a_rest_counts_as_what_it_is_of",
     ),
     Mutation(
@@ -361,7 +362,7 @@ MUTATIONS = [
     Mutation(
         "prefill_matched_slots_are_not_in_the_row",
         PREFILL,
-        "self.tables.write(req.table_idx, 0, handle.slots())",
+        "tables.write(req.table_idx, 0, handle.slots())",
         "handle.slots()",
         TESTS + "test_a_second_request_finds_the_prefix",
     ),
@@ -382,7 +383,7 @@ MUTATIONS = [
     Mutation(
         "finish_never_releases",
         SCHEDULER,
-        "                if reason is not None:\n                    self.release(req)\n",
+        "            if reason is not None:\n                self.release(req)\n",
         "",
         TESTS + "test_one_request",
     ),
@@ -396,7 +397,7 @@ MUTATIONS = [
     Mutation(
         "release_keeps_the_row",
         SCHEDULER,
-        "self.tables.free(req.table_idx)",
+        "self.engine.tables.free(req.table_idx)",
         "pass",
         TESTS + "test_more_requests_than_rows",
     ),
@@ -410,15 +411,15 @@ MUTATIONS = [
     Mutation(
         "abort_forgets_the_queue",
         SCHEDULER,
-        "        self.notices.pop(req.uid, None)\n        self.prefill.remove(req)\n",
-        "        self.notices.pop(req.uid, None)\n",
+        "        del self.reqs[req.uid]\n        self.prefill.remove(req)\n",
+        "        del self.reqs[req.uid]\n",
         TESTS + "test_abort_at_every_moment",
     ),
     Mutation(
         "abort_says_nothing",
         SCHEDULER,
-        "    self.release(req)\n        reply = TokenReply(",
-        "    self.release(req)\n        return\n        reply = TokenReply(",
+        "            self.channel.send([abort_reply(req)])\n",
+        "",
         TESTS + "test_run_until_told_to_exit",
     ),
     Mutation(
@@ -448,7 +449,7 @@ MUTATIONS = [
     Mutation(
         "idle_checks_nothing",
         SCHEDULER,
-        "        if idle:\n            self.check_integrity()\n",
+        "        if idle and self.audit is not None:\n            self.audit(self)\n",
         "",
         TESTS + "test_idle_checks_that_no_page_is_lost",
     ),
@@ -462,43 +463,36 @@ MUTATIONS = [
     Mutation(
         "refused_in_silence",
         SCHEDULER,
-        "            self.channel.send([reply])\n",
+        "            self.channel.send([ErrorReply(uid=msg.uid, **refused)])\n",
         "",
         TESTS + "test_pitfall_11_longer_than_the_window",
     ),
     Mutation(
         "too_long_for_the_pool_waits_for_ever",
-        SCHEDULER,
+        VALIDATION,
         "return min(self.max_seq_len, self.pool_tokens)",
         "return self.max_seq_len",
         TESTS + "test_pitfall_10_larger_than_the_pool",
     ),
     Mutation(
-        "parameters_are_trusted",
-        SCHEDULER,
-        "return replace(params)",
-        "return params",
-        TESTS + "test_pitfall_12_bad_requests_harm_nobody",
-    ),
-    Mutation(
         "vocabulary_is_off_by_one",
-        SCHEDULER,
-        "if low < 0 or high >= limits.vocab_size:",
-        "if low < 0 or high > limits.vocab_size:",
+        VALIDATION,
+        "(ids >= limits.vocab_size)",
+        "(ids > limits.vocab_size)",
         TESTS + "test_prompts_are_refused_with_reasons",
     ),
     Mutation(
         "clamped_in_silence",
-        SCHEDULER,
-        "reply.notice = self.notices.pop(req.uid, None)",
-        "self.notices.pop(req.uid, None)",
+        REPLIES,
+        "reply.notice, reply.stop = clamp_notice(req), tuple",
+        "reply.stop = tuple",
         TESTS + "test_pitfall_10_larger_than_the_pool",
     ),
     Mutation(
         "answers_are_one_token_too_long",
-        SCHEDULER,
-        'return "length" if len(req.input_ids) >= req.max_device_len else None',
-        'return "length" if len(req.input_ids) > req.max_device_len else None',
+        REPLIES,
+        'return "length" if req.host_len >= req.max_device_len else None',
+        'return "length" if req.host_len > req.max_device_len else None',
         TESTS + "test_finish_reasons",
     ),
     Mutation(
@@ -511,8 +505,8 @@ MUTATIONS = [
     Mutation(
         "llm_leaves_requests_behind",
         LLM,
-        "self.scheduler.abort(uid)",
-        "pass",
+        "            self.scheduler.abort(uid)\n",
+        "            pass\n",
         LLM_TESTS + "test_a_failure_leaves_nothing_behind",
     ),
     Mutation(
@@ -525,8 +519,29 @@ MUTATIONS = [
     Mutation(
         "llm_checks_while_it_runs",
         LLM,
-        "check_prompt(ids, self.scheduler.limits)",
-        "pass",
+        "return check_prompt(prompt, self.limits)",
+        "return np.asarray(prompt, np.int32)",
         LLM_TESTS + "test_invalid_prompts_are_refused_before_anything_runs",
+    ),
+    Mutation(
+        "llm_trusts_that_the_last_call_cleaned_up",
+        LLM,
+        "        self.drop_leftovers()\n            try:",
+        "        try:",
+        LLM_TESTS + "test_an_interrupted_clean_up_harms_no_later_call",
+    ),
+    Mutation(
+        "llm_bar_counts_replies",
+        LLM,
+        "bar.update(output.done)",
+        "bar.update(1)",
+        LLM_TESTS + "test_the_bar_counts_answers_and_not_steps",
+    ),
+    Mutation(
+        "stop_strings_travel_with_every_token",
+        REPLIES,
+        "if req.host_len == req.prompt_len + 1:",
+        "if True:",
+        TESTS + "test_what_is_constant_travels_once",
     ),
 ]

@@ -1,0 +1,69 @@
+"""An engine and everything that feeds it, from a config.
+
+Generated from notebooks/09b_llm.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from minisgl.config.engine import SchedulerConfig
+from minisgl.engine.engine import Engine, build_engine
+from minisgl.kvcache.cache_manager import CacheManager
+from minisgl.kvcache.naive_cache import make_cache
+from minisgl.parallel.comm import Comm
+from minisgl.scheduler.channel import Channel
+from minisgl.scheduler.decode import DecodeManager
+from minisgl.scheduler.observe import IdleAudit, TraceEvent, attach_trace
+from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
+from minisgl.scheduler.queue import ArrivalOrder, FairQueue, mixed_prefill_threshold
+from minisgl.scheduler.retraction import make_room
+from minisgl.scheduler.scheduler import Scheduler
+from minisgl.scheduler.validation import Limits, make_req
+
+
+def limits_of(engine: Engine) -> Limits:
+    """What requests to this engine must keep to."""
+    pool_tokens = engine.num_pages * engine.page_size
+    return Limits(engine.max_seq_len, pool_tokens, engine.model_config.vocab_size)
+
+
+def build_prefill(config: SchedulerConfig, cache: CacheManager) -> PrefillManager:
+    """Queue and admission as a resolved config asks for them."""
+    budget, fair = config.max_extend_tokens, config.schedule_policy == "fair"
+    assert budget is not None
+    limits = PrefillLimits(
+        max_extend_tokens=budget,
+        min_shared=0 if config.cache_type == "naive" else 32,
+        mixed_prefill_threshold=mixed_prefill_threshold(budget) if fair else None,
+    )
+    waiting = FairQueue(budget) if fair else ArrivalOrder()
+    return PrefillManager(cache, DecodeManager(config.reserve_tokens), limits, waiting)
+
+
+def build_scheduler(
+    config: SchedulerConfig,
+    channel: Channel,
+    comm: Comm | None = None,
+    *,
+    trace: Callable[[TraceEvent], None] | None = None,
+    progress: bool = False,
+) -> Scheduler:
+    """An engine and everything that feeds it; each part is given what it works with."""
+    engine = build_engine(config, comm, progress=progress)
+    cache = CacheManager(
+        engine.num_pages, engine.tables, make_cache(config.cache_type, engine.page_size)
+    )
+    settled = engine.config
+    assert isinstance(settled, SchedulerConfig)
+    prefill = build_prefill(settled, cache)
+    scheduler = Scheduler(
+        engine, cache, prefill, prefill.decode, channel,
+        make_req=partial(make_req, limits=limits_of(engine)), make_room=make_room,
+        audit=IdleAudit(), eos_token_ids=frozenset(engine.model_config.eos_token_ids),
+        overlap=bool(settled.overlap), interleave=settled.schedule_policy == "fair",
+    )  # fmt: skip
+    if trace is not None:
+        attach_trace(scheduler, trace)
+    return scheduler

@@ -1,0 +1,39 @@
+"""Take memory back from running requests when the next tokens do not fit.
+
+Generated from notebooks/09b_llm.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from minisgl.core import Req
+from minisgl.scheduler.decode import pages_to_come
+from minisgl.scheduler.scheduler import Scheduler
+
+
+def make_room(scheduler: Scheduler) -> None:
+    """Retract requests, the youngest first, until the next token of all others has its page."""
+    cache, running = scheduler.cache, scheduler.decode.running
+    size = cache.page_size
+    while running:
+        available = cache.available_tokens // size
+        chunked = scheduler.prefill.chunked_req
+        if chunked is not None:  # the rest of a half-done prompt, and nothing of its answer
+            available -= pages_to_come(chunked, size, 0)
+        fits = len(running) <= available  # one page each is the most that they can need
+        if fits or sum(req.cached_len % size == 0 for req in running.values()) <= available:
+            return
+        if scheduler.in_flight is not None:  # a request may have ended in it: look first
+            scheduler.finish_in_flight()
+        else:
+            youngest = next(reversed(running.values()))
+            retract(scheduler, chunked or youngest)
+
+
+def retract(scheduler: Scheduler, req: Req) -> None:
+    """Take row and pages from a request; it continues later, before those who never ran."""
+    scheduler.prefill.remove(req)
+    scheduler.decode.remove(req)
+    scheduler.free_request(req)
+    req.retracted = True
+    scheduler.prefill.waiting.resume(req)
+    scheduler.retractions += 1

@@ -1,0 +1,66 @@
+"""What a request must keep to, and the request that a message asks for.
+
+Generated from notebooks/08d_messages.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from minisgl.core import IntArray, Req
+from minisgl.scheduler.messages import InvalidRequestError, UserMsg
+
+
+class Limits(NamedTuple):
+    """What a request must keep to: window and pool, both in tokens, and vocabulary."""
+
+    max_seq_len: int
+    pool_tokens: int
+    vocab_size: int
+
+    @property
+    def total(self) -> int:
+        """Most tokens, prompt and answer together, that one request can ever have."""
+        return min(self.max_seq_len, self.pool_tokens)
+
+
+def check_prompt(prompt: object, limits: Limits) -> IntArray:
+    """Token ids as int32 [n]; `InvalidRequestError` if no answer can be computed for them."""
+    try:
+        ids = np.asarray(prompt)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequestError(f"prompt: must be a flat list of token ids, {error}") from None
+    if ids.size == 0:
+        raise InvalidRequestError("prompt: must hold at least one token, got an empty prompt")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        kind = f"{ids.dtype} {ids.shape}"
+        raise InvalidRequestError(f"prompt: must be a flat list of integers, got {kind}")
+    wrong = ids[(ids < 0) | (ids >= limits.vocab_size)]
+    if wrong.size:
+        allowed = f"0..{limits.vocab_size - 1}"
+        raise InvalidRequestError(f"prompt: token ids must be in {allowed}, got {wrong[0]}")
+    if ids.size < limits.total:
+        return ids.astype(np.int32)
+    window = ids.size >= limits.max_seq_len
+    what = "model's context window is" if window else "KV cache holds"
+    raise InvalidRequestError(
+        f"prompt: {ids.size} tokens are too many, the {what} "
+        f"{limits.max_seq_len if window else limits.pool_tokens} tokens and the answer needs at "
+        "least one",
+        "context_length_exceeded",
+    )
+
+
+def make_req(msg: UserMsg, limits: Limits) -> Req:
+    """The request that a message asks for; raises `InvalidRequestError`."""
+    ids, params = check_prompt(msg.input_ids, limits), msg.sampling_params
+    room = limits.total - len(ids)
+    return Req(
+        uid=msg.uid,
+        input_ids=ids,
+        sampling_params=params,
+        max_new_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+        client=msg.client,
+    )
