@@ -16,69 +16,31 @@ from minisgl.core import Batch, Phase, Req
 
 
 class WaitingQueue(Protocol):
-    """Requests that wait for admission. Nothing but what was said and computed decides its order.
-
-    All ranks of a model see the same requests and steps, so they agree without a word.
-    """
+    """Requests that wait for admission; only what was said and computed decides their order."""
 
     def __len__(self) -> int: ...
-
     def __iter__(self) -> Iterator[Req]: ...
-
-    def add(self, req: Req) -> None:
-        """A new request."""
-        ...
-
-    def resume(self, req: Req) -> None:
-        """A request that had been admitted and gave its memory back: it comes before all others."""
-        ...
-
-    def first(self) -> Req | None:
-        """Who is next; None if nobody waits."""
-        ...
-
-    def remove(self, req: Req) -> None:
-        """It waits no longer: admitted, or given up."""
-        ...
-
-    def chunk_comes_first(self, chunked_req: Req) -> bool:
-        """True if an admitted request with half a prompt comes before the first who waits."""
-        ...
-
-    def charge(self, batch: Batch) -> None:
-        """A step is about to be computed."""
-        ...
-
-    def leave(self, req: Req) -> None:
-        """A request is over, whatever its state."""
-        ...
+    def add(self, req: Req) -> None: ...  # a new request
+    def resume(self, req: Req) -> None: ...  # gave its memory back: comes before all others
+    def first(self) -> Req | None: ...  # who is next
+    def remove(self, req: Req) -> None: ...  # waits no longer: admitted, or given up
+    def chunk_comes_first(self, chunked_req: Req) -> bool: ...  # before the first that waits
+    def charge(self, batch: Batch) -> None: ...  # a step is about to be computed
+    def leave(self, req: Req) -> None: ...  # a request is over, whatever its state
 
 
-class ArrivalOrder:
-    """First come, first served; a half-done prompt always goes on first."""
+class ArrivalOrder(deque[Req]):
+    """First come, first served; a chunked prompt always goes on first."""
 
-    def __init__(self) -> None:
-        self._reqs: deque[Req] = deque()
-
-    def __len__(self) -> int:
-        return len(self._reqs)
-
-    def __iter__(self) -> Iterator[Req]:
-        return iter(self._reqs)
-
-    def add(self, req: Req) -> None:
-        self._reqs.append(req)
-
-    def resume(self, req: Req) -> None:
-        self._reqs.appendleft(req)
+    add = deque.append
+    resume = deque.appendleft
 
     def first(self) -> Req | None:
-        return self._reqs[0] if self._reqs else None
-
-    def remove(self, req: Req) -> None:
-        self._reqs.remove(req)
+        """Who is next."""
+        return self[0] if self else None
 
     def chunk_comes_first(self, chunked_req: Req) -> bool:
+        """True: it came first."""
         return True
 
     def charge(self, batch: Batch) -> None:
@@ -103,10 +65,10 @@ class Share:
 
 
 class FairQueue:
-    """Fair between clients, and short before long, in bounds, between requests of one client.
+    """Fair in tokens between clients; within a client, in the order of fair queueing.
 
-    `step_tokens` is the budget of a prefill step: clients that are less than a step apart count as
-    equal. After Demers, Keshav and Shenker (1989), and Sheng et al. (2024) for the token counts.
+    `step_tokens` is the budget of a prefill step: clients closer than that count as equal.
+    Sources: Demers, Keshav, Shenker 1989 (tags); Sheng et al. 2024, arXiv:2401.00588 (counters).
     """
 
     def __init__(self, step_tokens: int) -> None:
@@ -151,7 +113,7 @@ class FairQueue:
             self._back.remove(req)
 
     def head(self, share: Share) -> Req:
-        """The request of a client with somebody waiting that would be done first."""
+        """Of a client with waiting requests the one that would be done first."""
         while share.heap[0][2] not in self._waiting:
             heapq.heappop(share.heap)
         return share.heap[0][2]
