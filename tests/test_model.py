@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from minisgl.config.model import ModelConfig, RopeScaling, RotaryConfig
-from minisgl.layers.context import ParallelContext
 from minisgl.layers.norm import QKNorm, RMSNorm
 from minisgl.layers.rotary import RotaryTable, apply_rotary
 from minisgl.models.registry import MODELS, build_model
 from minisgl.models.weights import WeightError, load_dummy_weights, load_weights
-from minisgl.parallel.comm import SingleRank
+from minisgl.parallel.comm import ParallelContext, SingleRank
 from tests.checkpoints import ARCHITECTURES, LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE, make_checkpoint
 from tests.dense import dense_batch
 from tests.plain_model import plain_logits

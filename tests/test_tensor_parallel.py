@@ -23,14 +23,13 @@ import torch
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.model import ModelConfig
 from minisgl.core import Batch, SamplingParams
-from minisgl.layers.context import ParallelContext
 from minisgl.layers.embedding import LMHead, VocabParallelEmbedding
 from minisgl.layers.linear import head_shard
 from minisgl.models.registry import build_model
 from minisgl.models.shards import ShardSpec, layer_shards, model_shards
 from minisgl.models.weights import Checkpoint, WeightError, load_weights
 from minisgl.parallel import nccl
-from minisgl.parallel.comm import Comm, SingleRank
+from minisgl.parallel.comm import Comm, ParallelContext, SingleRank
 from minisgl.parallel.gloo import CommError, GlooComm
 from minisgl.parallel.threads import run_threads
 from minisgl.runtime.launch import RankError, RankProcesses, run_ranks

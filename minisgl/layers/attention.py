@@ -10,10 +10,10 @@ from torch import nn
 
 from minisgl.attention.base import ForwardBatch
 from minisgl.config.model import ModelConfig
-from minisgl.layers.context import ParallelContext
 from minisgl.layers.linear import MergedColumnParallelLinear, RowParallelLinear, head_shard
 from minisgl.layers.norm import QKNorm
 from minisgl.layers.rotary import apply_rotary
+from minisgl.parallel.comm import ParallelContext
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minisgl.layers.context import ParallelContext
+from minisgl.parallel.comm import ParallelContext
 
 
 class VocabParallelEmbedding(nn.Module):

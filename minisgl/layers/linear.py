@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minisgl.layers.context import ParallelContext
-from minisgl.parallel.comm import Comm
+from minisgl.parallel.comm import Comm, ParallelContext
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minisgl.layers.context import ParallelContext
 from minisgl.layers.linear import MergedColumnParallelLinear, RowParallelLinear, even_shard
+from minisgl.parallel.comm import ParallelContext
 
 
 class GatedMLP(nn.Module):

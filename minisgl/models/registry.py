@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from minisgl.config.model import ModelConfig
-from minisgl.layers.context import ParallelContext
 from minisgl.layers.rope_scaling import scaled_frequencies
-from minisgl.parallel.comm import Comm
+from minisgl.parallel.comm import Comm, ParallelContext
 
 DENSE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 MODELS: dict[str, str] = dict.fromkeys(DENSE, "minisgl.models.base:CausalLM")

@@ -1,4 +1,4 @@
-"""What layers ask of the other ranks: a protocol, and a group of one.
+"""What layers ask of the other ranks, a group of one, and what each layer is told.
 
 Generated from notebooks/05_model.ipynb: edit there.
 """
@@ -6,9 +6,11 @@ Generated from notebooks/05_model.ipynb: edit there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 
 class Comm(Protocol):
@@ -55,3 +57,17 @@ class SingleRank:
 
     def min_ints(self, values: Sequence[int]) -> list[int]:
         return list(values)
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """The ranks, dtype and device of a model under construction."""
+
+    comm: Comm
+    dtype: torch.dtype
+    device: torch.device | str = "meta"
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """A parameter without values or gradient; on the `meta` device it takes no memory."""
+        empty = torch.empty(*shape, dtype=self.dtype, device=self.device)
+        return nn.Parameter(empty, requires_grad=False)
