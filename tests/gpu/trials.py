@@ -58,7 +58,7 @@ WAYS = (
 )  # fmt: skip
 SHAPES = ("128-4-2", "64-2-2", "64-4-2", "32-1-4", "32-2-3", "16-1-4")
 PARTS = [f"{shape} {parts}" for shape in SHAPES for parts in (1, 2, 4, 8, 16, 32)]
-BACKENDS = ("fi,fused", "fi", "triton,fused", "triton", "fi,fused")
+BACKENDS = ("fi,fused", "triton,fused", "triton", "fi,fused")
 SPLITS = {"uncut": (2, 2048), "two": (2, 1), "four": (4, 1)}
 MOST, VOCAB = 256, 10_001  # as many ids as the offline workload draws from: other lengths else
 CASES = [(batch, name) for batch in (1, 8, 64) for name in latency.SAMPLING]
@@ -268,8 +268,7 @@ def traced(llm: LLM, batch: int, name: str) -> list[float]:
 
 ATTEMPTS: dict[str, dict[str, Any]] = {  # what is changed, as fields of the engine
     "as it is": {},
-    "FlashInfer decodes": {"attention_backend": "fi"},
-    "FlashInfer decodes, torch multiplies": {"attention_backend": "fi", "kernels": "torch"},
+    "torch multiplies": {"kernels": "torch"},
     "prefill steps of 4,096 tokens": {"max_extend_tokens": 4096},
     "prefill steps of 16,384 tokens": {"max_extend_tokens": 16384},
     "at most 192 requests at once": {"max_running_req": 192},
