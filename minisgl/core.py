@@ -8,87 +8,66 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter
 
 from minisgl.config.rules import (
     MAX_SEED,
-    Rule,
-    apply_rules,
-    flag,
-    integer,
-    number,
-    optional,
+    STRICT,
+    Count,
+    Number,
+    Positive,
+    PositiveNumber,
+    Text,
+    Validated,
+    as_tuple,
+    check_positive,
+    plain_number,
     refuse,
-    several,
-    text,
 )
 
+TEXTS = TypeAdapter(tuple[Text, ...], config=STRICT)
+TOKEN_IDS = TypeAdapter(tuple[Count, ...], config=STRICT)
 MAX_LOGPROBS = 20
 
 
-def stop_strings(name: str, value: Any) -> tuple[str, ...]:
-    """Rule for nothing, one string or several; it comes out as a tuple."""
-    listed = (value,) if isinstance(value, str) else value
-    each = several(text, "non-empty strings")
-    found: tuple[str, ...] = each(name, () if listed is None else listed)
-    return found
+def stop_strings(value: Any) -> tuple[str, ...]:
+    """Nothing, one string or several as a tuple."""
+    given = (value,) if isinstance(value, str) else as_tuple(value)
+    return TEXTS.validate_python(() if given is None else given)
 
 
-def stop_tokens(name: str, value: Any) -> tuple[int, ...]:
-    """Rule for nothing or several token ids; it comes out as a tuple."""
-    found: tuple[int, ...] = several(integer(0), "token ids")(name, () if value is None else value)
-    return found
-
-
-def top_k(name: str, value: Any) -> int:
-    """Rule for -1 or a positive integer."""
-    if integer(-1)(name, value) == 0:
-        raise refuse(name, "-1 (off) or a positive integer", value)
-    return int(value)
+def stop_tokens(value: Any) -> tuple[int, ...]:
+    """Nothing or several token ids as a tuple."""
+    return TOKEN_IDS.validate_python(() if value is None else as_tuple(value))
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(Validated):
     """How one request chooses its tokens and when it stops.
 
-    temperature 0 is greedy; top_k -1 and top_p 1 are off; max_tokens None is up to the window;
+    temperature 0 is greedy; top_k below 1 and top_p 1 are off; max_tokens None is up to the window;
     logprobs None is off, n gives the n most likely tokens besides the chosen one.
     """
 
-    temperature: float = 0.0
-    top_k: int = -1
-    top_p: float = 1.0
-    max_tokens: int | None = None
+    temperature: Annotated[Number, Field(ge=0)] = 0.0
+    top_k: Annotated[int, BeforeValidator(plain_number), Field(ge=-1)] = -1
+    top_p: Annotated[PositiveNumber, Field(le=1)] = 1.0
+    max_tokens: Positive | None = None
     ignore_eos: bool = False
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    seed: int | None = None
-    logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse impossible values."""
-        apply_rules(self, SAMPLING_RULES, {})
+    stop: Annotated[str | Sequence[str], PlainValidator(stop_strings)] = ()
+    stop_token_ids: Annotated[Sequence[int], PlainValidator(stop_tokens)] = ()
+    seed: Annotated[Count, Field(le=MAX_SEED)] | None = None
+    logprobs: Annotated[Count, Field(le=MAX_LOGPROBS)] | None = None
 
     @property
     def is_greedy(self) -> bool:
         """True if the most likely token is taken, so that no random number is needed."""
         return self.temperature == 0.0 or self.top_k == 1
 
-
-SAMPLING_RULES: dict[str, Rule] = {
-    "temperature": number(0),
-    "top_k": top_k,
-    "top_p": number(0, 1, above=True),
-    "max_tokens": optional(integer(1)),
-    "ignore_eos": flag,
-    "stop": stop_strings,
-    "stop_token_ids": stop_tokens,
-    "seed": optional(integer(0, MAX_SEED)),
-    "logprobs": optional(integer(0, MAX_LOGPROBS)),
-}
 
 IntArray = NDArray[np.int32]
 
@@ -112,11 +91,11 @@ class Req:
         prompt = np.asarray(input_ids)
         if prompt.ndim != 1 or prompt.size == 0:
             raise refuse("input_ids", "a list of one token id or more", prompt.tolist())
-        self.uid, self.sampling_params = uid, sampling_params
+        check_positive(max_new_tokens=max_new_tokens)
+        self.uid, self.sampling_params, self.client = uid, sampling_params, client
         self.table_idx, self.cache_handle = table_idx, cache_handle
-        self.client = client
         self.prompt_len = self.host_len = self.device_len = self.prefill_len = int(prompt.size)
-        self.max_device_len = self.prompt_len + integer(1)("max_new_tokens", max_new_tokens)
+        self.max_device_len = self.prompt_len + int(max_new_tokens)
         self.cached_len = self.matched_len = 0  # matched: came from the prefix cache at admission
         self.retracted = False  # True once it had to give its memory back
         self._ids = np.empty(self.max_device_len, dtype=np.int32)
@@ -138,26 +117,6 @@ class Req:
         self._ids[self.host_len] = token
         self.host_len += 1
 
-    @property
-    def extend_len(self) -> int:
-        """Tokens that the next pass computes."""
-        return self.device_len - self.cached_len
-
-    @property
-    def remain_len(self) -> int:
-        """Tokens that the device may still add."""
-        return self.max_device_len - self.device_len
-
-    @property
-    def can_decode(self) -> bool:
-        """True if another pass would give a token that is still wanted."""
-        return self.device_len < self.max_device_len
-
-    @property
-    def is_chunked(self) -> bool:
-        """True if the next pass ends before `prefill_len`, so that nothing is sampled from it."""
-        return self.device_len < self.prefill_len
-
     def schedule(self, device_len: int) -> None:
         """Set where the next pass ends: the end of the prompt, or of a chunk of it."""
         lengths = (self.cached_len, device_len, self.max_device_len)
@@ -173,15 +132,30 @@ class Req:
             assert self.can_decode, lengths  # this pass was one too many
             self.device_len += 1
 
-    def restart(self) -> None:
-        """Back in the queue, nothing cached: all that the host knows is to be computed again."""
-        self.cached_len = 0
-        self.prefill_len = self.device_len = self.host_len
+    @property
+    def extend_len(self) -> int:
+        """Tokens that the next pass computes."""
+        return self.device_len - self.cached_len
+
+    @property
+    def can_decode(self) -> bool:
+        """True if another pass would give a token that is still wanted."""
+        return self.device_len < self.max_device_len
+
+    @property
+    def is_chunked(self) -> bool:
+        """True if the next pass ends before `prefill_len`, so that nothing is sampled from it."""
+        return self.device_len < self.prefill_len
 
     def __repr__(self) -> str:
         """The three integers at a glance."""
         lengths = f"{self.cached_len}, {self.device_len}, {self.max_device_len}"
         return f"Req(uid={self.uid}, row={self.table_idx}, lengths=({lengths}))"
+
+    def restart(self) -> None:
+        """Back in the queue, nothing cached: all that the host knows is to be computed again."""
+        self.cached_len = 0
+        self.prefill_len = self.device_len = self.host_len
 
 
 class Phase(enum.Enum):

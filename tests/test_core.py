@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl.core import SAMPLING_RULES, Batch, Phase, Req, SamplingParams
+from minisgl.core import Batch, Phase, Req, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 
@@ -32,15 +32,11 @@ def lengths(req: Req) -> tuple[int, int, int]:
 # ------------------------------------------------------------------------------- SamplingParams
 
 
-def test_every_field_has_a_rule() -> None:
-    assert {field.name for field in fields(SamplingParams)} == set(SAMPLING_RULES)
-
-
 @pytest.mark.parametrize(
     ("name", "values"),
     [
         ("temperature", [-0.1, NAN, INF, True, "1", None]),
-        ("top_k", [0, -2, 1.0, True, NAN, "5", None]),
+        ("top_k", [-2, 1.0, True, NAN, "5", None]),
         ("top_p", [0, -0.5, 1.01, NAN, INF, True, None]),
         ("max_tokens", [0, -1, 1.5, True, NAN, "9"]),
         ("ignore_eos", [0, 1, "yes", None]),
@@ -52,7 +48,7 @@ def test_every_field_has_a_rule() -> None:
 )
 def test_pitfall_12_wrong_sampling_params_are_named(name: str, values: list[Any]) -> None:
     for wrong in values:
-        with pytest.raises(ValueError, match=f"^{name}: must be .*got "):
+        with pytest.raises(ValueError, match=f"^{name}: must .*got "):
             SamplingParams(**{name: wrong})
 
 
@@ -63,6 +59,15 @@ def test_stop_lists_take_one_form() -> None:
     ids = SamplingParams(stop_token_ids=[np.int64(3)]).stop_token_ids
     assert ids == (3,) and type(ids[0]) is int
     assert hash(SamplingParams(stop=["a"])) == hash(SamplingParams(stop="a"))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"top_p": 2}, {"temperature": -1.0}, {"stop": [""]}, {"seed": -1}]
+)
+def test_what_arrives_by_wire_is_validated(fields: dict[str, Any]) -> None:
+    wire = msgspec.msgpack.encode(fields)
+    with pytest.raises(msgspec.ValidationError, match=next(iter(fields))):
+        msgspec.msgpack.decode(wire, type=SamplingParams)
 
 
 def test_greedy() -> None:
@@ -94,7 +99,6 @@ def test_the_life_of_a_request() -> None:
         life.append(lengths(req))
         req.advance()
     assert [*life, lengths(req)] == [(0, 5, 8), (5, 6, 8), (6, 7, 8), (7, 8, 8)]
-    assert req.remain_len == 0
 
 
 def test_a_chunk_is_not_sampled() -> None:
@@ -196,7 +200,6 @@ def test_random_lives_against_lists(
             tokens.append(1000 + passes)
             req.append(1000 + passes)
         assert req.cached_len == len(with_kv) and req.input_ids.tolist() == tokens
-        assert req.remain_len == prompt_len + max_new - req.device_len
     assert not req.can_decode and len(req.output_ids) == max_new
 
 

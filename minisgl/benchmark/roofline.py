@@ -29,12 +29,10 @@ def head_parameters(model: ModelConfig) -> int:
     return model.vocab_size * model.hidden_size
 
 
-def body_parameters(model: ModelConfig, experts: int) -> int:
-    """Weights of all layers if `experts` experts of each layer are used; all, if it has none."""
+def body_parameters(model: ModelConfig) -> int:
+    """Weights of all layers."""
     tables = head_parameters(model) * (1 if model.tie_word_embeddings else 2)
-    expert = 3 * model.hidden_size * model.moe_intermediate_size
-    idle = model.num_layers * max(0, model.num_experts - experts) * expert
-    return model.num_parameters - tables - idle
+    return model.num_parameters - tables
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,8 @@ class Roofline:
     def linear(self, tokens: int, sampled: int, extra_flops: int = 0) -> float:
         """All linear layers over `tokens` rows, the head over `sampled` of them."""
         model, head = self.model, head_parameters(self.model)
-        touched = min(model.num_experts, tokens * model.num_experts_per_tok)
-        weights = body_parameters(model, touched) + head * (sampled > 0)
-        used = tokens * body_parameters(model, model.num_experts_per_tok) + sampled * head
+        body = body_parameters(model)
+        weights, used = body + head * (sampled > 0), tokens * body + sampled * head
         return max(
             weights * self.itemsize / self.ceilings.bytes_per_s,
             (2 * used + extra_flops) / self.ceilings.flops_per_s,

@@ -1,6 +1,6 @@
 """The engine's flags, for every command line: names, what they mean, and which field they set.
 
-Generated from notebooks/12b_operations.ipynb: edit there.
+Generated from notebooks/01b_configuration.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from minisgl.config.engine import SchedulerConfig
 
@@ -21,16 +21,58 @@ class Flag(NamedTuple):
     names: str  # several, with spaces between
     field: str
     what: str  # for the help
-    options: dict[str, Any]  # for `add_argument`
+    more: Mapping[str, Any] = {}  # for `add_argument`, where the field's type does not say it
 
 
-def counted(names: str, field: str, what: str, *, word: str | None = None) -> Flag:
-    """A flag that takes an integer; its range is the config's business. `word` stands for None."""
+def argument_options(field: str) -> dict[str, Any]:
+    """What `add_argument` needs for a field of `SchedulerConfig`, by its type."""
+    hint = get_type_hints(SchedulerConfig)[field]
+    if get_origin(hint) is Literal:
+        return {"choices": get_args(hint)}
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    metavars = {int: "N", float: "R", str: "NAME"}
+    kind = next(kind for kind in metavars if hint in (kind, kind | None))
+    return {"type": kind, "metavar": metavars[kind]}
 
-    def count(text: str) -> int | None:
-        return None if word is not None and text == word else int(text)
 
-    return Flag(names, field, what, {"metavar": "N", "type": count})
+def count_or_all(text: str) -> int | None:
+    """An integer; the word "all" stands for None."""
+    return None if text == "all" else int(text)
+
+
+ENGINE_FLAGS = (
+    Flag("--attention-backend --attn", "attention_backend",
+         "torch, triton, fi, or two for prefill,decode; fused only decodes; auto: fi,fused on a "
+         "GPU, triton,fused without FlashInfer, torch on a CPU"),
+    Flag("--kernels", "kernels", "what computes norms, GEMMs of few rows and sums of a layer"),
+    Flag("--decode-tensor-cores", "decode_tensor_cores", "use them in FlashInfer's decode"),
+    Flag("--cache-type", "cache_type", "prefix cache"),
+    Flag("--page-size", "page_size", "tokens per KV page (default: 16)"),
+    Flag("--num-pages", "num_page_override", "KV pages (default: what memory allows)"),
+    Flag("--memory-ratio", "memory_ratio", "share of memory for weights and KV"),
+    Flag("--memory-trial-tokens", "memory_trial_tokens",
+         "size the KV cache by a trial prefill of so many tokens; 0: by the share alone"),
+    Flag("--max-seq-len-override", "max_seq_len_override",
+         "context window in tokens (default: the model's)"),
+    Flag("--max-running-requests --max-running-req", "max_running_req", "requests in one batch"),
+    Flag("--max-prefill-length", "max_extend_tokens",
+         "prompt tokens per step (default: 8192, on a CPU 1024)"),
+    Flag("--schedule-policy", "schedule_policy",
+         "who goes first: in order of arrival, or in turns between clients"),
+    Flag("--reserve-tokens", "reserve_tokens",
+         "tokens of an answer whose pages are promised ahead; all: the longest possible one",
+         {"type": count_or_all}),
+    Flag("--cuda-graph-max-bs", "cuda_graph_max_bs",
+         "largest captured batch; 0: none (default: 256, with little memory 160)"),
+    Flag("--torch-compile-max-bs", "torch_compile_max_bs",
+         "largest decode batch for torch.compile, in place of --kernels; 0: none; "
+         "a first start compiles for many seconds"),
+    Flag("--disable-overlap", "overlap", "schedule and compute in turns",
+         {"action": "store_const", "const": False}),
+)  # fmt: skip
+
+ENGINE_FIELDS = ("dtype", "device", *(flag.field for flag in ENGINE_FLAGS))
 
 
 def add_model_flags(group: Group, which: str) -> None:
@@ -42,49 +84,14 @@ def add_model_flags(group: Group, which: str) -> None:
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
 
 
-ENGINE_FLAGS = (
-    Flag("--attention-backend --attn", "attention_backend",
-         "torch, triton, fi, or two for prefill,decode; fused only decodes; auto: fi,fused on a "
-         "GPU, triton,fused without FlashInfer, torch on a CPU", {"metavar": "NAME"}),
-    Flag("--kernels", "kernels", "who computes norms, products and sums of a layer",
-         {"choices": ("auto", "torch", "triton")}),
-    Flag("--cache-type", "cache_type", "prefix cache", {"choices": ("radix", "naive")}),
-    counted("--page-size", "page_size", "tokens per KV page (default: 16)"),
-    counted("--num-pages", "num_page_override", "KV pages (default: what memory allows)"),
-    Flag("--memory-ratio", "memory_ratio", "share of memory for weights and KV",
-         {"metavar": "R", "type": float}),
-    counted("--memory-trial-tokens", "memory_trial_tokens",
-            "size the KV cache by a trial prefill of so many tokens; 0: by the share alone"),
-    counted("--max-seq-len-override", "max_seq_len_override",
-            "context window in tokens (default: the model's)"),
-    counted("--max-running-requests --max-running-req", "max_running_req",
-            "requests in one batch"),
-    counted("--max-prefill-length", "max_extend_tokens",
-            "prompt tokens per step (default: 8192, on a CPU 1024)"),
-    Flag("--schedule-policy", "schedule_policy",
-         "who goes first: in order of arrival, or in turns between clients",
-         {"choices": ("fcfs", "fair")}),
-    counted("--reserve-tokens", "reserve_tokens",
-            "tokens of an answer whose pages are promised ahead; all: the longest possible one",
-            word="all"),
-    counted("--cuda-graph-max-bs", "cuda_graph_max_bs",
-            "largest captured batch; 0: none (default: 256, with little memory 160)"),
-    counted("--torch-compile-max-bs", "torch_compile_max_bs",
-            "largest decode batch for torch.compile, in place of --kernels; 0: none; "
-            "a first start compiles for many seconds"),
-    Flag("--disable-overlap", "overlap", "schedule and compute in turns",
-         {"action": "store_const", "const": False}),
-)  # fmt: skip
-ENGINE_FIELDS = ("dtype", "device", *(flag.field for flag in ENGINE_FLAGS))
-
-
 def add_engine_flags(group: Group, defaults: SchedulerConfig) -> None:
     """What an engine may be told; the help shows what `defaults` has instead."""
     for names, field, what, more in ENGINE_FLAGS:
         value = getattr(defaults, field)
-        shown = "" if value is None or field == "overlap" else f" (default: {value})"
+        help_text = what if value is None or field == "overlap" else f"{what} (default: {value})"
+        options = more if "action" in more else {**argument_options(field), **more}
         group.add_argument(
-            *names.split(), dest=field, default=argparse.SUPPRESS, help=what + shown, **more
+            *names.split(), dest=field, default=argparse.SUPPRESS, help=help_text, **options
         )
 
 

@@ -1,6 +1,6 @@
 """The `config.json` of real models, typed in as facts, so that arithmetic needs no download.
 
-Generated from notebooks/01_requests.ipynb: edit there.
+Generated from notebooks/01b_configuration.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -10,14 +10,10 @@ from typing import Any
 LLAMA_3_1_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "attention_bias": False,
-    "bos_token_id": 128000,
     "eos_token_id": 128001,
-    "hidden_act": "silu",
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "max_position_embeddings": 131072,
-    "mlp_bias": False,
     "num_attention_heads": 32,
     "num_hidden_layers": 32,
     "num_key_value_heads": 8,
@@ -30,105 +26,45 @@ LLAMA_3_1_8B: dict[str, Any] = {
         "rope_type": "llama3",
     },
     "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
-}
-
-LLAMA_3_2_1B: dict[str, Any] = {
-    **LLAMA_3_1_8B,
-    "head_dim": 64,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "rope_scaling": {**LLAMA_3_1_8B["rope_scaling"], "factor": 32.0},
-    "tie_word_embeddings": True,
-}
-QWEN2_5_7B: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "hidden_act": "silu",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 28,
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 131072,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": 152064,
 }
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
-    "attention_bias": False,
-    "bos_token_id": 151643,
     "eos_token_id": 151645,
     "head_dim": 128,
-    "hidden_act": "silu",
     "hidden_size": 4096,
     "intermediate_size": 12288,
     "max_position_embeddings": 40960,
-    "max_window_layers": 36,
     "num_attention_heads": 32,
     "num_hidden_layers": 36,
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
     "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
     "vocab_size": 151936,
 }
-QWEN3_0_6B: dict[str, Any] = {
-    **QWEN3_8B, "hidden_size": 1024, "intermediate_size": 3072, "max_window_layers": 28,
-    "num_attention_heads": 16, "num_hidden_layers": 28, "tie_word_embeddings": True,
+QWEN2_5_7B: dict[str, Any] = QWEN3_8B | {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584,
+    "intermediate_size": 18944, "max_position_embeddings": 32768, "num_attention_heads": 28,
+    "num_hidden_layers": 28, "num_key_value_heads": 4, "sliding_window": 131072,
+    "use_sliding_window": False, "vocab_size": 152064,
 }  # fmt: skip
-QWEN3_14B: dict[str, Any] = {
-    **QWEN3_8B, "hidden_size": 5120, "intermediate_size": 17408, "max_window_layers": 40,
-    "num_attention_heads": 40, "num_hidden_layers": 40,
+QWEN3_0_6B: dict[str, Any] = QWEN3_8B | {
+    "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+    "num_hidden_layers": 28, "tie_word_embeddings": True,
 }  # fmt: skip
-
-MISTRAL_7B_V0_1: dict[str, Any] = {
-    "architectures": ["MistralForCausalLM"],
-    "model_type": "mistral",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0,
-    "sliding_window": 4096,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 32000,
-}
-MISTRAL_7B_V0_3: dict[str, Any] = {
-    **MISTRAL_7B_V0_1, "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768,
+QWEN3_14B: dict[str, Any] = QWEN3_8B | {
+    "hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 40,
+    "num_hidden_layers": 40,
 }  # fmt: skip
 
 KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
-    "meta-llama/Llama-3.2-1B": LLAMA_3_2_1B,
     "meta-llama/Llama-3.1-8B": LLAMA_3_1_8B,
     "Qwen/Qwen2.5-7B-Instruct": QWEN2_5_7B,
     "Qwen/Qwen3-0.6B": QWEN3_0_6B,
     "Qwen/Qwen3-8B": QWEN3_8B,
     "Qwen/Qwen3-14B": QWEN3_14B,
-    "mistralai/Mistral-7B-v0.1": MISTRAL_7B_V0_1,
-    "mistralai/Mistral-7B-v0.3": MISTRAL_7B_V0_3,
 }

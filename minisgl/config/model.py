@@ -1,89 +1,65 @@
 """What an engine knows of a model: its numbers, read from `config.json`.
 
-Generated from notebooks/01_requests.ipynb: edit there.
+Generated from notebooks/01b_configuration.ipynb: edit there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
 
 from minisgl.config.paths import read_json, resolve_model_path
 from minisgl.config.rules import (
-    Rule,
-    apply_rules,
-    flag,
-    integer,
-    number,
-    optional,
+    STRICT,
+    Count,
+    Number,
+    Positive,
+    PositiveNumber,
+    Validated,
+    check_positive,
+    explain,
     refuse,
-    several,
-    text,
-    word,
 )
 
-ROPE_KINDS = ("llama3", "yarn", "linear")
+MAX_POSITION = 2**31 - 1  # positions and slots are int32
+Dtype = Literal["float32", "float16", "bfloat16"]
 
 
 @dataclass(frozen=True)
-class RopeScaling:
+class RopeScaling(Validated):
     """How the rotary angles are stretched beyond the length of pretraining, `factor` times.
 
     `llama3` also reads the two `*_freq_factor` and `original_max_position` (tokens); `yarn` reads
-    `original_max_position` and what follows it; None means the value of the YaRN paper.
+    `original_max_position` and what follows it; None means the value of the YaRN paper
+    (https://arxiv.org/abs/2309.00071).
     """
 
     kind: Literal["llama3", "yarn", "linear"]
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    factor: Annotated[Number, Field(ge=1, le=1e6)]
+    low_freq_factor: PositiveNumber = 1.0
+    high_freq_factor: PositiveNumber = 4.0
+    original_max_position: Annotated[Count, Field(le=MAX_POSITION)] = 0
+    beta_fast: PositiveNumber = 32.0
+    beta_slow: PositiveNumber = 1.0
+    attention_factor: Annotated[Number, Field(ge=0)] | None = None
+    mscale: Annotated[Number, Field(ge=0)] | None = None
+    mscale_all_dim: Annotated[Number, Field(ge=0)] | None = None
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse impossible values."""
-        apply_rules(self, SCALING_RULES, SCALING_NAMES)
-        check_scaling_order(self)
-
-
-MAX_POSITION = 2**31 - 1  # positions and slots are int32
-SCALING_RULES: dict[str, Rule] = {
-    "kind": word(*ROPE_KINDS),
-    "factor": number(1, 1e6),
-    "low_freq_factor": number(0, above=True),
-    "high_freq_factor": number(0, above=True),
-    "original_max_position": integer(0, MAX_POSITION),
-    "beta_fast": number(0, above=True),
-    "beta_slow": number(0, above=True),
-    "attention_factor": optional(number(0)),
-    "mscale": optional(number(0)),
-    "mscale_all_dim": optional(number(0)),
-    "truncate": flag,
-}
-SCALING_NAMES = {name: f"rope_scaling.{name}" for name in SCALING_RULES} | {
-    "kind": "rope_scaling.rope_type",
-    "original_max_position": "rope_scaling.original_max_position_embeddings",
-}
-
-
-def check_scaling_order(s: RopeScaling) -> None:
-    """Raise ValueError if fields that are fine alone do not fit together."""
-    if s.kind != "linear":
-        name = SCALING_NAMES["original_max_position"]
-        integer(1, MAX_POSITION)(name, s.original_max_position)
-    if s.kind == "llama3" and s.high_freq_factor <= s.low_freq_factor:
-        must = f"above low_freq_factor {s.low_freq_factor:g}"
-        raise refuse("rope_scaling.high_freq_factor", must, s.high_freq_factor)
-    if s.kind == "yarn" and s.beta_fast < s.beta_slow:
-        must = f"at least beta_slow {s.beta_slow:g}"
-        raise refuse("rope_scaling.beta_fast", must, s.beta_fast)
+        """Refuse impossible values, and fields that are fine alone but do not fit together."""
+        super().__post_init__()
+        if self.kind != "linear":
+            check_positive(original_max_position=self.original_max_position)
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            must = f"above low_freq_factor {self.low_freq_factor:g}"
+            raise refuse("high_freq_factor", must, self.high_freq_factor)
+        if self.kind == "yarn" and self.beta_fast < self.beta_slow:
+            raise refuse("beta_fast", f"at least beta_slow {self.beta_slow:g}", self.beta_fast)
 
 
 @dataclass(frozen=True)
@@ -96,26 +72,11 @@ class RotaryConfig:
     scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
-        """Refuse impossible values."""
-        apply_rules(self, ROTARY_RULES, ROTARY_NAMES)
+        """Refuse what no rotary embedding can be."""
         if self.head_dim % 2:
             raise refuse("head_dim", "even, because rotary embedding turns pairs", self.head_dim)
-
-
-def rope_scaling_or_none(name: str, value: Any) -> RopeScaling | None:
-    """Rule for the field `scaling`."""
-    if value is not None and not isinstance(value, RopeScaling):
-        raise refuse(name, "a RopeScaling or None", value)
-    return value
-
-
-ROTARY_NAMES = {"base": "rope_theta", "max_position": "max_position_embeddings"}
-ROTARY_RULES: dict[str, Rule] = {
-    "head_dim": integer(1),
-    "base": number(0, above=True),
-    "max_position": integer(1, MAX_POSITION),
-    "scaling": rope_scaling_or_none,
-}
+        if self.max_position > MAX_POSITION:
+            raise refuse("max_position_embeddings", f"at most {MAX_POSITION}", self.max_position)
 
 
 @dataclass(frozen=True)
@@ -138,24 +99,24 @@ class ModelConfig:
     tie_word_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
-    hidden_act: str = "silu"
-    dtype: str = "bfloat16"
+    dtype: Dtype = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
-    norm_topk_prob: bool = True
     sliding_window: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse impossible values."""
-        apply_rules(self, MODEL_RULES, HF_NAMES)
-        check_model(self)
+        """Raise ValueError if fields that are fine alone do not fit together."""
+        if self.num_qo_heads % self.num_kv_heads:
+            must = f"a divisor of num_attention_heads {self.num_qo_heads}"
+            raise refuse("num_key_value_heads", must, self.num_kv_heads)
+        if self.rotary.head_dim != self.head_dim:
+            raise refuse("rotary.head_dim", f"head_dim {self.head_dim}", self.rotary.head_dim)
+        for token in self.eos_token_ids:
+            if not 0 <= token < self.vocab_size:
+                raise refuse("eos_token_id", f"in the vocabulary of {self.vocab_size}", token)
 
     def kv_heads_per_rank(self, tp_size: int) -> int:
         """KV heads that one of `tp_size` ranks holds; fewer heads than ranks are copied."""
-        integer(1)("tp_size", tp_size)
+        check_positive(tp_size=tp_size)
         if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
             must = f"a divisor or a multiple of num_key_value_heads {self.num_kv_heads}"
             raise refuse("tp_size", must, tp_size)
@@ -164,8 +125,10 @@ class ModelConfig:
     def check_tp(self, tp_size: int) -> None:
         """Raise ValueError if the model cannot be split over `tp_size` ranks."""
         self.kv_heads_per_rank(tp_size)
-        inner = "moe_intermediate_size" if self.num_experts else "intermediate_size"
-        sizes = {"num_attention_heads": self.num_qo_heads, inner: getattr(self, inner)}
+        sizes = {
+            "num_attention_heads": self.num_qo_heads,
+            "intermediate_size": self.intermediate_size,
+        }
         for name, size in sizes.items():
             if size % tp_size:
                 raise refuse("tp_size", f"a divisor of {name} {size}", tp_size)
@@ -177,10 +140,7 @@ class ModelConfig:
         q_width, kv_width = self.num_qo_heads * head_dim, self.num_kv_heads * head_dim
         attention = 2 * hidden * q_width + 2 * hidden * kv_width
         attention += (q_width + 2 * kv_width) * self.qkv_bias + 2 * head_dim * self.qk_norm
-        if self.num_experts:
-            mlp = self.num_experts * (3 * hidden * self.moe_intermediate_size + hidden)
-        else:
-            mlp = 3 * hidden * self.intermediate_size
+        mlp = 3 * hidden * self.intermediate_size
         layers = self.num_layers * (attention + mlp + 2 * hidden)  # two norms a layer
         tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         return layers + tables + hidden
@@ -190,29 +150,27 @@ class ModelConfig:
         """Build from the contents of a `config.json`; ValueError names the field at fault."""
         if not isinstance(config, Mapping):
             raise refuse("config", "a JSON object", config)
-        architecture = read_architecture(config)
-        family = FAMILIES[architecture]
-        refuse_unsupported(config)
-        heads = read_heads(config, family)
-        eos = config.get("eos_token_id")
-        eos = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,)
-        dtype = config.get("dtype") or config.get("torch_dtype")
-        direct = ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps")
+        family, rope = family_of(config), rope_fields(config)
+        try:
+            file = ConfigFile.model_validate(in_one_spelling(config, rope))
+        except ValidationError as error:
+            raise explain(error) from None
+        heads = read_heads(file, family)
         return cls(
-            architecture=architecture,
-            num_layers=required(config, "num_hidden_layers"),
-            **{name: required(config, name) for name in direct},
-            **heads,
-            rotary=read_rotary(config, heads["head_dim"]),
-            tie_word_embeddings=config.get("tie_word_embeddings", False),
+            architecture=family.architecture,
+            num_layers=file.num_hidden_layers,
+            hidden_size=file.hidden_size,
+            intermediate_size=file.intermediate_size,
+            vocab_size=file.vocab_size,
+            rms_norm_eps=file.rms_norm_eps,
+            rotary=read_rotary(file, rope, heads["head_dim"]),
+            tie_word_embeddings=file.tie_word_embeddings,
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
-            hidden_act=config.get("hidden_act", "silu"),
-            dtype=str(dtype or "float32").removeprefix("torch."),
-            eos_token_ids=eos,
-            bos_token_id=config.get("bos_token_id"),
-            **(read_experts(config) if family.moe else {}),
-            sliding_window=read_window(config, family),
+            dtype=file.dtype,
+            eos_token_ids=file.eos_token_id,
+            sliding_window=read_window(file, family),
+            **heads,
         )
 
     @classmethod
@@ -226,196 +184,150 @@ class ModelConfig:
         return cls.from_hf(config)
 
 
-DTYPES = ("float32", "float16", "bfloat16")
-HF_NAMES = {  # our names to those of config.json
-    "architecture": "architectures",
-    "num_layers": "num_hidden_layers",
-    "num_qo_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "eos_token_ids": "eos_token_id",
-}
+class ConfigFile(BaseModel):
+    """The fields of a `config.json` that decide what a model computes, in one spelling."""
 
+    model_config = STRICT
 
-def rotary_config(name: str, value: Any) -> RotaryConfig:
-    """Rule for the field `rotary`."""
-    if not isinstance(value, RotaryConfig):
-        raise refuse(name, "a RotaryConfig", value)
-    return value
+    hidden_size: Positive
+    intermediate_size: Positive
+    num_hidden_layers: Positive
+    num_attention_heads: Positive
+    num_key_value_heads: Positive | None = None
+    head_dim: Positive | None = None
+    vocab_size: Positive
+    rms_norm_eps: PositiveNumber
+    max_position_embeddings: Annotated[Positive, Field(le=MAX_POSITION)]
+    rope_theta: PositiveNumber = 10_000.0  # the paper's
+    tie_word_embeddings: bool = False
+    dtype: Dtype = "float32"
+    eos_token_id: tuple[Count, ...] = ()
+    use_sliding_window: bool | None = None
+    sliding_window: Positive | None = None
+    layer_types: list[Literal["full_attention", "sliding_attention"]] = []
 
-
-MODEL_RULES: dict[str, Rule] = {
-    "architecture": text,
-    **dict.fromkeys(("num_layers", "hidden_size", "intermediate_size"), integer(1)),
-    **dict.fromkeys(("num_qo_heads", "num_kv_heads", "head_dim", "vocab_size"), integer(1)),
-    "rms_norm_eps": number(0, above=True),
-    "rotary": rotary_config,
-    **dict.fromkeys(("tie_word_embeddings", "qkv_bias", "qk_norm", "norm_topk_prob"), flag),
-    "hidden_act": word("silu"),
-    "dtype": word(*DTYPES),
-    "eos_token_ids": several(integer(0), "token ids"),
-    "bos_token_id": optional(integer(0)),
-    **dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), integer(0)),
-    "sliding_window": optional(integer(1)),
-}
-
-
-def check_model(m: ModelConfig) -> None:
-    """Raise ValueError if fields that are fine alone do not fit together."""
-    if m.num_qo_heads % m.num_kv_heads:
-        must = f"a divisor of num_attention_heads {m.num_qo_heads}"
-        raise refuse("num_key_value_heads", must, m.num_kv_heads)
-    if m.rotary.head_dim != m.head_dim:
-        raise refuse("rotary.head_dim", f"the model's head_dim {m.head_dim}", m.rotary.head_dim)
-    specials = {"eos_token_id": m.eos_token_ids, "bos_token_id": (m.bos_token_id or 0,)}
-    for name, tokens in specials.items():
-        for token in tokens:
-            integer(0, m.vocab_size - 1)(name, token)
-    if m.num_experts:
-        integer(1, m.num_experts)("num_experts_per_tok", m.num_experts_per_tok)
-        integer(1)("moe_intermediate_size", m.moe_intermediate_size)
+    # What would change the result and is not computed here has one value only.
+    hidden_act: Literal["silu"] = "silu"
+    attention_bias: Literal[False] = False  # Qwen2's biases are not in its file
+    mlp_bias: Literal[False] = False
+    quantization_config: None = None
+    partial_rotary_factor: Annotated[Number, Field(ge=1, le=1)] = 1.0
 
 
 @dataclass(frozen=True)
 class Family:
     """What an architecture implies without saying it in its config.json."""
 
+    architecture: str
     model_type: str
     qkv_bias: bool = False
     qk_norm: bool = False
-    moe: bool = False
-    default_head_dim: int | None = None  # None: hidden_size // num_attention_heads
-    window: Literal["never", "always", "flag"] = "never"  # whether sliding_window counts
+    head_dim: int | None = None  # where the file has none; None: hidden_size / num_attention_heads
+    sliding_window: bool = False  # whether the window counts where the file has no flag
+    kv_heads_optional: bool = False  # a file without them means as many as query heads
 
 
-FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family("llama"),
-    "MistralForCausalLM": Family("mistral", window="always"),
-    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, window="flag"),
-    "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, default_head_dim=128, window="flag"),
-    "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, moe=True, window="flag"),
-}
+FAMILIES = (
+    Family("LlamaForCausalLM", "llama", kv_heads_optional=True),
+    Family("MistralForCausalLM", "mistral", sliding_window=True),
+    Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True),
+    Family("Qwen3ForCausalLM", "qwen3", qk_norm=True, head_dim=128),
+)
 
 
-def required(config: Mapping[str, Any], name: str, where: str = "") -> Any:
-    """A field that has no sensible default; `where` names the dictionary it lies in."""
-    if config.get(name) is None:
-        raise ValueError(f"{where}{name}: missing from the model's config")
-    return config[name]
-
-
-def read_architecture(config: Mapping[str, Any]) -> str:
-    """Name of the model class: `architectures`, or what `model_type` implies without it."""
-    named = config.get("architectures")
-    if named is not None:
-        if not isinstance(named, list | tuple) or len(named) != 1:
-            raise refuse("architectures", "a list of one name", named)
-        return str(word(*FAMILIES)("architectures", named[0]))
-    by_type = {family.model_type: name for name, family in FAMILIES.items()}
-    return by_type[word(*by_type)("model_type", required(config, "model_type"))]
-
-
-def refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a feature that changes the result and that we do not compute."""
-    features: dict[str, tuple[object, str]] = {  # the values that are fine, and what to say
-        "attention_bias": ((None, False), "false: only Qwen2 has biases here"),
-        "mlp_bias": ((None, False), "false: our MLP has no biases"),
-        "quantization_config": ((None,), "absent: we read plain checkpoints"),
-        "decoder_sparse_step": ((None, 1), "1: experts in every layer"),
-        "mlp_only_layers": ((None, []), "empty: experts in every layer"),
-        "partial_rotary_factor": ((None, 1), "1: whole heads are turned"),
-    }
-    for name, (fine, must) in features.items():
-        if config.get(name) not in fine:  # type: ignore[operator]
-            raise refuse(name, must, config[name])
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family that `architectures` names, or else `model_type`; dense models only."""
+    field = "architectures" if config.get("architectures") else "model_type"
+    for family in FAMILIES:
+        if config.get(field) in ([family.architecture], family.model_type):
+            return family
+    known = ", ".join(family.architecture for family in FAMILIES)
+    raise refuse(field, f"one of {known} (no mixture of experts)", config.get(field))
 
 
 def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """All rotary fields in one dictionary, from the old spelling or the new one."""
     old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
     for name, found in (("rope_scaling", old), ("rope_parameters", new)):
-        if not isinstance(found, Mapping):
-            raise refuse(name, "an object", found)
-        if any(isinstance(value, Mapping) for value in found.values()):
-            raise refuse(name, "one set of values for all layers", dict(found))
+        if not isinstance(found, Mapping) or any(isinstance(v, Mapping) for v in found.values()):
+            raise refuse(name, "an object with one set of values for all layers", found)
     if old and new and old != new:
-        raise refuse("rope_scaling", "absent beside rope_parameters", dict(old))
-    rope = {"rope_theta": config.get("rope_theta"), **old, **new}
-    refuse_unsupported({"partial_rotary_factor": rope.get("partial_rotary_factor")})
-    return {name: value for name, value in rope.items() if value is not None}
+        raise refuse("rope_scaling", "absent beside rope_parameters", old)
+    return {name: value for name, value in {**old, **new}.items() if value is not None}
 
 
-def read_rotary(config: Mapping[str, Any], head_dim: int) -> RotaryConfig:
-    """Rotary settings; a missing base is the 10,000 of the original paper."""
-    rope = rope_fields(config)
-    name = "max_position_embeddings"
-    window = integer(1, MAX_POSITION)(name, required(config, name))
-    scaling = read_scaling(rope, window)
-    if scaling is not None and scaling.kind == "yarn":
-        window = max(window, round(scaling.original_max_position * scaling.factor))
-    return RotaryConfig(head_dim, rope.get("rope_theta", 10_000.0), window, scaling)
+def in_one_spelling(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The file with today's names and forms; what is null counts as absent."""
+    file = {name: value for name, value in config.items() if value is not None}
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in rope:
+            file[name] = rope[name]
+    dtype = file.get("dtype", file.get("torch_dtype", "float32"))
+    file["dtype"] = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
+    eos = file.get("eos_token_id", ())
+    file["eos_token_id"] = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    return file
+
+
+NEEDED = {
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
 
 
 def read_scaling(rope: Mapping[str, Any], window: int) -> RopeScaling | None:
     """The scaling in a rope dictionary, or None; `window` is YaRN's default original length."""
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if word("default", *ROPE_KINDS)("rope_scaling.rope_type", kind) == "default":
+    if kind == "default":
         return None
-    where = "rope_scaling."
-    found = {"factor": required(rope, "factor", where)}
-    original = rope.get("original_max_position_embeddings")
-    if kind == "llama3":
-        for name in ("low_freq_factor", "high_freq_factor"):
-            found[name] = required(rope, name, where)
-        found["original_max_position"] = required(rope, "original_max_position_embeddings", where)
+    for name in NEEDED.get(kind, ()) if isinstance(kind, str) else ():
+        if name not in rope:
+            raise ValueError(f"rope_scaling.{name}: missing")
+    names = {field.name: field.name for field in fields(RopeScaling)}
+    names["original_max_position"] = "original_max_position_embeddings"
+    found = {ours: rope[theirs] for ours, theirs in names.items() if theirs in rope}
     if kind == "yarn":
-        found["original_max_position"] = window if original is None else original
-        names = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-        found |= {name: rope[name] for name in (*names, "truncate") if name in rope}
-    return RopeScaling(kind=kind, **found)
+        found.setdefault("original_max_position", window)
+    try:
+        return RopeScaling(**{"factor": 1.0, **found, "kind": kind})
+    except ValueError as error:
+        raise ValueError(f"rope_scaling.{error}") from None
 
 
-def read_window(config: Mapping[str, Any], family: Family) -> int | None:
-    """Tokens of the sliding window, or None when every layer sees the whole text."""
-    kind = word("full_attention", "sliding_attention")
-    kinds = several(kind, "layer types")("layer_types", config.get("layer_types") or ())
-    if family.window == "never":
-        return None
-    if family.window == "flag":
-        if not flag("use_sliding_window", config.get("use_sliding_window", False)):
-            return None
-        if kinds and "sliding_attention" not in kinds:
-            return None
-        layers = integer(1)("num_hidden_layers", required(config, "num_hidden_layers"))
-        below = optional(integer(0))("max_window_layers", config.get("max_window_layers"))
-        if not kinds and not family.moe and (below or 0) >= layers:
-            return None  # the first `below` layers see everything, and those are all
-    window: int | None = config.get("sliding_window")
-    return window
+def read_rotary(file: ConfigFile, rope: Mapping[str, Any], head_dim: int) -> RotaryConfig:
+    """Rotary settings; a YaRN window counts in full."""
+    window = file.max_position_embeddings
+    scaling = read_scaling(rope, window)
+    if scaling is not None and scaling.kind == "yarn":
+        window = max(window, round(scaling.original_max_position * scaling.factor))
+    return RotaryConfig(head_dim, file.rope_theta, window, scaling)
 
 
-def read_heads(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Head counts and head size; missing ones follow the conventions of the file format."""
-    hidden = integer(1)("hidden_size", required(config, "hidden_size"))
-    heads = integer(1)("num_attention_heads", required(config, "num_attention_heads"))
-    head_dim = config.get("head_dim") or family.default_head_dim
-    if head_dim is None and hidden % heads:
-        raise refuse("num_attention_heads", f"a divisor of hidden_size {hidden}", heads)
-    kv_heads = config.get("num_key_value_heads")
-    if "num_key_value_heads" not in config and family.model_type != "llama":
-        required(config, "num_key_value_heads")  # only Llama means something by leaving it out
+def read_heads(file: ConfigFile, family: Family) -> dict[str, int]:
+    """Head counts and the size of a head, with what a missing field means."""
+    heads, kv_heads = file.num_attention_heads, file.num_key_value_heads
+    head_dim = file.head_dim or family.head_dim
+    if kv_heads is None and not family.kv_heads_optional:
+        raise ValueError("num_key_value_heads: missing")
+    if head_dim is None and file.hidden_size % heads:
+        raise refuse("num_attention_heads", f"a divisor of hidden_size {file.hidden_size}", heads)
     return {
         "num_qo_heads": heads,
-        "num_kv_heads": heads if kv_heads is None else kv_heads,
-        "head_dim": integer(1)("head_dim", hidden // heads if head_dim is None else head_dim),
+        "num_kv_heads": kv_heads or heads,
+        "head_dim": head_dim or file.hidden_size // heads,
     }
 
 
-def read_experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a mixture of experts, in both spellings of the number of experts."""
-    count = {"num_experts": config.get("num_experts", config.get("num_local_experts"))}
-    return {
-        "num_experts": integer(1)("num_experts", required(count, "num_experts")),
-        "num_experts_per_tok": required(config, "num_experts_per_tok"),
-        "moe_intermediate_size": required(config, "moe_intermediate_size"),
-        "norm_topk_prob": config.get("norm_topk_prob", False),
-    }
+def read_window(file: ConfigFile, family: Family) -> int | None:
+    """Tokens of the sliding window, or None when every layer sees the whole text."""
+    flag = file.use_sliding_window
+    counts = family.sliding_window if flag is None else flag
+    if file.layer_types and "sliding_attention" not in file.layer_types:
+        counts = False
+    return file.sliding_window if counts else None

@@ -1,6 +1,6 @@
 """Where a model's files are: embedded, in a folder, or on the hub.
 
-Generated from notebooks/01_requests.ipynb: edit there.
+Generated from notebooks/01b_configuration.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ValueError(f"{path.name}: not valid JSON, {error.msg} at {where}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path.name}: cannot be read from {path.parent}: {error}") from error
     if not isinstance(found, dict):
         raise refuse(path.name, "a JSON object", found)

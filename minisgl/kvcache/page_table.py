@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from minisgl.config.rules import integer, refuse
+from minisgl.config.rules import check_positive, refuse
 from minisgl.core import IntArray
 
 
@@ -24,8 +24,7 @@ class PageAllocator:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         """All pages 0 ... num_pages - 1 are free; page 0 comes first."""
-        integer(1)("num_pages", num_pages)
-        integer(1)("page_size", page_size)
+        check_positive(num_pages=num_pages, page_size=page_size)
         self.num_pages, self.page_size = num_pages, page_size
         self._stack: IntArray = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._is_free = np.ones(num_pages, dtype=bool)
@@ -113,8 +112,7 @@ class TableManager:
         device: torch.device | str, *, share_memory: bool | None = None,
     ) -> None:  # fmt: skip
         """`share_memory` None: on a CPU the device tables are the host tables."""
-        for name, size in (("num_rows", num_rows), ("max_len", max_len), ("page_size", page_size)):
-            integer(1)(name, size)
+        check_positive(num_rows=num_rows, max_len=max_len, page_size=page_size)
         self.device = torch.device(device)
         shared = self.device.type == "cpu" if share_memory is None else share_memory
         self.num_rows, self.dummy_row, self.page_size = num_rows, num_rows, page_size

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from minisgl.config.model import ModelConfig
-from minisgl.config.rules import integer
+from minisgl.config.rules import check_positive
 
 
 def kv_bytes_per_token(model: ModelConfig, itemsize: int, tp_size: int = 1) -> int:
     """Bytes of K and V that one token costs on one rank, in all layers; `itemsize` is in bytes."""
-    integer(1)("itemsize", itemsize)
+    check_positive(itemsize=itemsize)
     heads = model.kv_heads_per_rank(tp_size)
     return 2 * model.num_layers * heads * model.head_dim * itemsize
 
@@ -30,10 +30,10 @@ class KVPool:
         head_dim: int, dtype: torch.dtype, device: torch.device | str,
     ) -> None:  # fmt: skip
         """`num_kv_heads` is the number on this rank; the pool starts with zeros."""
-        sizes = {"num_layers": num_layers, "num_pages": num_pages, "page_size": page_size,
-                 "num_kv_heads": num_kv_heads, "head_dim": head_dim}  # fmt: skip
-        for name, size in sizes.items():
-            integer(1)(name, size)
+        check_positive(
+            num_layers=num_layers, num_pages=num_pages, page_size=page_size,
+            num_kv_heads=num_kv_heads, head_dim=head_dim,
+        )  # fmt: skip
         self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         self.dummy_page, self.num_slots = num_pages, num_pages * page_size

@@ -7,43 +7,30 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from minisgl.config.rules import Rule, apply_rules, flag, integer, number, optional, text, word
+from pydantic import Field
+
+from minisgl.config.rules import Count, Number, Positive, PositiveNumber, Text, Validated
+
+NotNegative = Annotated[Number, Field(ge=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operations:
+class Operations(Validated):
     """How a server is run; times in seconds, sizes in bytes, None is no limit or nothing."""
 
-    max_queue: int = 1024  # answers that may wait beyond those that run
-    max_body_size: int = 8 * 2**20
-    request_timeout: float | None = None
-    stall_timeout: float = 30.0
-    drain_timeout: float = 30.0
-    worker_timeout: float = 60.0
-    step_timeout: float = 600.0
-    log_format: str = "text"
+    max_queue: Count = 1024  # answers that may wait beyond those that run
+    max_body_size: Positive = 8 * 2**20
+    request_timeout: PositiveNumber | None = None
+    stall_timeout: PositiveNumber = 30.0
+    drain_timeout: NotNegative = 30.0
+    worker_timeout: NotNegative = 60.0
+    step_timeout: NotNegative = 600.0
+    log_format: Literal["text", "json", "none"] = "text"
     log_prompts: bool = False
-    trace: str | None = None
+    trace: Text | None = None
     debug: bool = False
-
-    def __post_init__(self) -> None:
-        apply_rules(self, OPERATION_RULES, {})
-
-
-OPERATION_RULES: dict[str, Rule] = {
-    "max_queue": integer(0),
-    "max_body_size": integer(1),
-    "request_timeout": optional(number(0, above=True)),
-    "stall_timeout": number(0, above=True),
-    "drain_timeout": number(0),
-    "worker_timeout": number(0),
-    "step_timeout": number(0),
-    "log_format": word("text", "json", "none"),
-    "log_prompts": flag,
-    "trace": optional(text),
-    "debug": flag,
-}
 
 
 def is_loopback(host: str) -> bool:

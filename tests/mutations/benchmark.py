@@ -48,13 +48,6 @@ MUTATIONS = [
         test=TEST + "test_parameters_are_those_of_the_model",
     ),
     Mutation(
-        name="benchmark: one row uses all experts",
-        module="minisgl.benchmark.roofline",
-        old="touched = min(model.num_experts, tokens * model.num_experts_per_tok)",
-        new="touched = model.num_experts",
-        test=TEST + "test_few_rows_touch_few_experts",
-    ),
-    Mutation(
         name="benchmark: a step with half of the batch counts as steady",
         module="minisgl.benchmark.latency",
         old="[full[1:] & full[:-1]]",

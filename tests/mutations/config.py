@@ -10,22 +10,43 @@ MUTATIONS = [
     Mutation(
         "config: a bool passes for an integer",
         "minisgl.config.rules",
-        "if isinstance(value, bool) or not isinstance(value, numbers.Integral):",
-        "if not isinstance(value, numbers.Integral):",
+        "    if isinstance(value, bool):\n        return value\n",
+        "",
         "tests/test_config.py::test_integer_fields",
+    ),
+    Mutation(
+        "config: a bool passes for a size",
+        "minisgl.config.rules",
+        "if isinstance(size, bool) or not",
+        "if not",
+        "tests/test_config.py::test_check_positive",
     ),
     Mutation(
         "config: nan passes for a number",
         "minisgl.config.rules",
-        "if not math.isfinite(found) or not low <= found <= high or (above and found == low):",
-        "if found < low or found > high or (above and found == low):",
+        "Field(allow_inf_nan=False)",
+        "Field(allow_inf_nan=True)",
         "tests/test_config.py::test_number_fields",
+    ),
+    Mutation(
+        "config: text passes for a number",
+        "minisgl.config.rules",
+        "strict=True",
+        "strict=False",
+        "tests/test_config.py::test_integer_fields",
+    ),
+    Mutation(
+        "config: what was checked keeps its first form",
+        "minisgl.config.rules",
+        "vars(self).update(vars(checked))",
+        "vars(checked)",
+        "tests/test_config.py::test_good_values_take_their_final_form",
     ),
     Mutation(
         "config: the new spelling of the rotary settings is ignored",
         "minisgl.config.model",
-        '{"rope_theta": config.get("rope_theta"), **old, **new}',
-        '{"rope_theta": config.get("rope_theta"), **old}',
+        "{**old, **new}.items()",
+        "old.items()",
         "tests/test_config.py::test_both_spellings_are_one_model",
     ),
     Mutation(
@@ -38,9 +59,16 @@ MUTATIONS = [
     Mutation(
         "config: a window counts although its flag is false",
         "minisgl.config.model",
-        'if not flag("use_sliding_window", config.get("use_sliding_window", False)):',
-        "if False:",
+        "family.sliding_window if flag is None else flag",
+        "True",
         "tests/test_config.py::test_which_windows_count",
+    ),
+    Mutation(
+        "config: an unknown architecture is read as a Llama",
+        "minisgl.config.model",
+        "if config.get(field) in ([family.architecture], family.model_type):",
+        "if True:",
+        "tests/test_config.py::test_mixture_of_experts_is_refused_by_name",
     ),
     Mutation(
         "config: texts longer than a sliding window are accepted",
@@ -59,7 +87,7 @@ MUTATIONS = [
     Mutation(
         "config: heads that cannot be grouped are accepted",
         "minisgl.config.model",
-        "if m.num_qo_heads % m.num_kv_heads:",
+        "if self.num_qo_heads % self.num_kv_heads:",
         "if False:",
         "tests/test_config.py::test_wrong_files_are_refused_by_name",
     ),
@@ -122,8 +150,8 @@ MUTATIONS = [
     Mutation(
         "core: one stop string becomes a list of letters",
         CORE,
-        "listed = (value,) if isinstance(value, str) else value",
-        "listed = tuple(value) if isinstance(value, str) else value",
+        "given = (value,) if isinstance(value, str) else as_tuple(value)",
+        "given = tuple(value) if isinstance(value, str) else as_tuple(value)",
         "tests/test_core.py::test_stop_lists_take_one_form",
     ),
 ]
