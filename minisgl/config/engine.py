@@ -39,12 +39,7 @@ class TPInfo(Validated):
             raise refuse("rank", f"below the group's size {self.size}", self.rank)
 
 
-def path_text(value: Any) -> Any:
-    """A path as a string, anything else as it is."""
-    return str(value) if isinstance(value, Path) else value
-
-
-PathText = Annotated[Text, BeforeValidator(path_text)]
+PathText = Annotated[Text, BeforeValidator(lambda p: str(p) if isinstance(p, Path) else p)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 # One backend, or two for prefill and decode; "fused" only decodes.
 Backend = Annotated[str, Field(pattern="^(auto|(torch|triton|fi)(,(torch|triton|fi|fused))?)$")]
@@ -58,8 +53,7 @@ class EngineConfig(Validated):
     `memory_ratio` is the part of free memory for weights and KV cache, `distributed_timeout` is in
     seconds, `*_bs` are batch sizes in requests, `max_seq_len_override` is in tokens. With
     `memory_trial_tokens` above 0 a trial prefill of so many tokens says what a step needs besides.
-    `kernels` "torch" keeps to plain PyTorch, "triton" takes fused kernels where they fit;
-    `decode_tensor_cores` is for FlashInfer's decode.
+    `kernels` "torch" keeps to plain PyTorch, "triton" takes fused kernels where they fit.
     """
 
     model_path: PathText | None = None
@@ -78,7 +72,6 @@ class EngineConfig(Validated):
     max_seq_len_override: Annotated[Count, Field(ge=2)] | None = None
     num_page_override: Positive | None = None
     kernels: Literal["auto", "torch", "triton"] = "auto"
-    decode_tensor_cores: bool = True
     torch_compile_max_bs: Count = 0
     seed: Annotated[Count, Field(le=MAX_SEED)] = 0
 
@@ -93,7 +86,7 @@ class SchedulerConfig(EngineConfig):
     """
 
     max_extend_tokens: Positive | None = None
-    cache_type: Literal["radix", "hash", "naive"] = "radix"
+    cache_type: Literal["radix", "naive"] = "radix"
     schedule_policy: Literal["fcfs", "fair"] = "fcfs"
     reserve_tokens: Positive | None = 512
     overlap: bool | None = None

@@ -29,8 +29,6 @@ def argument_options(field: str) -> dict[str, Any]:
     hint = get_type_hints(SchedulerConfig)[field]
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint)}
-    if hint is bool:
-        return {"action": argparse.BooleanOptionalAction}
     metavars = {int: "N", float: "R", str: "NAME"}
     kind = next(kind for kind in metavars if hint in (kind, kind | None))
     return {"type": kind, "metavar": metavars[kind]}
@@ -46,7 +44,6 @@ ENGINE_FLAGS = (
          "torch, triton, fi, or two for prefill,decode; fused only decodes; auto: fi,fused on a "
          "GPU, triton,fused without FlashInfer, torch on a CPU"),
     Flag("--kernels", "kernels", "what computes norms, GEMMs of few rows and sums of a layer"),
-    Flag("--decode-tensor-cores", "decode_tensor_cores", "use them in FlashInfer's decode"),
     Flag("--cache-type", "cache_type", "prefix cache"),
     Flag("--page-size", "page_size", "tokens per KV page (default: 16)"),
     Flag("--num-pages", "num_page_override", "KV pages (default: what memory allows)"),

@@ -159,18 +159,14 @@ class ModelConfig:
         return cls(
             architecture=family.architecture,
             num_layers=file.num_hidden_layers,
-            hidden_size=file.hidden_size,
-            intermediate_size=file.intermediate_size,
-            vocab_size=file.vocab_size,
-            rms_norm_eps=file.rms_norm_eps,
             rotary=read_rotary(file, rope, heads["head_dim"]),
             tie_word_embeddings=file.tie_word_embeddings,
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
-            dtype=file.dtype,
             eos_token_ids=file.eos_token_id,
             sliding_window=read_window(file, family),
             **heads,
+            **{name: getattr(file, name) for name in SAME_NAMES},
         )
 
     @classmethod
@@ -269,16 +265,7 @@ def in_one_spelling(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[
     return file
 
 
-NEEDED = {
-    "linear": ("factor",),
-    "yarn": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-}
+LLAMA3_FIELDS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def read_scaling(rope: Mapping[str, Any], window: int) -> RopeScaling | None:
@@ -286,16 +273,16 @@ def read_scaling(rope: Mapping[str, Any], window: int) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
-    for name in NEEDED.get(kind, ()) if isinstance(kind, str) else ():
+    for name in ("factor", *(LLAMA3_FIELDS if kind == "llama3" else ())):
         if name not in rope:
             raise ValueError(f"rope_scaling.{name}: missing")
-    names = {field.name: field.name for field in fields(RopeScaling)}
-    names["original_max_position"] = "original_max_position_embeddings"
-    found = {ours: rope[theirs] for ours, theirs in names.items() if theirs in rope}
+    found = {field.name: rope[field.name] for field in fields(RopeScaling) if field.name in rope}
+    if "original_max_position_embeddings" in rope:
+        found["original_max_position"] = rope["original_max_position_embeddings"]
     if kind == "yarn":
         found.setdefault("original_max_position", window)
     try:
-        return RopeScaling(**{"factor": 1.0, **found, "kind": kind})
+        return RopeScaling(kind=kind, **found)
     except ValueError as error:
         raise ValueError(f"rope_scaling.{error}") from None
 
@@ -331,3 +318,6 @@ def read_window(file: ConfigFile, family: Family) -> int | None:
     if file.layer_types and "sliding_attention" not in file.layer_types:
         counts = False
     return file.sliding_window if counts else None
+
+
+SAME_NAMES = ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "dtype")

@@ -68,10 +68,6 @@ def check_positive(**sizes: object) -> None:
             raise refuse(name, "a positive integer", size)
 
 
-def integer(low: int) -> Any:
-    return lambda name, value: check_positive(**{name: value})
-
-
 @cache
 def fields_model(cls: type) -> type[BaseModel]:
     """A pydantic model with the fields of a dataclass."""

@@ -5,7 +5,7 @@ Generated from notebooks/03b_prefix_caches.ipynb: edit there.
 
 from __future__ import annotations
 
-from minisgl.config.rules import integer
+from minisgl.config.rules import check_positive
 from minisgl.core import IntArray
 from minisgl.kvcache.prefix_cache import (
     NO_SLOTS,
@@ -34,7 +34,8 @@ class NaiveCache:
     protected_tokens = 0
 
     def __init__(self, page_size: int) -> None:
-        self.page_size = integer(1)("page_size", page_size)
+        check_positive(page_size=page_size)
+        self.page_size = page_size
 
     def match_prefix(self, ids: IntArray) -> CacheHandle:
         """Finds nothing."""

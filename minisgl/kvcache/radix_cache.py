@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.config.rules import integer
+from minisgl.config.rules import check_positive
 from minisgl.core import IntArray
 from minisgl.kvcache.prefix_cache import (
     NO_SLOTS,
@@ -43,7 +43,8 @@ class RadixCache:
     """Cached prefixes as a tree over token ids."""
 
     def __init__(self, page_size: int) -> None:
-        self.page_size = integer(1)("page_size", page_size)
+        check_positive(page_size=page_size)
+        self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
         self.root = Node(b"", NO_SLOTS, None)
         self.lru: OrderedDict[Node, None] = OrderedDict()  # unlocked nodes, the oldest first
