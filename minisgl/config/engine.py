@@ -162,7 +162,6 @@ def choose_backend(backend: str, device: str, dtype: str, head_dim: int) -> str:
 
 
 C = TypeVar("C", bound=EngineConfig)
-DEFAULT_PAGE_SIZE = 16
 
 
 def resolve(config: C, model: ModelConfig) -> C:
@@ -178,7 +177,7 @@ def resolve(config: C, model: ModelConfig) -> C:
         "attention_backend": choose_backend(
             config.attention_backend, device, dtype, model.head_dim
         ),
-        "page_size": config.page_size or DEFAULT_PAGE_SIZE,
+        "page_size": config.page_size or 16,
     }
     if config.kernels == "auto":
         settled["kernels"] = "torch" if on_cpu else "triton"

@@ -103,11 +103,10 @@ KEY_VARIABLE = "MINISGL_API_KEY"
 
 def add_key_flag(group: Group, what: str) -> None:
     """The key of a server, for the server and for its clients."""
-    where = f"better in {KEY_VARIABLE} in the environment: other users can read a command line"
-    group.add_argument("--api-key", metavar="KEY", default=None, help=f"{what}; {where}")
+    what += f"; better in {KEY_VARIABLE} in the environment: others can read a command line"
+    group.add_argument("--api-key", metavar="KEY", default=None, help=what)
 
 
 def key_of(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> str | None:
     """The key of the command line, else of the environment."""
-    key: str | None = args.api_key
-    return environment.get(KEY_VARIABLE) if key is None else key
+    return args.api_key or environment.get(KEY_VARIABLE)

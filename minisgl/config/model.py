@@ -237,8 +237,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     for family in FAMILIES:
         if config.get(field) in ([family.architecture], family.model_type):
             return family
-    known = ", ".join(family.architecture for family in FAMILIES)
-    raise refuse(field, f"one of {known} (no mixture of experts)", config.get(field))
+    known = ", ".join(family.architecture for family in FAMILIES) + " (no mixture of experts)"
+    raise refuse(field, f"one of {known}", config.get(field))
 
 
 def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def read_rotary(file: ConfigFile, rope: Mapping[str, Any], head_dim: int) -> Rot
     return RotaryConfig(head_dim, file.rope_theta, window, scaling)
 
 
-def read_heads(file: ConfigFile, family: Family) -> dict[str, int]:
+def read_heads(file: ConfigFile, family: Family) -> dict[str, Any]:
     """Head counts and the size of a head, with what a missing field means."""
     heads, kv_heads = file.num_attention_heads, file.num_key_value_heads
     head_dim = file.head_dim or family.head_dim
@@ -315,9 +315,8 @@ def read_window(file: ConfigFile, family: Family) -> int | None:
     """Tokens of the sliding window, or None when every layer sees the whole text."""
     flag = file.use_sliding_window
     counts = family.sliding_window if flag is None else flag
-    if file.layer_types and "sliding_attention" not in file.layer_types:
-        counts = False
-    return file.sliding_window if counts else None
+    somewhere = not file.layer_types or "sliding_attention" in file.layer_types
+    return file.sliding_window if counts and somewhere else None
 
 
 SAME_NAMES = ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "dtype")

@@ -55,5 +55,5 @@ def download(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=wanted))
     except Exception as error:
         reason = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
-        problem = f"no such folder, and the hub does not deliver it ({reason})"
-        raise ValueError(f"model_path: {problem}, got {model!r}") from error
+        problem = f"model_path: no such folder, and the hub does not deliver it ({reason})"
+        raise ValueError(f"{problem}, got {model!r}") from error
