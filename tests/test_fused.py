@@ -54,10 +54,10 @@ def test_row_linear_adds_the_residual_and_declines_odd_sizes() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 7, 16, 20, 33, 64, 65, 130])
-def test_products_of_few_rows(rows: int) -> None:
+def test_gemms_of_few_rows(rows: int) -> None:
     x, w, bias = normal(rows, 512), normal(128, 512, seed=1), normal(128, seed=2)
     close(kernels.linear(x, w, bias), x @ w.T + bias, 1e-5)
-    parts = kernels.open_linear(x, w)
+    parts = kernels.split_k_linear(x, w)
     assert parts.shape[1:] == (rows, 128)
     close(parts.sum(0), x @ w.T, 1e-5)
     y = x @ w.T
@@ -67,13 +67,13 @@ def test_products_of_few_rows(rows: int) -> None:
 def test_tiling_fills_the_gpu_and_divides_the_work() -> None:
     for m in (1, 8, 16, 32, 64, 128, 256):
         for n, k in ((1024, 2048), (1024, 3072), (4096, 4096), (4096, 12288), (5120, 17408)):
-            cut = kernels.tiling(m, n, k, gated=False, open_sum=True)
+            cut = kernels.choose_tiling(m, n, k, gated=False, split_k=True)
             if cut is not None:
                 assert n % cut.bn == 0 and k % (cut.splits * cut.bk) == 0
                 assert m <= kernels.FEW_ROWS or 2 * m * n * k <= kernels.SMALL_FLOPS
-    assert kernels.tiling(8, 1024, 2048, gated=False, open_sum=True).splits == 8
-    assert kernels.tiling(256, 4096, 1024, gated=False, open_sum=False) is None
-    assert kernels.tiling(8, 100, 1024, gated=False, open_sum=False) is None
+    assert kernels.choose_tiling(8, 1024, 2048, gated=False, split_k=True).splits == 8
+    assert kernels.choose_tiling(256, 4096, 1024, gated=False, split_k=False) is None
+    assert kernels.choose_tiling(8, 100, 1024, gated=False, split_k=False) is None
 
 
 @pytest.mark.parametrize("parts", [None, 1, 3])
@@ -130,21 +130,17 @@ def test_rotate_and_store(lens: list[int], heads: tuple[int, int], normed: bool)
     check_rotate(lens, qo=heads[0], kv=heads[1], dim=32, normed=normed)
 
 
-def test_few_requests_are_cut_until_the_gpu_is_full() -> None:
+def test_few_requests_are_split_until_the_gpu_is_full() -> None:
     assert splits_of(1, 8) == (16, 1) and splits_of(8, 8) == (4, 1) and splits_of(16, 8) == (2, 1)
     assert splits_of(32, 8) == splits_of(49, 8) == (2, 1)
     assert splits_of(50, 8) == splits_of(256, 8) == (2, 2048)
     assert tile_of(1, 8, 128, 4)[0] < tile_of(1, 8, 128, 2)[0]
 
 
-def test_tiles_have_the_least_room_in_one_wave_or_two() -> None:
+def test_tiles_fill_one_wave_if_they_can() -> None:
     chosen = {size: tile_of(size, 8, 128, 2) for size in (1, 2, 4, *range(8, 408, 8))}
-    few, some, many, most = (shape for shape, _ in TILES)
-    spans = [
-        (1, 24, few), (32, 32, some), (40, 48, few), (56, 64, some), (72, 96, few),
-        (104, 128, some), (136, 192, many), (200, 400, most),
-    ]  # fmt: skip
-    for first, last, shape in spans:
+    large, middle, small = (shape for shape, _ in TILES)
+    for first, last, shape in ((1, 48, large), (56, 64, middle), (72, 400, small)):
         found = {tile for size, tile in chosen.items() if first <= size <= last}
         assert found == {shape}, (first, last)
 
@@ -152,20 +148,20 @@ def test_tiles_have_the_least_room_in_one_wave_or_two() -> None:
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large blocks: the interpreter takes as long as there are programs, however large they are."""
-    real, cut = kernels.row_block, kernels.tiling
+    real, choose = kernels.row_block, kernels.choose_tiling
 
     def wide(n: int, k: int, norm: bool, gated: bool) -> tuple[int, int, int] | None:
         block = real(n, k, norm, gated)
         return None if block is None else (128, *block[1:])
 
     def coarse(m: int, n: int, k: int, **how: bool) -> kernels.Tiling | None:
-        found = cut(m, n, k, **how)
+        found = choose(m, n, k, **how)
         if found is None:
             return None
         return replace(found, bn=256, bk=512, splits=min(2, found.splits))
 
     monkeypatch.setattr(kernels, "row_block", wide)
-    monkeypatch.setattr(kernels, "tiling", coarse)
+    monkeypatch.setattr(kernels, "choose_tiling", coarse)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])
@@ -222,7 +218,7 @@ def test_a_kernel_touches_before_its_wait_only_what_no_kernel_of_the_chain_write
         seen: set[str] = set()
         for call in calls_until_wait(node):
             function = ast.unparse(call.func)
-            if function in ("tl.load", "prefetch"):
+            if function in ("tl.load", "prefetch", "load_angles"):
                 seen |= pointers_in(call)
             else:
                 writes = function.startswith(("tl.store", "tl.atomic"))

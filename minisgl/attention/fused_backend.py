@@ -1,6 +1,6 @@
 """Decode attention that needs no plan: all it has to know lies in tensors on the device.
 
-Generated from notebooks/05d_gemm.ipynb: edit there.
+Generated from notebooks/05e_decode_attention.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FusedPlan:
         self.pool, self.out_loc = backend.pool, buffers.out_loc
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, **raw: Any) -> Tensor:
-        """`decode_attention` over one layer; `raw` says how to turn q and k, if they are not."""
+        """`decode_attention` over one layer; `raw` says how to rotate raw q and k."""
         to, backend = self.buffers, self.backend
         return decode_attention(
             q, k, v, self.pool.k_cache(layer_id), self.pool.v_cache(layer_id),
@@ -47,7 +47,7 @@ class FusedPlan:
 
 
 class FusedBackend:
-    """Plan-free decode; prefill belongs to another backend."""
+    """Decode without a plan; prefill belongs to another backend."""
 
     name = "fused"
     plan_free = True

@@ -138,7 +138,7 @@ def fused_product(name: str, x: torch.Tensor, weight: torch.Tensor) -> Product:
 
     if len(x) > 1:
         calls = {"qkv": linear.linear, "gate_up": linear.gated_linear}
-        return partial(calls.get(name, linear.open_linear), x)
+        return partial(calls.get(name, linear.split_k_linear), x)
     if name in ("qkv", "gate_up"):
         norm = torch.ones_like(x[0])
         one = partial(linear.row_linear, x, norm=norm, eps=1e-6, gated=name == "gate_up")

@@ -1,6 +1,6 @@
 """Decode attention without a plan: norm, rotation, store, attention and merge in one kernel.
 
-Generated from notebooks/05d_gemm.ipynb: edit there.
+Generated from notebooks/05e_decode_attention.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ def fold(s, v, m, total, acc):
 
 @triton.jit
 def attend_cached(
-    qa, qb, k_ptr, v_ptr, slots_ptr, begin, end, scale, stride, m, total, acc,
-    HEAD_DIM: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    qa, qb, k_ptr, v_ptr, slots_ptr, begin, end, scale, stride,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of queries, as halves qa, qb, over the cached positions [begin, end)."""
     HALF: tl.constexpr = HEAD_DIM // 2
     half, dims = tl.arange(0, HALF)[None, :], tl.arange(0, HEAD_DIM)[None, :]
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         positions = start + tl.arange(0, TILE)
         inside = positions < end
@@ -49,41 +52,14 @@ def attend_cached(
 
 
 @triton.jit
-def load_heads(ptr, heads, real, norm_ptr, cos, sin, eps,
-               HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
-               DTYPE: tl.constexpr):  # fmt: skip
-    """Heads [g] of one token as two halves [g, HEAD_DIM / 2], normalised and turned as asked."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    dim = tl.arange(0, HALF)[None, :]
-    place = ptr + heads[:, None] * HEAD_DIM + dim
-    a = tl.load(place, mask=real[:, None], other=0.0).to(tl.float32)
-    b = tl.load(place + HALF, mask=real[:, None], other=0.0).to(tl.float32)
-    if ROTATE:
-        norm_a, norm_b = cos, sin
-        if NORM:
-            norm_a = tl.load(norm_ptr + dim).to(tl.float32)
-            norm_b = tl.load(norm_ptr + HALF + dim).to(tl.float32)
-        a, b = rotate(a, b, norm_a, norm_b, cos, sin, eps, HEAD_DIM, NORM, DTYPE)
-    return a.to(DTYPE), b.to(DTYPE)
-
-
-@triton.jit
-def add_new_token(
-    qa, qb, ka, kb, v_ptr, k_cache_ptr, v_cache_ptr, scale, m, total, acc, HEAD_DIM: tl.constexpr
-):
-    """Store the new key and value at their slot, and fold them in without reading them back."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    half, dims = tl.arange(0, HALF)[None, :], tl.arange(0, HEAD_DIM)
-    tl.store(k_cache_ptr + half, ka)
-    tl.store(k_cache_ptr + HALF + half, kb)
-    v = tl.load(v_ptr + dims)
-    tl.store(v_cache_ptr + dims, v)
-    s = tl.sum(qa.to(tl.float32) * ka.to(tl.float32), 1)
-    s = (s + tl.sum(qb.to(tl.float32) * kb.to(tl.float32), 1)) * scale
-    new = tl.maximum(m, s)
-    p, old = tl.exp2(s - new), tl.exp2(m - new)
-    acc = acc * old[:, None] + p[:, None] * v.to(tl.float32)[None, :]
-    return new, total * old + p, acc
+def write_part(part_ptr, stat_ptr, m, total, acc, split, g, real,
+               HEAD_DIM: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+    """Leave an unfinished result where the last program of its group finds it."""
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    place = part_ptr + (split * GROUP + g)[:, None] * HEAD_DIM + dims
+    tl.store(place, acc, mask=real[:, None])
+    tl.store(stat_ptr + split * 2 * GROUP + g, m, mask=real)
+    tl.store(stat_ptr + split * 2 * GROUP + GROUP + g, total, mask=real)
 
 
 @triton.jit
@@ -108,22 +84,22 @@ def merge_parts(part_ptr, stat_ptr, count, g, real,
     return acc / total[:, None]
 
 
-@triton.jit
-def write_part(part_ptr, stat_ptr, m, total, acc, split, g, real,
-               HEAD_DIM: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
-    """Leave an unfinished result where the last program of its group finds it."""
-    dims = tl.arange(0, HEAD_DIM)[None, :]
-    place = part_ptr + (split * GROUP + g)[:, None] * HEAD_DIM + dims
-    tl.store(place, acc, mask=real[:, None])
-    tl.store(stat_ptr + split * 2 * GROUP + g, m, mask=real)
-    tl.store(stat_ptr + split * 2 * GROUP + GROUP + g, total, mask=real)
+class Scratch:
+    """Memory for unfinished parts: decode attention runs once at a time, so one is enough."""
+
+    def __init__(self, max_places: int, group: int, head_dim: int, device: torch.device) -> None:
+        """`max_places`: most (request, KV head, split) triples of one launch."""
+        size = max_places * group
+        self.part = torch.empty(size * head_dim, dtype=torch.float32, device=device)
+        self.stat = torch.empty(size * 2, dtype=torch.float32, device=device)
+        self.done = torch.zeros(max_places, dtype=torch.int32, device=device)
 
 
 @triton.jit
 def finish(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, split, count, g, real,
            HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
            SPLITS: tl.constexpr):  # fmt: skip
-    """Write the result; with several parts, whoever comes last merges them."""
+    """Write the result; with several parts, the program that comes last merges them."""
     out = out_ptr + (place.to(tl.int64) * GROUP + g)[:, None] * HEAD_DIM
     out += tl.arange(0, HEAD_DIM)[None, :]
     if count == 1:
@@ -139,6 +115,62 @@ def finish(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, split, c
             y = merge_parts(part_ptr, stat_ptr, count, g, real, HEAD_DIM, GROUP, ROWS)
             tl.store(out, y.to(out_ptr.dtype.element_ty), mask=real[:, None])
             tl.store(done_ptr + place, 0)  # ready for the next layer
+
+
+@triton.jit
+def load_heads(ptr, heads, real, norm_ptr, cos, sin, eps,
+               HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
+               DTYPE: tl.constexpr):  # fmt: skip
+    """Heads [g] of one token as two halves [g, HEAD_DIM / 2], normalised and rotated as asked."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    dim = tl.arange(0, HALF)[None, :]
+    place = ptr + heads[:, None] * HEAD_DIM + dim
+    a = tl.load(place, mask=real[:, None], other=0.0).to(tl.float32)
+    b = tl.load(place + HALF, mask=real[:, None], other=0.0).to(tl.float32)
+    if ROTATE:
+        norm_a, norm_b = cos, sin
+        if NORM:
+            norm_a = tl.load(norm_ptr + dim).to(tl.float32)
+            norm_b = tl.load(norm_ptr + HALF + dim).to(tl.float32)
+        a, b = rotate(a, b, norm_a, norm_b, cos, sin, eps, HEAD_DIM, NORM, DTYPE)
+    return a.to(DTYPE), b.to(DTYPE)
+
+
+@triton.jit
+def load_angles(table_ptr, position, HEAD_DIM: tl.constexpr, ROTATE: tl.constexpr):
+    """Cosines and sines [1, HEAD_DIM / 2] of a position; zeros if nothing is to be rotated."""
+    if ROTATE:
+        half = table_ptr + position * HEAD_DIM + tl.arange(0, HEAD_DIM // 2)[None, :]
+        cos, sin = tl.load(half), tl.load(half + HEAD_DIM // 2)
+    else:
+        cos, sin = 0.0, 0.0
+    return cos, sin
+
+
+@triton.jit
+def add_new_token(
+    qa, qb, k_ptr, v_ptr, head, k_norm_ptr, cos, sin, eps, k_cache_ptr, v_cache_ptr, slot,
+    scale, m, total, acc, HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """Store the new key and value at their slot, and fold them in without reading them back."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    half, dims, one = tl.arange(0, HALF)[None, :], tl.arange(0, HEAD_DIM), tl.arange(0, 1)
+    k_cache_ptr += slot + head * HEAD_DIM
+    v_cache_ptr += slot + head * HEAD_DIM
+    DTYPE: tl.constexpr = k_cache_ptr.dtype.element_ty
+    ka, kb = load_heads(
+        k_ptr, head + one, one == 0, k_norm_ptr, cos, sin, eps, HEAD_DIM, NORM, ROTATE, DTYPE
+    )
+    tl.store(k_cache_ptr + half, ka)
+    tl.store(k_cache_ptr + HALF + half, kb)
+    v = tl.load(v_ptr + head * HEAD_DIM + dims)
+    tl.store(v_cache_ptr + dims, v)
+    s = tl.sum(qa.to(tl.float32) * ka.to(tl.float32), 1)
+    s = (s + tl.sum(qb.to(tl.float32) * kb.to(tl.float32), 1)) * scale
+    new = tl.maximum(m, s)
+    p, old = tl.exp2(s - new), tl.exp2(m - new)
+    acc = acc * old[:, None] + p[:, None] * v.to(tl.float32)[None, :]
+    return new, total * old + p, acc
 
 
 @triton.jit
@@ -159,59 +191,38 @@ def decode_kernel(
     part = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), TILE) * TILE, shortest)
     count = tl.cdiv(length, part)
     if split < count:
-        half, g = tl.arange(0, HEAD_DIM // 2)[None, :], tl.arange(0, ROWS)
-        real = g < GROUP
+        g = tl.arange(0, ROWS)
+        real, begin = g < GROUP, split * part
         DTYPE: tl.constexpr = k_cache_ptr.dtype.element_ty
-        cos, sin = 0.0, 0.0
-        if ROTATE:
-            cos = tl.load(table_ptr + position * HEAD_DIM + half)
-            sin = tl.load(table_ptr + position * HEAD_DIM + HEAD_DIM // 2 + half)
-        begin = split * part
+        cos, sin = load_angles(table_ptr, position, HEAD_DIM, ROTATE)
         slots_of_row = page_table_ptr + tl.load(rows_ptr + request) * page_table_stride
         if PDL:
             gdc_wait()
         qa, qb = load_heads(q_ptr + request.to(tl.int64) * q_stride, head * GROUP + g, real,
                             q_norm_ptr, cos, sin, eps, HEAD_DIM, NORM, ROTATE, DTYPE)  # fmt: skip
         m, total, acc = attend_cached(
-            qa, qb, k_cache_ptr + head * HEAD_DIM, v_cache_ptr + head * HEAD_DIM, slots_of_row,
-            begin, tl.minimum(begin + part, length - 1), scale, KV * HEAD_DIM,
-            tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32),
-            tl.zeros([ROWS, HEAD_DIM], tl.float32), HEAD_DIM, TILE, STAGES,
+            qa, qb, k_cache_ptr + head * HEAD_DIM, v_cache_ptr + head * HEAD_DIM, slots_of_row, begin,
+            tl.minimum(begin + part, length - 1), scale, KV * HEAD_DIM, ROWS, HEAD_DIM, TILE, STAGES,
         )  # fmt: skip
         if split == count - 1:
-            one = tl.arange(0, 1)
-            ka, kb = load_heads(
-                k_ptr + request.to(tl.int64) * k_stride, head + one, one == 0, k_norm_ptr, cos, sin,
-                eps, HEAD_DIM, NORM, ROTATE, DTYPE,
-            )  # fmt: skip
-            slot = tl.load(slots_ptr + request) * (KV * HEAD_DIM) + head * HEAD_DIM
             m, total, acc = add_new_token(
-                qa, qb, ka, kb, v_ptr + request.to(tl.int64) * v_stride + head * HEAD_DIM,
-                k_cache_ptr + slot, v_cache_ptr + slot, scale, m, total, acc, HEAD_DIM,
+                qa, qb, k_ptr + request.to(tl.int64) * k_stride,
+                v_ptr + request.to(tl.int64) * v_stride, head, k_norm_ptr, cos, sin, eps,
+                k_cache_ptr, v_cache_ptr, tl.load(slots_ptr + request) * (KV * HEAD_DIM), scale,
+                m, total, acc, HEAD_DIM, NORM, ROTATE,
             )  # fmt: skip
         finish(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, request * KV + head, split,
                count, g, real, HEAD_DIM, GROUP, ROWS, SPLITS)  # fmt: skip
 
 
-class Scratch:
-    """Memory for unfinished parts: decode attention runs once at a time, so one is enough."""
-
-    def __init__(self, max_places: int, group: int, head_dim: int, device: torch.device) -> None:
-        """`max_places`: most (request, KV head, split) triples of one launch."""
-        size = max_places * group
-        self.part = torch.empty(size * head_dim, dtype=torch.float32, device=device)
-        self.stat = torch.empty(size * 2, dtype=torch.float32, device=device)
-        self.done = torch.zeros(max_places, dtype=torch.int32, device=device)
-
-
 # (TILE, warps, stages) for heads of 128 in 16 bits, and how many such programs an H200 runs at once
-TILES = ((128, 4, 2), 396), ((64, 2, 2), 528), ((32, 1, 6), 792), ((32, 1, 4), 1056)
+TILES = ((128, 4, 2), 396), ((64, 2, 2), 528), ((32, 1, 6), 792)
 
 
 def splits_of(batch_size: int, num_kv_heads: int) -> tuple[int, int]:
-    """Into how many parts to cut keys at most, and the least length of a part, in tokens.
+    """Into how many parts to split keys at most, and the least length of a part, in tokens.
 
-    Few requests are cut until the GPU is full, and at least in two while one wave of the largest
+    Few requests are split until the GPU is full, and at least in two while one wave of the largest
     tiles holds them; more of them only where one request is very long.
     """
     programs = batch_size * num_kv_heads
@@ -221,16 +232,10 @@ def splits_of(batch_size: int, num_kv_heads: int) -> tuple[int, int]:
 
 
 def tile_of(batch_size: int, num_kv_heads: int, head_dim: int, itemsize: int) -> tuple[int, ...]:
-    """(TILE, warps, stages) with the least room for all programs in one wave or two."""
-    parts, shortest = splits_of(batch_size, num_kv_heads)
-    programs = batch_size * num_kv_heads * (parts if shortest == 1 else 1)  # else hardly any is cut
-    room = [
-        (waves * at_once, -shape[0], shape)
-        for shape, at_once in TILES
-        for waves in (1, 2)
-        if programs <= waves * at_once
-    ]
-    tile, warps, stages = min(room)[-1] if room else TILES[-1][0]
+    """(TILE, warps, stages): the largest that runs all programs in one wave, else the smallest."""
+    programs = batch_size * num_kv_heads
+    fitting = [shape for shape, at_once in TILES if programs <= at_once]
+    tile, warps, stages = fitting[0] if fitting else TILES[-1][0]
     return max(16, tile * 256 // max(256, head_dim * itemsize)), warps, stages
 
 
@@ -243,10 +248,10 @@ def decode_attention(
 
     q [bs, qo, d], k, v [bs, kv, d]; tokens may lie at any stride. page_table int32 [rows, max_len];
     rows, positions, out_loc int64 [bs]. With `table` (and `norms`) q and k come raw from their
-    projection, and are normalised and turned here. Returns [bs, qo, d].
+    projection, and are normalised and rotated here. Returns [bs, qo, d].
 
     positions, rows and table are read before the kernel in front has ended: an ordinary launch must
-    lie between whoever writes them and this one.
+    lie between the kernel that writes them and this one.
     """
     bs, qo, dim = q.shape
     kv = k.shape[1]

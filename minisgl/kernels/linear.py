@@ -1,4 +1,4 @@
-"""Products with few rows: a weight matrix is read once, at the speed of the memory.
+"""GEMMs with few rows: a weight is read once, at the speed of the memory.
 
 Generated from notebooks/05d_gemm.ipynb: edit there.
 """
@@ -23,7 +23,7 @@ def finish_row(
     y, up, squares, K, eps, bias_ptr, add_ptr, cols,
     NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """What follows a product: the norm's scale, the bias, the gate, the residual."""
+    """The epilogue of a GEMV: the norm's scale, the bias, the gate, the residual."""
     if NORM:
         scale = tl.rsqrt(squares / K + eps)
         y, up = y * scale, up * scale
@@ -141,12 +141,8 @@ def rows_kernel(
     real = rows[:, None] < M
     x_ptr += rows[:, None].to(tl.int64) * K + ks[None, :]
     w_ptr += cols[:, None].to(tl.int64) * K + ks[None, :]
-    if SWAP:
-        y = tl.zeros([BN, BM], tl.float32)
-        up = tl.zeros([BN, BM], tl.float32)
-    else:
-        y = tl.zeros([BM, BN], tl.float32)
-        up = tl.zeros([BM, BN], tl.float32)
+    y = tl.zeros([BN if SWAP else BM, BM if SWAP else BN], tl.float32)
+    up = y
     for k in tl.range(0, part, BK, num_stages=STAGES):
         x = tl.load(x_ptr + k) if EVEN else tl.load(x_ptr + k, mask=real, other=0.0)
         w = tl.load(w_ptr + k)
@@ -166,7 +162,7 @@ def rows_kernel(
 
 @dataclass(frozen=True)
 class Tiling:
-    """How `rows_kernel` cuts a product."""
+    """How `rows_kernel` divides a GEMM into tiles."""
 
     bm: int
     bn: int
@@ -177,28 +173,28 @@ class Tiling:
     splits: int = 1
 
 
-# Tried on an H200 in whole layers of Qwen3-0.6B, 8B and 14B: up to FEW_ROWS our kernel and what it
-# saves beat cuBLAS, but for large weights; beyond, only small products do, open sums to more rows.
+# Measured on an H200 in whole layers of Qwen3-0.6B, 8B and 14B: up to FEW_ROWS our kernel and what
+# it saves beat cuBLAS, except for large weights; beyond, only small GEMMs do.
 FEW_ROWS = 64
 SMALL_FLOPS = 2.5e9
-LARGE, LARGE_GATED = 2**26, 2**25  # weights of a product, and of each half of a gated one
+LARGE, LARGE_GATED = 2**26, 2**25  # numbers of a weight, and of each half of a gated one
 SMS = 132  # multiprocessors of an H200
 
 
-def beats_cublas(m: int, n: int, k: int, gated: bool, open_sum: bool) -> bool:
+def beats_cublas(m: int, n: int, k: int, gated: bool, split_k: bool) -> bool:
     """Whether `rows_kernel` is the faster one for x [m, k] by a weight [n, k], or two of them."""
     if (gated and n * k >= LARGE_GATED) or (m > 32 and n * k >= LARGE):
         return False
     small = 2.0 * m * n * k * (2 if gated else 1) <= SMALL_FLOPS
-    return m <= FEW_ROWS or (small and (open_sum or m <= 2 * FEW_ROWS))
+    return m <= FEW_ROWS or (small and (split_k or m <= 2 * FEW_ROWS))
 
 
-def tiling(m: int, n: int, k: int, *, gated: bool, open_sum: bool) -> Tiling | None:
-    """How to cut x [m, k] by a weight [n, k]; None: leave it to cuBLAS.
+def choose_tiling(m: int, n: int, k: int, *, gated: bool, split_k: bool) -> Tiling | None:
+    """How to tile x [m, k] by a weight [n, k]; None: leave it to cuBLAS.
 
-    open_sum: the caller adds up the splits, so a weight with few rows may be cut along k, too.
+    split_k: the caller adds up the splits, so a weight with few rows may be split along k, too.
     """
-    if not beats_cublas(m, n, k, gated, open_sum):
+    if not beats_cublas(m, n, k, gated, split_k):
         return None
     if m <= 32:
         bm, bn, bk, warps, stages, swap = 16 if m <= 16 else 32, 64, 128, 4, 4 if gated else 6, True
@@ -212,45 +208,45 @@ def tiling(m: int, n: int, k: int, *, gated: bool, open_sum: bool) -> Tiling | N
         return None
     splits = 1
     tiles = n // bn * -(-m // bm)
-    while open_sum and 2 * tiles * splits <= SMS and splits < 8 and k % (2 * splits * bk) == 0:
+    while split_k and 2 * tiles * splits <= SMS and splits < 8 and k % (2 * splits * bk) == 0:
         splits *= 2
     return Tiling(bm, bn, bk, warps, stages, swap, splits)
 
 
 def launch_rows(
-    x: Tensor, weight: Tensor, out: Tensor, cut: Tiling, bias: Tensor | None, gated: bool
+    x: Tensor, weight: Tensor, out: Tensor, tiles: Tiling, bias: Tensor | None, gated: bool
 ) -> None:
-    """Start `rows_kernel`; out holds `cut.splits` results [m, n]."""
+    """Start `rows_kernel`; out holds `tiles.splits` results [m, n]."""
     m, k = x.shape
-    n, part = out.shape[-1], k // cut.splits
-    rows_kernel[(n // cut.bn, triton.cdiv(m, cut.bm), cut.splits)](
+    n, part = out.shape[-1], k // tiles.splits
+    rows_kernel[(n // tiles.bn, triton.cdiv(m, tiles.bm), tiles.splits)](
         x, weight, x if bias is None else bias, out, m, n, k, part,
-        BM=cut.bm, BN=cut.bn, BK=cut.bk, GATED=gated, BIAS=bias is not None, SWAP=cut.swap,
-        EVEN=m % cut.bm == 0, AHEAD=min(8, 1 << (part // 64).bit_length() - 1), STAGES=cut.stages,
-        num_warps=cut.warps, **launch_options(x),
+        BM=tiles.bm, BN=tiles.bn, BK=tiles.bk, GATED=gated, BIAS=bias is not None, SWAP=tiles.swap,
+        EVEN=m % tiles.bm == 0, AHEAD=min(8, 1 << (part // 64).bit_length() - 1),
+        STAGES=tiles.stages, num_warps=tiles.warps, **launch_options(x),
     )  # fmt: skip
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [m, k] by weight [n, k], plus bias [n]: [m, n]."""
     m, n, k = x.shape[0], *weight.shape
-    cut = tiling(m, n, k, gated=False, open_sum=False)
-    if cut is None:
+    tiles = choose_tiling(m, n, k, gated=False, split_k=False)
+    if tiles is None:
         return F.linear(x, weight, bias)
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    launch_rows(x, weight, out, cut, bias, gated=False)
+    launch_rows(x, weight, out, tiles, bias, gated=False)
     return out
 
 
-def open_linear(x: Tensor, weight: Tensor) -> Tensor:
+def split_k_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [m, k] by weight [n, k] as parts [splits, m, n], still to be added up: float32 if many."""
     m, n, k = x.shape[0], *weight.shape
-    cut = tiling(m, n, k, gated=False, open_sum=True)
-    if cut is None:
+    tiles = choose_tiling(m, n, k, gated=False, split_k=True)
+    if tiles is None:
         return F.linear(x, weight)[None]
-    dtype = torch.float32 if cut.splits > 1 else x.dtype
-    out = torch.empty(cut.splits, m, n, dtype=dtype, device=x.device)
-    launch_rows(x, weight, out, cut, None, gated=False)
+    dtype = torch.float32 if tiles.splits > 1 else x.dtype
+    out = torch.empty(tiles.splits, m, n, dtype=dtype, device=x.device)
+    launch_rows(x, weight, out, tiles, None, gated=False)
     return out
 
 
@@ -283,9 +279,9 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     """silu(x gate^T) * (x up^T): x [m, k], weight [2 n, k] holds gate and up: [m, n]."""
     m, n, k = x.shape[0], weight.shape[0] // 2, weight.shape[1]
-    cut = tiling(m, n, k, gated=True, open_sum=False)
-    if cut is None:
+    tiles = choose_tiling(m, n, k, gated=True, split_k=False)
+    if tiles is None:
         return silu_and_mul(F.linear(x, weight))
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    launch_rows(x, weight, out, cut, None, gated=True)
+    launch_rows(x, weight, out, tiles, None, gated=True)
     return out

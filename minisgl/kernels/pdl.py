@@ -18,11 +18,11 @@ def has_dependent_launch(index: int) -> bool:
     return torch.cuda.get_device_capability(index) >= (9, 0)
 
 
-def early(x: Tensor) -> bool:
+def can_launch_early(x: Tensor) -> bool:
     """True if kernels over `x` may be launched early."""
     return x.is_cuda and has_dependent_launch(x.device.index or 0)
 
 
 def launch_options(x: Tensor) -> dict[str, Any]:
     """Launch arguments of a kernel that calls `gdc_wait`; none where that means nothing."""
-    return {"PDL": True, "launch_pdl": True} if early(x) else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if can_launch_early(x) else {"PDL": False}

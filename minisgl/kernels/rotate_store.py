@@ -1,6 +1,6 @@
 """Norm and rotation of queries and keys, and the store of keys and values, in one pass.
 
-Generated from notebooks/05d_gemm.ipynb: edit there.
+Generated from notebooks/05e_decode_attention.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -20,13 +20,20 @@ def rotate(
     a, b, norm_a, norm_b, cos, sin, eps,
     HEAD_DIM: tl.constexpr, NORM: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Heads as halves a, b [heads, HEAD_DIM / 2], float32: normalised if NORM, then turned."""
+    """Heads as halves a, b [heads, HEAD_DIM / 2], float32: normalised if NORM, then rotated."""
     if NORM:
         mean = (tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM
         scale = tl.rsqrt(mean + eps)[:, None]
         a = (a * scale * norm_a).to(DTYPE).to(tl.float32)
         b = (b * scale * norm_b).to(DTYPE).to(tl.float32)
     return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
+def store_halves(ptr, a, b, mask, HALF: tl.constexpr):
+    """Both halves of heads, to pointers at the first halves."""
+    tl.store(ptr, a, mask=mask)
+    tl.store(ptr + HALF, b, mask=mask)
 
 
 @triton.jit
@@ -39,8 +46,7 @@ def rotate_store_kernel(
     """One token: queries to q, keys back to qkv and to their slot, values to their slot."""
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = HEAD_DIM // 2
-    head = tl.arange(0, HEADS)[:, None]
-    dim = tl.arange(0, HALF)[None, :]
+    head, dim = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -61,15 +67,11 @@ def rotate_store_kernel(
         cos, sin, eps, HEAD_DIM, NORM, DTYPE,
     )  # fmt: skip
     a, b = a.to(DTYPE), b.to(DTYPE)
-    q_place = q_ptr + token * QO * HEAD_DIM + head * HEAD_DIM + dim
-    tl.store(q_place, a, mask=is_q)
-    tl.store(q_place + HALF, b, mask=is_q)
+    store_halves(q_ptr + token * QO * HEAD_DIM + head * HEAD_DIM + dim, a, b, is_q, HALF)
     is_k = real & (head >= QO)
-    tl.store(qkv_ptr + head * HEAD_DIM + dim, a, mask=is_k)
-    tl.store(qkv_ptr + head * HEAD_DIM + HALF + dim, b, mask=is_k)
+    store_halves(qkv_ptr + head * HEAD_DIM + dim, a, b, is_k, HALF)
     k_place = k_cache_ptr + slot * KV * HEAD_DIM + (head - QO) * HEAD_DIM + dim
-    tl.store(k_place, a, mask=is_k)
-    tl.store(k_place + HALF, b, mask=is_k)
+    store_halves(k_place, a, b, is_k, HALF)
     column = tl.arange(0, KVS)
     v = tl.load(qkv_ptr + (QO + KV) * HEAD_DIM + column, mask=column < KV * HEAD_DIM)
     tl.store(v_cache_ptr + slot * KV * HEAD_DIM + column, v, mask=column < KV * HEAD_DIM)
@@ -79,7 +81,7 @@ def rotate_and_store(
     qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, table: Tensor,
     positions: Tensor, out_loc: Tensor, k_cache: Tensor, v_cache: Tensor, num_qo_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(q, k, v) of the new tokens, normalised and turned, with k and v in the pool as well.
+    """(q, k, v) of the new tokens, normalised and rotated, with k and v in the pool as well.
 
     qkv [n, (qo + 2 kv) * head_dim] is changed in place: k and v are views of it. norms: the weights
     [head_dim] of queries and keys. table float32 [max_position, head_dim]: cosines, then sines.

@@ -1,6 +1,6 @@
 """The decoder of chapter 05 as a chain of fused kernels, over the same weights.
 
-Generated from notebooks/05d_gemm.ipynb: edit there.
+Generated from notebooks/05e_decode_attention.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from minisgl.attention.base import ForwardBatch
 from minisgl.attention.fused_backend import FusedPlan
 from minisgl.kernels.embedding import embed
-from minisgl.kernels.linear import gated_linear, linear, open_linear, row_linear
+from minisgl.kernels.linear import gated_linear, linear, row_linear, split_k_linear
 from minisgl.kernels.norm import add_norm
 from minisgl.kernels.rotate_store import rotate_and_store
 from minisgl.layers.mlp import GatedMLP
@@ -157,7 +157,7 @@ class FusedModel:
         return add_norm(parts, residual, self.final_norm, self.eps)[0]
 
     def row_parallel(self, x: Tensor, weight: Tensor) -> Tensor:
-        """A product cut by its input: parts [p, n, hidden], summed over the ranks."""
+        """A product tiles by its input: parts [p, n, hidden], summed over the ranks."""
         if self.comm.size == 1:
-            return open_linear(x, weight)
+            return split_k_linear(x, weight)
         return self.comm.all_reduce(F.linear(x, weight))[None]

@@ -39,7 +39,7 @@ FUSED, SAMPLER, ATTENTION, ENGINE = (
     f"tests/gpu/test_{name}_gpu.py::" for name in ("fused", "sampler", "attention", "engine")
 )
 CHECKED = [  # at least one of each kernel, on small inputs
-    *(FUSED + f"test_products[dtype0-{rows}-weight0]" for rows in (1, 8, 17, 48, 65, 256)),
+    *(FUSED + f"test_gemms[dtype0-{rows}-weight0]" for rows in (1, 8, 17, 48, 65, 256)),
     FUSED + "test_one_row[weight0]",
     FUSED + "test_norm_and_embedding",
     *(FUSED + f"test_decode[{case}]" for case in (

@@ -35,13 +35,13 @@ def silu_mul(y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("rows", [1, 2, 8, 16, 17, 32, 48, 64, 65, 128, 200, 256])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_products(rows: int, weight: tuple[int, int], dtype: torch.dtype) -> None:
+def test_gemms(rows: int, weight: tuple[int, int], dtype: torch.dtype) -> None:
     n, k = weight
     x, w = normal(rows, k, dtype=dtype), normal(n, k, seed=1, dtype=dtype) * 0.05
     bias = normal(n, seed=2, dtype=dtype)
     exact = x.double() @ w.double().T
     close(kernels.linear(x, w, bias), exact + bias, 1e-2)
-    close(kernels.open_linear(x, w).sum(0), exact, 1e-2)
+    close(kernels.split_k_linear(x, w).sum(0), exact, 1e-2)
     close(kernels.gated_linear(x, w), silu_mul(exact), 1e-2)
 
 

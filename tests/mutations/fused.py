@@ -40,14 +40,14 @@ MUTATIONS = [
         LINEAR,
         "ks = split * part + tl.arange(0, BK)",
         "ks = tl.arange(0, BK)",
-        f"{TEST}test_products_of_few_rows",
+        f"{TEST}test_gemms_of_few_rows",
     ),
     Mutation(
         "fused: gate and up are swapped",
         LINEAR,
         "    if GATED:\n        y = y * tl.sigmoid(y) * up\n    place",
         "    if GATED:\n        y = up * tl.sigmoid(up) * y\n    place",
-        f"{TEST}test_products_of_few_rows",
+        f"{TEST}test_gemms_of_few_rows",
     ),
     Mutation(
         "fused: only the first part of a product is added",
@@ -80,8 +80,8 @@ MUTATIONS = [
     Mutation(
         "fused: decode stores at the wrong slot",
         DECODE,
-        "slot = tl.load(slots_ptr + request) * (KV * HEAD_DIM)",
-        "slot = tl.load(slots_ptr) * (KV * HEAD_DIM)",
+        "tl.load(slots_ptr + request) * (KV * HEAD_DIM)",
+        "tl.load(slots_ptr) * (KV * HEAD_DIM)",
         ORACLE,
     ),
     Mutation(
@@ -95,8 +95,8 @@ MUTATIONS = [
     Mutation(
         "fused: a cached token is read twice, as cached and as new",
         DECODE,
-        "begin, tl.minimum(begin + part, length - 1), scale",
-        "begin, tl.minimum(begin + part, length), scale",
+        "tl.minimum(begin + part, length - 1), scale",
+        "tl.minimum(begin + part, length), scale",
         ORACLE,
     ),
     Mutation(
