@@ -157,7 +157,7 @@ class FusedModel:
         return add_norm(parts, residual, self.final_norm, self.eps)[0]
 
     def row_parallel(self, x: Tensor, weight: Tensor) -> Tensor:
-        """A product tiles by its input: parts [p, n, hidden], summed over the ranks."""
+        """A GEMM split by its input: parts [p, n, hidden], summed over the ranks."""
         if self.comm.size == 1:
             return split_k_linear(x, weight)
         return self.comm.all_reduce(F.linear(x, weight))[None]
