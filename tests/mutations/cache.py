@@ -38,8 +38,8 @@ MUTATIONS = [
     Mutation(
         "radix: a use moves parents before their children",
         RADIX,
-        "            self.lru.move_to_end(node)\n        node = node.parent",
-        "            self.lru.move_to_end(node, last=False)\n        node = node.parent",
+        "self.lru.move_to_end(node)",
+        "self.lru.move_to_end(node, last=False)",
         CACHE_TESTS + "test_a_split_keeps_the_order_of_use",
     ),
     Mutation(
