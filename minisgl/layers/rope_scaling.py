@@ -65,6 +65,4 @@ def scaled_frequencies(config: RotaryConfig) -> tuple[torch.Tensor, float]:
         return inv_freq / scaling.factor, 1.0
     if scaling.kind == "llama3":
         return llama3_frequencies(inv_freq, scaling), 1.0
-    if scaling.kind == "yarn":
-        return yarn_frequencies(config, scaling), yarn_attention_factor(scaling)
-    raise ValueError(f"rope_scaling: unknown kind {scaling.kind!r}; known: linear, llama3, yarn")
+    return yarn_frequencies(config, scaling), yarn_attention_factor(scaling)
