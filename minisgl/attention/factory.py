@@ -23,9 +23,12 @@ class PairBackend:
     """One backend for prefill, another for decode, and one for recorded decode steps."""
 
     def __init__(
-        self, name: str, prefill: AttentionBackend, decode: AttentionBackend,
+        self,
+        name: str,
+        prefill: AttentionBackend,
+        decode: AttentionBackend,
         recorded: AttentionBackend,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self.prefill, self.decode, self.recorded = name, prefill, decode, recorded
         self.plan_free = bool(getattr(recorded, "plan_free", False))
 
@@ -84,9 +87,13 @@ logger = logging.getLogger("minisgl.attention")
 
 
 def create_backend(
-    name: str, *, pool: KVPool, tables: TableManager, num_qo_heads: int,
+    name: str,
+    *,
+    pool: KVPool,
+    tables: TableManager,
+    num_qo_heads: int,
     sm_scale: float | None = None,
-) -> AttentionBackend:  # fmt: skip
+) -> AttentionBackend:
     """The backend `name`, or `"prefill,decode"` for a pair; `sm_scale` defaults to head_dim^-0.5.
 
     Raises ValueError for an unknown name and ImportError when a backend's library is missing.

@@ -82,9 +82,13 @@ def check_lengths(
 
 
 def build_metadata(
-    phase: Phase, table_idx: IntArray, extend_lens: IntArray, seq_lens: IntArray,
-    page_table: IntArray, page_size: int,
-) -> AttentionMetadata:  # fmt: skip
+    phase: Phase,
+    table_idx: IntArray,
+    extend_lens: IntArray,
+    seq_lens: IntArray,
+    page_table: IntArray,
+    page_size: int,
+) -> AttentionMetadata:
     """Metadata of a batch; host arithmetic only, a handful of numpy calls for any batch size.
 
     Raises ValueError unless `0 < extend_lens <= seq_lens`, and in decode all extend by one.

@@ -24,9 +24,14 @@ def causal_mask(extend_len: int, seq_len: int, device: torch.device) -> Tensor:
 
 
 def grouped_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float,
-    mask: Tensor | None = None, causal: bool = False,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
     """Attention of q [n, qo_heads, d] over k, v [m, kv_heads, d]: [n, qo_heads, d].
 
     Query head h reads KV head `h // group`. `mask` is bool [n, m], True where attention is allowed.

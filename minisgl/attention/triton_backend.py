@@ -96,9 +96,12 @@ class TritonBackend:
         count = -(-self.group // tile_q)  # tiles of a request
         numbers = torch.arange(batch_size + 1, dtype=torch.int32, device=self.device)
         args = KernelArgs(
-            buffers.rows, buffers.positions, numbers,
-            numbers[:-1].repeat_interleave(count), numbers[:count].repeat(batch_size),
-        )  # fmt: skip
+            buffers.rows,
+            buffers.positions,
+            numbers,
+            numbers[:-1].repeat_interleave(count),
+            numbers[:count].repeat(batch_size),
+        )
         return TritonPlan(self, buffers.out_loc, args, tile_q, self.tables.page_table.shape[1])
 
 
