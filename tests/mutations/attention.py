@@ -180,8 +180,8 @@ MUTATIONS = [
     Mutation(
         "attention: the recorded Triton plan keeps the rows of its capture",
         TRITON,
-        "buffers.rows, buffers.positions, numbers,",
-        "buffers.rows.clone(), buffers.positions, numbers,",
+        "            buffers.rows,\n",
+        "            buffers.rows.clone(),\n",
         f"{TEST}test_graph_plan_equals_eager_plan[1-triton]",
     ),
     Mutation(
