@@ -307,7 +307,7 @@ MUTATIONS = [
         "prefill_measures_a_step_by_its_longest_prompt",
         PREFILL,
         "self.shortest = min(self.shortest, size)",
-        "self.shortest = max(self.shortest % math.inf, size)",
+        "self.shortest = max(self.shortest, size) if self.reqs else size",
         TESTS + "test_a_rest_counts_as_what_it_is_of",
     ),
     Mutation(
