@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+from recorder import RecordingGraph
 
 from minisgl.core import Batch, Req, SamplingParams
+from minisgl.engine.engine import build_engine
 from minisgl.engine.step import SampledTokens, build_forward_input
 from minisgl.kvcache.audit import check_integrity
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.naive_cache import make_cache
 from minisgl.kvcache.page_table import TableManager
+from minisgl.scheduler import scheduler as scheduler_module
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.messages import Reply, TokenReply, UserMsg
@@ -31,6 +36,12 @@ from minisgl.scheduler.validation import Limits, make_req
 
 VOCAB = 1000
 EOS = 999
+
+
+def record_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on schedulers build engines that record decode steps without a GPU, too."""
+    recording = partial(build_engine, new_graph=RecordingGraph)
+    monkeypatch.setattr(scheduler_module, "build_engine", recording)
 
 
 def fake_token(prompt: Sequence[int], index: int) -> int:

@@ -563,13 +563,13 @@ def test_known_shapes_are_a_folder_while_they_are_needed(tmp_path: Path) -> None
 
 def test_every_engine_flag_reaches_the_config() -> None:
     argv = ["offline", "--attn", "fi,triton", "--page-size", "64", "--cuda-graph-max-bs", "0"]
-    argv += ["--torch-compile-max-bs", "8", "--max-running-req", "7", "--memory-ratio", "0.5"]
+    argv += ["--max-running-req", "7", "--memory-ratio", "0.5"]
     argv += ["--dtype", "bfloat16", "--num-pages", "9", "--disable-overlap", "--dummy-weight"]
     argv += ["--kernels", "torch"]
     fields = options.engine_fields(build_parser().parse_args(argv))
     assert fields == {
         "attention_backend": "fi,triton", "page_size": 64, "cuda_graph_max_bs": 0,
-        "torch_compile_max_bs": 8, "max_running_req": 7, "memory_ratio": 0.5,
+        "max_running_req": 7, "memory_ratio": 0.5,
         "dtype": "bfloat16", "num_page_override": 9, "overlap": False,
         "use_dummy_weight": True, "device": "auto", "kernels": "torch",
     }  # fmt: skip

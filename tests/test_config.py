@@ -103,7 +103,6 @@ INTEGER_FIELDS = {  # field to the smallest value allowed
     "max_seq_len_override": 2,
     "num_page_override": 1,
     "cuda_graph_max_bs": 0,
-    "torch_compile_max_bs": 0,
     "seed": 0,
     "max_extend_tokens": 1,
     "port": 0,

@@ -13,34 +13,34 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from recorder import RecordingGraph
 
 from minisgl.config.engine import EngineConfig
 from minisgl.config.model import ModelConfig
 from minisgl.core import Batch, Phase, Req, SamplingParams
 from minisgl.engine import engine as engine_module
+from minisgl.engine import memory as memory_module
 from minisgl.engine.engine import (
     Engine,
-    agree_on_free,
     build_engine,
     measure_peak,
     tensor_bytes,
-    trial_batch,
 )
+from minisgl.engine.graph import pack, view_buffers
 from minisgl.engine.memory import (
     GIB,
     NotEnoughMemory,
-    bytes_per_page,
+    agree_on_free,
     cap_on_cpu,
     pages_by_peak,
     pages_by_ratio,
     pages_for,
-    require_balance,
     require_pages,
 )
 from minisgl.engine.sampler import Sampler
-from minisgl.engine.step import ForwardInput, build_forward_input, new_positions, pack
-from minisgl.engine.step_graph import view_buffers
+from minisgl.engine.step import ForwardInput, build_forward_input, new_positions
 from minisgl.kvcache.page_table import TableManager
+from minisgl.kvcache.pool import kv_bytes_per_token
 from minisgl.parallel.comm import SingleRank
 from tests.checkpoints import make_checkpoint
 from tests.dense import dense_batch
@@ -59,7 +59,7 @@ QWEN3_06B = {
 def test_pages_of_a_real_model_by_hand() -> None:
     """Qwen3-0.6B in bf16 on 80 GiB with a ratio of 0.9: 2 * 28 * 8 * 128 * 2 bytes a token."""
     model = ModelConfig.from_hf(QWEN3_06B)
-    page = bytes_per_page(model, 16, 2)
+    page = 16 * kv_bytes_per_token(model, 2, 1)
     assert page == 16 * 114_688
     weights = 1_192_000_000
     pages = pages_by_ratio(
@@ -67,7 +67,7 @@ def test_pages_of_a_real_model_by_hand() -> None:
     )
     available = int(80 * GIB * 0.9) - weights
     assert pages == available // page - 1  # one page is the dummy's
-    assert bytes_per_page(model, 16, 2, tp_size=4) == page // 4
+    assert 16 * kv_bytes_per_token(model, 2, 4) == page // 4
 
 
 @given(st.integers(1, 10**12), st.integers(0, 10**12), st.integers(1, 10**8), st.floats(0.01, 1))
@@ -78,7 +78,7 @@ def test_ratio_never_overspends(free: int, model: int, page: int, ratio: float) 
 
 
 def test_peak_keeps_what_the_largest_step_needs() -> None:
-    sizes = {"free_now": 1000, "current_bytes": 300, "utilization": 0.9, "page_bytes": 10}
+    sizes = {"free_now": 1000, "current_bytes": 300, "memory_ratio": 0.9, "page_bytes": 10}
     assert pages_by_peak(peak_bytes=300, **sizes) == 89
     assert pages_by_peak(peak_bytes=500, **sizes) == 69
     assert pages_by_peak(peak_bytes=5000, **sizes) < 0
@@ -88,7 +88,7 @@ def test_both_rules_agree_when_steps_need_nothing() -> None:
     """All free memory, no activations: the model is the only difference."""
     ratio = pages_by_ratio(free_before=1000, model_bytes=200, memory_ratio=1.0, page_bytes=10)
     peak = pages_by_peak(
-        free_now=800, peak_bytes=200, current_bytes=200, utilization=1.0, page_bytes=10
+        free_now=800, peak_bytes=200, current_bytes=200, memory_ratio=1.0, page_bytes=10
     )
     assert ratio == peak == 79
 
@@ -112,12 +112,6 @@ def test_too_little_memory_is_said_with_numbers(pages: int) -> None:
     assert require_pages(100, **sizes) == 100
 
 
-def test_ranks_must_be_equally_free() -> None:
-    assert require_balance(5 * GIB, 7 * GIB) == 5 * GIB
-    with pytest.raises(NotEnoughMemory, match=r"5\.00 GiB on the fullest, 7\.00 GiB"):
-        require_balance(5 * GIB, 7 * GIB + 1)
-
-
 @dataclass
 class TwoRanks(SingleRank):
     """This rank and one more, whose numbers we know."""
@@ -133,11 +127,11 @@ class TwoRanks(SingleRank):
 
 
 def test_free_memory_is_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "free_bytes", lambda device, comm: 10 * GIB)
+    monkeypatch.setattr(memory_module, "free_bytes", lambda device, comm: 10 * GIB)
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert agree_on_free(cuda, TwoRanks([9 * GIB, -9 * GIB])) == 9 * GIB
     assert agree_on_free(cuda, TwoRanks([12 * GIB, -12 * GIB])) == 10 * GIB
-    with pytest.raises(NotEnoughMemory, match="differs between ranks"):
+    with pytest.raises(NotEnoughMemory, match=r"10\.00 GiB on the fullest, 13\.00 GiB"):
         agree_on_free(cuda, TwoRanks([13 * GIB, -13 * GIB]))
     assert agree_on_free(cpu, TwoRanks([13 * GIB, -13 * GIB])) == 10 * GIB
 
@@ -227,7 +221,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make(folder: Path, **fields: Any) -> Engine:
     how = {"page_size": 4, "num_page_override": 32, "max_running_req": 8, "device": "cpu"} | fields
-    return build_engine(EngineConfig(model_path=str(folder), **how), progress=False)
+    config = EngineConfig(model_path=str(folder), **how)
+    new_graph = RecordingGraph if config.cuda_graph_bs else None
+    return build_engine(config, progress=False, new_graph=new_graph)
 
 
 def admit(engine: Engine, prompts: Sequence[Sequence[int]], new: int = 8) -> list[Req]:
@@ -306,7 +302,7 @@ def test_only_real_rows_are_sampled(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert run(engine, reqs[2:], Phase.PREFILL) == []
     assert shapes == [(2, 64), (0, 64)]  # the decode step was recorded, and drew by itself
     padded = engine.prepare(Batch(reqs=reqs[:2], phase=Phase.DECODE))
-    assert padded.use_graph and padded.batch.padded_size == 4
+    assert padded.packed is not None and padded.batch.padded_size == 4
     assert padded.out_loc[2:].tolist() == [engine.pool.dummy_slot] * 2
 
 
@@ -328,6 +324,7 @@ def test_flushed_before_the_gather(folder: Path) -> None:
     engine.tables = TableManager(
         tables.num_rows, tables.width, 4, engine.pool.dummy_page, "cpu", share_memory=False
     )
+    engine.backend.tables = engine.tables
     reqs = admit(engine, PROMPTS)
     ids = run(engine, reqs, Phase.PREFILL)
     assert ids == [dense_next(engine, prompt) for prompt in PROMPTS]
@@ -478,7 +475,7 @@ def test_recorded_logits_are_those_of_the_step(folder: Path, sizes: tuple[int, .
     texts = [[*prompt, token] for prompt, token in zip(CROWD, ids)]
     for count in (5, 2, 4, 1, 5):
         ids = run(engine, reqs[:count], Phase.DECODE)
-        assert engine.graph is not None and engine.graph.logits is not None
+        assert engine.graph is not None
         logits = engine.graph.logits[:count].clone()
         longest_first = sorted(range(count), key=lambda i: len(texts[i]), reverse=True)
         for row, index in enumerate(longest_first):
@@ -494,7 +491,7 @@ def test_a_size_that_was_not_recorded_is_refused(folder: Path) -> None:
     engine = make(folder, cuda_graph_bs=(2,))
     assert engine.graph is not None
     with pytest.raises(ValueError, match="batch_size: 3 was not captured"):
-        engine.graph.step(np.zeros((7, 3), np.int64), None)
+        engine.graph.replay(np.zeros((7, 3), np.int64))
 
 
 # ------------------------------------------------------------------ the start
@@ -513,11 +510,10 @@ def test_start_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(engine_module, name, called)
 
-    names = ["start_device", "agree_on_free", "load_model", "settle_pages", "assemble",
-             "capture_graphs"]  # fmt: skip
+    names = ["start_device", "agree_on_free", "load_model", "decide_pages", "KVPool", "GraphRunner"]
     for name in names:
         spy(name)
-    make(folder, num_page_override=None)
+    make(folder, num_page_override=None, cuda_graph_bs=(1,))
     assert calls == names
 
 
@@ -528,7 +524,7 @@ def test_auto_size_and_a_pool_that_is_too_small(
     assert engine.num_pages == 8 * pages_for(128, 4)  # everything eight requests could use
     token = 2 * 2 * 2 * 16 * 4
     free = int((tensor_bytes(engine.model) + 100 * token) / 0.9)
-    monkeypatch.setattr(engine_module, "free_bytes", lambda *_: free)
+    monkeypatch.setattr(memory_module, "free_bytes", lambda *_: free)
     with pytest.raises(NotEnoughMemory, match="128 tokens needs 32"):
         make(folder, num_page_override=None)
 
@@ -552,10 +548,12 @@ def test_dummy_weights_and_overrides(folder: Path) -> None:
 def test_trial_prefill_touches_only_the_dummy_page(folder: Path) -> None:
     engine = make(folder)
     admit(engine, PROMPTS)
-    batch = trial_batch(engine, 300)
-    assert sum(r.extend_len for r in batch.reqs) == 300
-    assert max(r.extend_len for r in batch.reqs) < engine.max_seq_len
+    batches: list[Batch] = []
+    prepare = engine.prepare
+    engine.prepare = lambda batch: batches.append(batch) or prepare(batch)  # type: ignore
     assert measure_peak(engine, 300) == (0, 0)
+    assert sum(r.extend_len for r in batches[0].reqs) == 300
+    assert max(r.extend_len for r in batches[0].reqs) < engine.max_seq_len
     assert not engine.pool.buffer[:, :, : engine.num_pages].any()
     peak = build_engine(replace(engine.config, memory_trial_tokens=64), progress=False)
     assert peak.num_pages == engine.num_pages  # given explicitly
@@ -563,7 +561,7 @@ def test_trial_prefill_touches_only_the_dummy_page(folder: Path) -> None:
 
 def test_peak_rule_sizes_the_pool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "measure_peak", lambda engine, tokens: (100, 100 + 50_000))
-    monkeypatch.setattr(engine_module, "free_bytes", lambda device, comm: 1_000_000)
+    monkeypatch.setattr(memory_module, "free_bytes", lambda device, comm: 1_000_000)
     config = EngineConfig(
         model_path=str(folder), device="cpu", page_size=4, memory_ratio=0.5, memory_trial_tokens=10
     )
@@ -577,35 +575,36 @@ def test_shutdown_lets_go_of_the_graphs(folder: Path) -> None:
     assert engine.graph is None
 
 
-# ------------------------------------------------------------------ what "auto" had to do without
+def test_graphs_need_a_gpu_or_a_maker(folder: Path) -> None:
+    config = EngineConfig(
+        model_path=str(folder), device="cpu", num_page_override=32, cuda_graph_bs=(2,)
+    )
+    with pytest.raises(ValueError, match=r"cuda_graph_bs: CUDA graphs need a GPU, got \(2,\)"):
+        build_engine(config, progress=False)
+    none = replace(config, cuda_graph_bs=None, cuda_graph_max_bs=8)
+    assert build_engine(none, progress=False).graph is None
 
 
-def test_one_line_says_that_flashinfer_is_missing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("asked", ["auto", "torch"])
+def test_a_missing_flashinfer_is_said_before_anything_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: str
 ) -> None:
-    from minisgl.engine import engine as module
+    class Loaded(Exception):
+        pass
 
-    asked = EngineConfig()
-    settled = EngineConfig(device="cuda:0", attention_backend="triton,fused")
-    monkeypatch.setattr(module, "available", lambda name: False)
-    module.say_backend(asked, settled)
-    assert "FlashInfer is not installed, triton,fused serves" in caplog.text
-    caplog.clear()
-    module.say_backend(EngineConfig(attention_backend="triton"), settled)
-    module.say_backend(asked, EngineConfig(device="cpu"))
-    monkeypatch.setattr(module, "available", lambda name: True)
-    module.say_backend(asked, settled)
-    assert not caplog.text
+    def load(*given: Any) -> None:
+        raise Loaded
 
+    def settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+        return replace(config, device="cuda:0", attention_backend="triton,fused")
 
-def test_an_engine_says_it_before_it_loads_anything(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[tuple[EngineConfig, EngineConfig]] = []
-    monkeypatch.setattr(engine_module, "say_backend", lambda *both: said.append(both))
-    monkeypatch.setattr(engine_module, "load_model", lambda *given: said[0].missing)
-    asked = EngineConfig(model_path=str(folder), device="cpu")
-    with pytest.raises(AttributeError, match="missing"):
-        build_engine(asked, progress=False)
-    ((first, second),) = said
-    assert first is asked and second.attention_backend == "torch"
+    for name, value in {
+        "resolve": settled, "load_model": load, "available": lambda name: False,
+        "start_device": lambda config, comm: torch.device("cuda:0"),
+        "agree_on_free": lambda device, comm: 1,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(engine_module, name, value)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    with pytest.raises(Loaded):
+        build_engine(EngineConfig(model_path=str(folder), attention_backend=asked), progress=False)
+    assert ("FlashInfer is not installed, triton,fused serves" in caplog.text) == (asked == "auto")

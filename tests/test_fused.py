@@ -228,8 +228,7 @@ def test_a_kernel_touches_before_its_wait_only_what_no_kernel_of_the_chain_write
 
 
 def test_what_lies_before_the_embedding_is_complete_behind_it() -> None:
-    for name in ("embed_kernel", "open_kernel", "store_kv_kernel"):
+    for name in ("embed_kernel", "store_kv_kernel"):
         assert "gdc" not in ast.unparse(kernel_sources()[name])
-    for path in ("embedding.py", "mailbox.py"):
-        text = (Path(kernels.__file__).parent / path).read_text()
-        assert "launch_options" not in text and "launch_pdl" not in text
+    text = (Path(kernels.__file__).parent / "embedding.py").read_text()
+    assert "launch_options" not in text and "launch_pdl" not in text

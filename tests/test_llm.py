@@ -20,6 +20,7 @@ from minisgl.kvcache.audit import check_integrity
 from minisgl.llm import OutputBuilder, as_params, as_prompts
 from minisgl.scheduler.messages import UserMsg
 from tests.checkpoints import make_checkpoint
+from tests.fakes import record_on_a_cpu
 
 GREEDY = SamplingParams(max_tokens=8)
 
@@ -292,7 +293,9 @@ def test_the_bar_counts_answers_and_not_steps(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("launched", [False, True])
-def test_an_interrupted_launch_harms_no_later_answer(folder: Path, launched: bool) -> None:
+def test_an_interrupted_launch_harms_no_later_answer(
+    folder: Path, launched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C around the launch of a recorded step: pages come home, the next answers are right."""
 
     class Interrupted:
@@ -306,6 +309,7 @@ def test_an_interrupted_launch_harms_no_later_answer(folder: Path, launched: boo
             if len(calls) == 3:
                 raise KeyboardInterrupt
 
+    record_on_a_cpu(monkeypatch)
     calls: list[int] = []
     prompts, params = ["hello", "there", "you"], SamplingParams(max_tokens=12, ignore_eos=True)
     with LLM(folder, page_size=4, device="cpu", cuda_graph_bs=(2, 4), num_pages=64) as llm:

@@ -533,7 +533,7 @@ def test_scale_brings_requests_closer() -> None:
     [
         "", "--num-pages 64 --page-size 4", "--disable-overlap --dtype float32",
         "--kernels torch", "--dummy-weight",
-        "--cuda-graph-max-bs 0 --torch-compile-max-bs 4 --max-seq-len-override 100",
+        "--cuda-graph-max-bs 0 --max-seq-len-override 100",
         "--attn torch --cache-type naive --memory-ratio 0.5 --max-running-req 7",
     ],
 )  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from recorder import RecordingGraph
 
 from minisgl.config.engine import EngineConfig
 from minisgl.core import SamplingParams
@@ -40,7 +41,8 @@ def make_engine(page_size: int, num_pages: int, rows: int, **fields: Any) -> Eng
         model_path=str(folder()), device="cpu", page_size=page_size, num_page_override=num_pages,
         max_running_req=rows, **fields,
     )  # fmt: skip
-    return build_engine(config, SingleRank(), progress=False)
+    new_graph = RecordingGraph if config.cuda_graph_bs else None
+    return build_engine(config, SingleRank(), progress=False, new_graph=new_graph)
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from minisgl.core import SamplingParams
+from tests.fakes import record_on_a_cpu
 from tests.gpu import report, soak
 from tests.gpu.soak import Asked, Round, compare, run_round, verdict
 
@@ -20,7 +21,8 @@ CPU: dict[str, Any] = {"device": "cpu"}
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_a_short_round_loses_nothing(page_size: int) -> None:
+def test_a_short_round_loses_nothing(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    record_on_a_cpu(monkeypatch)
     seed = {1: 3, 16: 5}[page_size]  # fair, and as they came
     found = run_round(page_size, 600, seed, CPU | {"cuda_graph_bs": (1, 4, 24)}, keep=6, turns=100)
     assert found["wrong"] == []

@@ -43,14 +43,6 @@ class DecodeBuffers:
     out_loc: Tensor  # slot that its key and value go to
 
 
-class GraphPlan(AttentionPlan, Protocol):
-    """A plan of fixed size, for a CUDA graph: it finds the next batch in its `DecodeBuffers`."""
-
-    def update(self, meta: AttentionMetadata | None) -> None:
-        """Called before each replay: nothing to do where the buffers say everything."""
-        return
-
-
 class AttentionBackend(Protocol):
     """Makes plans: `plan` for one eager batch, `graph_plan` for all decode batches of one size."""
 
@@ -60,7 +52,7 @@ class AttentionBackend(Protocol):
         """Prepare one batch; `out_loc` int64 [n] are the slots of its new tokens."""
         ...
 
-    def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> GraphPlan:
+    def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> AttentionPlan:
         """Prepare decode over buffers whose values change between runs, and addresses do not."""
         ...
 

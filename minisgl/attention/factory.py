@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from minisgl.attention.base import AttentionBackend, AttentionPlan, DecodeBuffers, GraphPlan
+from minisgl.attention.base import AttentionBackend, AttentionPlan, DecodeBuffers
 from minisgl.attention.metadata import AttentionMetadata
 from minisgl.core import Phase
 from minisgl.kvcache.page_table import TableManager
@@ -30,14 +30,13 @@ class PairBackend:
         recorded: AttentionBackend,
     ) -> None:
         self.name, self.prefill, self.decode, self.recorded = name, prefill, decode, recorded
-        self.plan_free = bool(getattr(recorded, "plan_free", False))
 
     def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> AttentionPlan:
         """The plan of the backend that owns this batch's phase."""
         chosen = self.decode if meta.phase is Phase.DECODE else self.prefill
         return chosen.plan(meta, out_loc)
 
-    def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> GraphPlan:
+    def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> AttentionPlan:
         """A plan of the backend for recorded steps."""
         return self.recorded.graph_plan(batch_size, buffers)
 

@@ -42,15 +42,11 @@ class FusedPlan:
         """The same: the kernel folds in k and v as they come, and stores them again."""
         return self.decode(q, k, v, layer_id)
 
-    def update(self, meta: AttentionMetadata | None) -> None:
-        """Nothing to do: the buffers that the kernel reads are the plan."""
-
 
 class FusedBackend:
     """Decode without a plan; prefill belongs to another backend."""
 
     name = "fused"
-    plan_free = True
 
     def __init__(
         self, pool: KVPool, tables: TableManager, num_qo_heads: int, sm_scale: float

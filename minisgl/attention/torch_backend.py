@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.attention.base import AttentionPlan, DecodeBuffers, GraphPlan
+from minisgl.attention.base import AttentionPlan, DecodeBuffers
 from minisgl.attention.metadata import AttentionMetadata
 from minisgl.core import Phase
 from minisgl.kvcache.page_table import TableManager
@@ -86,7 +86,7 @@ class PerRequestPlan(AttentionPlan):
 POSITIONS = 2048  # of one call: the copies of their keys and values stay in a core's cache
 
 
-class DecodePlan(GraphPlan):
+class DecodePlan(AttentionPlan):
     """Decode over the rows of the device's page table; all it must know lies in the buffers."""
 
     def __init__(
@@ -148,6 +148,6 @@ class TorchBackend:
         table = self.tables.device_page_table[:, : int(meta.seq_lens.max())]
         return DecodePlan(self.pool, table, DecodeBuffers(rows, positions, out_loc), self.scale)
 
-    def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> GraphPlan:
+    def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> AttentionPlan:
         """Decode at one batch size over the caller's buffers; reads whole rows."""
         return DecodePlan(self.pool, self.tables.device_page_table, buffers, self.scale)

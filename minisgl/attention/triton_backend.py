@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from minisgl.attention.base import AttentionPlan, DecodeBuffers, GraphPlan
+from minisgl.attention.base import AttentionPlan, DecodeBuffers
 from minisgl.attention.metadata import AttentionMetadata, ragged_arange
 from minisgl.attention.staging import StagingRing
 from minisgl.kernels.paged_attention import attention_kernel, merge_kernel
@@ -90,7 +90,7 @@ class TritonBackend:
         )
         return TritonPlan(self, out_loc, args, tile_q, int(meta.seq_lens.max()))
 
-    def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> GraphPlan:
+    def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> AttentionPlan:
         """Decode over the caller's buffers; everything else is the same for all batches."""
         tile_q = query_tile(self.group, self.pool.head_dim, self.widest_tile)
         count = -(-self.group // tile_q)  # tiles of a request
@@ -109,7 +109,7 @@ LOG2_E = 1.4426950408889634  # the kernels use exp2, which is what the hardware 
 TILE_KV = 64
 
 
-class TritonPlan(GraphPlan):
+class TritonPlan(AttentionPlan):
     """One batch on the device, ready for every layer."""
 
     def __init__(

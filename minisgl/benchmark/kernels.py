@@ -16,13 +16,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from minisgl.attention.base import AttentionBackend, DecodeBuffers, GraphPlan
+from minisgl.attention.base import AttentionBackend, AttentionPlan, DecodeBuffers
 from minisgl.attention.factory import create_backend
-from minisgl.attention.metadata import build_metadata
 from minisgl.benchmark.roofline import Ceilings
 from minisgl.config.model import ModelConfig
-from minisgl.core import IntArray, Phase
-from minisgl.engine.graph import capturing, new_graph
+from minisgl.core import IntArray
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
 
@@ -55,8 +53,8 @@ def graph_seconds(call: Call, device: torch.device) -> float:
         for _ in range(3):  # compile, and choose algorithms
             call()
     torch.cuda.synchronize(device)
-    graph = new_graph(device)
-    with capturing(graph):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         for _ in range(CALLS):
             call()
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
@@ -286,7 +284,7 @@ def scatter_pages(lengths: IntArray, tables: TableManager, num_pages: int) -> No
 class DecodeCase:
     """The attention of one decode step in all layers of a pool, to be called again and again."""
 
-    plan: GraphPlan
+    plan: AttentionPlan
     q: torch.Tensor  # [bs, qo_heads, head_dim]
     k: torch.Tensor  # [bs, kv_heads, head_dim]
     v: torch.Tensor
@@ -302,16 +300,13 @@ class DecodeCase:
 
 def decode_plan(
     chosen: AttentionBackend, tables: TableManager, lengths: IntArray, device: torch.device
-) -> GraphPlan:
-    """A graph plan for one new token of every row, made ready."""
+) -> AttentionPlan:
+    """A plan for one new token of every row, as recorded steps have it."""
     bs = len(lengths)
-    rows, ones = np.arange(bs, dtype=np.int32), np.ones(bs, dtype=np.int32)
+    rows = np.arange(bs, dtype=np.int32)
     parts = (rows, lengths - 1, tables.page_table[rows, lengths - 1])
     buffers = DecodeBuffers(*(torch.from_numpy(p.astype(np.int64)).to(device) for p in parts))
-    plan = chosen.graph_plan(bs, buffers)
-    meta = build_metadata(Phase.DECODE, rows, ones, lengths, tables.page_table, tables.page_size)
-    plan.update(meta)
-    return plan
+    return chosen.graph_plan(bs, buffers)
 
 
 def make_decode(

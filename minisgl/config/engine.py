@@ -72,7 +72,6 @@ class EngineConfig(Validated):
     max_seq_len_override: Annotated[Count, Field(ge=2)] | None = None
     num_page_override: Positive | None = None
     kernels: Literal["auto", "torch", "triton"] = "auto"
-    torch_compile_max_bs: Count = 0
     seed: Annotated[Count, Field(le=MAX_SEED)] = 0
 
 

@@ -61,10 +61,7 @@ ENGINE_FLAGS = (
          "tokens of an answer whose pages are promised ahead; all: the longest possible one",
          {"type": count_or_all}),
     Flag("--cuda-graph-max-bs", "cuda_graph_max_bs",
-         "largest captured batch; 0: none (default: 256, with little memory 160)"),
-    Flag("--torch-compile-max-bs", "torch_compile_max_bs",
-         "largest decode batch for torch.compile, in place of --kernels; 0: none; "
-         "a first start compiles for many seconds"),
+         "largest captured batch; 0: none (default: 256)"),
     Flag("--disable-overlap", "overlap", "schedule and compute in turns",
          {"action": "store_const", "const": False}),
 )  # fmt: skip

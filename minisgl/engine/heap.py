@@ -1,6 +1,6 @@
 """Garbage collections that do not stop the loop for long.
 
-Generated from notebooks/08_engine.ipynb: edit there.
+Generated from notebooks/07b_recorded_steps.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -1,23 +1,14 @@
-"""How many KV pages fit: pure arithmetic on byte counts that were read elsewhere.
+"""How many KV pages fit: byte counts, and what all ranks can have of them.
 
 Generated from notebooks/08_engine.ipynb: edit there.
 """
 
 from __future__ import annotations
 
-from minisgl.config.model import ModelConfig
-from minisgl.kvcache.pool import kv_bytes_per_token
+import psutil
+import torch
 
-GIB = 1 << 30
-
-
-class NotEnoughMemory(RuntimeError):
-    """The KV cache that the engine needs does not fit; the message says by how much."""
-
-
-def bytes_per_page(model: ModelConfig, page_size: int, itemsize: int, tp_size: int = 1) -> int:
-    """Bytes of one page on one rank: K and V of `page_size` tokens in every layer."""
-    return page_size * kv_bytes_per_token(model, itemsize, tp_size)
+from minisgl.parallel.comm import Comm
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
@@ -37,14 +28,21 @@ def pages_by_ratio(
 
 
 def pages_by_peak(
-    *, free_now: int, peak_bytes: int, current_bytes: int, utilization: float, page_bytes: int
+    *, free_now: int, peak_bytes: int, current_bytes: int, memory_ratio: float, page_bytes: int
 ) -> int:
     """Pages in a share of what is free with the model loaded, less what the largest step adds.
 
     `peak_bytes - current_bytes` is what a trial prefill needed for a moment: it stays reserved.
     """
-    available = int(free_now * utilization) - (peak_bytes - current_bytes)
+    available = int(free_now * memory_ratio) - (peak_bytes - current_bytes)
     return available // page_bytes - 1
+
+
+GIB = 1 << 30
+
+
+class NotEnoughMemory(RuntimeError):
+    """The KV cache that the engine needs does not fit; the message says by how much."""
 
 
 def cap_on_cpu(
@@ -73,12 +71,24 @@ def require_pages(num_pages: int, *, page_bytes: int, page_size: int, max_seq_le
     )
 
 
-def require_balance(lowest: int, highest: int, limit: int = 2 * GIB) -> int:
-    """Return the lowest free memory of all ranks; raise if some rank has over `limit` more."""
-    if highest - lowest > limit:
+def free_bytes(device: torch.device, comm: Comm) -> int:
+    """Free memory for this rank in bytes; ranks on a CPU share one memory."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available // comm.size
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def agree_on_free(device: torch.device, comm: Comm, limit: int = 2 * GIB) -> int:
+    """The least free bytes of all ranks; `NotEnoughMemory` if a GPU has over `limit` more."""
+    comm.barrier()
+    free = free_bytes(device, comm)
+    lowest, minus_highest = comm.min_ints([free, -free])
+    if device.type == "cuda" and -minus_highest - lowest > limit:
         raise NotEnoughMemory(
             f"free memory differs between ranks: {lowest / GIB:.2f} GiB on the fullest, "
-            f"{highest / GIB:.2f} GiB on the emptiest, and {limit / GIB:.0f} GiB apart is the most "
-            "allowed; is another process on one of the devices?"
+            f"{-minus_highest / GIB:.2f} GiB on the emptiest, and {limit / GIB:.0f} GiB apart is "
+            "the most allowed; is another process on one of the devices?"
         )
     return lowest

@@ -275,7 +275,7 @@ class Round:
 
 def compare(kept: list[Asked], fields: dict[str, Any]) -> dict[str, Any]:
     """Shares of answers that are those of an engine with one request at a time."""
-    graphs = {} if fields.get("cuda_graph_bs") == () else {"cuda_graph_bs": (1,)}
+    graphs = {} if fields.get("cuda_graph_bs") == () else {"cuda_graph_max_bs": 1}
     how = fields | graphs | {"max_seq_len_override": WINDOW, "num_pages": 2 * WINDOW // 16}
     shares: dict[str, Any] = {}
     with LLM(page_size=16, overlap=False, cache_type="naive", max_running_req=1, **how) as quiet:

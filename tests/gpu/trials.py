@@ -6,7 +6,6 @@
   backends  the same as cuts for each pair of attention backends
   prefill   the time to the first token of prompts of several lengths, for two pairs of backends
   ragged    the idle share of decode steps of requests of all lengths
-  mailbox   time per token, the host's work and the device's idle share, with and without a mailbox
   attempts  throughput of a large model, as it is and changed, and the kernels of its steps
   pauses    idle share of decode steps beside garbage collections, with and without a frozen heap
   start     seconds from the start of a process to its first token, several processes in turn
@@ -46,11 +45,9 @@ from minisgl.benchmark.workload import RandomRequest, random_workload
 from minisgl.config.known_models import KNOWN_CONFIGS
 from minisgl.config.model import ModelConfig
 from minisgl.engine import engine as engine_module
-from minisgl.engine import step_graph
 from minisgl.engine.heap import frozen_heap
 from minisgl.kernels import decode_attention
 from minisgl.scheduler.messages import UserMsg
-from minisgl.scheduler.observe import STAGES, attach_trace
 
 WAYS = (
     "128-4-2 uncut", "64-2-2 uncut", "32-1-6 uncut", "32-1-4 uncut",
@@ -61,7 +58,6 @@ PARTS = [f"{shape} {parts}" for shape in SHAPES for parts in (1, 2, 4, 8, 16, 32
 BACKENDS = ("fi,fused", "triton,fused", "triton", "fi,fused")
 SPLITS = {"uncut": (2, 2048), "two": (2, 1), "four": (4, 1)}
 MOST, VOCAB = 256, 10_001  # as many ids as the offline workload draws from: other lengths else
-CASES = [(batch, name) for batch in (1, 8, 64) for name in latency.SAMPLING]
 
 
 @contextmanager
@@ -216,45 +212,6 @@ def ragged(args: argparse.Namespace) -> dict[str, Any]:
             traces = [traced(llm, batch, name) for _ in range(5)]
             found = [dict(zip(("idle", "between", "step_ms"), trace)) for trace in traces]
             rows.append({"batch": batch, "sampling": name, "traces": found})
-    return {"model": args.model, "rows": rows}
-
-
-def host_times(llm: LLM, batch: int, name: str) -> dict[str, Any]:
-    """TPOT of two runs, and of a third one what each part of a turn takes the host, in µs."""
-    parts: dict[str, list[float]] = defaultdict(list)
-    tpot = []
-    for number in range(3):
-        if number == 2:
-            attach_trace(llm.scheduler, lambda e: parts[e.name].append((e.end - e.start) * 1e6))
-        seed = 100 * batch + 10 * (name == "sampled") + number
-        latency.start_together(llm, batch, 512, 160, latency.SAMPLING[name], seed)
-        row = latency.latency_row(latency.drive(llm), batch)
-        if number < 2:
-            tpot.append(row["tpot_ms"])
-    for stage in STAGES:  # the methods of the class are below
-        delattr(llm.scheduler, stage)
-    skip = 2 * latency.SKIP
-    host = {
-        part: [round(float(np.percentile(us[skip:], q)), 1) for q in (50, 99)]
-        for part, us in parts.items()
-    }
-    return {"tpot": tpot, "host_us": host}
-
-
-def mailbox(args: argparse.Namespace) -> dict[str, Any]:
-    """With and without, in turns."""
-    rows = []
-    for number, used in tqdm([(n, used) for n in range(2) for used in (True, False)]):
-        load = step_graph.load_mailbox if used else lambda most, device: None
-        sizes = sorted({batch for batch, _ in CASES})
-        how: dict[str, Any] = {"cuda_graph_bs": sizes, "max_running_req": sizes[-1]}
-        row: dict[str, Any] = {"mailbox": used, "round": number}
-        with mock.patch.object(step_graph, "load_mailbox", load), engine(args.model, **how) as llm:
-            for batch, name in CASES:
-                row[f"{batch} {name}"] = host_times(llm, batch, name)
-            for batch, name in CASES[:4]:
-                row[f"profile {batch} {name}"] = [traced(llm, batch, name) for _ in range(3)]
-        rows.append(row)
     return {"model": args.model, "rows": rows}
 
 
@@ -426,7 +383,7 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": args.model, "seconds_to_first_token": seconds}
 
 
-ALL = (cuts, parts, backends, prefill, ragged, mailbox, attempts, pauses, start)
+ALL = (cuts, parts, backends, prefill, ragged, attempts, pauses, start)
 TRIALS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {f.__name__: f for f in ALL}
 
 

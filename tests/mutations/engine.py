@@ -5,10 +5,9 @@ from __future__ import annotations
 from tests.mutations import Mutation
 
 MEMORY, STEP, ENGINE = "minisgl.engine.memory", "minisgl.engine.step", "minisgl.engine.engine"
-STEP_GRAPH = "minisgl.engine.step_graph"
-MAILBOX = "minisgl.engine.mailbox"
+GRAPH = "minisgl.engine.graph"
 HEAP, FROZEN = "minisgl.engine.heap", "tests/test_heap.py::"
-TESTS, BOX = "tests/test_engine.py::", "tests/test_mailbox.py::"
+TESTS = "tests/test_engine.py::"
 
 MUTATIONS = [
     Mutation(
@@ -45,72 +44,6 @@ MUTATIONS = [
         "get_freeze_count() > len(gc.get_objects())",
         "get_freeze_count() > 0",
         FROZEN + "test_a_few_frozen_objects_of_python_itself_change_nothing",
-    ),
-    Mutation(
-        "heap_is_not_frozen_in_benchmarks_of_an_engine",
-        "minisgl.benchmark.cli",
-        "        with frozen_heap():\n",
-        "        if True:\n",
-        FROZEN + "test_benchmarks_of_an_engine",
-    ),
-    Mutation(
-        "heap_is_not_frozen_in_the_engine_beside_a_server",
-        "minisgl.benchmark.overhead",
-        "            with frozen_heap():\n                while",
-        "            if True:\n                while",
-        FROZEN + "test_engine_beside_a_server",
-    ),
-    Mutation(
-        "heap_is_not_frozen_while_the_clock_of_a_server_runs",
-        "minisgl.benchmark.overhead",
-        "    with frozen_heap():  # a",
-        "    if True:  # a",
-        FROZEN + "test_clock_of_a_server",
-    ),
-    Mutation(
-        "heap_is_not_frozen_in_benchmarks_of_a_server",
-        "minisgl.benchmark.serving_cli",
-        "    with frozen_heap():  # a",
-        "    if True:  # a",
-        FROZEN + "test_benchmarks_of_a_server",
-    ),
-    Mutation(
-        "heap_thaws_before_the_last_answer",
-        "minisgl.server.observe.lifecycle",
-        "                    if await self._serve():\n"
-        "                        await self._drain()\n",
-        "                    served = await self._serve()\n"
-        "                if served:\n"
-        "                    await self._drain()\n",
-        FROZEN + "test_http_process[False]",
-    ),
-    Mutation(
-        "heap_of_the_scheduler_is_not_frozen",
-        "minisgl.server.scheduler_part",
-        "            with frozen_heap():\n",
-        "            if True:\n",
-        FROZEN + "test_scheduler_process",
-    ),
-    Mutation(
-        "heap_of_the_text_worker_is_not_frozen",
-        "minisgl.server.text_part",
-        "    with frozen_heap():\n",
-        "    if True:\n",
-        FROZEN + "test_text_process",
-    ),
-    Mutation(
-        "heap_of_the_http_process_is_not_frozen",
-        "minisgl.server.observe.lifecycle",
-        "            with frozen_heap():\n",
-        "            if True:\n",
-        FROZEN + "test_http_process[True]",
-    ),
-    Mutation(
-        "heap_of_ranks_is_not_frozen",
-        "minisgl.runtime.ranks",
-        "        with frozen_heap():\n",
-        "        if True:\n",
-        FROZEN + "test_ranks",
     ),
     Mutation(
         "shutdown_stops_at_a_failure",
@@ -150,8 +83,8 @@ MUTATIONS = [
     Mutation(
         "memory_imbalance_is_ignored",
         MEMORY,
-        "if highest - lowest > limit:",
-        "if lowest - highest > limit:",
+        "-minus_highest - lowest > limit:",
+        "lowest + minus_highest > limit:",
         TESTS + "test_free_memory_is_agreed_on",
     ),
     Mutation(
@@ -208,8 +141,8 @@ MUTATIONS = [
     Mutation(
         "step_token_overwrites_its_predecessor",
         STEP,
-        "write_positions=device[chosen],",
-        "write_positions=device[chosen] - 1,",
+        "rows[chosen], device[chosen],",
+        "rows[chosen], device[chosen] - 1,",
         TESTS + "test_tokens_wait_in_the_pool",
     ),
     Mutation(
@@ -229,8 +162,8 @@ MUTATIONS = [
     Mutation(
         "engine_samples_the_padding",
         ENGINE,
-        "self.sampler.sample(logits[: len(fi.sampled)], fi.sampling)",
-        "self.sampler.sample(logits, fi.sampling)",
+        "self.sampler.sample(self.forward_pass(fb)[: len(fi.sampled)], fi.sampling)",
+        "self.sampler.sample(self.forward_pass(fb), fi.sampling)",
         TESTS + "test_only_real_rows_are_sampled",
     ),
     Mutation(
@@ -256,64 +189,64 @@ MUTATIONS = [
     ),
     Mutation(
         "pack_scatters_one_too_far",
-        STEP,
+        GRAPH,
         "packed[1, :count] += 1",
         "packed[1, :count] += 2",
         TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
     ),
     Mutation(
         "pack_padding_scatters_to_a_real_place",
-        STEP,
+        GRAPH,
         "packed[1, :count] += 1",
         "packed[1, :count] += 1\n    packed[1, count:] = packed[0, 0]",
         TESTS + "test_padding_writes_to_no_real_row",
     ),
     Mutation(
         "pack_forgets_the_positions",
-        STEP,
+        GRAPH,
         "packed[2], packed[3], packed[4] = rows, positions, out_loc",
         "packed[2], packed[4] = rows, out_loc",
         TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
     ),
     Mutation(
         "pack_swaps_the_keys",
-        STEP,
+        GRAPH,
         "[:, :count] = sampling.keys",
         "[:, :count] = sampling.keys[::-1]",
         TESTS + "test_a_recorded_step_reads_what_was_sent",
     ),
     Mutation(
         "pack_shifts_the_temperatures",
-        STEP,
+        GRAPH,
         "packed[6].view(np.float32)[:count] = sampling.temperature",
         "packed[6].view(np.float32)[size : size + count] = sampling.temperature",
         TESTS + "test_packed_by_hand",
     ),
     Mutation(
         "step_graph_reads_the_temperatures_elsewhere",
-        STEP_GRAPH,
-        "whole[6].view(torch.float32)[:size]",
-        "whole[6].view(torch.float32)[::2]",
+        GRAPH,
+        "temperature[:size])",
+        "temperature[::2])",
         TESTS + "test_a_recorded_step_reads_what_was_sent",
     ),
     Mutation(
         "step_graph_draws_from_the_wrong_rows",
-        STEP_GRAPH,
-        "self.draw(self.logits[:size], ",
+        GRAPH,
+        "self.draw(logits, ",
         "self.draw(self.logits[-size:], ",
         TESTS + "test_recorded_logits_are_those_of_the_step",
     ),
     Mutation(
         "step_graph_copies_its_input_once",
-        STEP_GRAPH,
-        "            self.staging.send([packed], self.memory)\n",
-        "            pass\n",
+        GRAPH,
+        "        self.ring.send([packed], self.memory)\n",
+        "",
         TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
     ),
     Mutation(
         "step_graph_scatters_nothing",
-        STEP_GRAPH,
-        "            tokens.index_copy_(0, static.scatter, drawn)\n",
+        GRAPH,
+        "        tokens.index_copy_(0, static.scatter, drawn)\n",
         "",
         TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
     ),
@@ -327,22 +260,22 @@ MUTATIONS = [
     Mutation(
         "replay_overrules_on_the_host_only",
         ENGINE,
-        "        tokens.index_copy_(0, graph.scatter_places(size, count), out.next_ids)\n",
+        "        self.tables.token_pool.view(-1).index_copy_(0, scatter, out.next_ids)\n",
         "",
         TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
     ),
     Mutation(
         "replay_filters_the_wrong_logits",
         ENGINE,
-        "self.sampler.sample(graph.logits[:count], fi.sampling)",
-        "self.sampler.sample(graph.logits[-count:], fi.sampling)",
+        "self.sampler.sample(self.graph.logits[:count], fi.sampling)",
+        "self.sampler.sample(self.graph.logits[-count:], fi.sampling)",
         TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
     ),
     Mutation(
         "replay_samples_the_padding",
         ENGINE,
-        "self.sampler.sample(graph.logits[:count], fi.sampling)",
-        "self.sampler.sample(graph.logits[:size], fi.sampling)",
+        "self.sampler.sample(self.graph.logits[:count], fi.sampling)",
+        "self.sampler.sample(self.graph.logits[:size], fi.sampling)",
         TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
     ),
     Mutation(
@@ -358,47 +291,5 @@ MUTATIONS = [
         "row = engine.tables.dummy_row",
         "row = 0",
         TESTS + "test_trial_prefill_touches_only_the_dummy_page",
-    ),
-    Mutation(
-        "mailbox_writes_over_a_letter_that_nobody_read",
-        MAILBOX,
-        "            before.take()\n",
-        "            pass\n",
-        BOX + "test_no_letter_and_no_delivery_is_lost",
-    ),
-    Mutation(
-        "mailbox_deliveries_are_read_where_another_step_wrote",
-        STEP,
-        "        if self.ids is None:\n",
-        "        if True:\n",
-        BOX + "test_no_letter_and_no_delivery_is_lost",
-    ),
-    Mutation(
-        "mailbox_trusts_its_count_after_an_interruption",
-        MAILBOX,
-        "        self.steps = int(self.turn)  # waits for the current stream\n",
-        "",
-        BOX + "test_an_interrupted_launch_does_not_shift_the_slots",
-    ),
-    Mutation(
-        "mailbox_turn_stands_still",
-        "minisgl.kernels.mailbox",
-        "tl.store(turn_ptr, turn + 1)",
-        "tl.store(turn_ptr, turn)",
-        BOX + "test_no_letter_and_no_delivery_is_lost",
-    ),
-    Mutation(
-        "mailbox_deliveries_stay_in_the_first_slot",
-        "minisgl.kernels.mailbox",
-        "outbox_ptr + (turn % DEPTH) * MOST + lane",
-        "outbox_ptr + lane",
-        BOX + "test_a_step_reads_and_writes_its_slot_alone",
-    ),
-    Mutation(
-        "mailbox_for_a_backend_that_plans",
-        STEP_GRAPH,
-        "if plan_free else None",
-        "if True else None",
-        BOX + "test_only_backends_without_a_plan_get_a_mailbox",
     ),
 ]

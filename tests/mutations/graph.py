@@ -1,4 +1,4 @@
-"""Bugs on purpose in the graph runner and its recorder."""
+"""Bugs on purpose in the runner of recorded steps."""
 
 from __future__ import annotations
 
@@ -8,80 +8,52 @@ MODULE, TESTS = "minisgl.engine.graph", "tests/test_graph.py::"
 
 MUTATIONS = [
     Mutation(
-        "graph_sglang_captures_beyond_the_pool",
+        "graph_captures_beyond_what_may_run",
         MODULE,
-        "limit = max_running\n",
-        "limit = max_bs\n",
-        TESTS + "test_sglang_fits_a_small_pool",
+        "bucket_sizes(min(most, max_running_req))",
+        "bucket_sizes(most)",
+        TESTS + "test_choose_sizes",
     ),
     Mutation(
-        "graph_output_moves",
+        "graph_leaves_the_largest_batches_eager",
         MODULE,
-        "old.copy_(new)",
-        "old = new",
-        TESTS + "test_a_graph_keeps_addresses_not_values",
+        "sizes = {1, 2, 4, max_bs, *range",
+        "sizes = {1, 2, 4, *range",
+        TESTS + "test_bucket_sizes",
     ),
     Mutation(
-        "graph_in_place_writes_are_not_repeated",
+        "graph_dummy_rows_are_real_rows",
         MODULE,
-        "if function._schema.is_mutable:",
-        "if False:",
-        TESTS + "test_views_copies_and_writes",
-    ),
-    Mutation(
-        "graph_lets_item_pass",
-        MODULE,
-        "if torch.Tag.data_dependent_output in function.tags:",
-        "if False:",
-        TESTS + "test_values_on_the_host_are_refused",
-    ),
-    Mutation(
-        "graph_padding_writes_to_a_real_slot",
-        MODULE,
-        "dummy_slot = int(tables.page_table[tables.dummy_row, 0])",
-        "dummy_slot = 0",
-        TESTS + "test_capture_writes_only_to_the_dummy_page",
-    ),
-    Mutation(
-        "graph_dummy_rows_are_somebodys",
-        MODULE,
-        "rows = np.full(size, tables.dummy_row, np.int32)",
-        "rows = np.zeros(size, np.int32)",
-        TESTS + "test_dummy_metadata_is_one_token_in_the_dummy_row",
-    ),
-    Mutation(
-        "graph_small_sizes_first",
-        MODULE,
-        "tqdm(self.sizes[::-1],",
-        "tqdm(self.sizes,",
-        TESTS + "test_capture_goes_from_large_to_small_after_a_trial",
+        "np.full(size, tables.dummy_row, np.int32)",
+        "np.zeros(size, np.int32)",
+        TESTS + "test_a_dummy_step_is_one_token_in_the_dummy_row",
     ),
     Mutation(
         "graph_bucket_too_small",
         MODULE,
         "index = bisect_left(self.sizes, batch_size)",
         "index = max(bisect_left(self.sizes, batch_size + 1) - 1, 0)",
-        TESTS + "test_bucket_and_can_replay",
+        TESTS + "test_bucket",
     ),
     Mutation(
         "graph_positions_of_the_capture",
         MODULE,
-        "static.positions.copy_(positions)",
+        "positions=static.positions,",
+        "positions=static.positions.clone().zero_(),",
+        TESTS + "test_replay_reads_new_values_and_keeps_its_address",
+    ),
+    Mutation(
+        "graph_keeps_the_logits_of_the_capture",
+        MODULE,
+        "logits.copy_(out)",
         "pass",
         TESTS + "test_replay_reads_new_values_and_keeps_its_address",
     ),
     Mutation(
-        "graph_metadata_of_the_capture",
+        "graph_fails_in_the_midst_of_a_capture",
         MODULE,
-        "step.plan.update(meta)",
-        "pass",
-        TESTS + "test_replay_reads_new_values_and_keeps_its_address",
-    ),
-    Mutation(
-        "graph_replays_prefill",
-        MODULE,
-        "phase is Phase.DECODE and",
-        "phase is not None and",
-        TESTS + "test_bucket_and_can_replay",
+        "        finally:\n            graph.capture_end()",
+        "        finally:\n            pass",
+        TESTS + "test_a_capture_that_fails_ends",
     ),
 ]
