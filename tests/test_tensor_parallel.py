@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.model import ModelConfig
@@ -28,26 +28,19 @@ from minisgl.layers.linear import head_shard
 from minisgl.models.registry import build_model
 from minisgl.models.shards import ShardSpec, layer_shards, model_shards
 from minisgl.models.weights import Checkpoint, WeightError, load_weights
-from minisgl.parallel import nccl
+from minisgl.parallel import gloo
 from minisgl.parallel.comm import Comm, ParallelContext, SingleRank
 from minisgl.parallel.gloo import CommError, GlooComm
-from minisgl.parallel.threads import run_threads
-from minisgl.runtime.launch import RankError, RankProcesses, run_ranks
-from minisgl.runtime.ranks import (
-    BroadcastChannel,
-    Ranks,
-    RanksDiffer,
-    config_of_rank,
-    lowest_and_highest,
-    require_equal,
-    tp_worker,
-)
+from minisgl.runtime.broadcast import BroadcastChannel
+from minisgl.runtime.ranks import RankProcesses, Ranks, config_of_rank, tp_worker
+from minisgl.runtime.supervisor import Ending, WorkerFailed
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import AbortMsg, ExitMsg, Msg, TokenReply, UserMsg
 from minisgl.scheduler.scheduler import Scheduler
 from tests import tp_drills
 from tests.checkpoints import ARCHITECTURES, make_checkpoint
+from tests.tp_drills import QUICK, results, run_ranks, run_threads
 
 pytestmark = pytest.mark.clock
 
@@ -176,11 +169,6 @@ def test_wrong_checkpoint_is_refused_on_every_rank(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- processes over gloo
 
 
-# A server process that has imported torch once is forked for every rank: seconds less per test.
-multiprocessing.set_forkserver_preload(["tests.tp_drills", "minisgl.runtime.ranks"])
-QUICK: dict[str, Any] = {"method": "forkserver"}
-
-
 def check_collectives(found: list[dict[str, Any]]) -> None:
     """Every operation of `tp_drills.collectives`, as every rank saw it."""
     size = len(found)
@@ -200,7 +188,7 @@ def check_collectives(found: list[dict[str, Any]]) -> None:
 def test_gloo_processes(folder: Path, size: int) -> None:
     """With four ranks, each of the two KV heads is on two of them."""
     args = (size, folder, SEQUENCES)
-    found = run_ranks(tp_drills.collectives_and_logits, *args, timeout=120, method="forkserver")
+    found = run_ranks(tp_drills.collectives_and_logits, *args, timeout=120)
     check_collectives([seen for seen, _ in found])
     one = tp_drills.logits(SingleRank(), folder, SEQUENCES)
     for _, logits in found:
@@ -228,39 +216,39 @@ def test_a_long_silence_is_no_error() -> None:
     """An idle server: nobody speaks for longer than the timeout of the other operations."""
     group = RankProcesses(tp_drills.long_silence, ranks=range(2), size=2, timeout=1, **QUICK)
     with group:
-        assert group.results(30) == ["hello"] * 2
+        assert results(group, 30) == ["hello"] * 2
 
 
 def test_death_of_a_rank_is_raised_with_its_traceback() -> None:
     group = RankProcesses(tp_drills.fail_on_last, ranks=range(2), size=2, **QUICK)
     start = None
-    with pytest.raises(RankError) as caught, group:
+    with pytest.raises(WorkerFailed) as caught, group:
         while not group.ended:
             group.listen(0.2)
         start = time.monotonic()
-        group.results(60)
+        results(group, 60)
     assert start is not None
     assert time.monotonic() - start < 10
-    assert "rank 1 failed" in str(caught.value)
-    assert "a bug on the last rank" in str(caught.value)
-    assert "fail_on_last" in str(caught.value)
+    assert str(caught.value) == "rank 1 failed: ZeroDivisionError: a bug on the last rank"
+    assert "in fail_on_last" in caught.value.__notes__[0]
     assert not any(p.is_alive() for p in group.processes.values())
 
 
 def test_a_killed_rank_is_named() -> None:
-    with pytest.raises(RankError, match="rank 1 was killed by signal 9"):
-        run_ranks(tp_drills.vanish_on_last, 2, method="forkserver")
+    with pytest.raises(WorkerFailed, match="rank 1 was killed by signal 9"):
+        run_ranks(tp_drills.vanish_on_last, 2)
 
 
 def test_the_guilty_rank_is_blamed_not_those_who_lost_it() -> None:
-    group = RankProcesses(tp_drills.sleep_long, ranks=range(0), size=3)
-    group.ended = {0: ("lost", "connection"), 1: ("failed", "a bug"), 2: ("lost", "connection")}
-    with pytest.raises(RankError, match="rank 1 failed:\na bug"):
+    group = RankProcesses(tp_drills.sleep_long, ranks=range(3), size=3)
+    lost = Ending("lost", "failed: connection", "its traceback")
+    group.ended = {"rank 0": lost, "rank 1": Ending("failed", "failed: a bug"), "rank 2": lost}
+    with pytest.raises(WorkerFailed, match=r"^rank 1 failed: a bug$"):
         group.check()
-    del group.ended[1]
-    group.processes = dict.fromkeys((0, 2))  # type: ignore[assignment]
-    with pytest.raises(RankError, match="rank 0 failed:\nconnection"):
+    group.ended["rank 1"] = Ending("done", None)
+    with pytest.raises(WorkerFailed, match=r"^rank 0 failed: connection") as caught:
         group.check()
+    assert caught.value.__notes__ == ["In rank 0:\nits traceback"]
 
 
 def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
@@ -271,16 +259,15 @@ def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=env
     )
-    assert "RankError: rank 1 failed:\nrank 1 ended with 1 before it began" in done.stderr
+    assert "rank 1 ended with status 1: it ended before it was ready" in done.stderr
     assert "__main__" in done.stderr
 
 
 def test_a_rank_that_hangs_ends_the_group() -> None:
     """Rank 0 gives up after `distributed_timeout`, the parent stops the other."""
     group = RankProcesses(tp_drills.hang_on_last, ranks=range(2), size=2, timeout=3, **QUICK)
-    with pytest.raises(RankError, match="all_reduce on rank 0 of 2"), group:
-        group.gather()
-        group.results(40)
+    with pytest.raises(WorkerFailed, match="all_reduce on rank 0 of 2"), group:
+        results(group, 40)
     assert not any(p.is_alive() for p in group.processes.values())
 
 
@@ -353,10 +340,7 @@ def play(
     scheduler = build_scheduler(config, channel, comm)
     steps: list[tuple[Any, ...]] = []
     record(scheduler, steps)
-    if config.overlap:
-        scheduler.run()
-    else:
-        scheduler.run()
+    scheduler.run()
     return script.tokens, steps
 
 
@@ -391,27 +375,6 @@ def test_pitfall_05_ranks_build_the_same_batches(
     assert tokens == one
     assert silence == {}  # the other rank's replies are dropped
     assert len(tokens) == 24
-
-
-def test_require_equal_finds_a_rank_that_differs() -> None:
-    def rank(comm: Comm, uids: list[list[int]]) -> str:
-        try:
-            require_equal(comm, "batch", uids[comm.rank])
-        except RanksDiffer as error:
-            return str(error)
-        return "equal"
-
-    assert run_threads(rank, 2, [[4, 5], [4, 5]]) == ["equal"] * 2
-    found = run_threads(rank, 2, [[4, 5], [5, 4]])
-    assert found[1] == "batch: rank 1 has [5, 4], another rank differs"
-    assert "equal" not in run_threads(rank, 2, [[4, 5], [4]])
-    assert "equal" not in run_threads(rank, 2, [[4, 5], [6, 7]])  # rank 0 holds the lowest
-
-
-def test_lowest_and_highest_with_one_minimum() -> None:
-    free = [70, 64, 71]
-    seen = run_threads(lambda comm: lowest_and_highest(comm, free[comm.rank]), 3)
-    assert seen == [(64, 71)] * 3
 
 
 def test_broadcast_channel_passes_messages_in_order_and_drops_replies() -> None:
@@ -458,12 +421,12 @@ def test_two_processes_generate_the_same_tokens_and_end_together(folder: Path) -
     one = ask(build_scheduler(config, channel), channel, 0, prompts)
     config = config_of_rank(config, 0, 2)
     channel = InProcessChannel()
-    with pytest.raises(RankError, match="rank 1 was killed by signal 9"), Ranks(config) as ranks:
+    with pytest.raises(WorkerFailed, match="rank 1 was killed by signal 9"), Ranks(config) as ranks:
         scheduler = build_scheduler(config, ranks.channel(channel), ranks.comm)
         assert ask(scheduler, channel, 0, prompts) == one
-        ranks.check()
+        assert ranks.alive()
         assert ask(scheduler, channel, 100, prompts) == one
-        os.kill(ranks.processes.processes[1].pid or 0, signal.SIGKILL)
+        os.kill(ranks.processes.processes["rank 1"].pid or 0, signal.SIGKILL)
         ask(scheduler, channel, 200, prompts)
     assert not living_ranks()
 
@@ -488,22 +451,19 @@ def test_exit_message_reaches_every_rank(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_ranks_leave_their_group_unless_something_failed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    """All ranks meet once more to leave; after an error nobody would come."""
-    left: list[int] = []
-    monkeypatch.setattr(GlooComm, "close", lambda comm: left.append(comm.rank))
+def test_ranks_leave_their_group(folder: Path, fails: bool) -> None:
+    """So that the next engine of this process can have one; after an error, too."""
     config = config_of_rank(settings(folder), 0, 2)
     channel = InProcessChannel()
     expected: Any = pytest.raises(ZeroDivisionError) if fails else nullcontext()
     with expected, Ranks(config) as ranks:
+        assert dist.is_initialized()
         scheduler = build_scheduler(config, ranks.channel(channel), ranks.comm)
         if fails:
             raise ZeroDivisionError
         channel.put_messages(ExitMsg())
         scheduler.run()
-    assert left == ([] if fails else [0])
+    assert not dist.is_initialized()
     assert not living_ranks()
 
 
@@ -517,10 +477,11 @@ def test_ranks_end_even_if_leaving_fails(folder: Path, monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         ranks.close()
     assert not living_ranks()
+    gloo.leave_group()
 
 
 @pytest.mark.parametrize("kind", [CommError, RuntimeError])
-@pytest.mark.parametrize("reason", ["", "rank 1 failed:\nCUDA out of memory"])
+@pytest.mark.parametrize("reason", ["", "rank 1 failed: CUDA out of memory"])
 def test_a_rank_that_cannot_join_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch, reason: str, kind: type[RuntimeError]
 ) -> None:
@@ -534,35 +495,29 @@ def test_a_rank_that_cannot_join_is_named(
 
     def check(processes: RankProcesses) -> None:
         if reason and tried:
-            raise RankError(reason)
+            raise WorkerFailed(reason)
 
     monkeypatch.setattr("minisgl.runtime.ranks.join", lost)
     monkeypatch.setattr(RankProcesses, "check", check)
-    error, said = (RankError, "CUDA out of memory") if reason else (kind, "closed by peer")
+    error, said = (WorkerFailed, "CUDA out of memory") if reason else (kind, "closed by peer")
     with pytest.raises(error, match=said):
         Ranks(config_of_rank(settings(folder), 0, 2))
     assert not living_ranks()
-
-
-class Group:
-    """A group that does this when it is shut down."""
-
-    def __init__(self, shutdown: Callable[[], object]) -> None:
-        self.shutdown = shutdown
 
 
 def fail() -> None:
     raise RuntimeError("NCCL error: remote process exited")
 
 
-@pytest.mark.parametrize("shutdown", [threading.Event().wait, fail])
+@pytest.mark.parametrize("leave", [threading.Event().wait, fail])
 def test_leaving_does_not_wait_for_dead_ranks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shutdown: Any
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], leave: Any
 ) -> None:
     """Nor does it fail for them, or print a traceback: their own end has been reported."""
-    monkeypatch.setattr(nccl, "LEAVE_SECONDS", 0.1)
-    comm = object.__new__(nccl.NcclComm)
-    comm.nccl = Group(shutdown)
+    monkeypatch.setattr(gloo, "LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr(gloo.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(gloo.dist, "destroy_process_group", leave)
+    comm = object.__new__(GlooComm)
     start = time.monotonic()
     comm.close()
     assert time.monotonic() - start < 5

@@ -5,47 +5,56 @@ Generated from notebooks/10_tensor_parallel.ipynb: edit there.
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed
+import torch.distributed as dist
 
-c10d: Any = torch.distributed  # its type stubs lack most of the names that we use
+FOREVER = timedelta(days=3650)
+PACKET = 1024  # bytes of a message that travel at once
+LEAVE_SECONDS = 3.0  # of waiting for ranks that may have died
 
 
 class CommError(RuntimeError):
     """A collective operation failed: another rank died, hangs, or made a different call."""
 
 
-def open_gloo(store: Any, rank: int, size: int, timeout: float) -> Any:
-    """Join a group over the loopback interface; returns when all ranks have joined."""
-    options = c10d.ProcessGroupGloo._Options()
-    options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timedelta(seconds=timeout)
-    return c10d.ProcessGroupGloo(c10d.PrefixStore("gloo", store), rank, size, options)
-
-
-FOREVER = timedelta(days=3650)
+def use_loopback() -> None:
+    """Let gloo connect ranks inside this machine, unless the environment names an interface."""
+    names = {name for _, name in socket.if_nameindex()}
+    if loopback := next((name for name in ("lo", "lo0") if name in names), None):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 class GlooComm:
-    """One rank of a group of processes; a process may be in several groups.
+    """One rank of a group of processes; a process is in one such group at a time.
 
-    Operations give up after `timeout` seconds, because all ranks compute at the same pace. A
-    broadcast waits for ever, because an idle server says nothing; a death closes the connection
-    and ends that wait too. `on_failure` is called when an operation fails; it may raise a better
-    error.
+    Operations on tensors give up after `timeout` seconds, because all ranks compute at the same
+    pace. `broadcast_object` waits for ever; a death closes the connection and ends that wait too.
+    `on_failure` is called when an operation fails; it may raise a better error than CommError.
     """
+
+    backend = "gloo"
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float = 60.0) -> None:
         self.rank, self.size = rank, size
-        self.group = open_gloo(store, rank, size, timeout)
-        self.buffer = torch.zeros(1024, dtype=torch.uint8)
         self.on_failure: Callable[[], None] = lambda: None
+        self.packet = torch.zeros(PACKET, dtype=torch.uint8)
+        use_loopback()
+        limit = timedelta(seconds=timeout)
+        with self.attempt("connect"):
+            dist.init_process_group(
+                self.backend, store=store, rank=rank, world_size=size, timeout=limit
+            )
+            self.barrier()
+            self.messages = dist.new_group(timeout=FOREVER, backend="gloo")
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
@@ -57,57 +66,65 @@ class GlooComm:
             raise CommError(f"{what} on rank {self.rank} of {self.size}: {error}") from error
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum of `x` over the ranks; `x` itself is overwritten if it is contiguous."""
         x = x.contiguous()
         with self.attempt("all_reduce"):
-            self.group.allreduce([x]).wait()
+            dist.all_reduce(x)
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The ranks' `x`, equal in shape and dtype, side by side along `dim`."""
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
         with self.attempt("all_gather"):
-            self.group.allgather([parts], [x]).wait()
+            dist.all_gather(parts, x)
         return torch.cat(parts, dim)
 
-    def barrier(self) -> None:
-        self.min_ints([0])
-
     def min_ints(self, values: Sequence[int]) -> list[int]:
+        """Element-wise minimum over the ranks; all pass equally many."""
         x = torch.tensor(list(values), dtype=torch.int64)
-        options = c10d.AllreduceOptions()
-        options.reduceOp = c10d.ReduceOp.MIN
         with self.attempt("min_ints"):
-            self.group.allreduce([x], options).wait()
+            dist.all_reduce(x, op=dist.ReduceOp.MIN)
         lowest: list[int] = x.tolist()
         return lowest
 
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """In one packet of 1 KiB, length first; a longer object takes a second one."""
-        room = len(self.buffer) - 8
-        packet = b""
-        if self.rank == src:
-            packet = pickle.dumps(obj)
-            head = len(packet).to_bytes(8, "little") + packet[:room]
-            self.buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        self.send_from(self.buffer, src)
-        if self.rank == src and len(packet) <= room:
-            return obj
-        head = self.buffer.numpy().tobytes()
-        length = int.from_bytes(head[:8], "little")
-        if length <= room:
-            return pickle.loads(head[8 : 8 + length])
-        rest = torch.zeros(length, dtype=torch.uint8)
-        if self.rank == src:
-            rest = torch.frombuffer(bytearray(packet), dtype=torch.uint8)
-        self.send_from(rest, src)
-        return obj if self.rank == src else pickle.loads(rest.numpy().tobytes())
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+        self.min_ints([0])
 
-    def send_from(self, x: torch.Tensor, src: int) -> None:
-        """Copy `x` of rank `src` into the `x` of all others."""
-        options = c10d.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = src, 0, FOREVER
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """The object of rank `src`, on every rank; in one packet, length first, if it is short."""
+        content = pickle.dumps(obj) if self.rank == src else b""
+        start = bytearray(len(content).to_bytes(8, "little") + content[: PACKET - 8])
+        self.packet[: len(start)] = torch.frombuffer(start, dtype=torch.uint8)
+        self._send(self.packet, src)
+        found = self.packet.numpy().tobytes()
+        length, found = int.from_bytes(found[:8], "little"), found[8:]
+        if length > len(found):
+            whole = content if self.rank == src else bytes(length)
+            rest = torch.frombuffer(bytearray(whole), dtype=torch.uint8)
+            self._send(rest, src)
+            found = rest.numpy().tobytes()
+        return obj if self.rank == src else pickle.loads(found[:length])
+
+    def _send(self, x: torch.Tensor, src: int) -> None:
+        """Copy `x` of rank `src` into the `x` of all others, however long that takes to come."""
         with self.attempt("broadcast"):
-            self.group.broadcast([x], options).wait()
+            dist.broadcast(x, src, group=self.messages)
 
     def close(self) -> None:
-        """Leave the group, when nothing uses it any more; connections end with this object."""
+        """Leave the group; all ranks call this, when nothing uses it any more."""
+        leave_group()
+
+
+def leave_group() -> None:
+    """Leave the group that this process is in, if any, without waiting long for dead ranks."""
+
+    def leave() -> None:
+        with suppress(RuntimeError):  # ranks left in another way: too late to act on
+            dist.destroy_process_group()
+
+    if dist.is_initialized():
+        leaving = threading.Thread(target=leave, daemon=True, name="leave group")
+        leaving.start()
+        leaving.join(LEAVE_SECONDS)

@@ -1,14 +1,18 @@
-"""The rank protocol: the same messages in the same order, so the same batches, on every rank.
+"""Ranks as processes: rank 0 starts the others, leads them and leaves with them.
 
-Generated from notebooks/10_tensor_parallel.ipynb: edit there.
+Generated from notebooks/10b_ranks.ipynb: edit there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed
 
 from minisgl.config.engine import SchedulerConfig, TPInfo, choose_device
 from minisgl.config.model import ModelConfig
@@ -16,59 +20,89 @@ from minisgl.config.paths import resolve_model_path
 from minisgl.config.rules import refuse
 from minisgl.engine.heap import frozen_heap
 from minisgl.parallel.comm import Comm
-from minisgl.parallel.gloo import GlooComm
-from minisgl.runtime.launch import RankProcesses, join
+from minisgl.parallel.gloo import CommError, GlooComm, leave_group
+from minisgl.parallel.nccl import NcclComm
+from minisgl.runtime.broadcast import BroadcastChannel
+from minisgl.runtime.supervisor import PeerFailed, Supervisor, Worker, WorkerContext
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
-from minisgl.scheduler.messages import Msg, Reply
 from minisgl.scheduler.scheduler import Scheduler
 
+TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined]
+START_SECONDS = 600.0  # for a process to start and import torch on a busy machine
 
-class BroadcastChannel:
-    """A channel for every rank: rank 0 alone has the outer one and passes on what it receives.
 
-    `recv` is a collective call: all ranks make it once per turn of their loop, and get the same
-    messages in the same order. Replies of the other ranks are dropped; they say what rank 0 says.
+class Place(NamedTuple):
+    """Where a rank stands."""
+
+    rank: int
+    size: int
+    device: str
+    timeout: float  # of an operation on tensors, in seconds
+    port: int  # of the store
+
+
+def join(store: Any, place: Place) -> GlooComm:
+    """This rank's communicator: NCCL carries the tensors if `device` is a GPU."""
+    rank, size, device, timeout, _ = place
+    store.set(f"here/{rank}", b"")  # processes start at very different speeds: meet first
+    store.wait([f"here/{other}" for other in range(size)], timedelta(seconds=START_SECONDS))
+    if torch.device(device).type == "cuda":
+        return NcclComm(store, rank, size, torch.device(device), timeout)
+    return GlooComm(store, rank, size, timeout)
+
+
+def rank_main(
+    place: Place, entry: Callable[..., Any], args: tuple[Any, ...], context: WorkerContext
+) -> Any:
+    """The life of a rank process: join, call `entry(comm, *args)`, return what it returns."""
+    # A rank has nothing to remove, and one that waits in a collective call hears no handler.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", place.port, is_master=False)
+    context.ready()
+    try:
+        comm = join(store, place)
+        result = entry(comm, *args)
+    except CommError as error:  # most likely another rank's fault
+        raise PeerFailed(str(error)) from error
+    comm.close()
+    return result
+
+
+class RankProcesses(Supervisor):
+    """Processes for the ranks in `ranks` of a group of `size`, which all call `entry(comm, *args)`.
+
+    `entry` must be importable. On leaving after an error they are ended at once: no rank will come
+    to a collective call any more.
     """
 
-    def __init__(self, outer: Channel | None, comm: Comm) -> None:
-        if (outer is not None) != (comm.rank == 0):
-            raise ValueError(f"outer: rank 0 alone has a channel, got {outer!r} on {comm.rank}")
-        self.outer, self.comm = outer, comm
+    daemon = True
 
-    def recv(self, block: bool) -> list[Msg]:
-        mine = self.outer.recv(block) if self.outer is not None else []
-        messages: list[Msg] = self.comm.broadcast_object(mine)
-        return messages
+    def __init__(
+        self,
+        entry: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        *,
+        ranks: range,
+        size: int,
+        devices: Sequence[str] = (),
+        timeout: float = 60.0,
+        method: str = "spawn",
+    ) -> None:
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        workers = []
+        for rank in ranks:
+            device = devices[rank] if devices else "cpu"
+            place = Place(rank, size, device, timeout, self.store.port)
+            main = f"{rank_main.__module__}:rank_main"
+            workers.append(Worker(f"rank {rank}", main, (place, entry, args)))
+        super().__init__(workers, start_seconds=START_SECONDS, method=method)
 
-    def send(self, replies: Sequence[Reply]) -> None:
-        if self.outer is not None:
-            self.outer.send(replies)
-
-    def close(self) -> None:
-        if self.outer is not None:
-            self.outer.close()
-
-
-class RanksDiffer(RuntimeError):
-    """Ranks that must agree do not; going on would mix up requests or hang."""
-
-
-def lowest_and_highest(comm: Comm, value: int) -> tuple[int, int]:
-    """Over all ranks, with one minimum: the highest is minus the lowest of the negatives."""
-    lowest, minus_highest = comm.min_ints([value, -value])
-    return lowest, -minus_highest
-
-
-def require_equal(comm: Comm, what: str, values: Sequence[int]) -> None:
-    """RanksDiffer unless all ranks pass the same numbers; `what` names them in the message."""
-    size = len(values)
-    ends = comm.min_ints([size, -size])
-    if ends[0] == -ends[1]:
-        ends = comm.min_ints([*values, *(-value for value in values)])
-        if all(low == -high for low, high in zip(ends[:size], ends[size:])):
-            return
-    raise RanksDiffer(f"{what}: rank {comm.rank} has {list(values)}, another rank differs")
+    def __exit__(self, *error: object) -> None:
+        if any(error):
+            self.grace = 0.0
+        self.stop()
 
 
 def config_of_rank(config: SchedulerConfig, rank: int, size: int) -> SchedulerConfig:
@@ -83,7 +117,7 @@ def run_loop(scheduler: Scheduler, overlap: bool) -> None:
 
 
 def tp_worker(comm: Comm, config: SchedulerConfig) -> None:
-    """The whole life of a rank other than 0: engine and scheduler, then what rank 0 passes on."""
+    """The work of a rank other than 0: engine and scheduler, then what rank 0 passes on."""
     config = config_of_rank(config, comm.rank, comm.size)
     scheduler = build_scheduler(config, BroadcastChannel(None, comm), comm)
     try:
@@ -93,65 +127,64 @@ def tp_worker(comm: Comm, config: SchedulerConfig) -> None:
         scheduler.engine.shutdown()
 
 
+def devices_of(config: SchedulerConfig) -> list[str]:
+    """A device for each rank. Raises `ValueError` if the model or the GPUs do not allow so many."""
+    size = config.tp.size
+    model = ModelConfig.from_path(resolve_model_path(config.model_path))
+    model.check_tp(size)  # before processes start that would all say the same
+    devices = [choose_device(config.device, rank) for rank in range(size)]
+    if size > 1 and devices[0] != "cpu" and len(set(devices)) == 1:
+        raise refuse("device", f"cuda, which is a GPU for each of {size} ranks", config.device)
+    if devices[0] != "cpu" and torch.cuda.device_count() < size:
+        here = torch.cuda.device_count()
+        raise refuse("tp", f"at most the number of GPUs, {here} here", size)
+    return devices
+
+
 class Ranks:
     """Rank 0's side of a group: this process is rank 0, the others are its children.
 
     Give `comm` and `channel(outer)` to `build_scheduler`, run the scheduler until it has taken an
     `ExitMsg`, which reaches the others on the same way; shut its engine down, then `close()`.
+    Raises `ValueError` for an impossible split, `WorkerFailed` if another rank fails.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        size = config.tp.size
-        model = ModelConfig.from_path(resolve_model_path(config.model_path))
-        model.check_tp(size)  # before processes start that would all say the same
-        devices = [choose_device(config.device, rank) for rank in range(size)]
-        if size > 1 and devices[0] != "cpu" and len(set(devices)) == 1:
-            raise refuse("device", f"cuda, which is a GPU for each of {size} ranks", config.device)
-        if devices[0] != "cpu" and torch.cuda.device_count() < size:
-            raise refuse(
-                "tp", f"at most the number of GPUs, {torch.cuda.device_count()} here", size
-            )
+        devices, size = devices_of(config), config.tp.size
         timeout = config.distributed_timeout
         self.processes = RankProcesses(
             tp_worker, (config,), ranks=range(1, size), size=size, devices=devices, timeout=timeout
         )
+        self.processes.__enter__()
         try:
-            self.processes.gather()
-            self.comm = self.meet(timeout, devices[0])
+            while self.processes.starting():
+                self.processes.listen(0.2)
+            self.comm = self._meet(Place(0, size, devices[0], timeout, 0))
         except BaseException:
             self.give_up()
             raise
         self.comm.on_failure = self.explain
 
-    def channel(self, outer: Channel) -> BroadcastChannel:
-        """Rank 0's end of the channel that all ranks share."""
-        return BroadcastChannel(outer, self.comm)
-
-    def explain(self) -> None:
-        """Called when rank 0's part of an operation failed: RankError if a child says why."""
-        self.processes.listen(1.0)
-        self.processes.check()
-
-    def meet(self, timeout: float, device: str) -> GlooComm:
-        """Join the group as rank 0; RankError if another rank could not and says why."""
+    def _meet(self, place: Place) -> GlooComm:
+        """Join the group as rank 0; WorkerFailed if another rank could not and says why."""
         try:
-            return join(self.processes.store, 0, len(self.processes.processes) + 1, timeout, device)
+            return join(self.processes.store, place)
         except RuntimeError:  # CommError, or from below it: the store, a connection that never came
             self.explain()
             raise
 
-    def give_up(self) -> None:
-        """End all ranks at once: nobody will come to a meeting any more."""
-        self.processes.grace = 0.0
-        self.processes.stop()
-
-    def check(self) -> None:
-        """RankError if a rank has died."""
+    def explain(self) -> None:
+        """Called when rank 0's part of an operation failed: WorkerFailed if a child says why."""
+        self.processes.listen(1.0)
         self.processes.check()
 
+    def channel(self, outer: Channel) -> BroadcastChannel:
+        """Rank 0's end of the channel that all ranks share."""
+        return BroadcastChannel(outer, self.comm)
+
     def alive(self) -> bool:
-        """True, or RankError: for a loop that waits, which would notice no death otherwise."""
-        self.check()
+        """True, or WorkerFailed: for a loop that waits, which would notice no death otherwise."""
+        self.processes.check()
         return True
 
     def close(self) -> None:
@@ -161,7 +194,13 @@ class Ranks:
         finally:
             self.processes.stop()
 
-    def __enter__(self) -> Ranks:
+    def give_up(self) -> None:
+        """End all ranks at once."""
+        self.processes.grace = 0.0
+        self.processes.stop()
+        leave_group()  # which asks nothing of the others: they are gone
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self
 
 import psutil
 from tqdm import tqdm
@@ -63,7 +64,9 @@ class Ending(NamedTuple):
 def one_line(error: BaseException) -> str:
     """An error for people: our own begin with the field at fault, others with their type."""
     text = " ".join(str(error).split())
-    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+    return (
+        text if isinstance(error, (ValueError, WorkerFailed)) else f"{type(error).__name__}: {text}"
+    )
 
 
 def leave_with_parent(folder: Path | None = None) -> None:
@@ -91,7 +94,7 @@ def worker_main(worker: Worker, report: Connection, counts: Any, folder: Path | 
 
     def ready() -> None:
         heartbeat.start()
-        report.send(("ready", None))
+        report.send_bytes(pickle.dumps("ready"))
 
     try:
         module, function = worker.entry.split(":")
@@ -99,11 +102,13 @@ def worker_main(worker: Worker, report: Connection, counts: Any, folder: Path | 
         # From here on there are things of ours to remove, in order. Not before: PyTorch's import
         # calls Python from C++ that aborts loudly when an exception comes out of it.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-        report.send(Ending("done", main(*worker.args, WorkerContext(ready, heartbeat.beat))))
+        ending = Ending("done", main(*worker.args, WorkerContext(ready, heartbeat.beat)))
     except Exception as error:
         kind = "lost" if isinstance(error, PeerFailed) else "failed"
-        report.send(Ending(kind, f"failed: {one_line(error)}", traceback.format_exc()))
-        raise SystemExit(1) from error
+        ending = Ending(kind, f"failed: {one_line(error)}", traceback.format_exc())
+    # As bytes: `send` would pass tensors as memory that is shared with a process about to end.
+    report.send_bytes(pickle.dumps(ending))
+    sys.exit(ending.kind != "done")
 
 
 @contextmanager
@@ -122,6 +127,8 @@ def ignoring(*signals: signal.Signals) -> Iterator[None]:
 
 class Supervisor:
     """Worker processes and the folder of their sockets, if any. A context manager."""
+
+    daemon = False  # a daemon may not have children, and ends with a parent that forgets it
 
     def __init__(
         self,
@@ -148,7 +155,7 @@ class Supervisor:
             name = f"minisgl {worker.name}"
             self.processes[worker.name] = context.Process(target=worker_main, args=args, name=name)
 
-    def __enter__(self: Group) -> Group:
+    def __enter__(self) -> Self:
         with ignoring(signal.SIGINT):
             for name, process in self.processes.items():
                 process.start()
@@ -164,7 +171,7 @@ class Supervisor:
             if pipe not in heard:
                 continue
             try:
-                message = pipe.recv()
+                message = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 self.ended[name] = Ending("failed", self._silent_end(name))
                 continue
@@ -259,6 +266,3 @@ class Supervisor:
             with suppress(psutil.NoSuchProcess):
                 found += psutil.Process(process.pid).children(recursive=True)
         return found
-
-
-Group = TypeVar("Group", bound=Supervisor)

@@ -11,9 +11,8 @@ from contextlib import ExitStack
 from minisgl.config.engine import ServerConfig
 from minisgl.engine.heap import frozen_heap
 from minisgl.parallel.comm import Comm
-from minisgl.runtime.launch import RankError
 from minisgl.runtime.ranks import Ranks, run_loop
-from minisgl.runtime.supervisor import WorkerContext
+from minisgl.runtime.supervisor import WorkerContext, WorkerFailed
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
 from minisgl.server.channels import SchedulerChannel, ZmqInbox, ZmqOutbox
@@ -46,7 +45,8 @@ def scheduler_part(
             with frozen_heap():
                 context.ready()
                 run_loop(scheduler, scheduler.overlap)
-        except RankError as error:  # it says what happened there; our own place says nothing
-            print(f"minisgl: {error}", file=sys.stderr)
+        except WorkerFailed as error:  # of a rank: it says what happened, our own place does not
+            notes = getattr(error, "__notes__", [])
+            print(f"minisgl: {error}", *notes, sep="\n", file=sys.stderr)
             raise SystemExit(1) from error
         scheduler.engine.shutdown()  # graphs that hold collectives must go before the group does

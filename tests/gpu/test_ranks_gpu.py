@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
-from minisgl.runtime.launch import RankProcesses
+from minisgl.runtime.ranks import RankProcesses
 from tests import tp_drills
 from tests.serving import Served, last_event, stream
 from tests.test_tensor_parallel import check_collectives
@@ -36,8 +36,7 @@ def test_nccl_processes_and_graph() -> None:
         tp_drills.cuda_collectives, ranks=range(2), size=2, devices=["cuda:0", "cuda:1"]
     )
     with group:
-        group.gather()
-        found = group.results(300)
+        found = tp_drills.results(group, 300)
     check_collectives([seen["cpu"] for seen in found])
     parts = [torch.arange(6.0).view(2, 3) + 10 * rank for rank in range(2)]
     for seen in found:

@@ -326,7 +326,7 @@ MUTATIONS = [
     Mutation(
         name="server: a killed rank is told as a fault of rank 0",
         module="minisgl.server.scheduler_part",
-        old="except RankError as error:",
+        old="except WorkerFailed as error:",
         new="except KeyError as error:",
         test=FAULTS + "test_killed_rank_ends_the_server",
     ),
