@@ -55,7 +55,7 @@ def test_bytes_per_token_by_hand() -> None:
 def test_the_pool_costs_what_the_arithmetic_says() -> None:
     model = ModelConfig.from_hf(QWEN3_0_6B)
     pool = make_pool(num_layers=model.num_layers, num_kv_heads=8, head_dim=128, num_pages=2)
-    assert pool.nbytes == kv_bytes_per_token(model, 4) * (pool.num_slots + pool.page_size)
+    assert pool.buffer.nbytes == kv_bytes_per_token(model, 4) * (pool.num_slots + pool.page_size)
 
 
 # -------------------------------------------------------------------------------------------- pool

@@ -22,7 +22,7 @@ def kv_bytes_per_token(model: ModelConfig, itemsize: int, tp_size: int = 1) -> i
 class KVPool:
     """K and V of one rank: [2, layers, pages + 1, page_size, kv_heads, head_dim].
 
-    The extra page, `dummy_page`, belongs to nobody: padding writes there and masked reads find it.
+    The extra page, `dummy_page`, has no owner: padding writes there and masked reads find it.
     """
 
     def __init__(
@@ -54,11 +54,6 @@ class KVPool:
     def free(self) -> None:
         """Give the memory back now, whoever still holds a view. No slot may be touched after it."""
         self.buffer.untyped_storage().resize_(0)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole pool, the dummy page included."""
-        return self.buffer.nbytes
 
     def store_kv(self, k: Tensor, v: Tensor, out_loc: Tensor, layer_id: int) -> None:
         """Write k, v [n, kv_heads, head_dim] of one layer into the slots `out_loc` [n], int64."""
