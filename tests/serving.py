@@ -22,13 +22,12 @@ import uvicorn
 
 from minisgl.config.engine import ServerConfig
 from minisgl.kvcache.audit import check_integrity
-from minisgl.server.cli import Watchers, dressed_app
+from minisgl.server.cli import Watchers, build_app
 from minisgl.server.frontend import Observer
-from minisgl.server.gate import Gate
-from minisgl.server.limits import patient_http
+from minisgl.server.http.limits import ConcurrencyLimiter, patient_http
+from minisgl.server.http.settings import settings_for
+from minisgl.server.in_process import InProcessServer
 from minisgl.server.options import Operations
-from minisgl.server.settings import settings_for
-from minisgl.server.threads import ThreadedServer
 from tests.checkpoints import make_checkpoint
 
 PAGES, WINDOW = 64, 256
@@ -72,13 +71,17 @@ class Live:
         config = ServerConfig(model_path=str(checkpoint), num_page_override=self.pages, **fields)
         self.operations = operations or Operations(log_format="none")
         self.watchers = Watchers(self.operations)
-        self.server = ThreadedServer(config, [*self.watchers.all(), *observers])
+        self.server = InProcessServer(config, [*self.watchers.all(), *observers])
         if max_waiting is not None:
             self.server.frontend._max_waiting = max_waiting
-        self.gate = Gate(limit)
+        self.limiter = ConcurrencyLimiter(limit)
         settings = settings_for(config, checkpoint, self.operations.request_timeout)
-        app = dressed_app(
-            self.server.frontend, settings, self.gate, self.watchers, self.operations.max_body_size
+        app = build_app(
+            self.server.frontend,
+            settings,
+            self.limiter,
+            self.watchers,
+            self.operations.max_body_size,
         )
         self.app = app
         protocol = patient_http(stall, head)
@@ -119,7 +122,7 @@ class Live:
         check_integrity(scheduler.cache)
         assert scheduler.cache.available_tokens == self.pages * scheduler.engine.page_size
         assert scheduler.engine.tables.free_rows == scheduler.engine.config.max_running_req
-        wait_for(lambda: self.gate.taken == 0, "all places to be free")
+        wait_for(lambda: self.limiter.taken == 0, "all places to be free")
         assert not self.server.frontend._streams
 
 

@@ -20,10 +20,13 @@ from hypothesis import strategies as st
 from minisgl.config.engine import ServerConfig
 from minisgl.core import SamplingParams
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
-from minisgl.server.api import create_app, guarded
-from minisgl.server.channels import Gathered, QueueBox, SchedulerChannel, ZmqInbox, ZmqOutbox
-from minisgl.server.frontend import Frontend, RequestFailed
-from minisgl.server.messages import (
+from minisgl.server.frontend import Frontend, Observer, RequestFailed
+from minisgl.server.http.api import create_app, guarded
+from minisgl.server.http.schemas import ChatRequest, CompletionRequest
+from minisgl.server.http.settings import ApiSettings, sampling_defaults, settings_for
+from minisgl.server.in_process import InProcessServer
+from minisgl.server.workers.channels import LocalQueue, ZmqInbox, ZmqOutbox
+from minisgl.server.workers.messages import (
     Codec,
     StatsMsg,
     TokenizeMsg,
@@ -31,10 +34,9 @@ from minisgl.server.messages import (
     TraceMsg,
     UserReply,
 )
-from minisgl.server.schemas import ChatRequest, CompletionRequest
-from minisgl.server.settings import ApiSettings, sampling_defaults, settings_for
-from minisgl.server.threads import ThreadedServer
-from minisgl.server.worker import PromptQueue, TextWorker, run_text_worker
+from minisgl.server.workers.scheduler_process import SchedulerChannel
+from minisgl.server.workers.text_process import build_text_worker
+from minisgl.server.workers.text_worker import PromptQueue, TextWorker, run_text_worker
 from minisgl.tokenizer import Tokenizer
 from tests.serving import WINDOW, Live, random_model, wait_for
 
@@ -90,18 +92,18 @@ def test_codec_returns_what_it_was_given() -> None:
     assert [codec.decode(codec.encode([m])) for m in messages] == [[m] for m in messages]
 
 
-def test_gathered_messages_travel_as_one(tmp_path: Path) -> None:
+def test_messages_of_one_flush_travel_as_one(tmp_path: Path, tokenizer: Tokenizer) -> None:
     address = f"ipc://{tmp_path}/box"
     inbox, outbox = ZmqInbox(address), ZmqOutbox(address)
     frames: list[int] = []
-    put_all = outbox.put_all
-    outbox.put_all = lambda ms: (frames.append(len(ms)), put_all(ms))[1]  # type: ignore
-    gathered = Gathered(outbox)
-    gathered.flush()
+    put = outbox.put
+    outbox.put = lambda *ms: (frames.append(len(ms)), put(*ms))[1]  # type: ignore
+    worker = TextWorker(tokenizer, LocalQueue(), outbox)
+    worker.flush()
     for uid in range(5):
-        gathered.put(AbortMsg(uid=uid))
-    gathered.flush()
-    gathered.flush()
+        worker.handle(TokenReply(uid=uid, token=1))
+    worker.flush()
+    worker.flush()
     got: list[Any] = []
     wait_for(lambda: bool(got.extend(inbox.get_all(0.1)) or len(got) == 5), "5 messages")
     assert frames == [5] and [m.uid for m in got] == list(range(5))
@@ -119,11 +121,11 @@ def test_a_text_worker_flushes_answers_before_it_encodes_a_prompt() -> None:
         def handle(self, msg: Any) -> None:
             done.append(type(msg).__name__)
 
+        def flush(self) -> None:
+            done.append("flush")
+
     batch = [text_of(1, 10), TokenReply(uid=0, token=1), TokenReply(uid=2, token=1)]
-    run_text_worker(
-        Idle(), Feed(batch, [TokenReply(uid=0, token=2), ExitMsg()]), lambda: True,
-        flush=lambda: done.append("flush"),
-    )  # fmt: skip
+    run_text_worker(Idle(), Feed(batch, [TokenReply(uid=0, token=2), ExitMsg()]))
     assert done == [
         "TokenReply", "TokenReply", "flush", "TokenizeMsg", "flush", "TokenReply", "flush",
     ]  # fmt: skip
@@ -152,7 +154,7 @@ def test_socket_keeps_order_and_waits_for_its_reader(tmp_path: Path) -> None:
 
 
 def test_channel_leaves_when_its_parent_is_gone() -> None:
-    channel = SchedulerChannel(QueueBox(), QueueBox(), alive=lambda: False)
+    channel = SchedulerChannel(LocalQueue(), LocalQueue(), alive=lambda: False)
     assert channel.recv(block=True) == [ExitMsg()]
     assert channel.recv(block=False) == []
 
@@ -172,7 +174,7 @@ def test_every_turn_of_a_loop_is_a_beat() -> None:
     beats: list[None] = []
     lives = iter([True] * 5)
     channel = SchedulerChannel(
-        Feed(), QueueBox(), lambda: next(lives, False), lambda: beats.append(None)
+        Feed(), LocalQueue(), lambda: next(lives, False), lambda: beats.append(None)
     )
     assert channel.recv(block=True) == [ExitMsg()] and len(beats) == 6
     assert channel.recv(block=False) == [] and len(beats) == 7
@@ -184,10 +186,13 @@ def test_every_turn_of_a_loop_is_a_beat() -> None:
         def handle(self, msg: Any) -> None:
             handled.append(len(beats))
 
+        def flush(self) -> None:
+            pass
+
     handled: list[int] = []
     beats.clear()
     tokens = [TokenReply(uid=0, token=1)] * 3
-    run_text_worker(Idle(), Feed(tokens, [ExitMsg()]), lambda: True, lambda: beats.append(None))
+    run_text_worker(Idle(), Feed(tokens, [ExitMsg()]), lambda: beats.append(None))
     assert handled == [1, 2, 3] and len(beats) == 5
 
 
@@ -210,8 +215,7 @@ def test_short_prompts_go_first_in_bounds(events: list[int | str | None]) -> Non
             sizes.append(event)
         elif event == "leave":
             uid = next(iter(since), None)
-            assert queue.drop(-1) is False
-            assert uid is None or queue.drop(uid)
+            assert uid is None or queue.waiting.pop(uid)
             since.pop(uid, None)  # type: ignore[arg-type]
         else:
             found = queue.pop()
@@ -224,7 +228,7 @@ def test_short_prompts_go_first_in_bounds(events: list[int | str | None]) -> Non
                 later += [found.uid] if found.uid > uid else []
                 # The last one that overtook it had the room of its own size.
                 assert sum(sizes[other] for other in later) <= sizes[uid]
-        assert len(queue) == len(since)
+        assert len(queue.waiting) == len(since)
     assert len(order) == len(set(order))
     together = PromptQueue()  # of those that wait at one moment, the shortest is first
     for uid, size in enumerate(sizes):
@@ -247,22 +251,20 @@ def test_long_prompt_keeps_its_turn() -> None:
 def test_answers_go_before_prompts_and_leavers_are_dropped(tokenizer: Tokenizer) -> None:
     bench = Bench(tokenizer)
     first = [text_of(0, 50), text_of(1, 90), AbortMsg(uid=7), TokenReply(uid=8, token=5)]
-    run_text_worker(
-        bench.worker, Feed(first, [AbortMsg(uid=1), text_of(2, 9)], [], [ExitMsg()]), lambda: True
-    )
-    sent = bench.to_scheduler.get_all(0.0)
+    run_text_worker(bench.worker, Feed(first, [AbortMsg(uid=1), text_of(2, 9)], [], [ExitMsg()]))
+    sent = bench.sent()
     assert [(type(m).__name__, m.uid) for m in sent] == [
         ("AbortMsg", 7), ("UserMsg", 0), ("UserMsg", 2)
     ]  # fmt: skip
-    assert [reply.uid for reply in bench.to_frontend.get_all(0.0)] == [8]
+    assert [reply.uid for reply in bench.replies()] == [8]
 
 
 class Bench:
     """A text worker whose surroundings are two lists."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.to_scheduler, self.to_frontend = QueueBox(), QueueBox()
-        self.worker = TextWorker(tokenizer, self.to_scheduler, self.to_frontend, WINDOW)
+        self.to_scheduler, self.to_frontend = LocalQueue(), LocalQueue()
+        self.worker = build_text_worker(tokenizer, self.to_scheduler, self.to_frontend, WINDOW)
 
     def tokens(
         self, uid: int, ids: list[int], stop: tuple[str, ...] = (), end: bool = True
@@ -275,7 +277,12 @@ class Bench:
             )
 
     def replies(self) -> list[Any]:
+        self.worker.flush()
         return self.to_frontend.get_all(0.0)
+
+    def sent(self) -> list[Any]:
+        self.worker.flush()
+        return self.to_scheduler.get_all(0.0)
 
 
 def test_text_worker_gives_whole_characters_and_all_text(tokenizer: Tokenizer) -> None:
@@ -302,7 +309,7 @@ def test_text_worker_stops_at_a_stop_string(tokenizer: Tokenizer) -> None:
     assert "".join(r.text for r in replies) == "one two "
     assert replies[-1].finished and replies[-1].finish_reason == "stop"
     assert sum(r.finished for r in replies) == 1
-    assert bench.to_scheduler.get_all(0.0) == [AbortMsg(uid=1)]
+    assert bench.sent() == [AbortMsg(uid=1)]
     # The scheduler confirms; a later request may use the same uid.
     bench.worker.handle(TokenReply(uid=1, token=None, finished=True, finish_reason="abort"))
     assert bench.replies() == []
@@ -317,7 +324,7 @@ def test_text_worker_answers_a_bad_prompt_and_lives(tokenizer: Tokenizer) -> Non
     errors = bench.replies()
     assert [(e.uid, e.param) for e in errors] == [(1, "messages"), (2, "prompt")]
     bench.worker.handle(TokenizeMsg(uid=3, sampling_params=params, text="fine"))
-    assert [m.uid for m in bench.to_scheduler.get_all(0.0)] == [3]
+    assert [m.uid for m in bench.sent()] == [3]
 
 
 # API
@@ -447,15 +454,15 @@ def test_fault_of_ours_ends_a_stream(live: Live, monkeypatch: pytest.MonkeyPatch
         response = chat(live, stream=True, n=n)
         assert response.status_code == 500 and "too large" in response.json()["error"]["message"]
 
-    async def events() -> AsyncGenerator[str, None]:
-        yield "one"
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"one"
         broken()
 
-    async def collect() -> list[str]:
+    async def collect() -> list[bytes]:
         return [event async for event in guarded(events())]
 
     first, last = asyncio.run(collect())
-    assert first == "one" and '"internal_error"' in last
+    assert first == b"one" and b'"internal_error"' in last
 
 
 @pytest.mark.clock
@@ -474,7 +481,7 @@ def test_hopeless_text_is_refused_unread(tokenizer: Tokenizer) -> None:
     token = max(range(tokenizer.vocab_size), key=lambda i: len(tokenizer.decode([i])))
     text = tokenizer.decode([token]) * (WINDOW - 1)
     bench.worker.handle(TokenizeMsg(uid=9, text=text, sampling_params=SamplingParams()))
-    assert bench.replies() == [] and len(bench.to_scheduler.get_all(0.0)) == 1
+    assert bench.replies() == [] and len(bench.sent()) == 1
 
 
 @pytest.mark.parametrize(
@@ -518,7 +525,7 @@ def test_pitfall_10_11_12_prompts_that_can_never_run_get_an_answer(live: Live) -
 
 def test_pool_smaller_than_a_prompt(checkpoint: Path) -> None:
     config = ServerConfig(model_path=str(checkpoint), num_page_override=4)
-    with ThreadedServer(config) as server:
+    with InProcessServer(config) as server:
         app = create_app(server.frontend, settings_for(config, checkpoint))
 
         async def both() -> tuple[httpx.Response, httpx.Response]:
@@ -582,7 +589,7 @@ def test_stop_string_over_http(live: Live) -> None:
 
 
 def test_key_and_model_name_are_checked() -> None:
-    frontend = Frontend([QueueBox()], QueueBox())
+    frontend = Frontend([LocalQueue()], LocalQueue())
     app = create_app(frontend, ApiSettings("mine", 128, api_key="secret"))
 
     async def codes() -> list[int]:
@@ -602,7 +609,7 @@ def test_key_and_model_name_are_checked() -> None:
 
 def test_dead_worker_is_a_503_for_all() -> None:
     async def run() -> None:
-        frontend = Frontend([QueueBox()], QueueBox())
+        frontend = Frontend([LocalQueue()], LocalQueue())
         stream = frontend.generate(SamplingParams(), text="x")
         waiting = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0.01)
@@ -619,6 +626,34 @@ def test_dead_worker_is_a_503_for_all() -> None:
     asyncio.run(run())
 
 
+def test_an_observer_that_fails_is_dropped() -> None:
+    """A full disk under a trace: the request goes on, and its abort is sent."""
+
+    class Broken(Observer):
+        calls = 0
+
+        def opened(self, uid: int, request_id: str, prompt: Any) -> None:
+            self.calls += 1
+            raise OSError("No space left on device")
+
+    broken, outbox = Broken(), LocalQueue()
+    frontend = Frontend([outbox], LocalQueue(), [broken])
+
+    async def run() -> str:
+        for _ in range(2):
+            replies = frontend.generate(SamplingParams(), text="x")
+            first = asyncio.ensure_future(anext(replies))
+            await asyncio.sleep(0)
+            (uid,) = frontend._streams
+            frontend._dispatch([UserReply(uid=uid, text="yes", token_ids=[1])])
+            text = (await first).text
+            await replies.aclose()
+        return text
+
+    assert asyncio.run(run()) == "yes" and broken.calls == 1
+    assert [type(msg) for msg in outbox.get_all(0.0)] == [TokenizeMsg, AbortMsg] * 2
+
+
 def test_defaults_come_from_the_model(tmp_path: Path) -> None:
     assert sampling_defaults(tmp_path) == {"temperature": 1.0}
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
@@ -633,8 +668,8 @@ def test_uids_are_spread_but_a_request_keeps_its_worker() -> None:
     """An abort must travel the way of its prompt, or it overtakes it."""
 
     async def run() -> list[list[Any]]:
-        boxes = [QueueBox(), QueueBox()]
-        frontend = Frontend(boxes, QueueBox())
+        boxes = [LocalQueue(), LocalQueue()]
+        frontend = Frontend(boxes, LocalQueue())
         for _ in range(4):
             stream = frontend.generate(SamplingParams(), text="x")
             task = asyncio.ensure_future(anext(stream))
@@ -653,7 +688,7 @@ def test_pitfall_13_no_second_bos_over_http(tokenizer: Tokenizer) -> None:
     bench = Bench(tokenizer)
     messages = [{"role": "user", "content": "hi"}]
     bench.worker.handle(TokenizeMsg(uid=1, sampling_params=SamplingParams(), messages=messages))
-    (sent,) = bench.to_scheduler.get_all(0.0)
+    (sent,) = bench.sent()
     rendered = tokenizer.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
     expected = rendered["input_ids"] if hasattr(rendered, "keys") else rendered
     assert np.array_equal(sent.input_ids, expected)

@@ -12,16 +12,18 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from httpx_sse._decoders import SSEDecoder, SSELineDecoder
 
 from minisgl import LLM
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams
 from minisgl.scheduler.messages import TokenReply, UserMsg
-from minisgl.server.channels import QueueBox
-from minisgl.server.messages import TokenizeMsg
+from minisgl.server.http.responses import sse
 from minisgl.server.options import Operations
-from minisgl.server.token_bytes import TokenBytes
-from minisgl.server.worker import TextWorker
+from minisgl.server.workers.channels import LocalQueue
+from minisgl.server.workers.logprobs import TokenBytes
+from minisgl.server.workers.messages import TokenizeMsg
+from minisgl.server.workers.text_process import build_text_worker
 from minisgl.tokenizer import Tokenizer
 from tests.serving import WINDOW, Live, random_model
 
@@ -132,13 +134,14 @@ def worker_run(
     tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...], finished: bool
 ) -> tuple[str, list[Any]]:
     """Text and entries that a client gets for these tokens."""
-    out = QueueBox()
-    worker = TextWorker(tokenizer, QueueBox(), out, WINDOW)
+    out = LocalQueue()
+    worker = build_text_worker(tokenizer, LocalQueue(), out, WINDOW)
     for position, token in enumerate(ids):
         last = finished and position == len(ids) - 1
         worker.handle(
             TokenReply(uid=0, token=token, stop=stop, logprob=-1.0, finished=last, top_logprobs=[])
         )
+    worker.flush()
     replies = out.get_all(0.0)
     return "".join(r.text for r in replies), [entry for r in replies for entry in r.logprobs]
 
@@ -191,13 +194,12 @@ def test_bytes_of_tokens_spell_their_text(checkpoint: Path) -> None:
 def test_scheduler_learns_whose_a_request_is(
     live: Live, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], client: str
 ) -> None:
-    box = live.server._to_scheduler
+    box = live.server.to_scheduler
     put, seen = box.put, list[str]()
 
-    def noted(msg: Any) -> None:
-        if isinstance(msg, UserMsg):
-            seen.append(msg.client)
-        put(msg)
+    def noted(*messages: Any) -> None:
+        seen.extend(msg.client for msg in messages if isinstance(msg, UserMsg))
+        put(*messages)
 
     monkeypatch.setattr(box, "put", noted)
     body = {"max_tokens": 1, **fields}
@@ -325,11 +327,12 @@ def test_harmless_values_pass(live: Live) -> None:
 
 def test_a_mass_of_messages_is_refused_at_once(live: Live, checkpoint: Path) -> None:
     message = {"role": "user", "content": ""}
-    out = QueueBox()
-    worker = TextWorker(Tokenizer(checkpoint), QueueBox(), out, WINDOW)
+    out = LocalQueue()
+    worker = build_text_worker(Tokenizer(checkpoint), LocalQueue(), out, WINDOW)
     worker.handle(
         TokenizeMsg(uid=1, sampling_params=SamplingParams(), messages=[message] * (WINDOW + 1))
     )
+    worker.flush()
     (error,) = out.get_all(0.0)
     assert error.code == "context_length_exceeded" and error.param == "messages"
     with Live(checkpoint, operations=Operations(log_format="none", max_body_size=2**24)) as large:
@@ -368,6 +371,16 @@ def test_generate_gives_bare_text(live: Live) -> None:
     for bad in ({}, {"prompt": []}, {"prompt": "x", "n": 2}, {"prompt": "x", "max_tokens": 0}):
         assert httpx.post(f"{live.url}/generate", json=bad).status_code == 400
     live.assert_pages_home()
+
+
+def test_every_line_end_is_a_line_end() -> None:
+    """CR ends a line of an event stream as LF does: a reader must not lose what follows."""
+    for text in ("a\rb", "a\nb", "a\r\nb", "\r", "a\u2028b"):
+        data = f"{sse(text).decode()}{sse({'text': text}).decode()}"
+        decoder = SSEDecoder()
+        events = [e.data for line in SSELineDecoder().decode(data) if (e := decoder.decode(line))]
+        assert events[0] == text.replace("\r\n", "\n").replace("\r", "\n")
+        assert json.loads(events[1]) == {"text": text}
 
 
 def test_browsers_may_ask_and_read_errors(live: Live) -> None:

@@ -1,17 +1,21 @@
-"""Clients that people use, where they are installed; the embedded model answers them."""
+"""Our own client, and clients that people use, where they are installed."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import httpx
 import pytest
 
 from minisgl.config.paths import resolve_model_path
+from minisgl.server.chat.client import ApiClient, ServerError, base_url
 from tests.serving import Live
 
 ASK, ANSWER = "What is 12 + 30?", "12 + 30 = 42"
@@ -68,3 +72,66 @@ def test_llm(url: str, tmp_path: Path) -> None:
             env={**os.environ, "LLM_USER_PATH": str(tmp_path)},
         )
         assert done.returncode == 0 and done.stdout.strip() == ANSWER, done.stderr
+
+
+# Our own client
+
+
+def chunk(text: str, reason: str | None = None) -> str:
+    choice = {"delta": {"content": text}, "finish_reason": reason}
+    return json.dumps({"choices": [choice]}, ensure_ascii=False)
+
+
+def read(data: str, status: int = 200, kind: str = "text/event-stream") -> list[str]:
+    """The texts that a client makes of an answer that is played to it in pieces of 7 bytes."""
+    raw = data.encode()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(raw), 7):
+            yield raw[start : start + 7]
+
+    def played(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(status, headers={"content-type": kind}, content=pieces())
+
+    async def run() -> list[str]:
+        found = []
+        async with ApiClient("host:1", transport=httpx.MockTransport(played)) as client:
+            async for event in client.stream("chat/completions", {}):
+                found += [choice["delta"]["content"] for choice in event["choices"]]
+        return found
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n"])
+@pytest.mark.parametrize("text", ["plain", "a\u2028b\u0085c", "🙂"])
+def test_client_follows_the_specification(end: str, text: str) -> None:
+    lines = [": hello", "", "event: delta", f"data:{chunk(text)}", "", "id: 7", ""]
+    lines += [f"data: {chunk('end', 'stop')}", "", "data: [DONE]", "", "data: not JSON", ""]
+    assert read(end.join(lines) + end) == [text, "end"]
+    unsaid = [f"data: {chunk(text, 'stop')}", "", ""]  # no [DONE], but a reason
+    assert read(end.join(unsaid)) == [text]
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "kind"),
+    [
+        (f"data: {chunk('half')}\n\n", 200, "cut off"),
+        ("", 200, "cut off"),
+        ('data: {"error": {"message": "no"}}\n\n', 200, "error event"),
+        ('{"error": {"message": "no"}}', 429, "http 429"),
+        ("data: {half\n\n", 200, "bad answer"),
+        ("data: [1]\n\n", 200, "bad answer"),
+    ],
+)
+def test_a_stream_that_goes_wrong_says_how(data: str, status: int, kind: str) -> None:
+    with pytest.raises(ServerError) as caught:
+        read(data, status)
+    assert caught.value.kind == kind
+
+
+def test_urls_with_and_without_v1() -> None:
+    assert base_url("host:1/v1") == base_url("http://host:1/") == "http://host:1/v1/"
+    for wrong in ("ftp://host", "http://"):
+        with pytest.raises(ValueError, match="url: must be like"):
+            base_url(wrong)

@@ -26,11 +26,11 @@ from minisgl import LLM
 from minisgl.core import SamplingParams
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.scheduler.messages import AbortMsg
-from minisgl.server.channels import QueueBox
 from minisgl.server.frontend import Frontend, RequestFailed
-from minisgl.server.limits import BodyLimit
-from minisgl.server.messages import UserReply
+from minisgl.server.http.limits import BodyLimit
 from minisgl.server.options import Operations
+from minisgl.server.workers.channels import LocalQueue
+from minisgl.server.workers.messages import UserReply
 from tests.serving import Live, Served, last_event, metric, random_model, stream, wait_for
 
 pytestmark = pytest.mark.clock
@@ -87,13 +87,14 @@ class Steps:
     def __init__(self, live: Live) -> None:
         self.arrived: dict[int, int] = {}
         self.released: dict[int, int] = {}
-        scheduler, box = live.server.scheduler, live.server._to_scheduler
+        scheduler, box = live.server.scheduler, live.server.to_scheduler
         put, release = box.put, scheduler.release
 
-        def noted_put(msg: Any) -> None:
-            if isinstance(msg, AbortMsg):
-                self.arrived[msg.uid] = scheduler.step_count
-            put(msg)
+        def noted_put(*messages: Any) -> None:
+            for msg in messages:
+                if isinstance(msg, AbortMsg):
+                    self.arrived[msg.uid] = scheduler.step_count
+            put(*messages)
 
         def noted_release(req: Any) -> None:
             self.released[req.uid] = scheduler.step_count
@@ -156,8 +157,8 @@ def test_slow_reader_is_cut(checkpoint: Path) -> None:
         body = {"prompt": "hi", "stream": True, "ignore_eos": True, "n": 32, "logprobs": 20}
         started = time.monotonic()
         connection = raw_request(live, body, buffer=1024)
-        wait_for(lambda: live.gate.taken == 32, "the stream to begin")
-        wait_for(lambda: live.gate.taken == 0, "the reader to be cut", 20)
+        wait_for(lambda: live.limiter.taken == 32, "the stream to begin")
+        wait_for(lambda: live.limiter.taken == 0, "the reader to be cut", 20)
         assert time.monotonic() - started > 0.5
         live.assert_pages_home()
         wait_for(lambda: not live.http.server_state.connections, "the connection to be gone")
@@ -185,8 +186,8 @@ def test_stream_that_nobody_reads_has_a_limit() -> None:
     """Beyond the limit the request is aborted; the reader finds its text, then the reason."""
 
     async def run() -> tuple[list[str], list[Any]]:
-        outbox = QueueBox()
-        frontend = Frontend([outbox], QueueBox(), max_waiting=10)
+        outbox = LocalQueue()
+        frontend = Frontend([outbox], LocalQueue(), max_waiting=10)
         stream = frontend.generate(SamplingParams(), text="x")
         waiting = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
@@ -287,8 +288,8 @@ def test_deadline_of_a_request(live: Live) -> None:
 
 def test_missed_deadline_is_an_abort() -> None:
     async def run() -> list[Any]:
-        outbox = QueueBox()
-        frontend = Frontend([outbox], QueueBox())
+        outbox = LocalQueue()
+        frontend = Frontend([outbox], LocalQueue())
         with pytest.raises(RequestFailed, match="within 0"):
             await anext(frontend.generate(SamplingParams(), text="x", timeout=0.01))
         assert not frontend._streams
@@ -314,7 +315,7 @@ def test_full_queue_is_a_429_at_once(checkpoint: Path) -> None:
     with Live(checkpoint, limit=4) as live:
         long = {"prompt": "hi", "ignore_eos": True, "stream": True}
         connections = [raw_request(live, {**long, "n": 3}), raw_request(live, long)]
-        wait_for(lambda: live.gate.taken == 4, "the places to be taken")
+        wait_for(lambda: live.limiter.taken == 4, "the places to be taken")
         refused = httpx.post(f"{live.url}/v1/completions", json={"prompt": "x"})
         error = refused.json()["error"]
         assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
@@ -706,7 +707,7 @@ from minisgl.server.cli import main
 
 def hanging(config, addresses, index, context):
     from minisgl.scheduler.scheduler import Scheduler
-    from minisgl.server.scheduler_part import scheduler_part
+    from minisgl.server.workers.scheduler_process import scheduler_process
     launched = Scheduler.launch
 
     def launch(self, batch):
@@ -715,7 +716,7 @@ def hanging(config, addresses, index, context):
         return launched(self, batch)
 
     Scheduler.launch = launch
-    scheduler_part(config, addresses, index, context)
+    scheduler_process(config, addresses, index, context)
 
 if __name__ == "__main__":
     sys.path.insert(0, __file__.rpartition("/")[0])

@@ -26,6 +26,8 @@ import pytest
 from minisgl.config.engine import ServerConfig
 from minisgl.core import SamplingParams
 from minisgl.runtime.heartbeat import Watchdog
+from minisgl.server.chat.client import ApiClient, base_url
+from minisgl.server.chat.shell import Shell
 from minisgl.server.cli import (
     build_parser,
     config_from,
@@ -33,13 +35,11 @@ from minisgl.server.cli import (
     main,
     warn_if_open,
 )
-from minisgl.server.connect import Remote
-from minisgl.server.launch import WorkerGroup
+from minisgl.server.http.settings import sampling_defaults, settings_for
+from minisgl.server.in_process import InProcessServer
 from minisgl.server.observe.logs import as_json, as_text
 from minisgl.server.options import Operations, is_loopback
-from minisgl.server.settings import sampling_defaults, settings_for
-from minisgl.server.shell import Shell
-from minisgl.server.threads import ThreadedServer
+from minisgl.server.workers.processes import WorkerGroup
 from tests.checkpoints import make_checkpoint
 from tests.serving import PAGES, Live, Served, last_event, metric, random_model, stream, wait_for
 
@@ -79,7 +79,7 @@ def test_shell_keeps_a_conversation(checkpoint: Path) -> None:
     config = ServerConfig(model_path=str(checkpoint), num_page_override=PAGES)
     said: list[str] = []
 
-    async def talk(server: ThreadedServer) -> None:
+    async def talk(server: InProcessServer) -> None:
         frontend = server.frontend
         params = SamplingParams(max_tokens=6)
         shell = Shell(lambda messages: frontend.generate(params, messages=messages), said.append)
@@ -99,7 +99,7 @@ def test_shell_keeps_a_conversation(checkpoint: Path) -> None:
         assert not await shell.handle("/exit")
         await frontend.stop()
 
-    with ThreadedServer(config) as server:
+    with InProcessServer(config) as server:
         asyncio.run(talk(server))
 
 
@@ -660,12 +660,13 @@ def test_shell_of_a_server_elsewhere(live: Live, tmp_path: Path) -> None:
 
 def test_leaving_a_server_elsewhere_aborts(live: Live) -> None:
     async def run() -> None:
-        async for _ in Remote(live.url)([{"role": "user", "content": "hello"}]):
-            break
+        async with ApiClient(live.url) as client:
+            async for _ in client.chat("", [{"role": "user", "content": "hello"}]):
+                break
 
     asyncio.run(run())
     live.assert_pages_home()
-    assert Remote("host:1/v1")._path == Remote("http://host:1/")._path == "/v1/chat/completions"
+    assert base_url("host:1/v1") == base_url("http://host:1/") == "http://host:1/v1/"
 
 
 class Terminal:

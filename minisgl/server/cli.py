@@ -33,21 +33,20 @@ from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import WorkerFailed, one_line
-from minisgl.server.api import create_app
-from minisgl.server.channels import ZmqInbox, ZmqOutbox
-from minisgl.server.connect import Remote
+from minisgl.server.chat.client import ApiClient, ServerError
+from minisgl.server.chat.shell import Conversation, run_shell
 from minisgl.server.frontend import Frontend, Observer
-from minisgl.server.gate import Gate
-from minisgl.server.launch import WorkerGroup
-from minisgl.server.limits import BodyLimit, patient_http
-from minisgl.server.messages import UserReply
+from minisgl.server.http.api import create_app
+from minisgl.server.http.limits import BodyLimit, ConcurrencyLimiter, patient_http
+from minisgl.server.http.settings import ApiSettings, settings_for
 from minisgl.server.observe.lifecycle import Lifecycle, Server
 from minisgl.server.observe.logs import LogRequests, RequestLog, as_json, as_text
 from minisgl.server.observe.metrics import Metrics, add_metrics_route
 from minisgl.server.observe.trace import TraceFile
 from minisgl.server.options import Operations, is_loopback
-from minisgl.server.settings import ApiSettings, settings_for
-from minisgl.server.shell import Conversation, run_shell
+from minisgl.server.workers.channels import ZmqInbox, ZmqOutbox
+from minisgl.server.workers.messages import UserReply
+from minisgl.server.workers.processes import WorkerGroup
 
 MODELS = "folder in Hugging Face layout, or a hub id; none: the small model in the package"
 
@@ -190,14 +189,18 @@ class Watchers:
             self.trace.close()
 
 
-def dressed_app(
-    frontend: Frontend, settings: ApiSettings, gate: Gate, watchers: Watchers, max_body: int
+def build_app(
+    frontend: Frontend,
+    settings: ApiSettings,
+    limiter: ConcurrencyLimiter,
+    watchers: Watchers,
+    max_body: int,
 ) -> FastAPI:
-    """The application with its gate, its limits, its log and its metrics."""
+    """The application with its limits, its log and its metrics."""
     middleware = [Middleware(BodyLimit, max_bytes=max_body)]
     if watchers.log is not None:
         middleware.insert(0, Middleware(LogRequests, log=watchers.log))
-    app = create_app(frontend, settings, gate, middleware)
+    app = create_app(frontend, settings, limiter, middleware)
     add_metrics_route(app, watchers.metrics)
     return app
 
@@ -207,8 +210,10 @@ async def serve(
     config: ServerConfig, operations: Operations, settings: ApiSettings,
 ) -> int:  # fmt: skip
     """Serve over HTTP until it is over; returns the exit status."""
-    gate = Gate(config.max_running_req + operations.max_queue, reason="the model is loading")
-    app = dressed_app(frontend, settings, gate, watchers, operations.max_body_size)
+    limiter = ConcurrencyLimiter(
+        config.max_running_req + operations.max_queue, reason="the model is loading"
+    )
+    app = build_app(frontend, settings, limiter, watchers, operations.max_body_size)
     server = Server(
         uvicorn.Config(
             app, http=patient_http(operations.stall_timeout), ws="none", log_level="warning",
@@ -220,7 +225,7 @@ async def serve(
         print(f"minisgl serves {settings.model_name} on {shown_url(sock)}", flush=True)
 
     lifecycle = Lifecycle(
-        server, group, frontend, gate,
+        server, group, frontend, limiter,
         drain_timeout=operations.drain_timeout, on_ready=say_ready,
     )  # fmt: skip
     return await lifecycle.run(sock)
@@ -247,6 +252,21 @@ async def chat(group: WorkerGroup, frontend: Frontend, settings: ApiSettings) ->
         shell.cancel()
         await asyncio.gather(shell, return_exceptions=True)
         await frontend.stop()
+    return 0
+
+
+async def chat_with(url: str, api_key: str | None) -> int:
+    """Chat with a server elsewhere. Raises `ValueError` if it is not there or refuses the key."""
+    async with ApiClient(url, api_key) as client:
+        try:
+            cards = await client.models()
+        except ServerError as error:
+            if error.kind in ("http 401", "http 403"):
+                why = f"api-key: the server at {url} does not take it ({error})"
+                raise ValueError(why) from None
+            raise ValueError(f"connect: no server at {url} ({error})") from None
+        model = str(cards[0]["id"]) if cards else ""
+        await run_shell(lambda messages: client.chat(model, messages))
     return 0
 
 
@@ -300,10 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with terminable():
             if args.connect is not None:
-                remote = Remote(args.connect, key_of(args))
-                remote.check()
-                asyncio.run(run_shell(remote))
-                return 0
+                return asyncio.run(chat_with(args.connect, key_of(args)))
             return run(config_from(args), operations_from(args), args.shell)
     except (ValueError, OSError, WorkerFailed) as error:
         text = str(error) if isinstance(error, WorkerFailed) else one_line(error)

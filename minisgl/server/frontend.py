@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -15,8 +16,8 @@ import msgspec
 
 from minisgl.core import SamplingParams
 from minisgl.scheduler.messages import AbortMsg, ErrorReply
-from minisgl.server.channels import Inbox, Outbox
-from minisgl.server.messages import TokenizeMsg, UserReply, Watched
+from minisgl.server.workers.channels import Inbox, Outbox
+from minisgl.server.workers.messages import StatsEvent, TokenizeMsg, UserReply
 
 
 def join(replies: Sequence[UserReply]) -> UserReply:
@@ -32,38 +33,31 @@ def join(replies: Sequence[UserReply]) -> UserReply:
 
 
 class Stream:
-    """What one request was answered and its reader has not taken yet."""
+    """The replies to one request that its reader has not taken yet."""
 
     def __init__(self) -> None:
-        self._replies: list[UserReply] = []
-        self._error: ErrorReply | None = None
+        self.waiting: list[UserReply] = []
+        self.error: ErrorReply | None = None  # how it ended, once `waiting` is taken
+        self.timer: asyncio.TimerHandle | None = None  # its deadline
         self._news = asyncio.Event()
-
-    def __len__(self) -> int:
-        """Replies that wait."""
-        return len(self._replies)
-
-    @property
-    def failed(self) -> bool:
-        """Whether it ends with an error."""
-        return self._error is not None
 
     def put(self, reply: UserReply | ErrorReply) -> None:
         """Add a reply; after an error nothing more is taken in."""
-        if self._error is None and isinstance(reply, ErrorReply):
-            self._error = reply
-        elif self._error is None and isinstance(reply, UserReply):
-            self._replies.append(reply)
-        self._news.set()
+        if self.error is None:
+            if isinstance(reply, ErrorReply):
+                self.error = reply
+            else:
+                self.waiting.append(reply)
+            self._news.set()
 
     async def get(self) -> UserReply | ErrorReply:
         """All that waits, joined, or the error that ended the stream."""
         await self._news.wait()
-        replies, self._replies = self._replies, []
-        if self._error is None:
+        replies, self.waiting = self.waiting, []
+        if self.error is None:
             self._news.clear()
         elif not replies:
-            return self._error
+            return self.error
         return join(replies)
 
 
@@ -81,7 +75,7 @@ Prompt = Mapping[str, Any]  # text=…, input_ids=… or messages=…, the other
 
 
 class Observer:
-    """Told, on the event loop, what happens to requests. Chapter 12b fills the methods in."""
+    """Told, on the event loop, what happens to requests."""
 
     def opened(self, uid: int, request_id: str, prompt: Prompt) -> None:
         """A request sets out; `request_id` is the caller's name for it."""
@@ -92,7 +86,7 @@ class Observer:
     def closed(self, uid: int, outcome: str) -> None:
         """It is over: "stop", "length", "left" (by its client) or the code of an error."""
 
-    def told(self, msg: Watched) -> None:
+    def told(self, msg: StatsEvent) -> None:
         """The scheduler's process reports."""
 
 
@@ -100,21 +94,22 @@ class Frontend:
     """Sends requests to the text workers and hands each reply to the stream that waits for it.
 
     All methods run on the event loop; one thread listens to `inbox` and passes replies over. A
-    stream that holds more than `max_waiting` replies, because nobody reads it, is cut.
+    stream with more than `max_waiting` replies, because it is not read, is cut.
     """
 
     def __init__(
-        self, text_workers: Sequence[Outbox], inbox: Inbox, observers: Sequence[Observer] = (),
+        self,
+        text_workers: Sequence[Outbox],
+        inbox: Inbox,
+        observers: Sequence[Observer] = (),
         max_waiting: int = 8192,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._text_workers, self._inbox = list(text_workers), inbox
         self._observers, self._max_waiting = list(observers), max_waiting
         self._streams: dict[int, Stream] = {}
-        self._deadlines: dict[int, asyncio.TimerHandle] = {}
-        self._uids = itertools.count()
-        self._stopping = threading.Event()
+        self._uids, self._stopping = itertools.count(), threading.Event()
         self._listener: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None  # the one that serves, once started
         self.failure: str | None = None
 
     def _outbox(self, uid: int) -> Outbox:
@@ -123,10 +118,8 @@ class Frontend:
 
     async def start(self) -> None:
         """Begin to listen. Call once, on the event loop that will serve."""
-        self._loop = loop = asyncio.get_running_loop()
-        self._listener = threading.Thread(
-            target=self._listen, args=(loop,), name="frontend", daemon=True
-        )
+        self.loop = asyncio.get_running_loop()
+        self._listener = threading.Thread(target=self._listen, args=(self.loop,), daemon=True)
         self._listener.start()
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -136,28 +129,30 @@ class Frontend:
             if replies:
                 try:
                     loop.call_soon_threadsafe(self._dispatch, replies)
-                except (
-                    RuntimeError
-                ):  # the loop has been closed while we waited: nobody is left to read
+                except RuntimeError:  # the loop was closed while we waited: there is no reader left
                     return
 
-    def _dispatch(self, replies: list[UserReply | ErrorReply | Watched]) -> None:
+    def _dispatch(self, replies: list[UserReply | ErrorReply | StatsEvent]) -> None:
         for reply in replies:
             if not isinstance(reply, UserReply | ErrorReply):
-                for observer in self._observers:
-                    observer.told(reply)
-                continue
-            stream = self._streams.get(reply.uid)
-            if stream is None:  # its client left, and the abort is on its way
-                continue
-            if isinstance(reply, UserReply):
-                for observer in self._observers:
-                    observer.replied(reply.uid, reply)
-            stream.put(reply)
-            if len(stream) > self._max_waiting and not stream.failed:
-                why = f"stream: {len(stream)} tokens wait for a reader that does not take them"
-                stream.put(ErrorReply(uid=reply.uid, message=why, code="slow_reader"))
-                self._outbox(reply.uid).put(AbortMsg(uid=reply.uid))
+                self._notify("told", reply)
+            elif (stream := self._streams.get(reply.uid)) is not None:  # else its client left
+                stream.put(reply)
+                if len(stream.waiting) > self._max_waiting and stream.error is None:
+                    why = f"stream: {len(stream.waiting)} replies wait for a reader that takes none"
+                    stream.put(ErrorReply(uid=reply.uid, message=why, code="slow_reader"))
+                    self._outbox(reply.uid).put(AbortMsg(uid=reply.uid))
+                if isinstance(reply, UserReply):
+                    self._notify("replied", reply.uid, reply)
+
+    def _notify(self, event: str, *args: Any) -> None:
+        """Call one method of every observer; one that raises is dropped."""
+        for observer in list(self._observers):
+            try:
+                getattr(observer, event)(*args)
+            except Exception:
+                logging.getLogger(__name__).exception("observer %s failed", type(observer).__name__)
+                self._observers.remove(observer)
 
     def fail_all(self, why: str) -> None:
         """End every stream with an error and refuse new ones."""
@@ -165,73 +160,63 @@ class Frontend:
         for uid, stream in self._streams.items():
             stream.put(ErrorReply(uid=uid, message=why, code="service_unavailable", param=None))
 
-    def fail_soon(self, why: str) -> None:
-        """`fail_all`, said from another thread."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self.fail_all, why)
-
     async def stop(self) -> None:
         """Stop listening; streams that still wait end with an error."""
         self.fail_all("the server is shutting down")
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Wait until nobody listens any more: only then may the inbox be closed."""
+        """Wait until the listener has left: only then may the inbox be closed."""
         self._stopping.set()
         if self._listener is not None:
             self._listener.join()
 
     async def generate(
-        self, sampling_params: SamplingParams, *, text: str | None = None,
-        messages: list[dict[str, Any]] | None = None, input_ids: list[int] | None = None,
-        request_id: str = "", timeout: float | None = None, client: str = "",
-    ) -> AsyncGenerator[UserReply, None]:  # fmt: skip
-        """Replies of one new request, until it is finished; `timeout` is in seconds, for all of it.
+        self,
+        sampling_params: SamplingParams,
+        *,
+        request_id: str = "",
+        timeout: float | None = None,
+        client: str = "",
+        **prompt: Any,
+    ) -> AsyncGenerator[UserReply, None]:
+        """Replies to one prompt (`text=`, `messages=` or `input_ids=`) until it is finished.
 
-        The scheduler shares its time fairly between clients; "" is one client, too. Leaving early
-        (break, cancellation, a client that disconnects) aborts the request, so its pages are free
-        within a step. Raises `RequestFailed` if refused, late, or a worker died.
+        Leaving early aborts the request. Raises `RequestFailed` if it is refused, takes more than
+        `timeout` seconds, or a worker died.
         """
-        if self.failure is not None:
-            raise RequestFailed(self.failure, code="service_unavailable")
-        uid = next(self._uids)
-        prompt: dict[str, Any] = {"text": text, "messages": messages, "input_ids": input_ids}
-        for observer in self._observers:
-            observer.opened(uid, request_id, prompt)
+        uid, outcome = next(self._uids), "left"
+        msg = TokenizeMsg(uid=uid, sampling_params=sampling_params, client=client, **prompt)
         stream = self._open(uid, timeout)
-        outcome, finished = "left", False
+        self._notify("opened", uid, request_id, prompt)
         try:
-            self._outbox(uid).put(
-                TokenizeMsg(uid=uid, sampling_params=sampling_params, client=client, **prompt)
-            )
-            while not finished:
+            self._outbox(uid).put(msg)
+            while outcome == "left":
                 reply = await stream.get()
                 if isinstance(reply, ErrorReply):
                     outcome = reply.code
                     raise RequestFailed(reply.message, reply.code, reply.param)
-                finished = reply.finished
-                outcome = reply.finish_reason or "stop" if finished else outcome
+                outcome = (reply.finish_reason or "stop") if reply.finished else "left"
                 yield reply
         finally:
             self._forget(uid, outcome)
 
     def _open(self, uid: int, seconds: float | None) -> Stream:
         """Register a stream; when its time is over, if that is limited, it ends with an error."""
+        if self.failure is not None:
+            raise RequestFailed(self.failure, code="service_unavailable")
         stream = self._streams[uid] = Stream()
         if seconds is not None:
             why = f"timeout: the answer was not complete within {seconds:g} seconds"
             late = ErrorReply(uid=uid, message=why, code="deadline_exceeded", param="timeout")
-            loop = asyncio.get_running_loop()
-            self._deadlines[uid] = loop.call_later(seconds, stream.put, late)
+            stream.timer = asyncio.get_running_loop().call_later(seconds, stream.put, late)
         return stream
 
     def _forget(self, uid: int, outcome: str) -> None:
         """Close a stream; tell the engine unless it knows that the request is over."""
-        del self._streams[uid]
-        deadline = self._deadlines.pop(uid, None)
-        if deadline is not None:
-            deadline.cancel()
-        for observer in self._observers:
-            observer.closed(uid, outcome)
+        stream = self._streams.pop(uid)
+        if stream.timer is not None:
+            stream.timer.cancel()
         if outcome in ("left", "deadline_exceeded"):
             self._outbox(uid).put(AbortMsg(uid=uid))
+        self._notify("closed", uid, outcome)

@@ -1,6 +1,6 @@
 """What an operator decides: limits, patience, logs and traces; each with its rule.
 
-Generated from notebooks/12b_operations.ipynb: edit there.
+Generated from notebooks/12e_command_line.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import uvicorn
 from minisgl.engine.heap import frozen_heap
 from minisgl.runtime.supervisor import Supervisor, WorkerFailed
 from minisgl.server.frontend import Frontend
-from minisgl.server.gate import Gate
+from minisgl.server.http.limits import ConcurrencyLimiter
 
 
 class Server(uvicorn.Server):
@@ -34,10 +34,10 @@ class Lifecycle:
     """From the first 503 to the exit status: 0 after a stop, 1 after a failure."""
 
     def __init__(
-        self, server: Server, group: Supervisor, frontend: Frontend, gate: Gate, *,
+        self, server: Server, group: Supervisor, frontend: Frontend, limiter: ConcurrencyLimiter, *,
         drain_timeout: float, on_ready: Callable[[], None],
     ) -> None:  # fmt: skip
-        self.server, self.group, self.frontend, self.gate = server, group, frontend, gate
+        self.server, self.group, self.frontend, self.limiter = server, group, frontend, limiter
         self.drain_timeout, self.on_ready = drain_timeout, on_ready  # seconds
         self.failed: WorkerFailed | None = None
         self.status = 0
@@ -60,7 +60,7 @@ class Lifecycle:
         try:
             if await self._load():
                 with frozen_heap():
-                    self.gate.reason = None
+                    self.limiter.reason = None
                     self.on_ready()
                     if await self._serve():
                         await self._drain()
@@ -95,12 +95,12 @@ class Lifecycle:
 
     async def _drain(self) -> None:
         """Nobody new; answers under way may finish, until the deadline or another signal."""
-        self.gate.reason = "the server is shutting down"
+        self.limiter.reason = "the server is shutting down"
         end = time.monotonic() + self.drain_timeout
-        if self.gate.taken and sys.stderr.isatty():
-            wait = f"{self.gate.taken} answers to end, {self.drain_timeout:g} s at most"
+        if self.limiter.taken and sys.stderr.isatty():
+            wait = f"{self.limiter.taken} answers to end, {self.drain_timeout:g} s at most"
             print(f"minisgl: waits for {wait}; Ctrl-C again cuts them", file=sys.stderr, flush=True)
-        while self.gate.taken and time.monotonic() < end and self.server.asked < 2:
+        while self.limiter.taken and time.monotonic() < end and self.server.asked < 2:
             await asyncio.sleep(0.05)
-        self.frontend.fail_all(self.gate.reason)
+        self.frontend.fail_all(self.limiter.reason)
         await asyncio.sleep(0.05)

@@ -16,8 +16,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.server.frontend import Observer, Prompt
-from minisgl.server.messages import UserReply
-from minisgl.server.schemas import ApiError
+from minisgl.server.http.errors import ApiError
+from minisgl.server.workers.messages import UserReply
 
 Record = dict[str, Any]
 PROBES = ("/health", "/metrics")  # programs ask every few seconds: nobody reads such lines
@@ -40,7 +40,7 @@ def as_json(record: Mapping[str, Any]) -> str:
 
 
 @dataclass
-class Told:
+class RequestStats:
     """One answer: of which prompt, and what came so far."""
 
     prompt: Any
@@ -59,8 +59,8 @@ class RequestLog(Observer):
     ) -> None:  # fmt: skip
         self._write, self._spell, self._prompts = write, spell, prompts
         self._records: dict[str, Record] = {}  # by request id
-        self._answers: dict[str, list[Told]] = {}  # likewise
-        self._live: dict[int, tuple[str, Told]] = {}  # by uid
+        self._answers: dict[str, list[RequestStats]] = {}  # likewise
+        self._live: dict[int, tuple[str, RequestStats]] = {}  # by uid
 
     def begin(self, scope: Scope) -> str:
         """Name a request of the HTTP side."""
@@ -94,7 +94,7 @@ class RequestLog(Observer):
         record = self._records.get(request_id)
         if record is None:  # not over HTTP
             return
-        told = Told(next((value for value in prompt.values() if value is not None), None))
+        told = RequestStats(next((value for value in prompt.values() if value is not None), None))
         self._live[uid] = request_id, told
         self._answers.setdefault(request_id, []).append(told)
         record.setdefault("started", time.perf_counter())
@@ -115,11 +115,11 @@ class RequestLog(Observer):
         if request_id in self._records:
             self._records[request_id]["outcome"] = outcome
 
-    def sum_up(self, answers: list[Told]) -> Record:
+    def sum_up(self, answers: list[RequestStats]) -> Record:
         """What the answers of one HTTP request come to; a prompt counts once, as in `usage`."""
         if not answers:
             return {}
-        asked: dict[int, Told] = {}  # one answer of each prompt
+        asked: dict[int, RequestStats] = {}  # one answer of each prompt
         for told in answers:
             asked.setdefault(id(told.prompt), told)
         sums: Record = {"answers": len(answers)}

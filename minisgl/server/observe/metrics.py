@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from minisgl.server.frontend import Observer, Prompt
-from minisgl.server.messages import StatsMsg, UserReply, Watched
+from minisgl.server.workers.messages import StatsEvent, StatsMsg, UserReply
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
@@ -92,7 +92,7 @@ class Metrics(Observer):
         if times.first is not None and times.tokens > 1:
             self._tpot.observe((times.last - times.first) / (times.tokens - 1))
 
-    def told(self, msg: Watched) -> None:
+    def told(self, msg: StatsEvent) -> None:
         if isinstance(msg, StatsMsg):
             for name, gauge in self._gauges.items():
                 gauge.set(getattr(msg, name))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.server.frontend import Observer, Prompt
-from minisgl.server.messages import TraceMsg, UserReply, Watched
+from minisgl.server.workers.messages import StatsEvent, TraceMsg, UserReply
 
 SCHEDULER_ROWS, REQUEST_ROWS = 1, 2  # process ids in the trace
 
@@ -53,7 +53,7 @@ class TraceFile(Observer):
         self._span(name, REQUEST_ROWS, uid, start, now, outcome=outcome)
         self._file.flush()
 
-    def told(self, msg: Watched) -> None:
+    def told(self, msg: StatsEvent) -> None:
         if isinstance(msg, TraceMsg):
             for name, start, end, step, size, phase in msg.events:
                 about = {"size": size, "phase": phase} if phase else {}

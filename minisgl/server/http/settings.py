@@ -1,6 +1,6 @@
 """What the routes must know of the config and of the model.
 
-Generated from notebooks/12_server.ipynb: edit there.
+Generated from notebooks/12b_running.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -33,11 +33,8 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
     advice = json.loads(file.read_text()) if file.is_file() else {}
     if advice.get("do_sample") is False:
         return {"temperature": 0.0}
-    known = {
-        name: advice[name]
-        for name in ("temperature", "top_p", "top_k")
-        if advice.get(name) is not None
-    }
+    names = ("temperature", "top_p", "top_k")
+    known = {name: advice[name] for name in names if advice.get(name) is not None}
     if known.get("top_k") == 0:  # the hub's spelling of "off"
         del known["top_k"]
     try:
@@ -47,23 +44,13 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
     return {"temperature": 1.0, **known}
 
 
-def served_window(config: ServerConfig, model: ModelConfig) -> int:
-    """Tokens that one request can have: the window, or a smaller KV cache that was asked for."""
-    window = max_seq_len(config, model)
-    if config.num_page_override is None:
-        return window
-    return min(window, config.num_page_override * (resolve(config, model).page_size or 1))
-
-
 def settings_for(
     config: ServerConfig, path: Path, request_timeout: float | None = None
 ) -> ApiSettings:
     """What the routes say of the model in the folder `path`."""
     name = config.served_model_name or (path.name if config.model_path else "minisgl-tiny")
-    return ApiSettings(
-        model_name=name,
-        max_model_len=served_window(config, ModelConfig.from_path(path)),
-        sampling_defaults=sampling_defaults(path),
-        api_key=config.api_key,
-        request_timeout=request_timeout,
-    )
+    model = ModelConfig.from_path(path)
+    window = max_seq_len(config, model)
+    if config.num_page_override is not None:  # a KV cache smaller than the window
+        window = min(window, config.num_page_override * (resolve(config, model).page_size or 1))
+    return ApiSettings(name, window, sampling_defaults(path), config.api_key, request_timeout)

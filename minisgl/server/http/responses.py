@@ -1,6 +1,6 @@
 """How answers look on the wire: whole and in chunks, for chats and for plain completions.
 
-Generated from notebooks/12_server.ipynb: edit there.
+Generated from notebooks/12c_http.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from fastapi.sse import format_sse_event
 
-from minisgl.server.messages import TokenLogprob, UserReply
+from minisgl.server.workers.messages import TokenLogprob, UserReply
 
 
 @dataclass
-class Answer:
+class Completion:
     """A whole answer, collected."""
 
     text: str = ""
@@ -33,8 +34,8 @@ class Answer:
         self.logprobs += reply.logprobs
 
 
-def usage(answers: list[Answer], prompts: int = 1) -> dict[str, Any]:
-    """Token counts of one HTTP request. With `n` answers to one prompt, the prompt counts once."""
+def usage(answers: list[Completion], prompts: int = 1) -> dict[str, Any]:
+    """Token counts of one HTTP request with so many prompts."""
     per_prompt = max(1, len(answers) // max(1, prompts))
     prompt_tokens = sum(answer.prompt_tokens for answer in answers[::per_prompt])
     completion_tokens = sum(answer.completion_tokens for answer in answers)
@@ -67,44 +68,16 @@ def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 def completion_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
     """Log probabilities as a plain completion has them: four lists of one length."""
+    tops = [{text: finite(value) for text, _, value in reversed(e.top)} for e in entries]
     return {
         "tokens": [e.text for e in entries],
         "token_logprobs": [finite(e.logprob) for e in entries],
-        "top_logprobs": [
-            {text: finite(value) for text, _, value in reversed(e.top)} for e in entries
-        ],
+        "top_logprobs": tops,
         "text_offset": [e.offset for e in entries],
     }
 
 
-class ChatShape:
-    """How a chat answer and its chunks look."""
-
-    prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, logprobs: bool = False) -> None:
-        self._logprobs = logprobs
-
-    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": chat_logprobs(answer.logprobs) if self._logprobs else None,
-            "finish_reason": answer.finish_reason,
-        }
-
-    def delta(self, index: int, reply: UserReply, first: bool) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": reply.text} if first else {"content": reply.text}
-        return {
-            "index": index,
-            "delta": delta,
-            "logprobs": chat_logprobs(reply.logprobs) if self._logprobs else None,
-            "finish_reason": reply.finish_reason,
-        }
-
-
-class CompletionShape:
+class CompletionFormatter:
     """How a plain completion and its chunks look: both are `text_completion`."""
 
     prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
@@ -112,25 +85,45 @@ class CompletionShape:
     def __init__(self, logprobs: bool = False) -> None:
         self._logprobs = logprobs
 
-    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": answer.text,
-            "logprobs": completion_logprobs(answer.logprobs) if self._logprobs else None,
-            "finish_reason": answer.finish_reason,
-        }
+    def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return completion_logprobs(entries)
+
+    def content(self, text: str, role: bool, whole: bool) -> dict[str, Any]:
+        """The text in its field; `role` asks for the speaker beside it."""
+        return {"text": text}
+
+    def choice(self, index: int, answer: Completion) -> dict[str, Any]:
+        """A whole answer."""
+        return self._entry(index, answer, self.content(answer.text, role=True, whole=True))
 
     def delta(self, index: int, reply: UserReply, first: bool) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": reply.text,
-            "logprobs": completion_logprobs(reply.logprobs) if self._logprobs else None,
-            "finish_reason": reply.finish_reason,
-        }
+        """One chunk of a stream."""
+        return self._entry(index, reply, self.content(reply.text, role=first, whole=False))
+
+    def _entry(
+        self, index: int, part: Completion | UserReply, content: dict[str, Any]
+    ) -> dict[str, Any]:
+        logprobs = self.logprobs(part.logprobs) if self._logprobs else None
+        end = {"logprobs": logprobs, "finish_reason": part.finish_reason}
+        return {"index": index, **content, **end}
 
 
-def sse(payload: Mapping[str, Any] | str) -> str:
-    """One server-sent event: `data:` lines and a blank line."""
-    if not isinstance(payload, str):
-        return f"data: {msgspec.json.encode(payload).decode()}\n\n"
-    return "".join(f"data: {line}\n" for line in payload.split("\n")) + "\n"
+class ChatFormatter(CompletionFormatter):
+    """How a chat answer and its chunks look."""
+
+    prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return chat_logprobs(entries)
+
+    def content(self, text: str, role: bool, whole: bool) -> dict[str, Any]:
+        speaker = {"role": "assistant"} if role else {}
+        if whole:
+            return {"message": {**speaker, "content": text, "refusal": None}}
+        return {"delta": {**speaker, "content": text}}
+
+
+def sse(payload: Mapping[str, Any] | str) -> bytes:
+    """One server-sent event: text as it is, anything else as JSON."""
+    text = payload if isinstance(payload, str) else msgspec.json.encode(payload).decode()
+    return format_sse_event(data_str=text)

@@ -1,6 +1,6 @@
 """The worker processes of a server: which there are, where their inboxes listen, how they end.
 
-Generated from notebooks/12b_operations.ipynb: edit there.
+Generated from notebooks/12b_running.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from minisgl.config.engine import ServerConfig
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import Supervisor, Worker
 from minisgl.scheduler.messages import ExitMsg
-from minisgl.server.channels import ZmqOutbox
+from minisgl.server.workers.channels import ZmqOutbox
 
-SCHEDULER = "minisgl.server.scheduler_part:scheduler_part"
-TEXT = "minisgl.server.text_part:text_part"
+SCHEDULER = "minisgl.server.workers.scheduler_process:scheduler_process"
+TEXT = "minisgl.server.workers.text_process:text_process"
 
 
 @dataclass(frozen=True)

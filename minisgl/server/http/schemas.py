@@ -1,6 +1,6 @@
 """What a client may send: the OpenAI shapes that we honour, as pydantic models.
 
-Generated from notebooks/12_server.ipynb: edit there.
+Generated from notebooks/12c_http.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from minisgl.core import MAX_LOGPROBS, SamplingParams
+from minisgl.server.http.errors import ApiError
 
 
 def valid_unicode(text: str) -> str:
@@ -29,25 +30,6 @@ StopText = Annotated[Text, Field(max_length=1024)]
 MAX_ANSWERS = 1024  # of one HTTP request: prompts times n
 
 
-class ApiError(Exception):
-    """An error that becomes `{"error": {message, type, param, code}}` with an HTTP status."""
-
-    def __init__(
-        self, status: int, message: str, *, code: str, param: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
-        self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}  # seconds
-
-    def body(self) -> dict[str, Any]:
-        kind = {429: "rate_limit_error"}.get(self.status, "invalid_request_error")
-        kind = kind if self.status < 500 else "server_error"
-        return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        }
-
-
 class TextPart(BaseModel):
     """One text part of a message; images and sound are refused by their type."""
 
@@ -58,7 +40,6 @@ class TextPart(BaseModel):
 class ChatMessage(BaseModel):
     """One turn of a conversation."""
 
-    model_config = ConfigDict(extra="ignore")
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | list[TextPart] | None = None
 
@@ -70,14 +51,14 @@ class ChatMessage(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+    """What a stream tells beside its text."""
+
     include_usage: bool | None = None
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(BaseModel, extra="allow"):
     """What all requests share. Unknown fields are ignored, null means the default."""
 
-    model_config = ConfigDict(extra="allow")
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -118,17 +99,11 @@ class GenerationRequest(BaseModel):
 
         `index` numbers the answers of one request (`n`): with a seed, each must still differ.
         """
-        asked = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "max_tokens": self.token_limit(),
-            "stop": self.stop,
-            "stop_token_ids": self.stop_token_ids,
-            "seed": None if self.seed is None else (self.seed + index) % 2**63,
-            "ignore_eos": self.ignore_eos,
-            "logprobs": self.wanted_logprobs(),
-        }
+        asked = self.model_dump(
+            include={"temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos"}
+        )
+        asked["max_tokens"], asked["logprobs"] = self.token_limit(), self.wanted_logprobs()
+        asked["seed"] = None if self.seed is None else (self.seed + index) % 2**63
         if self.top_k == 0:  # many clients spell "off" so
             asked["top_k"] = -1
         chosen = {**defaults, **{name: value for name, value in asked.items() if value is not None}}
@@ -140,6 +115,7 @@ class GenerationRequest(BaseModel):
             raise ApiError(400, str(error), code="invalid_value", param=param) from error
 
 
+GUIDES = "json regex choice grammar"  # vLLM's way to constrain an answer
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -155,11 +131,9 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "min_p": (0,),
     "min_tokens": (0,),
     "use_beam_search": (False,),
-    **dict.fromkeys(
-        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
-         "json_schema", "regex", "ebnf"), ({}, "", []),
-    ),
-}  # fmt: skip
+    **{f"guided_{kind}": ({}, "", []) for kind in GUIDES.split()},
+    **{name: ({}, "", []) for name in ("structured_outputs", "json_schema", "regex", "ebnf")},
+}
 
 
 class ChatRequest(GenerationRequest):

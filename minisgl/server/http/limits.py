@@ -1,20 +1,46 @@
-"""Bounds on what one connection may cost: body size, slow senders, slow readers, dead peers.
+"""Bounds on what clients may cost: answers at once, bodies, slow senders and readers, dead peers.
 
-Generated from notebooks/12b_operations.ipynb: edit there.
+Generated from notebooks/12b_running.ipynb: edit there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from minisgl.server.schemas import ApiError
+from minisgl.server.http.errors import ApiError
+
+
+class ConcurrencyLimiter:
+    """Lets in `limit` answers at once, and none while `reason` says why not."""
+
+    def __init__(self, limit: int = 2**31, reason: str | None = None) -> None:
+        self.limit, self.reason = limit, reason
+        self.taken = 0  # answers under way, running or waiting
+
+    @contextmanager
+    def acquire(self, count: int) -> Iterator[None]:
+        """Hold places; a 503 while closed, a 429 when full, a 400 if it can never fit."""
+        if self.reason is not None:
+            raise ApiError(503, self.reason, code="service_unavailable", retry_after=5)
+        if count > self.limit:
+            why = f"n: {count} answers at once are more than the {self.limit} of this server"
+            raise ApiError(400, why, code="invalid_value", param="n")
+        if self.taken + count > self.limit:
+            why = f"the queue is full: {self.taken} of {self.limit} answers are under way"
+            raise ApiError(429, why, code="queue_full", retry_after=1)
+        self.taken += count
+        try:
+            yield
+        finally:
+            self.taken -= count
 
 
 class BodyLimit:
@@ -59,7 +85,7 @@ class BodyLimit:
 
 async def refuse(error: ApiError, scope: Scope, send: Send) -> None:
     """Answer with an error and end the connection: the rest of the body is not wanted."""
-    scope["refused"] = error  # for whoever writes a log
+    scope["refused"] = error  # for the log
 
     async def nothing() -> Message:
         return {"type": "http.disconnect"}

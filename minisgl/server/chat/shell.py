@@ -1,20 +1,75 @@
 """A chat in the terminal: an ordinary client, of this process's frontend or of a server.
 
-Generated from notebooks/12b_operations.ipynb: edit there.
+Generated from notebooks/12e_command_line.ipynb: edit there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import sys
+import termios
+import threading
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager, suppress
+from io import FileIO
 from typing import Any
 
+from prompt_toolkit import PromptSession
+from prompt_toolkit.history import InMemoryHistory
+
 from minisgl.server.frontend import RequestFailed
-from minisgl.server.lines import line_reader, quiet_keys
-from minisgl.server.messages import UserReply
+from minisgl.server.workers.messages import UserReply
+
+
+async def line_from(raw: FileIO) -> str:
+    """A thread waits for the line: one that Python need not join when we leave before."""
+    loop = asyncio.get_running_loop()
+    line: asyncio.Future[bytes] = loop.create_future()
+
+    def give(found: bytes) -> None:
+        if not line.done():
+            line.set_result(found)
+
+    def wait() -> None:
+        found = raw.readline()  # unbuffered: a buffer's lock would be held at the exit
+        with suppress(RuntimeError):  # the loop is closed: no reader is left
+            loop.call_soon_threadsafe(give, found)
+
+    threading.Thread(target=wait, daemon=True, name="stdin").start()
+    text = await line
+    if not text:
+        raise EOFError
+    return text.decode(errors="replace").rstrip("\r\n")
+
+
+def line_reader() -> Callable[[], Awaitable[str]]:
+    """An async function that asks for a line; with editing and history on a terminal."""
+    if sys.stdin.isatty():
+        session: PromptSession[str] = PromptSession(history=InMemoryHistory())
+        return lambda: session.prompt_async("you> ")
+    raw = FileIO(sys.stdin.fileno(), closefd=False)
+    return lambda: line_from(raw)
+
+
+@contextmanager
+def quiet_keys() -> Iterator[None]:
+    """Keys have no echo in the block, and what was typed is dropped; Ctrl-C still interrupts."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    quiet = [*before]
+    quiet[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(descriptor, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        termios.tcflush(descriptor, termios.TCIFLUSH)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
 
 HELP = """\
 /help    shows this

@@ -1,4 +1,4 @@
-"""What the server's processes say to each other: typed, validated messages and their encoding.
+"""What the server's workers say to each other: typed, validated messages and their encoding.
 
 Generated from notebooks/12_server.ipynb: edit there.
 """
@@ -11,7 +11,18 @@ from typing import Any
 import msgspec
 
 from minisgl.core import SamplingParams
-from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
+from minisgl.scheduler.messages import Msg, Reply
+
+
+class TokenizeMsg(msgspec.Struct, tag=True, kw_only=True):
+    """Frontend to text worker: one request as text, as a conversation or as token ids."""
+
+    uid: int
+    sampling_params: SamplingParams
+    client: str = ""  # who asks: the scheduler shares its time fairly between clients
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    input_ids: list[int] | None = None
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
@@ -22,17 +33,6 @@ class TokenLogprob(msgspec.Struct, array_like=True):
     logprob: float  # natural logarithm
     offset: int  # characters of the answer before it
     top: list[tuple[str, bytes, float]] = []  # the most likely tokens: text, bytes, logprob
-
-
-class TokenizeMsg(msgspec.Struct, tag=True, kw_only=True):
-    """Frontend to text worker: one request as text, as messages or as token ids."""
-
-    uid: int
-    sampling_params: SamplingParams
-    client: str = ""  # who asks: the scheduler shares its time fairly between clients
-    text: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    input_ids: list[int] | None = None
 
 
 class UserReply(msgspec.Struct, tag=True, kw_only=True):
@@ -55,16 +55,14 @@ class StatsMsg(msgspec.Struct, tag=True, kw_only=True):
     running: int = 0  # requests that hold a row
     waiting: int = 0  # requests that do not
     free_pages: int = 0
-    cached_pages: int = 0  # in the prefix cache and held by nobody: evictable
+    cached_pages: int = 0  # only in the prefix cache: evictable
     used_pages: int = 0  # held by requests
     steps: int = 0
     graph_replays: int = 0
     retractions: int = 0
 
 
-# Name, start and end in seconds of the scheduler's clock, the step that it was done for, and, where
-# they are known, the requests in that step (else 0) and its phase (else "").
-Span = tuple[str, float, float, int, int, str]
+Span = tuple[str, float, float, int, int, str]  # name, start s, end s, step, requests, phase
 
 
 class TraceMsg(msgspec.Struct, tag=True):
@@ -73,12 +71,9 @@ class TraceMsg(msgspec.Struct, tag=True):
     events: list[Span]
 
 
-Watched = StatsMsg | TraceMsg
+StatsEvent = StatsMsg | TraceMsg
 
-Message = (
-    TokenizeMsg | AbortMsg | ExitMsg | UserMsg | TokenReply | ErrorReply | UserReply | StatsMsg
-    | TraceMsg
-)  # fmt: skip
+Message = Msg | Reply | TokenizeMsg | UserReply | StatsEvent
 
 
 class Codec:

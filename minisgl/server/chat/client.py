@@ -1,0 +1,148 @@
+"""One HTTP client of OpenAI-compatible servers, for the chat and for load generators.
+
+Generated from notebooks/12e_command_line.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import httpx
+from httpx_sse import EventSource, SSEError
+
+from minisgl.server.frontend import RequestFailed
+from minisgl.server.workers.messages import UserReply
+
+
+class ServerError(Exception):
+    """A server did not answer as it should. `kind` is what to count: "connect", "http 429", …"""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def base_url(url: str) -> str:
+    """The address that ends in `/v1/`, of a server given with or without it."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"url: must be like http://host:1919, got {url!r}")
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    return f"{parts.scheme}://{parts.netloc}{path}/v1/"
+
+
+def message_of(body: str) -> str:
+    """What an error body says, in the shape of the API or as it is."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body
+
+
+class ApiClient:
+    """An OpenAI-compatible server. `timeout` is in seconds, for each wait on the network."""
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        timeout: float | None = 600.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.url = base_url(url)
+        headers = {"accept-encoding": "identity"}  # a compressor would hold chunks back
+        if api_key is not None:
+            headers["authorization"] = f"Bearer {api_key}"
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self.http = httpx.AsyncClient(
+            base_url=self.url, headers=headers, timeout=timeout, limits=limits, transport=transport
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.http.aclose()
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The cards in `/v1/models`."""
+        try:
+            response = await self.http.get("models")
+        except httpx.HTTPError as error:
+            raise ServerError("connect", str(error) or type(error).__name__) from error
+        if response.status_code != 200:
+            raise ServerError(f"http {response.status_code}", message_of(response.text)[:300])
+        try:
+            return [dict(card) for card in response.json()["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ServerError("bad answer", "models: not a list of models") from error
+
+    async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of one streamed answer up to `[DONE]`; leaving early closes the connection.
+
+        Raises `ServerError`, also for a stream that ends without `[DONE]` and a finish reason.
+        """
+        complete = False
+        try:
+            async with self.http.stream("POST", path, json=body) as response:
+                if response.status_code != 200:
+                    text = (await response.aread()).decode(errors="replace")
+                    raise ServerError(f"http {response.status_code}", message_of(text)[:500])
+                async with aclosing(EventSource(response).aiter_sse()) as events:
+                    async for event in events:
+                        if event.data == "[DONE]":
+                            return
+                        if not event.data:
+                            continue
+                        found = json.loads(event.data)
+                        if found.get("error"):
+                            raise ServerError("error event", message_of(event.data))
+                        choices = found.get("choices") or ()
+                        complete = complete or any(
+                            choice.get("finish_reason") for choice in choices
+                        )
+                        yield found
+        except httpx.ConnectError as error:
+            raise ServerError("connect", str(error)) from error
+        except httpx.TimeoutException as error:
+            raise ServerError("timeout", type(error).__name__) from error
+        except httpx.HTTPError as error:
+            raise ServerError("connection", f"{type(error).__name__}: {error}") from error
+        except (SSEError, ValueError, AttributeError) as error:
+            raise ServerError("bad answer", f"{type(error).__name__}: {error}") from error
+        if not complete:
+            raise ServerError(
+                "cut off", "the stream ended without a finish reason and without [DONE]"
+            )
+
+    async def chat(
+        self, model: str, messages: list[dict[str, str]]
+    ) -> AsyncGenerator[UserReply, None]:
+        """Replies to a conversation. Raises `RequestFailed` for whatever goes wrong on the way."""
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        body = {"model": model, "messages": messages, **options}
+        try:
+            async with aclosing(self.stream("chat/completions", body)) as events:
+                async for event in events:
+                    yield as_reply(event)
+        except ServerError as error:
+            raise RequestFailed(f"{error.kind.removeprefix('http ')}: {error}") from error
+
+
+def as_reply(event: dict[str, Any]) -> UserReply:
+    """One chunk of a stream, as the shell knows replies."""
+    choice = (event.get("choices") or [{}])[0]
+    bill = event.get("usage") or {}
+    return UserReply(
+        uid=0,
+        text=(choice.get("delta") or {}).get("content") or "",
+        token_ids=[],
+        finish_reason=choice.get("finish_reason"),
+        prompt_tokens=bill.get("prompt_tokens", 0),
+        cached_tokens=(bill.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+        completion_tokens=bill.get("completion_tokens", 0),
+    )

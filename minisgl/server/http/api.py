@@ -1,0 +1,423 @@
+"""The HTTP face: routes, server-sent events and error bodies over a `Frontend`.
+
+Generated from notebooks/12c_http.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+import traceback
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.types import Receive, Scope, Send
+
+from minisgl.core import SamplingParams
+from minisgl.server.frontend import Frontend, RequestFailed
+from minisgl.server.http.errors import ApiError, api_error
+from minisgl.server.http.limits import ConcurrencyLimiter
+from minisgl.server.http.responses import ChatFormatter, Completion, CompletionFormatter, sse, usage
+from minisgl.server.http.schemas import (
+    MAX_ANSWERS,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    GenerationRequest,
+)
+from minisgl.server.http.settings import ApiSettings
+from minisgl.server.workers.messages import UserReply
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One answer to produce: a prompt in one of three forms, with its params."""
+
+    index: int
+    params: SamplingParams
+    prompt: Mapping[str, Any]  # text=…, input_ids=… or messages=…
+
+
+@dataclass(frozen=True)
+class RequestHandler:
+    """Runs the tasks of one HTTP request and gives their replies the format of the route."""
+
+    frontend: Frontend
+    limiter: ConcurrencyLimiter
+    formatter: CompletionFormatter
+    tasks: list[Task]
+    prompts: int  # how many of them the request has
+    head: dict[str, Any]  # id, created, model
+    terms: dict[str, Any]  # request id, timeout and client, for `Frontend.generate`
+
+    def _generate(self, task: Task) -> AsyncGenerator[UserReply, None]:
+        return self.frontend.generate(task.params, **task.prompt, **self.terms)
+
+    async def _collect(self, task: Task) -> Completion:
+        answer = Completion()
+        async with aclosing(self._generate(task)) as replies:
+            async for reply in replies:
+                answer.add(reply)
+        return answer
+
+    async def answers(self) -> list[Completion]:
+        """All answers, whole. If one task fails or the client leaves, all are aborted."""
+        with self.limiter.acquire(len(self.tasks)):
+            running = [asyncio.ensure_future(self._collect(task)) for task in self.tasks]
+            try:
+                return await asyncio.gather(*running)
+            except RequestFailed as failure:
+                raise api_error(failure) from failure
+            finally:
+                await cancel(running)
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        answers = await self.answers()
+        pairs = zip(self.tasks, answers, strict=True)
+        choices = [self.formatter.choice(task.index, answer) for task, answer in pairs]
+        head = {**self.head, "object": self.formatter.whole}
+        return {**head, "choices": choices, "usage": usage(answers, self.prompts)}
+
+    async def _replies(self) -> AsyncGenerator[tuple[Task, UserReply], None]:
+        """Replies of all tasks as they come. Closing this generator cancels every task."""
+        with self.limiter.acquire(len(self.tasks)):
+            if len(self.tasks) == 1:
+                async with aclosing(self._generate(self.tasks[0])) as replies:
+                    async for reply in replies:
+                        yield self.tasks[0], reply
+                return
+            async with aclosing(self._merged()) as pairs:
+                async for pair in pairs:
+                    yield pair
+
+    async def _merged(self) -> AsyncGenerator[tuple[Task, UserReply], None]:
+        """One asyncio task for each of ours feeds a queue."""
+        merged: asyncio.Queue[tuple[Task, UserReply | Exception]] = asyncio.Queue(len(self.tasks))
+
+        async def pump(task: Task) -> None:
+            try:
+                async with aclosing(self._generate(task)) as replies:
+                    async for reply in replies:
+                        await merged.put((task, reply))
+            except Exception as failure:  # a fault of ours must end the stream, too
+                await merged.put((task, failure))
+
+        running = [asyncio.ensure_future(pump(task)) for task in self.tasks]
+        left = len(running)
+        try:
+            while left:
+                task, reply = await merged.get()
+                if isinstance(reply, Exception):
+                    raise reply
+                left -= reply.finished
+                yield task, reply
+        finally:
+            await cancel(running)
+
+    async def events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events."""
+        head = {**self.head, "object": self.formatter.chunk}
+        no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
+        answers = {task.index: Completion() for task in self.tasks}
+        async with aclosing(self._replies()) as replies:
+            async for task, reply in replies:
+                answer = answers[task.index]
+                first = answer.completion_tokens == 0
+                answer.add(reply)
+                answer.text, answer.logprobs = "", []  # only counts are wanted here
+                if not (reply.text or reply.finished or reply.logprobs or first):
+                    continue  # half a character: nothing to show yet
+                delta = self.formatter.delta(task.index, reply, first)
+                yield sse({**head, "choices": [delta], **no_usage})
+        if include_usage:
+            total = usage(list(answers.values()), self.prompts)
+            yield sse({**head, "choices": [], "usage": total})
+        yield sse("[DONE]")
+
+    async def texts(self) -> AsyncGenerator[bytes, None]:
+        """The text alone as server-sent events."""
+        async with aclosing(self._replies()) as replies:
+            async for _, reply in replies:
+                if reply.text:
+                    yield sse(reply.text)
+        yield sse("[DONE]")
+
+
+async def cancel(running: Sequence[asyncio.Future[Any]]) -> None:
+    """End asyncio tasks and wait until each has cleaned up."""
+    for future in running:
+        future.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+async def guarded(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """Pass events on; a failure becomes an error event, for the status line has gone out."""
+    try:
+        async for event in events:
+            yield event
+    except Exception as failure:
+        if not isinstance(failure, RequestFailed | ApiError):
+            traceback.print_exc()
+        yield sse(api_error(failure).body())
+
+
+class EventStream(StreamingResponse):
+    """Events whose generator is closed with the response, sent or not."""
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+        self._events = events
+
+        async def all_events() -> AsyncGenerator[bytes, None]:
+            yield first
+            async with aclosing(guarded(events)) as rest:
+                async for event in rest:
+                    yield event
+
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(all_events(), media_type="text/event-stream", headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+
+
+async def stream_response(events: AsyncGenerator[bytes, None]) -> EventStream:
+    """Start a stream once its first event is there, so that a refused request is a 400."""
+    try:
+        return EventStream(await anext(events), events)
+    except RequestFailed as failure:
+        raise api_error(failure) from failure
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T | None:
+    """Run `work`, or cancel it when the client disconnects and return None."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        await cancel([task, watcher])
+
+
+async def respond(request: Request, body: GenerationRequest, handler: RequestHandler) -> Response:
+    """Streamed or whole, as the client asked; 499 if it has left."""
+    if body.stream:
+        events = handler.events(body.include_usage)
+        return await unless_gone(request, stream_response(events)) or Response(status_code=499)
+    whole = await unless_gone(request, handler.whole())
+    return Response(status_code=499) if whole is None else JSONResponse(whole)
+
+
+def invalid(error: RequestValidationError) -> ApiError:
+    """What pydantic found wrong, as one sentence that begins with the field."""
+    first = max(error.errors(), key=lambda found: len(found["loc"]))
+    place = [str(part) for part in first["loc"] if part not in ("body", "str")]
+    place = [part for part in place if "[" not in part]  # the name of a type that was tried
+    if first["type"] == "json_invalid":
+        reason = f"body: invalid JSON ({first.get('ctx', {}).get('error', 'cannot be parsed')})"
+        return ApiError(400, reason, code="invalid_json")
+    where = ".".join(place) or "body (JSON with Content-Type: application/json)"
+    reason = f"{where}: {first['msg']}, got {first.get('input')!r:.80}"
+    return ApiError(400, reason, code="invalid_value", param=place[0] if place else None)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Every failure has one body, whichever layer it comes from."""
+
+    async def handle(request: Request, failure: Exception) -> JSONResponse:
+        extra: Mapping[str, str] = {}
+        if isinstance(failure, RequestValidationError):
+            error = invalid(failure)
+        elif isinstance(failure, HTTPException):
+            code, extra = f"http_{failure.status_code}", failure.headers or {}
+            error = ApiError(failure.status_code, str(failure.detail), code=code)
+        else:
+            error = api_error(failure)
+        request.scope["refused"] = error  # for the log
+        return JSONResponse(error.body(), error.status, {**error.headers, **extra})
+
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, handle)
+
+
+def check_access(request: Request, settings: ApiSettings) -> None:
+    """401 unless the key fits; without a configured key, any is welcome."""
+    given = request.headers.get("authorization", "").encode()
+    # Compared in constant time: how long a refusal takes must not tell how much was right.
+    fits = settings.api_key is None or hmac.compare_digest(
+        given, f"Bearer {settings.api_key}".encode()
+    )
+    if not fits:
+        raise ApiError(401, "authorization: missing or wrong API key", code="invalid_api_key")
+
+
+def check_model(asked: str | None, settings: ApiSettings) -> None:
+    """404 for a model that we do not serve; an absent name means the one that we do."""
+    if asked not in (None, "", "default", settings.model_name):
+        served = f"{asked!r:.80} is not served here; this server has {settings.model_name!r}"
+        raise ApiError(404, f"model: {served}", code="model_not_found", param="model")
+
+
+def client_of(request: Request, body: GenerationRequest) -> str:
+    """To whom a request counts: the `user` that it names, or else the address of its peer."""
+    if body.user:
+        return f"user {body.user}"
+    return "" if request.client is None else f"address {request.client.host}"
+
+
+def tasks_for(
+    body: GenerationRequest, prompts: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
+) -> list[Task]:
+    """`n` tasks per prompt, numbered as OpenAI numbers the choices: prompt by prompt."""
+    n = body.n or 1
+    if n * len(prompts) > MAX_ANSWERS:
+        what = f"prompt: {len(prompts)} prompts times {n} answers are more than {MAX_ANSWERS}"
+        raise ApiError(400, what, code="invalid_value", param="prompt")
+    params = [body.sampling_params(defaults, index=k) for k in range(n)]
+    return [
+        Task(index=i * n + k, params=params[k], prompt=prompt)
+        for i, prompt in enumerate(prompts)
+        for k in range(n)
+    ]
+
+
+@dataclass(frozen=True)
+class Service:
+    """What the routes share."""
+
+    frontend: Frontend
+    settings: ApiSettings
+    limiter: ConcurrencyLimiter
+
+    def handler(
+        self,
+        request: Request,
+        body: GenerationRequest,
+        prompts: Sequence[Mapping[str, Any]],
+        formatter: CompletionFormatter,
+    ) -> RequestHandler:
+        """The tasks of one HTTP request; `ApiError` if it may not or cannot be served."""
+        check_access(request, self.settings)
+        check_model(body.model, self.settings)
+        body.refuse_unsupported()
+        tasks = tasks_for(body, prompts, self.settings.sampling_defaults)
+        limits = [s for s in (body.timeout, self.settings.request_timeout) if s is not None]
+        name = request.scope.get("request_id") or uuid.uuid4().hex
+        head = {
+            "id": formatter.prefix + name,
+            "created": int(time.time()),
+            "model": self.settings.model_name,
+        }
+        terms = {
+            "request_id": name,
+            "timeout": min(limits, default=None),
+            "client": client_of(request, body),
+        }
+        return RequestHandler(
+            self.frontend, self.limiter, formatter, tasks, len(prompts), head, terms
+        )
+
+
+def as_prompt(prompt: str | list[int]) -> dict[str, Any]:
+    """A prompt as `Frontend.generate` takes it."""
+    return {"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
+
+
+def add_generation_routes(app: FastAPI, service: Service) -> None:
+    """OpenAI's two routes that generate, and the smallest one: text in, text out."""
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+        prompt = {"messages": [message.as_template_input() for message in body.messages]}
+        formatter = ChatFormatter(logprobs=body.wanted_logprobs() is not None)
+        return await respond(request, body, service.handler(request, body, [prompt], formatter))
+
+    @app.post("/v1/completions")
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        prompts = [as_prompt(prompt) for prompt in body.prompts()]
+        formatter = CompletionFormatter(logprobs=body.wanted_logprobs() is not None)
+        return await respond(request, body, service.handler(request, body, prompts, formatter))
+
+    @app.post("/generate")
+    async def generate(request: Request, body: GenerateRequest) -> Response:
+        prompts, gone = [as_prompt(body.prompt)], Response(status_code=499)
+        handler = service.handler(request, body, prompts, CompletionFormatter())
+        if body.stream is not False:
+            return await unless_gone(request, stream_response(handler.texts())) or gone
+        answers = await unless_gone(request, handler.answers())
+        return JSONResponse({"text": answers[0].text}) if answers else gone
+
+
+def add_info_routes(app: FastAPI, service: Service) -> None:
+    """What tools ask before they trust a server."""
+    settings = service.settings
+    card = {
+        "id": settings.model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "minisgl",
+        "max_model_len": settings.max_model_len,
+    }
+
+    @app.get("/health")
+    async def health() -> Response:
+        reason = service.frontend.failure or service.limiter.reason
+        if reason is not None:
+            raise ApiError(503, reason, code="service_unavailable", retry_after=5)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        check_access(request, settings)
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> dict[str, Any]:
+        check_access(request, settings)
+        check_model(name, settings)
+        return card
+
+
+def create_app(
+    frontend: Frontend,
+    settings: ApiSettings,
+    limiter: ConcurrencyLimiter | None = None,
+    middleware: Sequence[Middleware] = (),
+) -> FastAPI:
+    """The HTTP application over one frontend; `middleware` lies around all of its routes."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
+        await frontend.start()
+        yield
+        await frontend.stop()
+
+    everyone: Any = {name: ["*"] for name in ("allow_origins", "allow_methods", "allow_headers")}
+    shown = ["x-request-id", "retry-after"]
+    browsers = Middleware(CORSMiddleware, expose_headers=shown, **everyone)
+    app = FastAPI(title="minisgl", lifespan=lifespan, middleware=[browsers, *middleware])
+    service = Service(frontend, settings, limiter or ConcurrencyLimiter())
+    add_error_handlers(app)
+    add_info_routes(app, service)
+    add_generation_routes(app, service)
+    return app

@@ -1,0 +1,49 @@
+"""The HTTP form of every failure: a status and OpenAI's error body.
+
+Generated from notebooks/12b_running.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minisgl.server.frontend import RequestFailed
+
+STATUS_OF_CODE = {"service_unavailable": 503, "internal_error": 500, "deadline_exceeded": 408}
+
+
+class ApiError(Exception):
+    """An error that becomes `{"error": {message, type, param, code}}` with an HTTP status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}  # seconds
+
+    def body(self) -> dict[str, Any]:
+        kind = {429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+        kind = kind if self.status < 500 else "server_error"
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
+
+
+def api_error(failure: Exception) -> ApiError:
+    """The HTTP form of a failure: the caller's fault unless its code says else."""
+    if isinstance(failure, ApiError):
+        return failure
+    if not isinstance(failure, RequestFailed):
+        failure = RequestFailed(f"internal error: {type(failure).__name__}: {failure}")
+    status, text = STATUS_OF_CODE.get(failure.code, 400), str(failure)
+    if failure.code == "context_length_exceeded":  # some clients know it by these words alone
+        text += "; it is longer than the model's context length on this server"
+    retry_after = 5 if status == 503 else None
+    return ApiError(status, text, code=failure.code, param=failure.param, retry_after=retry_after)

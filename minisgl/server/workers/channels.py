@@ -1,0 +1,81 @@
+"""How messages travel: a queue inside one process, or a ZeroMQ socket between processes.
+
+Generated from notebooks/12_server.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import queue
+from typing import Any, Protocol
+
+import zmq
+
+from minisgl.server.workers.messages import Codec, Message
+
+
+class Outbox(Protocol):
+    """Where a worker sends messages. Never blocks for long and keeps the order."""
+
+    def put(self, *messages: Message) -> None: ...
+
+
+class Inbox(Protocol):
+    """Waits up to `timeout` seconds for a message, then gives all that are there, in order."""
+
+    def get_all(self, timeout: float) -> list[Any]: ...
+
+
+class LocalQueue:
+    """Both ends of a queue between two threads of one process."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    def put(self, *messages: Message) -> None:
+        for msg in messages:
+            self._queue.put(msg)
+
+    def get_all(self, timeout: float) -> list[Any]:
+        messages: list[Message] = []
+        try:
+            messages.append(self._queue.get(block=timeout > 0, timeout=timeout or None))
+            while True:
+                messages.append(self._queue.get_nowait())
+        except queue.Empty:
+            return messages
+
+
+class ZmqInbox:
+    """The reading end, a PULL socket: it binds, so many may push to it. One thread only."""
+
+    def __init__(self, address: str) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+        self._socket.set_hwm(0)
+        self._socket.bind(address)
+        self._codec = Codec()
+
+    def get_all(self, timeout: float) -> list[Any]:
+        messages: list[Message] = []
+        while self._socket.poll(int(timeout * 1000)):
+            messages += self._codec.decode(self._socket.recv())
+            timeout = 0.0
+        return messages
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class ZmqOutbox:
+    """The writing end, a PUSH socket: messages wait in it for the reader. One thread only."""
+
+    def __init__(self, address: str) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket.set_hwm(0)
+        self._socket.connect(address)
+        self._codec = Codec()
+
+    def put(self, *messages: Message) -> None:
+        self._socket.send(self._codec.encode(messages))
+
+    def close(self) -> None:
+        self._socket.close(linger=500)  # ms for the last message; a dead reader must not hold us

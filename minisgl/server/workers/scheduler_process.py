@@ -1,0 +1,141 @@
+"""The scheduler behind its boxes: its channel, its reports, and the main function of its process.
+
+Generated from notebooks/12b_running.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from minisgl.config.engine import ServerConfig
+from minisgl.engine.heap import frozen_heap
+from minisgl.parallel.comm import Comm
+from minisgl.runtime.ranks import Ranks, run_loop
+from minisgl.runtime.supervisor import WorkerContext, WorkerFailed
+from minisgl.scheduler.build import build_scheduler
+from minisgl.scheduler.channel import Channel
+from minisgl.scheduler.messages import ExitMsg, Msg, Reply
+from minisgl.scheduler.observe import TraceEvent
+from minisgl.scheduler.scheduler import Scheduler
+from minisgl.server.workers.channels import Inbox, Outbox, ZmqInbox, ZmqOutbox
+from minisgl.server.workers.messages import Span, StatsEvent, StatsMsg, TraceMsg
+from minisgl.server.workers.processes import Addresses
+
+
+class SchedulerChannel:
+    """The scheduler's channel over two boxes; `alive` says whether to go on waiting.
+
+    `beat` is called in each turn of the loop and while it waits. `report` gives what observers
+    should know; it is asked at most every `report_every` seconds.
+    """
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        outbox: Outbox,
+        alive: Callable[[], bool] = lambda: True,
+        beat: Callable[[], None] = lambda: None,
+        report_every: float = 0.5,
+    ) -> None:
+        self._inbox, self._outbox, self.alive, self._beat = inbox, outbox, alive, beat
+        self.report: Callable[[], Sequence[StatsEvent]] = list
+        self._report_every, self._report_at = report_every, 0.0  # seconds; time of the next one
+
+    def recv(self, block: bool) -> list[Msg]:
+        """All messages that wait; with `block`, wait for one, or leave when `alive` says no."""
+        self._beat()
+        messages = self._inbox.get_all(timeout=0.0)
+        if block and not messages:
+            self._send_report()
+        while block and not messages and self.alive():
+            self._beat()
+            messages = self._inbox.get_all(timeout=0.5)
+        if not messages and block:
+            return [ExitMsg()]
+        return messages
+
+    def send(self, replies: Sequence[Reply]) -> None:
+        if replies:
+            self._outbox.put(*replies)
+        if time.monotonic() >= self._report_at:
+            self._send_report()
+
+    def _send_report(self) -> None:
+        self._report_at = time.monotonic() + self._report_every
+        report = self.report()
+        if report:
+            self._outbox.put(*report)
+
+    def close(self) -> None:
+        for box in (self._inbox, self._outbox):
+            if hasattr(box, "close"):
+                box.close()
+
+
+def stats_of(scheduler: Scheduler) -> StatsMsg:
+    """Requests and pages of a scheduler, between two of its turns."""
+    cache, engine = scheduler.cache, scheduler.engine
+    running = sum(req.table_idx >= 0 for req in scheduler.reqs.values())
+    free = cache.allocator.free_pages
+    cached = cache.prefix_cache.evictable_tokens // engine.page_size
+    return StatsMsg(
+        running=running,
+        waiting=len(scheduler.reqs) - running,
+        free_pages=free,
+        cached_pages=cached,
+        used_pages=engine.num_pages - free - cached,
+        steps=scheduler.step_count,
+        graph_replays=getattr(engine.graph, "replays", 0),
+        retractions=scheduler.retractions,
+    )
+
+
+class Reporter:
+    """Collects a scheduler's trace, if asked to, and makes its reports."""
+
+    def __init__(self, traced: bool) -> None:
+        self.scheduler: Scheduler | None = None  # known once it is built
+        self._events: list[TraceEvent] = []
+        self.trace = self._events.append if traced else None  # for `build_scheduler`
+
+    def __call__(self) -> Sequence[StatsEvent]:
+        if self.scheduler is None:
+            return []
+        events: list[Span] = [*self._events]
+        self._events.clear()
+        return [stats_of(self.scheduler), *([TraceMsg(events)] if events else [])]
+
+
+def scheduler_process(
+    config: ServerConfig, addresses: Addresses, index: int, context: WorkerContext
+) -> None:
+    """The only rank, or rank 0, which starts the others and leads them; index 1 asks for a trace.
+
+    Rank 0 alone reports: the others do what it does.
+    """
+    inbox, outbox = ZmqInbox(addresses.scheduler), ZmqOutbox(addresses.detokenizer)
+    outer = SchedulerChannel(inbox, outbox, beat=context.beat)
+    outer.report = reporter = Reporter(traced=bool(index))
+    with ExitStack() as stack:
+        stack.callback(outer.close)
+        channel: Channel = outer
+        comm: Comm | None = None
+        if config.tp.size > 1:
+            ranks = stack.enter_context(Ranks(config))
+            channel, comm = ranks.channel(outer), ranks.comm
+            outer.alive = ranks.alive
+        scheduler = reporter.scheduler = build_scheduler(
+            config, channel, comm, trace=reporter.trace
+        )
+        try:
+            with frozen_heap():
+                context.ready()
+                run_loop(scheduler, scheduler.overlap)
+        except WorkerFailed as error:  # of a rank: it says what happened, our own place does not
+            notes = getattr(error, "__notes__", [])
+            print(f"minisgl: {error}", *notes, sep="\n", file=sys.stderr)
+            raise SystemExit(1) from error
+        scheduler.engine.shutdown()  # graphs that hold collectives must go before the group does

@@ -1,0 +1,191 @@
+"""The text worker: text to token ids on the way in, token ids to text on the way out.
+
+Generated from notebooks/12_server.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
+from minisgl.server.workers.channels import Inbox, Outbox
+from minisgl.server.workers.messages import (
+    Message,
+    StatsMsg,
+    TokenizeMsg,
+    TokenLogprob,
+    TraceMsg,
+    UserReply,
+)
+from minisgl.tokenizer import DecodeStatus, Tokenizer
+
+
+class LogprobBuffer(Protocol):
+    """Takes each token before it is detokenized; gives its entry out when its text has gone."""
+
+    def add(self, reply: TokenReply) -> None: ...
+
+    def take(self, text: str, finished: bool) -> list[TokenLogprob]: ...
+
+
+@dataclass
+class OpenText:
+    """What the text worker keeps for one request."""
+
+    status: DecodeStatus
+    logprobs: LogprobBuffer | None
+    completion_tokens: int = 0
+
+
+class TextWorker:
+    """Text to token ids on the way in, token ids to text on the way out.
+
+    `check` says why a prompt is refused before it is encoded, or None.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        to_scheduler: Outbox,
+        to_frontend: Outbox,
+        check: Callable[[TokenizeMsg], ErrorReply | None] = lambda msg: None,
+        logprobs: Callable[[DecodeStatus], LogprobBuffer] | None = None,
+    ) -> None:
+        self._tokenizer, self._check, self._logprobs = tokenizer, check, logprobs
+        self._outboxes = (to_scheduler, to_frontend)
+        self._scheduler: list[Message] = []  # what waits for the next flush
+        self._frontend: list[Message] = []
+        self._open: dict[int, OpenText] = {}
+
+    def flush(self) -> None:
+        """Send what came of the messages since the last flush, each way as one."""
+        for outbox, messages in zip(self._outboxes, (self._scheduler, self._frontend), strict=True):
+            if messages:
+                outbox.put(*messages)
+                messages.clear()
+
+    def handle(self, msg: Message) -> None:
+        """React to one message; a bad one is answered to its own caller and hurts no other."""
+        match msg:
+            case TokenizeMsg():
+                self._tokenize(msg)
+            case TokenReply():
+                self._detokenize(msg)
+            case AbortMsg():
+                self._scheduler.append(msg)
+            case StatsMsg() | TraceMsg():
+                self._frontend.append(msg)
+            case ErrorReply():
+                self._open.pop(msg.uid, None)
+                self._frontend.append(msg)
+            case _:
+                raise TypeError(f"message: a text worker does not take {type(msg).__name__}")
+
+    def _tokenize(self, msg: TokenizeMsg) -> None:
+        """One request to token ids, or an error to its caller."""
+        if (refusal := self._check(msg)) is not None:
+            self._frontend.append(refusal)
+            return
+        try:
+            if msg.messages is not None:
+                ids = self._tokenizer.apply_chat(msg.messages).tolist()
+            elif msg.text is not None:
+                ids = self._tokenizer.encode(msg.text).tolist()
+            else:
+                ids = list(msg.input_ids or [])
+        except Exception as error:  # a chat template can raise anything
+            param = "prompt" if msg.messages is None else "messages"
+            why = f"{param}: {error}"
+            self._frontend.append(ErrorReply(uid=msg.uid, message=why, param=param))
+            return
+        self._scheduler.append(UserMsg(msg.uid, ids, msg.sampling_params, msg.client))
+
+    def _detokenize(self, msg: TokenReply) -> None:
+        """One token to the text that it completes; a stop string ends the request from here."""
+        entry = self._open.get(msg.uid)
+        if entry is None:
+            status = DecodeStatus(self._tokenizer, stop=msg.stop)
+            entry = OpenText(status, self._logprobs(status) if self._logprobs else None)
+            self._open[msg.uid] = entry
+        already_closed, text, status = entry.status.stopped, "", entry.status
+        if msg.token is not None and not already_closed:
+            entry.completion_tokens += 1
+            if entry.logprobs is not None:
+                entry.logprobs.add(msg)
+            text = status.push(msg.token)
+            if status.stopped and not msg.finished:
+                self._scheduler.append(AbortMsg(uid=msg.uid))
+        if msg.finished:
+            del self._open[msg.uid]
+            text += "" if status.stopped else status.finish()
+        if not already_closed:
+            self._frontend.append(self._reply(msg, entry, text))
+
+    def _reply(self, msg: TokenReply, entry: OpenText, text: str) -> UserReply:
+        stopped = entry.status.stopped
+        finished = msg.finished or stopped
+        return UserReply(
+            uid=msg.uid,
+            text=text,
+            token_ids=[] if msg.token is None else [msg.token],
+            finished=finished,
+            finish_reason="stop" if stopped else msg.finish_reason,
+            prompt_tokens=msg.prompt_tokens,
+            cached_tokens=msg.cached_tokens,
+            completion_tokens=entry.completion_tokens,
+            logprobs=[] if entry.logprobs is None else entry.logprobs.take(text, finished),
+        )
+
+
+def characters(msg: TokenizeMsg) -> int:
+    """How much text there is to encode."""
+    texts = [msg.text] if msg.messages is None else [m.get("content") for m in msg.messages]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+class PromptQueue:
+    """Prompts to encode, short before long, each overtaken by its own size at most."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, TokenizeMsg] = {}
+        self._heap: list[tuple[int, int]] = []  # tag, uid
+        self._clock = 0  # characters encoded so far
+
+    def add(self, msg: TokenizeMsg) -> None:
+        self.waiting[msg.uid] = msg
+        tag = self._clock + characters(msg)
+        heapq.heappush(self._heap, (tag, msg.uid))
+
+    def pop(self) -> TokenizeMsg | None:
+        """The next prompt that is still wanted, if there is one."""
+        while self._heap:
+            msg = self.waiting.pop(heapq.heappop(self._heap)[1], None)
+            if msg is not None:
+                self._clock += characters(msg)
+                return msg
+        return None
+
+
+def run_text_worker(
+    worker: TextWorker, inbox: Inbox, beat: Callable[[], object] = lambda: None
+) -> None:
+    """Handle messages, answers before prompts, until an `ExitMsg` comes; `beat` after each."""
+    prompts, leave = PromptQueue(), False
+    while not leave:
+        beat()
+        for msg in inbox.get_all(timeout=0.0 if prompts.waiting else 0.5):
+            if isinstance(msg, ExitMsg):
+                leave = True
+                break
+            if isinstance(msg, TokenizeMsg):
+                prompts.add(msg)
+            elif not isinstance(msg, AbortMsg) or prompts.waiting.pop(msg.uid, None) is None:
+                worker.handle(msg)
+            beat()
+        worker.flush()
+        if not leave and (prompt := prompts.pop()) is not None:
+            worker.handle(prompt)
+            worker.flush()
