@@ -788,7 +788,7 @@ FIRST_LINES, FIRST_PLACE = 60, 1 / 3  # of the first complete version: its lengt
 # Chapters that have not been rewritten for their budget yet.
 OLD = frozenset(
     "01_requests 02_kv_cache 03_radix_cache 04_attention 04b_gpu_attention 05c_compile "
-    "05d_gemm 06_sampler 07_cuda_graphs 08_engine 08b_queue 10_tensor_parallel "
+    "05d_gemm 06_sampler 08_engine 08b_queue 10_tensor_parallel "
     "12_server 12b_operations 13_benchmark 13b_floor 13c_online".split()
 )
 

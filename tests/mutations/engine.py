@@ -113,8 +113,8 @@ MUTATIONS = [
     Mutation(
         "step_out_loc_reversed",
         STEP,
-        "out_loc = tables.page_table[token_rows, positions]",
-        "out_loc = tables.page_table[token_rows, positions][::-1]",
+        "out_loc = table[token_rows, positions]",
+        "out_loc = table[token_rows, positions][::-1]",
         TESTS + "test_layout_equals_the_slow_way",
     ),
     Mutation(
