@@ -41,9 +41,12 @@ class OutputBuilder:
         self.done = False
         self.logprobs: list[dict[str, Any]] | None = None if params.logprobs is None else []
         self.out: dict[str, Any] = {
-            "text": "", "token_ids": [], "finish_reason": None,
-            "prompt_tokens": len(prompt_ids), "cached_tokens": 0,
-        }  # fmt: skip
+            "text": "",
+            "token_ids": [],
+            "finish_reason": None,
+            "prompt_tokens": len(prompt_ids),
+            "cached_tokens": 0,
+        }
 
     def push(self, reply: TokenReply) -> bool:
         """Take in a reply; True if the text met a stop string, so that the rest is not wanted."""

@@ -59,11 +59,18 @@ def build_scheduler(
     assert isinstance(settled, SchedulerConfig)
     prefill = build_prefill(settled, cache)
     scheduler = Scheduler(
-        engine, cache, prefill, prefill.decode, channel,
-        make_req=partial(make_req, limits=limits_of(engine)), make_room=make_room,
-        audit=IdleAudit(), eos_token_ids=frozenset(engine.model_config.eos_token_ids),
-        overlap=bool(settled.overlap), interleave=settled.schedule_policy == "fair",
-    )  # fmt: skip
+        engine,
+        cache,
+        prefill,
+        prefill.decode,
+        channel,
+        make_req=partial(make_req, limits=limits_of(engine)),
+        make_room=make_room,
+        audit=IdleAudit(),
+        eos_token_ids=frozenset(engine.model_config.eos_token_ids),
+        overlap=bool(settled.overlap),
+        interleave=settled.schedule_policy == "fair",
+    )
     if trace is not None:
         attach_trace(scheduler, trace)
     return scheduler

@@ -12,7 +12,7 @@ from minisgl.core import Batch, Phase, Req
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.prefix_cache import CacheHandle
 from minisgl.scheduler.decode import DecodeManager, pages_to_come
-from minisgl.scheduler.queue import ArrivalOrder, WaitingQueue
+from minisgl.scheduler.queue import WaitingQueue
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,10 @@ class PrefillManager:
     """Requests that wait, and the one whose prompt is half done."""
 
     def __init__(
-        self, cache: CacheManager, decode: DecodeManager, limits: PrefillLimits,
-        waiting: WaitingQueue | None = None,
-    ) -> None:  # fmt: skip
+        self, cache: CacheManager, decode: DecodeManager, limits: PrefillLimits, queue: WaitingQueue
+    ) -> None:
         self.cache, self.decode, self.limits = cache, decode, limits
-        self.waiting: WaitingQueue = ArrivalOrder() if waiting is None else waiting
+        self.waiting = queue
         self.chunked_req: Req | None = None
 
     def remove(self, req: Req) -> None:

@@ -33,17 +33,25 @@ def clamp_notice(req: Req) -> str | None:
 def abort_reply(req: Req) -> TokenReply:
     """The last reply of an aborted request."""
     return TokenReply(
-        uid=req.uid, token=None, finished=True, finish_reason="abort",
-        prompt_tokens=req.prompt_len, cached_tokens=req.matched_len,
-    )  # fmt: skip
+        uid=req.uid,
+        token=None,
+        finished=True,
+        finish_reason="abort",
+        prompt_tokens=req.prompt_len,
+        cached_tokens=req.matched_len,
+    )
 
 
 def token_reply(req: Req, reason: str | None, tokens: SampledTokens, index: int) -> TokenReply:
     """The reply for token number `index` of a step, appended to `req` already."""
     reply = TokenReply(
-        uid=req.uid, token=tokens.ids[index], finished=reason is not None, finish_reason=reason,
-        prompt_tokens=req.prompt_len, cached_tokens=req.matched_len,
-    )  # fmt: skip
+        uid=req.uid,
+        token=tokens.ids[index],
+        finished=reason is not None,
+        finish_reason=reason,
+        prompt_tokens=req.prompt_len,
+        cached_tokens=req.matched_len,
+    )
     wanted = req.sampling_params.logprobs
     if req.host_len == req.prompt_len + 1:
         reply.notice, reply.stop = clamp_notice(req), tuple(req.sampling_params.stop)
