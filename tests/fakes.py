@@ -23,7 +23,7 @@ from minisgl.kvcache.audit import check_integrity
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.naive_cache import make_cache
 from minisgl.kvcache.page_table import TableManager
-from minisgl.scheduler import scheduler as scheduler_module
+from minisgl.scheduler import build as scheduler_build
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.messages import Reply, TokenReply, UserMsg
@@ -41,7 +41,7 @@ EOS = 999
 def record_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on schedulers build engines that record decode steps without a GPU, too."""
     recording = partial(build_engine, new_graph=RecordingGraph)
-    monkeypatch.setattr(scheduler_module, "build_engine", recording)
+    monkeypatch.setattr(scheduler_build, "build_engine", recording)
 
 
 def fake_token(prompt: Sequence[int], index: int) -> int:
