@@ -195,7 +195,7 @@ def test_stream_that_nobody_reads_has_a_limit() -> None:
         for _ in range(40):
             frontend._dispatch([reply])
         got = [(await waiting).text]
-        with pytest.raises(RequestFailed, match="tokens wait") as caught:
+        with pytest.raises(RequestFailed, match="replies wait") as caught:
             async for more in stream:
                 got.append(more.text)
         assert caught.value.code == "slow_reader"
@@ -702,7 +702,7 @@ def test_step_without_end_is_found(checkpoint: Path, tmp_path: Path) -> None:
 # The scheduler's module is named by a string, so a script can put another in its place.
 HANG = """
 import sys, time
-from minisgl.server import launch
+from minisgl.server.workers import processes
 from minisgl.server.cli import main
 
 def hanging(config, addresses, index, context):
@@ -720,7 +720,7 @@ def hanging(config, addresses, index, context):
 
 if __name__ == "__main__":
     sys.path.insert(0, __file__.rpartition("/")[0])
-    launch.SCHEDULER = "hang:hanging"
+    processes.SCHEDULER = "hang:hanging"
     raise SystemExit(main(sys.argv[1:]))
 """
 
