@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from minisgl.core import Req, SamplingParams
+from minisgl.core import Batch, Phase, Req, SamplingParams
 from minisgl.kvcache.audit import IntegrityError
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.page_table import TableManager
@@ -1018,6 +1017,5 @@ def test_fake_engine_notices_shared_slots() -> None:
     for row, req in enumerate(reqs):
         req.table_idx = row
         engine.tables.write(row, 0, np.array([4, 5], np.int32))
-    batch = SimpleNamespace(reqs=reqs, padded_reqs=reqs, phase=SimpleNamespace(value="prefill"))
     with pytest.raises(AssertionError, match="share a slot"):
-        engine.prepare(batch)  # type: ignore[arg-type]
+        engine.prepare(Batch(reqs=reqs, phase=Phase.PREFILL))
