@@ -197,8 +197,8 @@ class Supervisor:
             kinds = {ending.kind: name for name, ending in reversed(self.ended.items())}
             if kinds.keys() <= {"done"}:
                 return
-            everybody = len(self.ended) == len(self.processes)
-            if "failed" in kinds or everybody or time.monotonic() > deadline:
+            all_ended = len(self.ended) == len(self.processes)
+            if "failed" in kinds or all_ended or time.monotonic() > deadline:
                 raise self._error(kinds.get("failed") or kinds["lost"])
             self.listen(0.1)
 

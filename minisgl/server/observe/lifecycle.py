@@ -34,9 +34,15 @@ class Lifecycle:
     """From the first 503 to the exit status: 0 after a stop, 1 after a failure."""
 
     def __init__(
-        self, server: Server, group: Supervisor, frontend: Frontend, limiter: ConcurrencyLimiter, *,
-        drain_timeout: float, on_ready: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        server: Server,
+        group: Supervisor,
+        frontend: Frontend,
+        limiter: ConcurrencyLimiter,
+        *,
+        drain_timeout: float,
+        on_ready: Callable[[], None],
+    ) -> None:
         self.server, self.group, self.frontend, self.limiter = server, group, frontend, limiter
         self.drain_timeout, self.on_ready = drain_timeout, on_ready  # seconds
         self.failed: WorkerFailed | None = None
@@ -70,7 +76,7 @@ class Lifecycle:
             self.server.should_exit = True
 
     async def _load(self) -> bool:
-        """Wait for the workers; False if somebody asked to stop first."""
+        """Wait for the workers; False if a signal came first."""
         while self.group.starting() or not self.server.started:
             if self.server.asked:
                 return False
@@ -78,7 +84,7 @@ class Lifecycle:
         return True
 
     async def _serve(self) -> bool:
-        """Until somebody asks to stop: True; or until a worker fails: False."""
+        """Until a signal comes: True; or until a worker fails: False."""
         while not self.server.asked:
             broken = self.group.broken()
             if broken is not None:
@@ -94,7 +100,7 @@ class Lifecycle:
         return True
 
     async def _drain(self) -> None:
-        """Nobody new; answers under way may finish, until the deadline or another signal."""
+        """No new requests; answers under way may finish, until the deadline or another signal."""
         self.limiter.reason = "the server is shutting down"
         end = time.monotonic() + self.drain_timeout
         if self.limiter.taken and sys.stderr.isatty():

@@ -20,7 +20,7 @@ from minisgl.server.http.errors import ApiError
 from minisgl.server.workers.messages import UserReply
 
 Record = dict[str, Any]
-PROBES = ("/health", "/metrics")  # programs ask every few seconds: nobody reads such lines
+PROBES = ("/health", "/metrics")  # programs ask every few seconds: such lines would hide the others
 
 
 def as_text(record: Mapping[str, Any]) -> str:
@@ -54,9 +54,11 @@ class RequestLog(Observer):
     """Collects what is known about each HTTP request and writes it as one line at its end."""
 
     def __init__(
-        self, write: Callable[[str], Any], spell: Callable[[Record], str] = as_text,
+        self,
+        write: Callable[[str], Any],
+        spell: Callable[[Record], str] = as_text,
         prompts: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._write, self._spell, self._prompts = write, spell, prompts
         self._records: dict[str, Record] = {}  # by request id
         self._answers: dict[str, list[RequestStats]] = {}  # likewise
@@ -94,21 +96,21 @@ class RequestLog(Observer):
         record = self._records.get(request_id)
         if record is None:  # not over HTTP
             return
-        told = RequestStats(next((value for value in prompt.values() if value is not None), None))
-        self._live[uid] = request_id, told
-        self._answers.setdefault(request_id, []).append(told)
+        stats = RequestStats(next((value for value in prompt.values() if value is not None), None))
+        self._live[uid] = request_id, stats
+        self._answers.setdefault(request_id, []).append(stats)
         record.setdefault("started", time.perf_counter())
 
     def replied(self, uid: int, reply: UserReply) -> None:
         if uid not in self._live:
             return
-        request_id, told = self._live[uid]
+        request_id, stats = self._live[uid]
         if request_id in self._records:
             self._records[request_id].setdefault("first", time.perf_counter())
-        told.prompt_tokens, told.cached_tokens = reply.prompt_tokens, reply.cached_tokens
-        told.tokens += len(reply.token_ids)
+        stats.prompt_tokens, stats.cached_tokens = reply.prompt_tokens, reply.cached_tokens
+        stats.tokens += len(reply.token_ids)
         if self._prompts:
-            told.text += reply.text
+            stats.text += reply.text
 
     def closed(self, uid: int, outcome: str) -> None:
         request_id, _ = self._live.pop(uid, ("", None))
@@ -120,17 +122,17 @@ class RequestLog(Observer):
         if not answers:
             return {}
         asked: dict[int, RequestStats] = {}  # one answer of each prompt
-        for told in answers:
-            asked.setdefault(id(told.prompt), told)
+        for stats in answers:
+            asked.setdefault(id(stats.prompt), stats)
         sums: Record = {"answers": len(answers)}
-        if any(told.prompt_tokens for told in answers):
-            sums["prompt_tokens"] = sum(told.prompt_tokens for told in asked.values())
-            sums["cached_tokens"] = sum(told.cached_tokens for told in asked.values())
-            sums["tokens"] = sum(told.tokens for told in answers)
+        if any(stats.prompt_tokens for stats in answers):
+            sums["prompt_tokens"] = sum(stats.prompt_tokens for stats in asked.values())
+            sums["cached_tokens"] = sum(stats.cached_tokens for stats in asked.values())
+            sums["tokens"] = sum(stats.tokens for stats in answers)
         if self._prompts:
             prompts, texts = (
-                [told.prompt for told in asked.values()],
-                [told.text for told in answers],
+                [stats.prompt for stats in asked.values()],
+                [stats.text for stats in answers],
             )
             sums["prompt"] = prompts[0] if len(prompts) == 1 else prompts
             sums["answer"] = texts[0] if len(texts) == 1 else texts

@@ -21,7 +21,7 @@ PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5
 GAUGES = {
     "running": "requests that hold a row",
     "waiting": "requests that wait for one",
-    "free_pages": "pages of the pool that nobody uses",
+    "free_pages": "pages of the pool that are free",
     "cached_pages": "pages that only the prefix cache holds",
     "used_pages": "pages that requests hold",
 }
