@@ -154,7 +154,7 @@ def test_flags_reach_the_config() -> None:
         (["--dtype", "float7"], "dtype"),
         (["--max-queue", "-1"], "max_queue"),
         (["--request-timeout", "0"], "request_timeout"),
-        (["--connect", "ftp://x"], "connect"),
+        (["--connect", "ftp://x"], "url: must be like"),
         (["--connect", "127.0.0.1:9"], "connect: no server at 127.0.0.1:9"),
         (["--host", "no-such-host.invalid"], "host: no-such-host.invalid"),
     ],
