@@ -106,32 +106,42 @@ def measure_latency(rungs: ModuleType, flush: Tensor) -> list[dict[str, float]]:
     return rows
 
 
+def once_seconds(call: Callable[[int], object], count: int) -> float:
+    """Median seconds of single launches, each on its own part of memory."""
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    call(0)
+    for number, (before, after) in enumerate(marks):
+        before.record()
+        call(number)
+        after.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in marks) / 1e3
+
+
+def measure_in_flight(rungs: ModuleType, x: Tensor) -> list[dict[str, Any]]:
+    """Bandwidth by programs and block: 200 rounds of all programs, from HBM."""
+    rows = []
+    for block, warps in ((256, 1), (1024, 4), (4096, 4), (8192, 8)):
+        for programs in (1, 4, 16, 64, 132, 264, 512, 1024, 2048, 4096):
+            size = min(x.numel() // 4, programs * block * 200) // (programs * block)
+            size *= programs * block
+            parts = x[: x.numel() // size * size].split(size)
+            x.zero_()  # whatever L2 held is gone
+
+            def one(number: int) -> None:
+                rungs.read(parts[number % len(parts)], programs, block, warps)
+
+            took = once_seconds(one, 8)
+            speed = round(4 * size / took / 1e12, 5)
+            rows.append({"programs": programs, "block": block, "tb_per_s": speed})
+    return sorted(rows, key=lambda row: row["programs"] * row["block"])
+
+
 def measure_memory() -> dict[str, Any]:
     """Everything that chapter 05c shows."""
     rungs = load_rungs("05c_gpu_memory")
     x = torch.zeros(1 << 28, dtype=torch.int32, device=DEVICE)  # 1 GiB
-    in_flight = []
-    for block, warps in ((256, 1), (1024, 4), (4096, 4), (8192, 8)):
-        for programs in (1, 4, 16, 64, 132, 264, 512, 1024, 2048, 4096):
-            if programs * block * 4 < 4096 or programs * block > 1 << 25:
-                continue
-            part = x[: min(x.numel(), max(1 << 22, programs * block * 64))]
-            part = part[: part.numel() // (programs * block) * programs * block]
-            took = seconds(lambda: rungs.read(part, programs, block, warps))
-            if part.nbytes < 1 << 28:  # small parts would come from L2: go through all of x
-                pieces = list(x[: x.numel() // part.numel() * part.numel()].split(part.numel()))[
-                    :64
-                ]
-                took = seconds(lambda: [rungs.read(p, programs, block, warps) for p in pieces])
-                took /= len(pieces)
-            in_flight.append(
-                {
-                    "programs": programs,
-                    "block": block,
-                    "tb_per_s": round(part.nbytes / took / 1e12, 5),
-                }
-            )
-    in_flight.sort(key=lambda row: row["programs"] * row["block"])
+    in_flight = measure_in_flight(rungs, x)
     stride = []
     for step in (1, 2, 4, 8, 16, 32):
         took = seconds(lambda: rungs.strided(x.view(torch.float32), step))
