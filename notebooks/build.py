@@ -786,11 +786,7 @@ FIRST_LINES, FIRST_PLACE = 60, 1 / 3  # of the first complete version: its lengt
 
 
 # Chapters that have not been rewritten for their budget yet.
-OLD = frozenset(
-    "01_requests 02_kv_cache 03_radix_cache 04_attention 04b_gpu_attention 05c_compile "
-    "05d_gemm 06_sampler 08_engine 08b_queue 10_tensor_parallel "
-    "13_benchmark 13b_floor 13c_online".split()
-)
+OLD = frozenset("06_sampler 08_engine 13_benchmark 13b_floor 13c_online".split())
 
 
 def budget_of(stem: str) -> Budget | None:
