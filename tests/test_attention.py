@@ -20,7 +20,9 @@ from minisgl.attention.base import DecodeBuffers
 from minisgl.attention.factory import available, create_backend
 from minisgl.attention.metadata import AttentionMetadata, build_metadata, ragged_arange
 from minisgl.attention.staging import StagingRing
+from minisgl.attention.torch_backend import TorchBackend
 from minisgl.core import IntArray, Phase
+from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
 from tests.attention_worlds import (
     DEVICE,
@@ -619,3 +621,24 @@ def test_recorded_steps_of_flashinfer_decode_by_our_kernel(
         assert isinstance(backend.graph_plan(3, static_buffers(world, 3)), FusedPlan)
     caplog.clear()
     assert world.backend("fi,triton").name == "fi,triton" and not caplog.text
+
+
+def test_what_lies_behind_a_row_is_never_read() -> None:
+    """A short request is padded to its neighbour's width; NaN there must not reach it."""
+    pool = KVPool(
+        num_layers=1, num_pages=4, page_size=4, num_kv_heads=1, head_dim=8,
+        dtype=torch.float32, device="cpu",
+    )  # fmt: skip
+    pool.buffer.normal_()
+    tables = TableManager(3, 16, 4, pool.dummy_page, "cpu")
+    for pages in ([0, 1], [2]):
+        slots = np.concatenate([np.arange(4 * page, 4 * page + 4) for page in pages])
+        tables.write(tables.allocate(), 0, slots.astype(np.int32))
+    tables.flush()
+    pool.v_cache(0)[0, 0] = torch.nan  # slot 0 is the first request's
+    rows, lens, ones = (np.array(x, np.int32) for x in ([0, 1], [6, 3], [1, 1]))
+    meta = build_metadata(Phase.DECODE, rows, ones, lens, tables.page_table, 4)
+    out_loc = torch.from_numpy(tables.page_table[rows, lens - 1].astype(np.int64))
+    q, k, v = torch.randn(3, 2, 1, 8)
+    out = TorchBackend(pool, tables, 1, 8**-0.5).plan(meta, out_loc).run(q, k, v, 0)
+    assert out.isnan().flatten(1).any(1).tolist() == [True, False]

@@ -110,9 +110,8 @@ class DecodePlan(AttentionPlan):
         out = []
         for queries, row, end in zip(grouped.split(self.at_once), rows, last, strict=True):
             seen = self.positions <= end[:, None]
-            slots = (
-                self.page_table.index_select(0, row) * seen
-            )  # behind its end a row holds anything
+            slots = self.page_table.index_select(0, row)
+            slots = torch.where(seen, slots, slots[:, :1])  # past its end a row names anything
             keys, values = (
                 cache.flatten(0, 1).index_select(0, slots.flatten()).unflatten(0, slots.shape)
                 for cache in caches

@@ -48,7 +48,7 @@ def row_kernel(
     w_ptr += cols[:, None].to(tl.int64) * K + ks[None, :]
     if PDL:
         gdc_launch_dependents()
-    w = tl.load(w_ptr)  # weights depend on nobody: fetch them before the input is there
+    w = tl.load(w_ptr)  # weights depend on nothing: fetch them before the input is there
     u = tl.load(w_ptr + N * K) if GATED else w
     if PDL:
         gdc_wait()

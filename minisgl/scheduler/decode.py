@@ -13,7 +13,7 @@ from minisgl.core import Batch, Phase, Req
 def pages_to_come(req: Req, page_size: int, reserve: int | None = None) -> int:
     """Pages that an admitted request may still take; its last token needs no K and V.
 
-    With `reserve`, no more than the rest of its prompt and so many tokens of its answer take.
+    With `reserve`, at most what the rest of its prompt and the next `reserve` tokens take.
     """
     end = req.max_device_len - 1
     if reserve is not None:

@@ -143,11 +143,11 @@ class TextWorker:
 def characters(msg: TokenizeMsg) -> int:
     """How much text there is to encode."""
     texts = [msg.text] if msg.messages is None else [m.get("content") for m in msg.messages]
-    return sum(len(text) for text in texts if isinstance(text, str))
+    return max(1, sum(len(text) for text in texts if isinstance(text, str)))
 
 
 class PromptQueue:
-    """Prompts to encode, short before long, each overtaken by its own size at most."""
+    """Prompts to encode, short before long; none waits for ever, as the clock moves on."""
 
     def __init__(self) -> None:
         self.waiting: dict[int, TokenizeMsg] = {}
