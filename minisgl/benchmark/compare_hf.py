@@ -5,9 +5,7 @@ Generated from notebooks/13_benchmark.ipynb: edit there.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,16 +16,14 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from minisgl.benchmark.report import circumstances, save
-from minisgl.benchmark.workload import Chat, chat_workload
-from minisgl.config.paths import resolve_model_path
+from minisgl.benchmark.workload import Chat
 from minisgl.core import IntArray, SamplingParams
 from minisgl.kvcache.audit import check_integrity
 from minisgl.llm import LLM
 from minisgl.tokenizer import Tokenizer
 
 
-class Outcome(NamedTuple):
+class TimedRun(NamedTuple):
     """One timed run: wall seconds, and the new token ids of every request, end token included."""
 
     seconds: float
@@ -63,7 +59,7 @@ class Padded:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self.eos = Tokenizer(path).eos_token_ids
 
-    def run(self, prompts: Sequence[IntArray], limits: Sequence[int]) -> Outcome:
+    def run(self, prompts: Sequence[IntArray], limits: Sequence[int]) -> TimedRun:
         start = time.perf_counter()
         ids, mask = pad_left(prompts, pad=self.eos[0])
         with torch.inference_mode():
@@ -74,7 +70,7 @@ class Padded:
         rows = out[:, ids.shape[1] :].tolist()
         seconds = time.perf_counter() - start
         pairs = zip(rows, limits, strict=True)
-        return Outcome(seconds, [cut(row, self.eos, limit) for row, limit in pairs])
+        return TimedRun(seconds, [cut(row, self.eos, limit) for row, limit in pairs])
 
 
 class Engine:
@@ -83,12 +79,12 @@ class Engine:
     def __init__(self, path: Path, **fields: Any) -> None:
         self.llm = LLM(path, device="cpu", dtype="float32", **fields)
 
-    def run(self, prompts: Sequence[IntArray], limits: Sequence[int]) -> Outcome:
+    def run(self, prompts: Sequence[IntArray], limits: Sequence[int]) -> TimedRun:
         self.forget()
         start = time.perf_counter()
         params = [SamplingParams(temperature=0.0, max_tokens=n) for n in limits]
         outs = self.llm.generate(list(prompts), params)
-        return Outcome(time.perf_counter() - start, [out["token_ids"] for out in outs])
+        return TimedRun(time.perf_counter() - start, [out["token_ids"] for out in outs])
 
     def forget(self) -> None:
         """Empty the prefix cache."""
@@ -106,14 +102,14 @@ def compare(chats: Sequence[Chat], path: Path, repeats: int = 3) -> dict[str, An
     sides: dict[str, Padded | Engine] = {"transformers": Padded(path), "minisgl": Engine(path)}
     for side in sides.values():  # every code path once, off the clock
         side.run(prompts[:2], [4, 4])
-    runs: dict[str, list[Outcome]] = {name: [] for name in sides}
+    runs: dict[str, list[TimedRun]] = {name: [] for name in sides}
     order = [name for _ in range(repeats) for name in sides]
     for name in tqdm(order, desc="timed runs", disable=None, leave=False):
         runs[name].append(sides[name].run(prompts, limits))
     return summary(prompts, runs)
 
 
-def summary(prompts: Sequence[IntArray], runs: dict[str, list[Outcome]]) -> dict[str, Any]:
+def summary(prompts: Sequence[IntArray], runs: dict[str, list[TimedRun]]) -> dict[str, Any]:
     """The numbers of a comparison, ready for JSON."""
     theirs, ours = runs["transformers"], runs["minisgl"]
     same = sum(a == b for a, b in zip(theirs[0].token_ids, ours[0].token_ids, strict=True))
@@ -130,44 +126,11 @@ def summary(prompts: Sequence[IntArray], runs: dict[str, list[Outcome]]) -> dict
     }
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m minisgl.benchmark.compare_hf",
-        description="Chat requests on a CPU: minisgl against transformers.generate with padding.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--model", default=None, help="model folder; none: the embedded model")
-    parser.add_argument("--requests", type=int, default=64, help="chats, and the padded batch size")
-    parser.add_argument("--seed", type=int, default=0, help="of the workload")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each side")
-    parser.add_argument(
-        "--threads", type=int, default=None, help="torch threads; none: torch's own"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=None, help="also write the results here as JSON"
-    )
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison and print it, the ratio last."""
-    args = build_parser().parse_args(argv)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    path = resolve_model_path(args.model)
-    results = compare(chat_workload(args.requests, args.seed), path, args.repeats)
-    about = circumstances()
-    versions, hardware = about["versions"], about["hardware"]
-    print(f"{hardware['cpu']}, {about['threads']} threads, torch {versions['torch']}")
-    for name, speed in results["tokens_per_second"].items():
-        print(f"{name:14} {speed:10.1f} output tokens/s   runs {results['seconds'][name]} s")
-    print(f"equal answers {results['equal_answers']} of {results['requests']}")
-    print(f"ratio {results['ratio']:.2f}")
-    if args.out is not None:
-        command = "python -m minisgl.benchmark.compare_hf " + " ".join(argv or sys.argv[1:])
-        save(args.out, results, command.strip())
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+def comparison_text(results: dict[str, Any]) -> str:
+    """A comparison for the terminal, the ratio last."""
+    lines = [
+        f"{name:14} {speed:10.1f} output tokens/s   runs {results['seconds'][name]} s"
+        for name, speed in results["tokens_per_second"].items()
+    ]
+    lines.append(f"equal answers {results['equal_answers']} of {results['requests']}")
+    return "\n".join([*lines, f"ratio {results['ratio']:.2f}"])

@@ -1,4 +1,4 @@
-"""Send many requests: by the clock, by a number of clients, or all at once.
+"""Load on an OpenAI-compatible server: requests by the clock or by clients, streams timed.
 
 Generated from notebooks/13c_online.ipynb: edit there.
 """
@@ -7,26 +7,146 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from minisgl.benchmark.client import Api, Record
-from minisgl.benchmark.dialect import HIGH, LOW, Dialect
-from minisgl.core import IntArray
+from minisgl.benchmark.workload import RandomRequest, random_workload
+from minisgl.server.chat.client import ApiClient, ServerError
+
+
+@dataclass
+class Record:
+    """One request: when it was due and sent, when its text came, and how it ended.
+
+    Times are seconds since the start of the run. `error` is the kind of a failure, or None.
+    """
+
+    due: float = 0.0
+    sent: float = 0.0
+    arrivals: list[float] = field(default_factory=list)  # of chunks with text
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int | None = None  # None: the server does not say
+    counted: bool = False  # tokens are the server's count; else they are chunks
+    error: str | None = "not sent"
+    detail: str = ""
+
+    def fail(self, kind: str, detail: object) -> None:
+        """End with an error of this kind."""
+        self.error, self.detail = kind, str(detail)[:500]
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from sending to the first text; only for an answer that came."""
+        return self.arrivals[0] - self.sent
+
+    @property
+    def e2e(self) -> float:
+        """Seconds from sending to the last text."""
+        return self.arrivals[-1] - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds for each token after the first; None if there is no second."""
+        after_first = self.output_tokens - 1
+        return (self.arrivals[-1] - self.arrivals[0]) / after_first if after_first > 0 else None
+
+    def take(self, event: dict[str, Any], now: float) -> None:
+        """Note one event of a stream."""
+        if any(has_text(choice) for choice in event.get("choices") or ()):
+            self.arrivals.append(now)
+        if usage := event.get("usage"):
+            self.counted = True
+            self.prompt_tokens = usage.get("prompt_tokens") or 0
+            self.output_tokens = usage.get("completion_tokens") or 0
+            self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+
+
+TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
+
+
+def has_text(choice: dict[str, Any]) -> bool:
+    """Whether one choice of a chunk has text, in whichever of the usual fields."""
+    delta = choice.get("delta") or {}
+    return bool(choice.get("text") or any(delta.get(name) for name in TEXT_FIELDS))
+
+
+Clock = Callable[[], float]
+
+
+async def send(
+    client: ApiClient, path: str, body: dict[str, Any], record: Record, clock: Clock, timeout: float
+) -> None:
+    """One streamed request of at most `timeout` seconds; every failure goes into the record."""
+    record.sent = clock()
+    record.fail("interrupted", "the run was stopped")
+    try:
+        async with asyncio.timeout(timeout), aclosing(client.stream(path, body)) as events:
+            async for event in events:
+                record.take(event, clock())
+        if not record.arrivals:
+            raise ServerError("empty", "the answer has no text")
+        record.error, record.detail = None, ""
+        if not record.counted:
+            record.output_tokens = len(record.arrivals)
+    except ServerError as error:
+        record.fail(error.kind, error)
+    except TimeoutError:
+        record.fail("timeout", f"no end within {timeout:g} s")
+    except Exception as error:  # a server that we do not know can answer anything
+        record.fail("bad answer", f"{type(error).__name__}: {error}")
+
+
+COMMON = """
+time year people way day man thing woman life child world school state family student group
+country problem hand part place case week company system program question work night point
+home water room mother area money story fact month lot right study book eye job word business
+issue side kind head house service friend father power hour game line end member law car city
+"""
+WORDS = COMMON.split()
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A prompt, int32 [n] of ids; the number of new tokens; when it is due, in seconds."""
+class Target:
+    """How to ask a server: its model, chats of words or completions of ids, full-length answers."""
 
-    ids: IntArray
-    max_tokens: int
-    due: float = 0.0
+    model: str
+    chat: bool = False
+    ignore_eos: bool = True
+    temperature: float = 0.0
+
+    @property
+    def path(self) -> str:
+        return "chat/completions" if self.chat else "completions"
+
+    def body(self, request: RandomRequest) -> dict[str, Any]:
+        """One request in the words of the API, streamed."""
+        ids = request.input_ids.tolist()
+        text = " ".join(WORDS[token % len(WORDS)] for token in ids) if self.chat else ""
+        prompt = {"messages": [{"role": "user", "content": text}]} if text else {"prompt": ids}
+        usage = {"stream": True, "stream_options": {"include_usage": True}}
+        full = {"ignore_eos": True} if self.ignore_eos else {}
+        numbers = {"max_tokens": request.output_len, "temperature": self.temperature}
+        return {"model": self.model, **prompt, **numbers, **usage, **full}
+
+
+async def first_model(client: ApiClient) -> str:
+    """The first name in `/v1/models`. Raises `ConnectionError` if there is none."""
+    try:
+        return str((await client.models())[0]["id"])
+    except (ServerError, LookupError) as error:
+        why = f"{getattr(error, 'kind', 'no model')}: {error}"
+        raise ConnectionError(f"url: {client.url}models does not help ({why})") from None
+
+
+SAFE_VOCAB = 1100  # no vocabulary ends below
 
 
 def poisson_arrivals(count: int, rate: float, seed: int) -> NDArray[np.float64]:
@@ -35,82 +155,166 @@ def poisson_arrivals(count: int, rate: float, seed: int) -> NDArray[np.float64]:
     return np.cumsum(gaps) - gaps[0]
 
 
-def random_asks(
-    count: int, input_len: tuple[int, int], output_len: tuple[int, int], seed: int,
+def online_workload(
+    count: int,
+    input_len: tuple[int, int],
+    output_len: tuple[int, int],
+    seed: int,
     rate: float | None = None,
-) -> list[Ask]:  # fmt: skip
-    """Prompts of random ids, lengths uniform between both ends, due by `rate` or all at 0."""
-    rng = np.random.default_rng(seed)
+) -> list[RandomRequest]:
+    """Random prompts, lengths uniform between both ends, due by `rate` or all at 0."""
+    requests = random_workload(SAFE_VOCAB, count, input_len, output_len, seed)
     due = np.zeros(count) if rate is None else poisson_arrivals(count, rate, seed)
-    inputs = rng.integers(input_len[0], input_len[1] + 1, count)
-    outputs = rng.integers(output_len[0], output_len[1] + 1, count)
-    return [
-        Ask(rng.integers(LOW, HIGH, n, dtype=np.int32), int(m), float(when))
-        for n, m, when in zip(inputs, outputs, due, strict=True)
-    ]
+    return [replace(r, due=float(when)) for r, when in zip(requests, due, strict=True)]
 
 
-class Outcome(NamedTuple):
-    """All records of a run, its seconds, the client's own CPU seconds, whether Ctrl-C ended it."""
+class LoadRun(NamedTuple):
+    """All records of a run, the client's own CPU seconds, whether Ctrl-C ended it."""
 
     records: list[Record]
-    seconds: float
     client_cpu_s: float
     interrupted: bool
 
 
-Send = Callable[[Ask, Record], Awaitable[None]]
-Clock = Callable[[], float]
+Send = Callable[[RandomRequest, Record], Awaitable[None]]
+Work = Sequence[tuple[RandomRequest, Record]]
 
 
-async def open_loop(send: Send, asks: Sequence[Ask], records: Sequence[Record], now: Clock) -> None:
+async def open_loop(send: Send, work: Work, now: Clock) -> None:
     """Send each request when it is due."""
 
-    async def one(ask: Ask, record: Record) -> None:
-        await asyncio.sleep(max(0.0, ask.due - now()))
-        await send(ask, record)
+    async def one(request: RandomRequest, record: Record) -> None:
+        await asyncio.sleep(max(0.0, request.due - now()))
+        await send(request, record)
 
-    await asyncio.gather(*map(one, asks, records))
+    await asyncio.gather(*(one(*pair) for pair in work))
 
 
-async def closed_loop(
-    send: Send, asks: Sequence[Ask], records: Sequence[Record], clients: int
-) -> None:
+async def closed_loop(send: Send, work: Work, now: Clock, clients: int) -> None:
     """So many clients; each sends its next request when its last is answered."""
-    row = iter(zip(asks, records, strict=True))
+    line = iter(work)
 
     async def client() -> None:
-        for ask, record in row:
-            await send(ask, record)
+        for request, record in line:
+            record.due = now()
+            await send(request, record)
 
-    await asyncio.gather(*(client() for _ in range(min(clients, len(asks)))))
+    await asyncio.gather(*(client() for _ in range(min(clients, len(work)))))
 
 
 async def run_load(
-    api: Api, dialect: Dialect, asks: Sequence[Ask], clients: int | None = None,
+    client: ApiClient,
+    target: Target,
+    requests: Sequence[RandomRequest],
+    clients: int | None = None,
+    timeout: float = 600.0,
     progress: bool = False,
-) -> Outcome:  # fmt: skip
+) -> LoadRun:
     """Send all requests, by their time or by so many `clients`, and wait for all answers."""
-    records, interrupted = [Record(due=ask.due) for ask in asks], False
-    start, cpu = time.perf_counter(), time.process_time()
+    work = [(request, Record(due=request.due)) for request in requests]
+    start, cpu, interrupted = time.perf_counter(), time.process_time(), False
 
     def now() -> float:
         return time.perf_counter() - start
 
-    with tqdm(total=len(asks), desc="requests", disable=not progress) as bar:
+    with tqdm(total=len(work), desc="requests", disable=not progress) as bar:
 
-        async def send(ask: Ask, record: Record) -> None:
-            record.due = record.due if clients is None else now()
-            body = dialect.body(ask.ids.tolist(), ask.max_tokens)
-            await api.send(dialect.path, body, record, now)
+        async def send_one(request: RandomRequest, record: Record) -> None:
+            await send(client, target.path, target.body(request), record, now, timeout)
             bar.update()
 
-        if clients is None:
-            whole = asyncio.ensure_future(open_loop(send, asks, records, now))
-        else:
-            whole = asyncio.ensure_future(closed_loop(send, asks, records, clients))
         try:
-            await whole
+            if clients is None:
+                await open_loop(send_one, work, now)
+            else:
+                await closed_loop(send_one, work, now, clients)
         except asyncio.CancelledError:  # Ctrl-C: what was measured so far still counts
             interrupted = True
-    return Outcome(records, now(), time.process_time() - cpu, interrupted)
+    return LoadRun([record for _, record in work], time.process_time() - cpu, interrupted)
+
+
+TIMES = {
+    "ttft": "sending to first text",
+    "tpot": "each later token",
+    "itl": "gaps between chunks",
+    "e2e": "sending to last text",
+    "late": "sent after due",
+}
+
+
+def spread_ms(seconds: Iterable[float | None]) -> dict[str, float] | None:
+    """Mean, percentiles and maximum in milliseconds; None if there is nothing."""
+    ms = np.array([1e3 * s for s in seconds if s is not None])
+    if not len(ms):
+        return None
+    p50, p90, p99 = np.percentile(ms, [50, 90, 99])
+    named = {"mean": ms.mean(), "p50": p50, "p90": p90, "p99": p99, "max": ms.max()}
+    return {name: round(float(value), 3) for name, value in named.items()}
+
+
+def times_ms(done: Sequence[Record]) -> dict[str, dict[str, float] | None]:
+    """The spread of every time in `TIMES` over answered requests."""
+    return {
+        "ttft": spread_ms(r.ttft for r in done),
+        "tpot": spread_ms(r.tpot for r in done),
+        "itl": spread_ms(gap for r in done for gap in np.diff(r.arrivals)),
+        "e2e": spread_ms(r.e2e for r in done),
+        "late": spread_ms(r.sent - r.due for r in done),
+    }
+
+
+def peak(done: Sequence[Record]) -> int:
+    """The most requests that were under way at once."""
+    steps = [(r.sent, 1) for r in done] + [(r.arrivals[-1], -1) for r in done]
+    return int(max(np.cumsum([step for _, step in sorted(steps)]), default=0))
+
+
+def summarize(run: LoadRun) -> dict[str, Any]:
+    """One run in numbers. Tokens and times are of answered requests; every other is an error."""
+    done = [r for r in run.records if r.error is None]
+    first = min((r.sent for r in done), default=0.0)
+    seconds = max((r.arrivals[-1] for r in done), default=0.0) - first
+    per_s = 1 / seconds if seconds > 0 else 0.0
+    tokens_in = sum(r.prompt_tokens for r in done)
+    tokens_out = sum(r.output_tokens for r in done)
+    chunks, cached = sum(len(r.arrivals) for r in done), [r.cached_tokens for r in done]
+    return {
+        "requests": len(run.records),
+        "completed": len(done),
+        "errors": dict(Counter(r.error for r in run.records if r.error is not None)),
+        "interrupted": run.interrupted,
+        "seconds": round(seconds, 4),
+        "requests_per_s": round(len(done) * per_s, 4),
+        "input_tokens": tokens_in,
+        "output_tokens": tokens_out,
+        "output_tokens_per_s": round(tokens_out * per_s, 2),
+        "cached_tokens": None if None in cached else sum(c or 0 for c in cached),
+        "tokens_counted_by": "usage" if all(r.counted for r in done) else "chunks",
+        "tokens_per_chunk": round(tokens_out / chunks, 3) if chunks else None,
+        "peak_running": peak(done),
+        "client_cpu_s": round(run.client_cpu_s, 3),
+        "ms": times_ms(done),
+    }
+
+
+def table(s: dict[str, Any]) -> str:
+    """A summary as a table for the terminal."""
+    columns = ("mean", "p50", "p90", "p99", "max")
+    lines = [
+        f"{s['completed']} of {s['requests']} requests in {s['seconds']:.2f} s: "
+        f"{s['requests_per_s']:.2f} requests/s, {s['output_tokens_per_s']:,.1f} output tokens/s "
+        f"(counted by {s['tokens_counted_by']}); at most {s['peak_running']} at once",
+    ]
+    if s["errors"]:
+        lines.append("errors: " + ", ".join(f"{k} {n}" for k, n in sorted(s["errors"].items())))
+    if s["completed"]:
+        lines.append(f"{'ms':10}" + "".join(f"{name:>11}" for name in columns))
+    for name, what in TIMES.items():
+        if (row := s["ms"][name]) is not None:
+            cells = "".join(f"{row[column]:11,.2f}" for column in columns)
+            lines.append(f"{name.upper() if len(name) < 5 else name:10}{cells}   {what}")
+    cached = s["cached_tokens"]
+    said = "not reported" if cached is None else f"{cached} of {s['input_tokens']}"
+    chunk, cpu = s["tokens_per_chunk"], s["client_cpu_s"]
+    lines.append(f"cached prompt tokens {said}; tokens a chunk {chunk}; client {cpu:.2f} s of CPU")
+    return "\n".join(lines)

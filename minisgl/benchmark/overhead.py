@@ -1,183 +1,188 @@
 """What HTTP and text cost: the offline engine and our server on the same requests, in turns.
 
-Generated from notebooks/13c_online.ipynb: edit there.
+Generated from notebooks/13d_overhead.ipynb: edit there.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
+import json
+import re
+import shutil
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from itertools import count, islice, product
 from pathlib import Path
-from typing import Any
+from string import ascii_lowercase
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
-from minisgl.benchmark.flood import flood
+from minisgl.benchmark.load import Target
 from minisgl.benchmark.offline import redraw, run_once
 from minisgl.benchmark.serving import Child
 from minisgl.benchmark.workload import RandomRequest
+from minisgl.config.model import ModelConfig
 from minisgl.engine.heap import frozen_heap
 from minisgl.llm import LLM
+from minisgl.server.chat.client import ApiClient
+
+
+def check_answer(tail: bytes, tokens: int) -> None:
+    """`ValueError` unless an answer that ends so is whole and has so many tokens."""
+    counts = re.findall(rb'"completion_tokens": ?(\d+)', tail)
+    if b"[DONE]" not in tail or not counts:
+        said = (tail or b"nothing").decode(errors="replace")[-300:]
+        raise ValueError(f"server: a stream did not end well, it says {said!r}")
+    if int(counts[-1]) != tokens:
+        raise ValueError(f"server: {tokens} tokens were asked for, got {int(counts[-1])}")
+
+
+async def last_bytes(client: ApiClient, body: Mapping[str, Any]) -> bytes:
+    """The end of one streamed answer, read as cheaply as can be."""
+    tail = b""
+    async with client.http.stream("POST", "completions", json=body) as response:
+        async for data in response.aiter_raw():
+            tail = (tail + data)[-1024:]
+    return tail
+
+
+class Timed(NamedTuple):
+    """Seconds until the last request was done, and CPU seconds of each part in them."""
+
+    seconds: float
+    cpu: dict[str, float]
+
+
+async def flood(url: str, bodies: Sequence[Mapping[str, Any]]) -> Timed:
+    """Send all requests at once and wait for the last end. `ValueError` for a bad answer."""
+    async with ApiClient(url) as client:
+        start, cpu = time.perf_counter(), time.process_time()
+        tails = await asyncio.gather(*(last_bytes(client, body) for body in bodies))
+        timed = Timed(time.perf_counter() - start, {"client": time.process_time() - cpu})
+    for body, tail in zip(bodies, tails, strict=True):
+        check_answer(tail, body["max_tokens"])
+    return timed
+
 
 SIDES = ("engine", "engine and text", "server")
 
 
-def engine_process(pipe: Connection, folder: Path, fields: Mapping[str, Any]) -> None:
-    """A child's whole life: build the engine, then seconds for jobs, an error text instead."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+def run_engine(llm: LLM, requests: Sequence[RandomRequest], temperature: float) -> Timed:
+    """All requests at once, offline."""
+    cpu = time.process_time()
+    seconds = run_once(llm, requests, temperature)
+    return Timed(seconds, {"engine alone": time.process_time() - cpu})
+
+
+def run_ids(llm: LLM, requests: Sequence[RandomRequest], temperature: float) -> Timed:
+    """The same without text."""
+    tokenizer, llm.tokenizer = llm.tokenizer, None
     try:
-        with LLM(folder, **fields) as llm:
-            tokenizer, engine = llm.tokenizer, llm.scheduler.engine
-            pipe.send({"num_pages": engine.num_pages, "page_size": engine.page_size,
-                       "vocab_size": engine.model_config.vocab_size})  # fmt: skip
-            with frozen_heap():
-                while (job := pipe.recv()) is not None:
-                    requests, temperature, text = job
-                    llm.tokenizer = tokenizer if text else None
-                    cpu = time.process_time()
-                    seconds = run_once(llm, requests, temperature)
-                    pipe.send((seconds, time.process_time() - cpu))
-    except (EOFError, KeyboardInterrupt):  # the parent is gone
-        pass
-    except Exception as error:  # whatever it is, the parent must hear of it
-        pipe.send(f"{type(error).__name__}: {error}")
-
-
-class Engine:
-    """The parent's side of an offline engine in a process of its own."""
-
-    def __init__(self, folder: Path, fields: Mapping[str, Any]) -> None:
-        context = get_context("spawn")  # a fork would copy a process that has threads
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(
-            target=engine_process, args=(theirs, folder, dict(fields)), daemon=True
-        )
-        self.process.start()
-        theirs.close()
-        self.about: dict[str, int] = self.receive()
-
-    def receive(self) -> Any:
-        """The next message. Raises `ValueError` if the engine failed."""
-        try:
-            message = self.pipe.recv()
-        except EOFError:
-            raise ValueError("engine: its process has died") from None
-        if isinstance(message, str):
-            raise ValueError(f"engine: {message}")
-        return message
-
-    def run(
-        self, requests: Sequence[RandomRequest], temperature: float, text: bool
-    ) -> dict[str, float]:
-        """Seconds for all requests at once, with text or ids alone, and CPU seconds."""
-        self.pipe.send((list(requests), temperature, text))
-        seconds, cpu = self.receive()
-        return {"seconds": seconds, "cpu engine alone": cpu}
-
-    def close(self) -> None:
-        """End the process."""
-        self.pipe.close()
-        self.process.join(10)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-
-
-@contextmanager
-def offline_engine(folder: Path, fields: Mapping[str, Any]) -> Iterator[Engine]:
-    """An engine that lives as long as the block."""
-    engine = Engine(folder, fields)
-    try:
-        yield engine
+        return run_engine(llm, requests, temperature)
     finally:
-        engine.close()
+        llm.tokenizer = tokenizer
 
 
-def bodies_of(
-    requests: Sequence[RandomRequest], model: str, temperature: float
-) -> list[dict[str, Any]]:
-    """The same requests in the words of the API."""
-    return [
-        {"model": model, "prompt": r.input_ids.tolist(), "max_tokens": r.output_len,
-         "temperature": temperature, "top_p": 1.0, "top_k": -1, "ignore_eos": True,
-         "stream": True, "stream_options": {"include_usage": True}}
-        for r in requests
-    ]  # fmt: skip
-
-
-def run_server(
-    child: Child, requests: Sequence[RandomRequest], temperature: float
-) -> dict[str, float]:
-    """Seconds through HTTP, and the CPU seconds of the client and of each process of the server."""
-    before = child.cpu_seconds()
-    with frozen_heap():  # a pause of ours would look like one of the server's
-        found = asyncio.run(flood(child.url, bodies_of(requests, "", temperature)))
-    after = child.cpu_seconds()
-    cpu = {f"cpu {name}": after[name] - before.get(name, 0.0) for name in after}
-    return {"seconds": found.seconds, "cpu client": found.client_cpu_s, **cpu}
+def run_server(child: Child, requests: Sequence[RandomRequest], temperature: float) -> Timed:
+    """The same through HTTP, with the CPU seconds of the client and of each server process."""
+    target, before = Target("", temperature=temperature), child.cpu_seconds()
+    timed = asyncio.run(flood(child.url, [target.body(request) for request in requests]))
+    spent = {name: cpu - before.get(name, 0.0) for name, cpu in child.cpu_seconds().items()}
+    return Timed(timed.seconds, timed.cpu | spent)
 
 
 def measure_overhead(
-    engine: Engine, child: Child, requests: Sequence[RandomRequest], *,
-    temperature: float, repeats: int, seed: int,
-) -> dict[str, Any]:  # fmt: skip
-    """Tokens per second of all sides in turns, the ratio of medians, and the server's CPU time."""
-    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
-    cpu: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-    for index in tqdm(range(repeats + 1), desc="repetitions", disable=None):  # 0 warms up
-        for side in SIDES[::-1] if index % 2 else SIDES:
-            other = side == "engine and text"  # one engine has two turns: the second needs its own
-            draw = seed + 2 * index + other
-            fresh = redraw(requests, engine.about["vocab_size"], draw)
-            if side == "server":
-                found = run_server(child, fresh, temperature)
-            else:
-                found = engine.run(fresh, temperature, text=other)
-            seconds[side].append(found["seconds"])
-            cpu[side].append(found)
-    alone = [{**e, **s} for e, s in zip(cpu["engine"][1:], cpu["server"][1:], strict=True)]
-    return overhead_row(requests, {side: all_[1:] for side, all_ in seconds.items()}, alone)
+    llm: LLM,
+    child: Child,
+    requests: Sequence[RandomRequest],
+    temperature: float,
+    repeats: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Every side on fresh prompts in turns; a row of medians."""
+    vocab = llm.scheduler.engine.model_config.vocab_size
+    runs: dict[str, Callable[[Sequence[RandomRequest]], Timed]] = {
+        "engine": lambda fresh: run_ids(llm, fresh, temperature),
+        "engine and text": lambda fresh: run_engine(llm, fresh, temperature),
+        "server": lambda fresh: run_server(child, fresh, temperature),
+    }
+    found: dict[str, list[Timed]] = {side: [] for side in SIDES}
+    with frozen_heap():  # a pause of ours would look like one of the server's
+        for index in tqdm(range(repeats + 1), desc="repetitions", disable=None):
+            for number, side in list(enumerate(SIDES))[:: -1 if index % 2 else 1]:
+                fresh = redraw(requests, vocab, seed + len(SIDES) * index + number)
+                found[side].append(runs[side](fresh))
+    return overhead_row(requests, {side: timed[1:] for side, timed in found.items()})
 
 
 def overhead_row(
-    requests: Sequence[RandomRequest], seconds: Mapping[str, Sequence[float]],
-    cpu: Sequence[Mapping[str, float]],
-) -> dict[str, Any]:  # fmt: skip
+    requests: Sequence[RandomRequest], found: Mapping[str, Sequence[Timed]]
+) -> dict[str, Any]:
     """Medians of all sides, and the share of the engine's speed that the server keeps."""
     tokens = sum(r.output_len for r in requests)
+    seconds = {side: [t.seconds for t in timed] for side, timed in found.items()}
     medians = {side: statistics.median(all_) for side, all_ in seconds.items()}
-    parts = [name for name in cpu[0] if name != "seconds"]
+    spent = [e.cpu | s.cpu for e, s in zip(found["engine"], found["server"], strict=True)]
     return {
-        "streams": len(requests), "output_tokens": tokens,
+        "streams": len(requests),
+        "output_tokens": tokens,
         "input_tokens": sum(len(r.input_ids) for r in requests),
         "seconds": {side: [round(s, 4) for s in all_] for side, all_ in seconds.items()},
         "tokens_per_s": {side: round(tokens / s, 1) for side, s in medians.items()},
         "ratio": round(medians["engine"] / medians["server"], 4),
         "best_ratio": round(min(seconds["engine"]) / min(seconds["server"]), 4),
-        "text_ratio": round(medians["engine"] / medians["engine and text"], 4),
-        "cpu_s": {name.removeprefix("cpu "): round(statistics.median(c[name] for c in cpu), 3)
-                  for name in parts},
+        "cpu_s": {name: round(statistics.median(c[name] for c in spent), 3) for name in spent[0]},
         "wall_s": round(medians["server"], 4),
-    }  # fmt: skip
+    }
 
 
 def overhead_text(row: Mapping[str, Any]) -> str:
     """The comparison for the terminal."""
-    lines = [f"{row['streams']} streams, {row['output_tokens']} tokens a run, medians of "
-             f"{len(row['seconds']['server'])} runs"]  # fmt: skip
+    lines = [f"{row['streams']} streams, {row['output_tokens']} tokens a run"]
     for side, speed in row["tokens_per_s"].items():
         share = speed / row["tokens_per_s"]["engine"]
-        lines.append(f"{side:16} {speed:10,.1f} tokens/s  {share:7.1%}  {row['seconds'][side]}")
+        lines.append(f"{side:16} {speed:10,.1f} tokens/s  {share:7.1%}  {row['seconds'][side]} s")
     spent = ", ".join(f"{name} {s:.2f}" for name, s in row["cpu_s"].items())
-    lines.append(
-        f"HTTP and text cost {1 - row['ratio']:.1%} of the engine's speed "
-        f"({1 - row['best_ratio']:.1%} from the fastest run of each side)"
-    )
     lines.append(f"CPU seconds of a run ({row['wall_s']:.2f} s with the server): {spent}")
     return "\n".join(lines)
+
+
+def synthetic_tokenizer(vocab_size: int) -> Tokenizer:
+    """A byte-level tokenizer with exactly so many tokens; `ValueError` for less than 257."""
+    if vocab_size < 257:
+        raise ValueError(f"vocab_size: must be at least 257 for 256 bytes, got {vocab_size}")
+    strings = ("Ġ" + "".join(s) for n in count(1) for s in product(ascii_lowercase, repeat=n))
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *islice(strings, vocab_size - 257)]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
+    return tokenizer
+
+
+@contextmanager
+def with_tokenizer(folder: Path, dummy_weight: bool) -> Iterator[tuple[Path, str]]:
+    """A model folder that has a tokenizer, and whose it is: "the model's" or "synthetic".
+
+    With `dummy_weight` a folder without one is copied, as far as its config goes, into a temporary
+    one with a synthetic tokenizer. `ValueError` if weights are wanted and there is none.
+    """
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if any((folder / name).is_file() for name in files):
+        yield folder, "the model's"
+        return
+    if not dummy_weight:
+        raise ValueError(f"model: {folder} has no tokenizer, and a server needs one")
+    with TemporaryDirectory(prefix="minisgl-") as name:
+        copy = Path(name)
+        shutil.copy(folder / "config.json", copy)
+        size = ModelConfig.from_path(folder).vocab_size
+        synthetic_tokenizer(size).save(str(copy / "tokenizer.json"))
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+        (copy / "tokenizer_config.json").write_text(json.dumps(about))
+        yield copy, "synthetic"

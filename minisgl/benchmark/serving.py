@@ -35,6 +35,49 @@ class Child(NamedTuple):
         return {n: sum(p.cpu_times()[:2]) for n, p in zip(names, [self.process, *workers])}
 
 
+def stop(process: subprocess.Popen[str], patience: float = 30.0) -> None:
+    """Ask a server to leave, and make it leave if it does not."""
+    process.terminate()
+    try:
+        process.wait(patience)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+@contextmanager
+def served(folder: Path | None, flags: Sequence[str], patience: float = 600.0) -> Iterator[Child]:
+    """Our server on a free port; `ValueError` with its last words if it does not start."""
+    command = [sys.executable, "-m", "minisgl", "--port", "0", *flags]
+    command += [] if folder is None else ["--model", str(folder)]
+    with TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for us; we stop the server ourselves
+        )
+        late = threading.Timer(patience, process.terminate)
+        late.start()
+        try:
+            # A library may have something to say before the line with the URL.
+            line = next((line for line in process.stdout or () if "http://" in line), None)
+            late.cancel()
+            if line is None:
+                process.wait(patience)
+                errors.seek(0)
+                said = errors.read().strip().splitlines() or ["it says nothing"]
+                raise ValueError(f"server: did not start ({said[-1][:500]})")
+            yield Child(line.split()[-1], psutil.Process(process.pid))
+        finally:
+            late.cancel()
+            stop(process)
+
+
 def flags_of(fields: Mapping[str, Any]) -> list[str]:
     """Fields of `SchedulerConfig` as flags of the server's command line."""
     known = {"dtype": "--dtype", "device": "--device"}
@@ -48,44 +91,3 @@ def flags_of(fields: Mapping[str, Any]) -> list[str]:
         elif name in known:
             words += [known[name], "all" if value is None else str(value)]
     return words
-
-
-def stop(process: subprocess.Popen[str], patience: float = 30.0) -> None:
-    """Ask a server to leave, and make it leave if it does not."""
-    process.terminate()
-    try:
-        process.wait(patience)
-    except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-@contextmanager
-def served(folder: Path | None, flags: Sequence[str], patience: float = 600.0) -> Iterator[Child]:
-    """Our server on a free port; `ValueError` with its last words if it does not start."""
-    command = [sys.executable, "-m", "minisgl", "--port", "0", *flags]
-    command += [] if folder is None else ["--model", str(folder)]
-    with TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True,
-            start_new_session=True,  # Ctrl-C is for us; we stop the server ourselves
-        )  # fmt: skip
-        late = threading.Timer(patience, process.terminate)
-        late.start()
-        try:
-            assert process.stdout is not None
-            # A library may have something to say before the line with the URL.
-            line = next((line for line in process.stdout if "http://" in line), None)
-            late.cancel()
-            if line is None:
-                stop(process)
-                errors.seek(0)
-                said = errors.read().strip().splitlines() or ["it says nothing"]
-                raise ValueError(f"server: did not start ({said[-1][:500]})")
-            yield Child(line.split()[-1], psutil.Process(process.pid))
-        finally:
-            late.cancel()
-            stop(process)
-            if process.stdout is not None:
-                process.stdout.close()

@@ -8,88 +8,63 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
+from pydantic.dataclasses import dataclass
 
-from minisgl.benchmark.dialect import HIGH, LOW
-from minisgl.benchmark.load import Ask
+from minisgl.benchmark.load import SAFE_VOCAB
+from minisgl.benchmark.workload import RandomRequest
+from minisgl.config.rules import STRICT, Count, Number, Positive, explain
 from minisgl.core import IntArray
 
 BLOCK = 16  # tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class TraceLine:
-    """One recorded request."""
+    """One recorded request; a field that does not fit is a `ValidationError`, a `ValueError`."""
 
-    chat_id: int
-    parent_chat_id: int  # -1: a first turn
-    timestamp: float  # seconds
-    input_length: int  # tokens
-    output_length: int  # tokens
+    chat_id: Count
+    parent_chat_id: Annotated[int, Field(ge=-1)]  # -1: a first turn
+    timestamp: Annotated[Number, Field(ge=0)]  # seconds
+    input_length: Positive  # tokens
+    output_length: Positive  # tokens
     type: str
-    turn: int
-    hash_ids: list[int]  # one for each block of 16 prompt tokens, the last may be partly filled
+    turn: Positive
+    hash_ids: list[Count]  # one for each block of 16 prompt tokens, the last may be partly filled
+
+    @field_validator("hash_ids")
+    @classmethod
+    def cover_the_prompt(cls, blocks: list[int], info: ValidationInfo) -> list[int]:
+        """As many ids as the prompt has blocks; the last one may be missing if it is not full."""
+        length = info.data.get("input_length", BLOCK * len(blocks))
+        low, high = length // BLOCK, math.ceil(length / BLOCK)
+        if not low <= len(blocks) <= high:
+            raise ValueError(f"must be {high} ids for {length} tokens")
+        return blocks
 
 
-def is_int(value: Any, low: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= low
-
-
-def is_time(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value >= 0
-
-
-def is_blocks(value: object) -> bool:
-    return isinstance(value, list) and all(is_int(block, 0) for block in value)
-
-
-FIELDS = {
-    "chat_id": ("an integer from 0", lambda v: is_int(v, 0)),
-    "parent_chat_id": ("an integer from -1", lambda v: is_int(v, -1)),
-    "timestamp": ("seconds from 0", is_time),
-    "input_length": ("an integer from 1", lambda v: is_int(v, 1)),
-    "output_length": ("an integer from 1", lambda v: is_int(v, 1)),
-    "type": ("a string", lambda v: isinstance(v, str)),
-    "turn": ("an integer from 1", lambda v: is_int(v, 1)),
-    "hash_ids": ("a list of integers from 0", is_blocks),
-}
+LINE = TypeAdapter(TraceLine)
 
 
 def parse_line(text: str, number: int) -> TraceLine:
     """One line of a trace. Raises `ValueError` that names line, field and value."""
-    where = f"trace line {number}"
     try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON ({error}), got {text.strip()[:80]!r}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{where}: must be an object, got {text.strip()[:80]!r}")
-    for name, (wanted, fits) in FIELDS.items():
-        if name not in data or not fits(data[name]):
-            got = f"{data[name]!r:.80}" if name in data else "nothing"
-            raise ValueError(f"{where}: {name}: must be {wanted}, got {got}")
-    line = TraceLine(**{name: data[name] for name in FIELDS})
-    low, high = line.input_length // BLOCK, math.ceil(line.input_length / BLOCK)
-    if not low <= len(line.hash_ids) <= high:
-        wanted = f"{high} ids for {line.input_length} tokens"
-        raise ValueError(f"{where}: hash_ids: must be {wanted}, got {len(line.hash_ids)}")
-    return line
+        return LINE.validate_json(text)
+    except ValidationError as error:
+        raise ValueError(f"trace line {number}: {explain(error)}") from None
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceLine]:
     """The first `limit` requests of a file, in the order of their time."""
-    lines: list[TraceLine] = []
     with path.open(encoding="utf-8") as file:
-        for number, text in enumerate(file, 1):
-            if limit is not None and len(lines) == limit:
-                break
-            if text.strip():
-                lines.append(parse_line(text, number))
+        rows = ((number, text) for number, text in enumerate(file, 1) if text.strip())
+        lines = [parse_line(text, number) for _, (number, text) in zip(range(limit or 2**62), rows)]
     if not lines:
         raise ValueError(f"trace: {path} has no requests")
     return sorted(lines, key=lambda line: line.timestamp)
@@ -101,31 +76,24 @@ def write_trace(path: Path, lines: Sequence[TraceLine]) -> None:
     path.write_text("".join(json.dumps(asdict(line)) + "\n" for line in lines), encoding="utf-8")
 
 
-def mix(values: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Well spread 64-bit numbers, the same for the same value (splitmix64)."""
-    z = values * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+def block_tokens(block: int) -> IntArray:
+    """Token ids of one block, int32 [16], always the same for the same id."""
+    return np.random.default_rng(block).integers(0, SAFE_VOCAB, BLOCK, dtype=np.int32)
 
 
 def prompt_ids(line: TraceLine) -> IntArray:
     """Token ids of a prompt, int32 [input_length]: equal blocks are equal tokens."""
-    blocks = np.array(line.hash_ids, dtype=np.uint64)
+    blocks = list(line.hash_ids)
     if len(blocks) * BLOCK < line.input_length:  # a last block without an id is nobody else's
-        own = np.uint64(1 << 63) + np.uint64(line.chat_id)
-        blocks = np.append(blocks, own)
-    places = np.repeat(blocks, BLOCK) * np.uint64(BLOCK)
-    places += np.tile(np.arange(BLOCK, dtype=np.uint64), len(blocks))
-    ids = LOW + mix(places) % np.uint64(HIGH - LOW)
-    return ids[: line.input_length].astype(np.int32)
+        blocks.append(line.chat_id + (1 << 64))
+    return np.concatenate([block_tokens(block) for block in blocks])[: line.input_length]
 
 
-def asks_of(lines: Sequence[TraceLine], scale: float = 1.0) -> list[Ask]:
+def requests_of(lines: Sequence[TraceLine], scale: float = 1.0) -> list[RandomRequest]:
     """The requests to send; below 1, `scale` brings them closer together."""
     first = lines[0].timestamp
     return [
-        Ask(prompt_ids(line), line.output_length, (line.timestamp - first) * scale)
+        RandomRequest(prompt_ids(line), line.output_length, (line.timestamp - first) * scale)
         for line in lines
     ]
 
@@ -145,8 +113,8 @@ def reusable_tokens(lines: Sequence[TraceLine]) -> list[int]:
     return found
 
 
-@dataclass(frozen=True)
-class Shape:
+@plain_dataclass(frozen=True)
+class TraceShape:
     """What synthetic chats look like; lengths in tokens, times in seconds, both ends included."""
 
     sessions: int = 16
@@ -159,42 +127,45 @@ class Shape:
     think_s: float = 2.0  # mean pause before the next turn
 
 
-class Chats:
-    """Invents sessions. The text of a chat is a list of block ids and a length in tokens."""
+Text = tuple[list[int], int]  # block ids and length in tokens
 
-    def __init__(self, shape: Shape, seed: int) -> None:
+
+class ChatGenerator:
+    """Invents sessions; what was said in a chat is its block ids and its length."""
+
+    def __init__(self, shape: TraceShape, seed: int) -> None:
         self.shape, self.rng = shape, np.random.default_rng(seed)
         self.next_block = seed % 2**32 << 20  # traces of different seeds share no block
         self.next_chat = 0
-        self.systems = [self.grow([], 0, self.draw(shape.system_len)) for _ in range(shape.systems)]
+        self.systems = [self.grow(([], 0), shape.system_len) for _ in range(shape.systems)]
 
     def draw(self, ends: tuple[int, int]) -> int:
         return int(self.rng.integers(ends[0], ends[1] + 1))
 
-    def grow(self, blocks: list[int], length: int, more: int) -> tuple[list[int], int]:
-        """Append `more` tokens: a last block that was not full becomes another one."""
-        kept, length = blocks[: length // BLOCK], length + more
+    def grow(self, text: Text, ends: tuple[int, int]) -> Text:
+        """Append some tokens: a last block that was not full becomes another one."""
+        blocks, length = text
+        kept, length = blocks[: length // BLOCK], length + self.draw(ends)
         new = math.ceil(length / BLOCK) - len(kept)
         self.next_block += new
         return [*kept, *range(self.next_block - new, self.next_block)], length
 
-    def session(self, start: float) -> Iterator[TraceLine]:
-        """The turns of one chat that begins at `start`."""
-        shape, now, parent = self.shape, start, -1
-        blocks, length = self.systems[self.rng.integers(shape.systems)]
-        for turn in range(1, self.draw(shape.turns) + 1):
-            blocks, length = self.grow(blocks, length, self.draw(shape.question_len))
-            answer, chat = self.draw(shape.answer_len), self.next_chat
+    def session(self, now: float) -> Iterator[TraceLine]:
+        """The turns of one chat that begins at `now`."""
+        parent, text = -1, self.systems[self.rng.integers(self.shape.systems)]
+        for turn in range(1, self.draw(self.shape.turns) + 1):
+            blocks, length = self.grow(text, self.shape.question_len)
+            text = self.grow((blocks, length), self.shape.answer_len)
+            answer, chat = text[1] - length, self.next_chat
             self.next_chat += 1
             yield TraceLine(chat, parent, round(now, 3), length, answer, "text", turn, blocks)
-            blocks, length = self.grow(blocks, length, answer)
-            now, parent = now + self.rng.exponential(shape.think_s), chat
+            now, parent = now + float(self.rng.exponential(self.shape.think_s)), chat
 
 
-def synthesize(shape: Shape | None = None, seed: int = 0) -> list[TraceLine]:
+def synthesize(shape: TraceShape | None = None, seed: int = 0) -> list[TraceLine]:
     """A synthetic trace: Poisson sessions of chats that grow, in the order of time."""
-    shape = shape or Shape()
-    chats = Chats(shape, seed)
+    shape = shape or TraceShape()
+    chats = ChatGenerator(shape, seed)
     starts = np.cumsum(chats.rng.exponential(1 / shape.rate, shape.sessions))
     lines = [line for start in starts for line in chats.session(float(start))]
     return sorted(lines, key=lambda line: line.timestamp)

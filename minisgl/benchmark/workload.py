@@ -58,10 +58,14 @@ def chat_workload(count: int = 64, seed: int = 0, system_repeats: int = 4) -> li
 
 @dataclass(frozen=True)
 class RandomRequest:
-    """A prompt of random ids, int32 [n], and the exact number of tokens to produce."""
+    """A prompt of random ids, int32 [n], and the exact number of tokens to produce.
+
+    `due` is when an online run sends it, in seconds after its start.
+    """
 
     input_ids: IntArray
     output_len: int
+    due: float = 0.0
 
 
 def random_workload(
