@@ -191,9 +191,7 @@ def run_trace(args: argparse.Namespace) -> cli.Result:
     if args.url is None:
         return results, 0
     run = measured(args, requests_of(lines, args.scale), {"rate": None, "scale": args.scale})
-    print(
-        f"the trace allows {known / tokens:.1%} of the prompt tokens from a cache, in blocks of 16"
-    )
+    print(f"the trace allows {known / tokens:.1%} of the prompt tokens from a cache")
     return {**results, "runs": [run]}, status_of([run])
 
 

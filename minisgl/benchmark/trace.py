@@ -14,18 +14,25 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.dataclasses import dataclass
 
 from minisgl.benchmark.load import SAFE_VOCAB
 from minisgl.benchmark.workload import RandomRequest
-from minisgl.config.rules import STRICT, Count, Number, Positive, explain
+from minisgl.config.rules import Count, Number, Positive, explain
 from minisgl.core import IntArray
 
 BLOCK = 16  # tokens
 
 
-@dataclass(frozen=True, config=STRICT)
+@dataclass(frozen=True, config=ConfigDict(strict=True))
 class TraceLine:
     """One recorded request; a field that does not fit is a `ValidationError`, a `ValueError`."""
 
