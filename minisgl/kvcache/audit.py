@@ -12,7 +12,7 @@ import numpy as np
 
 from minisgl.core import IntArray, Req
 from minisgl.kvcache.cache_manager import CacheManager, slots_of_pages
-from minisgl.kvcache.prefix_cache import NO_SLOTS, CacheHandle
+from minisgl.kvcache.prefix_cache import NO_SLOTS, TOKEN_BYTES, CacheHandle
 from minisgl.kvcache.radix_cache import Node, RadixCache, path_of
 
 
@@ -38,9 +38,10 @@ def nodes_of(cache: RadixCache) -> Iterator[Node]:
 def node_fault(cache: RadixCache, node: Node) -> str:
     """What is wrong with a node, its parent, its children or its locks; empty if nothing."""
     parent, size = node.parent, len(node.slots)
-    if parent is None or parent.children.get(node.tokens[: cache.page_bytes]) is not node:
+    page = cache.page_size * TOKEN_BYTES
+    if parent is None or parent.children.get(node.tokens[:page]) is not node:
         return "its parent does not know it"
-    if size == 0 or len(node.tokens) * cache.page_size != size * cache.page_bytes:
+    if size == 0 or len(node.tokens) != size * TOKEN_BYTES:
         return "tokens and slots differ in number"
     pages = node.slots[:: cache.page_size] // cache.page_size
     if not np.array_equal(node.slots, slots_of_pages(pages, cache.page_size)):
