@@ -543,7 +543,6 @@ def test_pool_smaller_than_a_prompt(checkpoint: Path) -> None:
     assert small.json()["usage"]["completion_tokens"] == 4
 
 
-@pytest.mark.clock
 def test_pitfall_14_a_client_that_leaves_frees_its_pages(live: Live) -> None:
     """Hang up while streaming, while waiting for a whole answer, and while queued."""
     long = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True}

@@ -25,7 +25,9 @@ from minisgl.server.workers.logprobs import TokenBytes
 from minisgl.server.workers.messages import TokenizeMsg
 from minisgl.server.workers.text_process import build_text_worker
 from minisgl.tokenizer import Tokenizer
+from tests.checkpoints import make_checkpoint
 from tests.serving import WINDOW, Live, random_model
+from tests.test_tokenizer import byte_fallback, save
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +178,65 @@ def test_bytes_of_tokens_spell_their_text(checkpoint: Path) -> None:
             data = b"".join(spell(token) for token in ids)
             assert data.decode(errors="replace") == tokenizer.decode(ids)
         assert spell(10**6) == b""
+
+
+# The same text as offline
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer of SentencePiece's kind, whose words begin with their space."""
+    backend = byte_fallback()
+    folder = make_checkpoint(
+        tmp_path_factory.mktemp("pieces"),
+        vocab_size=backend.get_vocab_size(),
+        eos_token_id=backend.token_to_id("</s>"),
+        max_position_embeddings=WINDOW,
+    )
+    return save(folder, backend)
+
+
+def test_sentencepiece_texts_are_those_of_the_engine(pieces: Path) -> None:
+    """A first word keeps the space before it; characters of several tokens; whole and streamed."""
+    fields = [{"max_tokens": 20, "temperature": 1.0, "seed": seed} for seed in range(200)]
+    with LLM(pieces, num_pages=64) as llm:
+        found = llm.generate(["hello 世界"] * 200, [SamplingParams(**each) for each in fields])
+    texts = [out["text"] for out in found]
+    seeds = [seed for seed, text in enumerate(texts) if text.startswith(" ")][:2]
+    seeds += [seed for seed, text in enumerate(texts) if "\ufffd" in text][:2]
+    assert len(seeds) == 4
+    with Live(pieces) as live:
+        for seed in seeds:
+            ask = {"prompt": "hello 世界", **fields[seed]}
+            whole = complete(live, **ask).json()
+            assert whole["choices"][0]["text"] == texts[seed]
+            assert whole["usage"]["prompt_tokens"] == found[seed]["prompt_tokens"]
+            chunks = chunks_of(complete(live, **ask, stream=True))
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == texts[seed]
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "pieces"])
+def test_stop_token_ids_end_both_alike(request: pytest.FixtureRequest, kind: str) -> None:
+    """The token that ends an answer is counted, and is neither in its text nor in its logprobs."""
+    folder: Path = request.getfixturevalue(kind)
+    with LLM(folder, num_pages=64) as llm:
+        free = llm.generate("hello", SamplingParams(max_tokens=12, ignore_eos=True))[0]
+        stop = [free["token_ids"][5]]
+        params = SamplingParams(max_tokens=12, stop_token_ids=stop)
+        out = llm.generate("hello", params)[0]
+    assert out["finish_reason"] == "stop" and out["text"] != free["text"]
+    with Live(folder) as live:
+        for stream in (False, True):
+            fields = {"max_tokens": 12, "stop_token_ids": stop, "stream": stream, "logprobs": 0}
+            response = complete(live, **fields)
+            parts = chunks_of(response) if stream else [response.json()]
+            choices = [part["choices"][0] for part in parts]
+            assert "".join(choice["text"] for choice in choices) == out["text"]
+            assert choices[-1]["finish_reason"] == "stop"
+            tokens = [t for choice in choices for t in (choice["logprobs"] or {}).get("tokens", [])]
+            assert len(tokens) == len(out["token_ids"]) - 1
+        usage = complete(live, max_tokens=12, stop_token_ids=stop).json()["usage"]
+    assert usage["completion_tokens"] == len(out["token_ids"])
 
 
 # Whose a request is

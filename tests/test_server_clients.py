@@ -20,8 +20,6 @@ from tests.serving import Live
 
 ASK, ANSWER = "What is 12 + 30?", "12 + 30 = 42"
 
-pytestmark = pytest.mark.clock
-
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:

@@ -33,8 +33,6 @@ from minisgl.server.workers.channels import LocalQueue
 from minisgl.server.workers.messages import UserReply
 from tests.serving import Live, Served, last_event, metric, random_model, stream, wait_for
 
-pytestmark = pytest.mark.clock
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -141,9 +139,10 @@ def test_leaving_frees_all_within_a_step(checkpoint: Path, state: str, stream: b
 
 def test_a_response_that_is_never_sent_aborts_its_request(live: Live) -> None:
     """The client vanishes between the first event and the sending of it."""
+    rng = random.Random(0)
     for _ in range(20):
         connection = raw_request(live, {"prompt": "hi", "stream": True, "ignore_eos": True})
-        time.sleep(random.Random(0).random() * 0.02)
+        time.sleep(rng.random() * 0.02)
         reset(connection)
     live.assert_pages_home()
 
@@ -165,6 +164,7 @@ def test_slow_reader_is_cut(checkpoint: Path) -> None:
         connection.close()
 
 
+@pytest.mark.clock
 def test_slow_reader_that_takes_a_little_is_not_cut(checkpoint: Path) -> None:
     """Backpressure joins what waits; the answer arrives whole."""
     with Live(checkpoint, stall=0.5, send_buffer=4096) as live:
@@ -221,6 +221,7 @@ def test_memory_of_a_stalled_stream_is_bounded(checkpoint: Path) -> None:
         live.assert_pages_home()
 
 
+@pytest.mark.clock
 def test_half_a_request_is_cut(checkpoint: Path) -> None:
     with Live(checkpoint, head=0.4) as live:
         halves = [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"]
@@ -298,6 +299,7 @@ def test_missed_deadline_is_an_abort() -> None:
     assert [type(m).__name__ for m in asyncio.run(run())] == ["TokenizeMsg", "AbortMsg"]
 
 
+@pytest.mark.clock
 def test_deadline_of_the_server_ends_a_stream(checkpoint: Path) -> None:
     operations = Operations(log_format="none", request_timeout=0.2)
     with Live(checkpoint, operations=operations) as live:
@@ -494,6 +496,7 @@ async def first_token(client: httpx.AsyncClient, prompt: str, tokens: int = 4) -
     return found
 
 
+@pytest.mark.clock
 def test_short_request_does_not_wait_for_long_ones(tmp_path: Path) -> None:
     """Behind 50 long prompts: at most three times its time alone, and the step under way."""
     rng, trace = random.Random(0), tmp_path / "trace.json"
@@ -658,6 +661,7 @@ def test_hours_of_sleep_are_nobodys_fault() -> None:
         clock[0] += 3600
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("worker", [0, 1, 2])
 def test_stopped_worker_is_found(checkpoint: Path, tmp_path: Path, worker: int) -> None:
     """SIGSTOP for good, at some moment: error events, 503, one line, status 1, nothing left."""
@@ -670,7 +674,7 @@ def test_stopped_worker_is_found(checkpoint: Path, tmp_path: Path, worker: int) 
     with stream(url, n=16) as response:
         lines = response.iter_lines()
         next(lines)
-        time.sleep(0.2 * random.random())  # at no particular moment of a step
+        time.sleep(0.2 * random.Random(worker).random())  # at no particular moment of a step
         victim.suspend()
         stopped = time.monotonic()
         if worker < 2:  # the answers under way cannot end without it
@@ -725,6 +729,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("asleep", ["one worker", "the group"])
 def test_sleep_within_the_limit_loses_nothing(
     checkpoint: Path, tmp_path: Path, asleep: str
@@ -815,6 +820,7 @@ def test_shell_ends_with_its_engine(checkpoint: Path, tmp_path: Path) -> None:
     assert served.ended(children, status=1) == expected
 
 
+@pytest.mark.clock
 def test_small_answers_do_not_wait_for_the_peer(checkpoint: Path) -> None:
     """Head and body are two writes; the second must not wait 40 ms for the first's receipt."""
     with Live(checkpoint) as live, httpx.Client(base_url=live.url, timeout=30) as client:

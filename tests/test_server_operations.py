@@ -43,8 +43,6 @@ from minisgl.server.workers.processes import WorkerGroup
 from tests.checkpoints import make_checkpoint
 from tests.serving import PAGES, Live, Served, last_event, metric, random_model, stream, wait_for
 
-pytestmark = pytest.mark.clock
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -220,6 +218,7 @@ def test_two_ranks_answer_as_one_does(live: Live, checkpoint: Path, tmp_path: Pa
     served.ended(children)
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("worker", [0, 1, 2])
 def test_killed_worker_ends_every_stream_and_the_server(
     checkpoint: Path, tmp_path: Path, worker: int
@@ -704,6 +703,7 @@ class Terminal:
         os.write(self.master, keys.encode())
 
 
+@pytest.mark.clock
 def test_keys_during_an_answer_and_ctrl_c(live: Live) -> None:
     """Arrow keys leave no trace in the answer; Ctrl-C stops the answer and not the shell."""
     terminal = Terminal("--connect", live.url)

@@ -15,8 +15,6 @@ from tests.fakes import record_on_a_cpu
 from tests.gpu import report, soak
 from tests.gpu.soak import Asked, Round, compare, run_round, verdict
 
-pytestmark = pytest.mark.clock
-
 CPU: dict[str, Any] = {"device": "cpu"}
 
 

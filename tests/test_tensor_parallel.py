@@ -42,8 +42,6 @@ from tests import tp_drills
 from tests.checkpoints import ARCHITECTURES, make_checkpoint
 from tests.tp_drills import QUICK, results, run_ranks, run_threads
 
-pytestmark = pytest.mark.clock
-
 SEQUENCES = [[5, 9, 200, 31, 7, 7, 280, 14], [3], list(range(40, 60))]
 
 
@@ -200,6 +198,7 @@ def test_threads_keep_the_same_protocol() -> None:
     check_collectives(run_threads(tp_drills.collectives, 3))
 
 
+@pytest.mark.clock
 def test_a_thread_that_fails_frees_the_others() -> None:
     start = time.monotonic()
     with pytest.raises(ZeroDivisionError):
@@ -212,6 +211,7 @@ def living_ranks() -> list[multiprocessing.Process]:
     return multiprocessing.active_children()  # type: ignore[return-value]
 
 
+@pytest.mark.clock
 def test_a_long_silence_is_no_error() -> None:
     """An idle server: nobody speaks for longer than the timeout of the other operations."""
     group = RankProcesses(tp_drills.long_silence, ranks=range(2), size=2, timeout=1, **QUICK)
@@ -219,6 +219,7 @@ def test_a_long_silence_is_no_error() -> None:
         assert results(group, 30) == ["hello"] * 2
 
 
+@pytest.mark.clock
 def test_death_of_a_rank_is_raised_with_its_traceback() -> None:
     group = RankProcesses(tp_drills.fail_on_last, ranks=range(2), size=2, **QUICK)
     start = None
@@ -263,6 +264,7 @@ def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
     assert "__main__" in done.stderr
 
 
+@pytest.mark.clock
 def test_a_rank_that_hangs_ends_the_group() -> None:
     """Rank 0 gives up after `distributed_timeout`, the parent stops the other."""
     group = RankProcesses(tp_drills.hang_on_last, ranks=range(2), size=2, timeout=3, **QUICK)
@@ -509,6 +511,7 @@ def fail() -> None:
     raise RuntimeError("NCCL error: remote process exited")
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("leave", [threading.Event().wait, fail])
 def test_leaving_does_not_wait_for_dead_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], leave: Any

@@ -45,6 +45,7 @@ class TokenReply(msgspec.Struct, tag=True, kw_only=True):
     top_logprobs: list[tuple[int, float]] | None = None
     notice: str | None = None  # what the caller should know; with the first token only
     stop: tuple[str, ...] = ()  # the request's stop strings; with the first token only
+    prompt_tail: tuple[int, ...] = ()  # the prompt's last tokens; with the first token only
 
 
 class ErrorReply(msgspec.Struct, tag=True, kw_only=True):

@@ -9,6 +9,8 @@ from minisgl.core import Req
 from minisgl.engine.step import SampledTokens
 from minisgl.scheduler.messages import TokenReply
 
+PROMPT_TAIL = 16  # tokens that the text of the first ones may depend on
+
 
 def finish_reason(req: Req, token: int, eos_token_ids: frozenset[int]) -> str | None:
     """Why `token`, appended already, is the last one; None if it is not."""
@@ -55,6 +57,7 @@ def token_reply(req: Req, reason: str | None, tokens: SampledTokens, index: int)
     wanted = req.sampling_params.logprobs
     if req.host_len == req.prompt_len + 1:
         reply.notice, reply.stop = clamp_notice(req), tuple(req.sampling_params.stop)
+        reply.prompt_tail = tuple(req.input_ids[: req.prompt_len][-PROMPT_TAIL:].tolist())
     if wanted is not None and tokens.logprobs is not None:
         reply.logprob = tokens.logprobs[index]
         if wanted and tokens.top_ids is not None and tokens.top_logprobs is not None:

@@ -65,6 +65,20 @@ MUTATIONS = [
         test=TEST + "test_text_worker_stops_at_a_stop_string",
     ),
     Mutation(
+        name="server: an end token is text",
+        module="minisgl.server.workers.text_worker",
+        old='if msg.finish_reason != "stop":',
+        new="if True:",
+        test=API + "test_stop_token_ids_end_both_alike[checkpoint]",
+    ),
+    Mutation(
+        name="server: a first word loses the space before it",
+        module="minisgl.server.workers.text_worker",
+        old="DecodeStatus(self._tokenizer, msg.prompt_tail, msg.stop)",
+        new="DecodeStatus(self._tokenizer, (), msg.stop)",
+        test=API + "test_sentencepiece_texts_are_those_of_the_engine",
+    ),
+    Mutation(
         name="server: text that was held back is lost at the end",
         module="minisgl.server.workers.text_worker",
         old='text += "" if status.stopped else status.finish()',

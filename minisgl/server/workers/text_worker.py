@@ -107,15 +107,16 @@ class TextWorker:
         """One token to the text that it completes; a stop string ends the request from here."""
         entry = self._open.get(msg.uid)
         if entry is None:
-            status = DecodeStatus(self._tokenizer, stop=msg.stop)
+            status = DecodeStatus(self._tokenizer, msg.prompt_tail, msg.stop)
             entry = OpenText(status, self._logprobs(status) if self._logprobs else None)
             self._open[msg.uid] = entry
         already_closed, text, status = entry.status.stopped, "", entry.status
         if msg.token is not None and not already_closed:
             entry.completion_tokens += 1
-            if entry.logprobs is not None:
-                entry.logprobs.add(msg)
-            text = status.push(msg.token)
+            if msg.finish_reason != "stop":  # an end token is not text
+                if entry.logprobs is not None:
+                    entry.logprobs.add(msg)
+                text = status.push(msg.token)
             if status.stopped and not msg.finished:
                 self._scheduler.append(AbortMsg(uid=msg.uid))
         if msg.finished:
