@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,28 +16,26 @@ from hypothesis import strategies as st
 from minisgl.attention.metadata import build_metadata
 from minisgl.benchmark import kernels, options
 from minisgl.benchmark.cli import build_parser, fill_sizes, main
+from minisgl.benchmark.kernels import Ceilings
 from minisgl.benchmark.latency import (
+    Interval,
     Timeline,
+    device_intervals,
     drive,
     first_token_seconds,
+    idle_times,
     latency_row,
     measure_latency,
+    middle,
     start_together,
     steady_gaps,
-)
-from minisgl.benchmark.offline import launches, measure_offline, redraw, run_once
-from minisgl.benchmark.power import PowerReader, PowerWatch, Sample, power_reader
-from minisgl.benchmark.profile import (
-    Interval,
-    device_intervals,
-    idle_share,
-    idle_times,
-    middle_trace,
     trace_row,
 )
+from minisgl.benchmark.offline import launches, measure_offline, redraw, run_once
 from minisgl.benchmark.roofline import (
-    Ceilings,
+    Floors,
     Roofline,
+    Work,
     body_parameters,
     decode_lengths,
     head_parameters,
@@ -115,15 +110,25 @@ def test_parameters_are_those_of_the_model(tied: bool) -> None:
     assert body_parameters(config) + tables == whole
 
 
-def test_offline_floor_of_the_small_model() -> None:
+@pytest.mark.parametrize(
+    ("name", "step", "overlap"), [("Qwen3-0.6B", 37_220, 39_100), ("Qwen3-14B", 8_460, 12_175)]
+)
+def test_floors_of_the_offline_workload(name: str, step: float, overlap: float) -> None:
     requests = random_workload(151_936)
     prompts, outputs = [len(r.input_ids) for r in requests], [r.output_len for r in requests]
-    seconds = Roofline(known("Qwen3-0.6B"), H200).workload(prompts, outputs).seconds
-    assert seconds == pytest.approx(3.8, rel=0.06)
-    assert sum(outputs) / seconds == pytest.approx(35_000, rel=0.06)
-    seconds = Roofline(known("Qwen3-14B"), H200).workload(prompts, outputs).seconds
-    assert seconds == pytest.approx(17, rel=0.05)
-    assert sum(outputs) / seconds == pytest.approx(7_900, rel=0.05)
+    floors = Roofline(known(name), H200).workload(prompts, outputs)
+    assert sum(outputs) / floors.step == pytest.approx(step, rel=0.02)
+    assert sum(outputs) / floors.overlap == pytest.approx(overlap, rel=0.02)
+
+
+def test_work_overlaps_within_a_step_and_in_one_floor_between_steps() -> None:
+    """On a device with one operation for each byte, where both floors follow by hand."""
+    roof = Roofline(ModelConfig.from_hf(base_config("qwen3")), Ceilings(1.0, 1.0))
+    assert roof.seconds(Work(3, 5)) == roof.seconds(Work(5, 3)) == 5
+    steps = [roof.prefill_work([9, 4]), roof.decode_work([10, 5]), roof.decode_work([11])]
+    nbytes, flops = (sum(column) for column in zip(*steps))
+    expected = Floors(sum(max(step) for step in steps), max(nbytes, flops))
+    assert roof.workload([9, 4], [3, 2]) == expected
 
 
 @pytest.mark.parametrize(("name", "milliseconds"), [("Qwen3-0.6B", 0.29), ("Qwen3-8B", 3.5)])
@@ -140,7 +145,7 @@ def test_prefill_counts_causal_pairs() -> None:
     flops = sum(2 * body * n + 2 * head for n in lengths)
     per_pair = 2 * 2 * config.num_qo_heads * config.head_dim  # q k^T, and weights times v
     flops += sum(config.num_layers * per_pair * (i + 1) for n in lengths for i in range(n))
-    assert roof.prefill(lengths) == flops
+    assert roof.seconds(roof.prefill_work(lengths)) == flops
 
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=12)
@@ -235,6 +240,8 @@ def test_latency_rows(llm: LLM) -> None:
         assert row["tpot_ms"] == sorted(row["all_tpot_ms"])[1]
         assert row["gap_ms"]["p50"] <= row["gap_ms"]["p99"]
         assert 0 <= row["floor_ms"] < row["tpot_ms"]
+        nbytes = roof.decode_work([8 + 6] * row["batch"]).nbytes
+        assert row["tb_per_s"] == pytest.approx(nbytes / row["tpot_ms"] / 1e9, abs=1e-4)
 
 
 def test_latency_refuses_what_does_not_fit(llm: LLM) -> None:
@@ -326,17 +333,6 @@ def test_a_fused_row_of_odd_sizes_says_so() -> None:
         kernels.fused_product("down", torch.ones(1, 96), torch.ones(4, 96))
 
 
-@interpreted
-def test_small_kernels_run() -> None:
-    config = ModelConfig.from_hf(base_config("qwen3"))
-    rows = kernels.small_rows(config, [1, 3], torch.float32, CPU)
-    assert len({row.name for row in rows}) == len(rows) == 14
-    for row in rows:
-        row.make()()
-    greedy = next(row for row in rows if row.name == "sample_logits greedy, batch 3")
-    assert greedy.nbytes == 3 * 4 * config.vocab_size
-
-
 def test_a_row_that_cannot_run_says_why() -> None:
     def refuse() -> kernels.Call:
         raise ImportError("no such library")
@@ -354,10 +350,10 @@ def test_idle_by_hand() -> None:
     events = [Interval(0, 4, 1), Interval(5, 7, 1), Interval(6, 8, 9), Interval(11, 12, 2)]
     idle = idle_times(reversed(events))
     assert (idle.window, idle.inside, idle.between) == (12, 1, 3)
-    assert idle_share(events) == pytest.approx(4 / 12)
-    assert idle_share([Interval(0, 10, 1), Interval(2, 3, 2), Interval(10, 11, 1)]) == 0
+    within = idle_times([Interval(0, 10, 1), Interval(2, 3, 2), Interval(10, 11, 1)])
+    assert within == (11, 0, 0)
     with pytest.raises(ValueError, match="events"):
-        idle_share([])
+        idle_times([])
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9), st.integers(0, 2)), min_size=1)
@@ -394,98 +390,9 @@ def test_only_the_device_counts_in_a_trace(tmp_path: Path) -> None:
     assert row["idle_inside_graphs"] == pytest.approx(1 / 30, abs=1e-4)
 
 
-def test_the_median_trace_counts_and_all_are_kept() -> None:
-    rows = [
-        {"idle_share": share, "trace": name}
-        for share, name in ((0.2, "a"), (0.01, "b"), (0.03, "c"))
-    ]
-    assert middle_trace(rows) == rows[2] | {"all_idle_shares": [0.2, 0.01, 0.03]}
-    assert middle_trace([{"trace": "no device"}] * 3) == {"trace": "no device"}
-
-
-# ------------------------------------------------------------------------------- power
-
-
-class FakeNvml:
-    """The part of pynvml that we call, with one GPU of 700 W that is held back."""
-
-    NVML_CLOCK_SM, nvmlClocksEventReasonSwPowerCap = 1, 4
-
-    class NVMLError(Exception):
-        """What the library raises."""
-
-    def __init__(self) -> None:
-        self.asked: list[object] = []
-        self.fails = False
-
-    def nvmlInit(self) -> None: ...
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        self.asked.append(uuid)
-        return "handle"
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, gpu: str) -> int:
-        return 700_000
-
-    def nvmlDeviceGetPowerUsage(self, gpu: str) -> int:
-        return 693_500
-
-    def nvmlDeviceGetMaxClockInfo(self, gpu: str, kind: int) -> int:
-        return 1980
-
-    def nvmlDeviceGetClockInfo(self, gpu: str, kind: int) -> int:
-        return 1455
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, gpu: str) -> int:
-        if self.fails:
-            raise self.NVMLError("not supported")
-        return 4 | 1
-
-
-def test_power_is_read_from_the_gpu_that_torch_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    about = SimpleNamespace(uuid="1234-5678")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
-    reader = power_reader(torch.device("cuda:1"))
-    assert reader is not None and nvml.asked == ["GPU-1234-5678"]
-    assert (reader.limit_watts, reader.max_sm_mhz) == (700.0, 1980)
-    assert reader.read() == Sample(693.5, 1455, capped=True)
-    nvml.fails = True
-    assert power_reader(torch.device("cuda:1")) is None
-    with PowerWatch(reader) as watch:  # a driver that stops to answer ends no benchmark
-        watch.thread.join(10)
-    assert watch.summary() is None and isinstance(watch.error, FakeNvml.NVMLError)
-
-
-def test_without_a_gpu_or_its_library_there_is_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert power_reader(CPU) is None
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it were not installed
-    assert power_reader(torch.device("cuda")) is None
-    with PowerWatch(None) as watch:
-        pass
-    assert watch.summary() is None
-
-
-def test_power_watch_sums_up_its_samples_and_ends_its_thread() -> None:
-    moments = iter([Sample(100, 1980, False), Sample(690, 1500, True), Sample(700, 1400, True)])
-    ready = threading.Event()
-
-    def read() -> Sample:
-        sample = next(moments)
-        if sample.watts == 700:
-            ready.set()
-            watch.done.set()
-        return sample
-
-    watch = PowerWatch(PowerReader(700.0, 1980, read), every=0.001)
-    with watch:
-        assert ready.wait(10)
-    assert not watch.thread.is_alive()
-    assert watch.summary() == {
-        "watts": 690, "limit_watts": 700.0, "sm_mhz": 1500, "least_sm_mhz": 1400,
-        "max_sm_mhz": 1980, "capped": 0.667,
-    }  # fmt: skip
+def test_the_median_run_counts_and_all_are_kept() -> None:
+    rows = [{"ms": ms, "name": name} for ms, name in ((0.2, "a"), (0.01, "b"), (0.03, "c"))]
+    assert middle(rows, "ms") == rows[2] | {"all_ms": [0.2, 0.01, 0.03]}
 
 
 # ------------------------------------------------------------------------------- command
@@ -497,7 +404,7 @@ SHORT = {
 }
 KEYS = {
     "offline": {"engine", "workload", "tokens_per_s", "median_seconds", "seconds", "steps",
-                "input_tokens", "output_tokens", "warm_up_seconds", "ceilings", "floor", "power"},
+                "input_tokens", "output_tokens", "warm_up_seconds", "ceilings", "floors"},
     "latency": {"engine", "workload", "rows", "profile", "ceilings"},
     "kernels": {"dtype", "workload", "rows", "ceilings"},
 }  # fmt: skip

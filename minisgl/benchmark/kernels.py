@@ -1,6 +1,6 @@
 """Kernels alone: time in a CUDA graph, achieved bandwidth and arithmetic.
 
-Generated from notebooks/13b_floor.ipynb: edit there.
+Generated from notebooks/13a_kernels.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from minisgl.attention.base import AttentionBackend, AttentionPlan, DecodeBuffers
+from minisgl.attention.base import AttentionPlan, DecodeBuffers
 from minisgl.attention.factory import create_backend
-from minisgl.benchmark.roofline import Ceilings
 from minisgl.config.model import ModelConfig
 from minisgl.core import IntArray
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
 
 Call = Callable[[], object]
+CALLS, REPEATS = 10, 20  # calls in one graph, replays of it
 
 
 class Row(NamedTuple):
@@ -38,10 +38,6 @@ class Row(NamedTuple):
     nbytes: int
     flops: int = 0
     launches: int = 1
-
-
-CALLS = 10  # in one graph
-REPEATS = 20
 
 
 @torch.inference_mode()
@@ -92,14 +88,25 @@ def measure_row(row: Row, device: torch.device) -> dict[str, Any]:
     }
 
 
-def make_copy(elements: int, device: torch.device) -> Call:
-    source = torch.ones(elements, device=device)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)
+def measure_rows(rows: Iterable[Row], device: torch.device) -> list[dict[str, Any]]:
+    """All rows in order; one whose library is missing or refuses says why instead of a time."""
+    found = []
+    for row in tqdm(list(rows), desc="kernels", disable=None):
+        try:
+            found.append(measure_row(row, device))
+        except (ImportError, ValueError, RuntimeError) as error:
+            found.append({"name": row.name, "skipped": str(error).splitlines()[0]})
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return found
 
 
-def make_read(elements: int, device: torch.device) -> Call:
-    return torch.ones(elements, device=device).sum
+@dataclass(frozen=True)
+class Ceilings:
+    """What a device does at best: bytes per second from memory, operations per second."""
+
+    bytes_per_s: float
+    flops_per_s: float
 
 
 def make_matmul(size: int, dtype: torch.dtype, device: torch.device) -> Call:
@@ -107,13 +114,17 @@ def make_matmul(size: int, dtype: torch.dtype, device: torch.device) -> Call:
     return lambda: a @ b
 
 
+def make_copy(elements: int, device: torch.device) -> Call:
+    source, target = torch.ones(2, elements, device=device)
+    return lambda: target.copy_(source)
+
+
 def ceiling_rows(dtype: torch.dtype, device: torch.device) -> list[Row]:
     """Copy, read, and a square matrix product: far larger than any cache on a GPU."""
-    on_gpu = device.type == "cuda"
-    elements, size = (1 << 28, 8192) if on_gpu else (1 << 24, 512)
+    n, size = (1 << 28, 8192) if device.type == "cuda" else (1 << 24, 512)
     return [
-        Row("copy", partial(make_copy, elements, device), 8 * elements),
-        Row("read", partial(make_read, elements, device), 4 * elements),
+        Row("copy", partial(make_copy, n, device), 8 * n),
+        Row("read", lambda: torch.ones(n, device=device).sum, 4 * n),
         Row(f"matmul {size}", partial(make_matmul, size, dtype, device), 0, 2 * size**3),
     ]
 
@@ -147,126 +158,39 @@ def fused_product(name: str, x: torch.Tensor, weight: torch.Tensor) -> Product:
     return one
 
 
-def make_linear(
-    rows: int, width: int, out: int, copies: int, dtype: torch.dtype, device: torch.device,
-    fused: str | None = None,
-) -> Call:  # fmt: skip
-    """One product [rows, width] @ [width, out] with each of `copies` weights in turn.
-
-    By torch, or as the projection `fused` of chapter 05d.
-    """
-    x = torch.randn(rows, width, dtype=dtype, device=device)
-    weights = torch.randn(copies, out, width, dtype=dtype, device=device)
+def make_linear(x_size: tuple[int, int], weight_size: tuple[int, int, int], dtype: torch.dtype,
+                device: torch.device, fused: str) -> Call:  # fmt: skip
+    """x [rows, width] times each of the weights [copies, out, width] in turn."""
+    x = torch.randn(x_size, dtype=dtype, device=device)
+    weights = torch.randn(weight_size, dtype=dtype, device=device)
     product: Product = partial(torch.nn.functional.linear, x)
-    if fused is not None:
+    if fused:
         product = fused_product(fused, x, weights[0])
-
-    def call() -> None:
-        for weight in weights:
-            product(weight)
-
-    return call
+    return lambda: [product(weight) for weight in weights]
 
 
 def linear_rows(
     model: ModelConfig, batches: Sequence[int], dtype: torch.dtype, device: torch.device, *,
     fused: bool = False,
 ) -> list[Row]:  # fmt: skip
-    """The products of a layer and the head, by torch; or those of a layer by chapter 05d."""
+    """The GEMMs of a layer and the head, by torch; or those of a layer by chapter 05d."""
     q, kv = model.num_qo_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, inner = model.hidden_size, model.intermediate_size
     shapes = {"qkv": (hidden, q + 2 * kv), "o": (q, hidden), "gate_up": (hidden, 2 * inner),
               "down": (inner, hidden), "head": (hidden, model.vocab_size)}  # fmt: skip
-    shapes = {name: s for name, s in shapes.items() if not (fused and name == "head")}
+    if fused:
+        del shapes["head"]
     enough = (1 << 28) if device.type == "cuda" else (1 << 23)  # bytes, more than a cache holds
     rows = []
     for (name, (width, out)), batch in ((s, b) for s in shapes.items() for b in batches):
         weight = width * out * dtype.itemsize
         copies = -(-enough // weight)
         moved = weight + batch * (width + out) * dtype.itemsize
-        make = partial(
-            make_linear, batch, width, out, copies, dtype, device, name if fused else None
-        )
-        flops, label = 2 * batch * width * out, "fused" if fused else "linear"
-        rows.append(Row(f"{label} {name}, batch {batch}", make, moved, flops, launches=copies))
+        make = partial(make_linear, (batch, width), (copies, out, width), dtype, device,
+                       name if fused else "")  # fmt: skip
+        label = f"{'fused' if fused else 'linear'} {name}, batch {batch}"
+        rows.append(Row(label, make, moved, 2 * batch * width * out, launches=copies))
     return rows
-
-
-def make_add_norm(model: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> Call:
-    from minisgl.kernels.norm import add_norm
-
-    parts = torch.randn(4, rows, model.hidden_size, device=device)
-    residual, norm = parts[0].to(dtype), torch.ones(model.hidden_size, dtype=dtype, device=device)
-    return lambda: add_norm(parts, residual, norm, 1e-6)
-
-
-def make_silu(model: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> Call:
-    from minisgl.kernels.linear import silu_and_mul
-
-    gate_up = torch.randn(rows, 2 * model.intermediate_size, dtype=dtype, device=device)
-    return lambda: silu_and_mul(gate_up)
-
-
-def make_embed(model: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> Call:
-    from minisgl.kernels.embedding import embed
-
-    ids = torch.randint(model.vocab_size, (rows,), device=device)
-    weight = torch.zeros(model.vocab_size, model.hidden_size, dtype=dtype, device=device)
-    return lambda: embed(ids, weight)
-
-
-def make_rotate(model: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> Call:
-    from minisgl.kernels.rotate_store import rotate_and_store
-
-    qo, kv, dim = model.num_qo_heads, model.num_kv_heads, model.head_dim
-    qkv = torch.randn(rows, (qo + 2 * kv) * dim, dtype=dtype, device=device)
-    norm = torch.ones(dim, dtype=dtype, device=device)
-    table = torch.randn(rows, dim, device=device)
-    at = torch.arange(rows, device=device)
-    k, v = torch.empty(2, rows, 1, kv, dim, dtype=dtype, device=device)
-    return lambda: rotate_and_store(qkv, (norm, norm), 1e-6, table, at, at, k, v, qo)
-
-
-def make_store(model: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> Call:
-    from minisgl.kernels.store_kv import store_kv
-
-    shape = (rows, model.num_kv_heads, model.head_dim)
-    k, v = torch.randn(2, *shape, dtype=dtype, device=device)
-    k_cache, v_cache = torch.empty_like(k)[:, None], torch.empty_like(v)[:, None]
-    at = torch.arange(rows, device=device)
-    return lambda: store_kv(k, v, k_cache, v_cache, at)
-
-
-def make_sample(
-    temperature: float, model: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device
-) -> Call:
-    from minisgl.kernels.sample import sample_logits
-
-    logits = torch.randn(rows, model.vocab_size, dtype=dtype, device=device)
-    keys = torch.randint(2**30, (2, rows), dtype=torch.int32, device=device)
-    heat = torch.full((rows,), temperature, device=device)
-    return lambda: sample_logits(logits, keys, heat)
-
-
-def small_rows(
-    model: ModelConfig, batches: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> list[Row]:
-    """The kernels between the products of a step; bytes are what one row reads and writes."""
-    q, kv = model.num_qo_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    size, vocab = dtype.itemsize, model.vocab_size
-    kernels: dict[str, tuple[Callable[..., Call], int]] = {
-        "add_norm": (make_add_norm, model.hidden_size * (4 * 4 + 3 * size)),
-        "rotate_and_store": (make_rotate, size * (2 * q + 5 * kv)),
-        "silu_and_mul": (make_silu, 3 * model.intermediate_size * size),
-        "embed": (make_embed, 2 * model.hidden_size * size),
-        "store_kv": (make_store, 4 * kv * size),
-        "sample_logits greedy": (partial(make_sample, 0.0), vocab * size),
-        "sample_logits 0.6": (partial(make_sample, 0.6), vocab * size),
-    }
-    return [
-        Row(f"{name}, batch {batch}", partial(make, model, batch, dtype, device), batch * nbytes)
-        for name, (make, nbytes) in kernels.items() for batch in batches
-    ]  # fmt: skip
 
 
 def scatter_pages(lengths: IntArray, tables: TableManager, num_pages: int) -> None:
@@ -298,33 +222,25 @@ class DecodeCase:
         return out
 
 
-def decode_plan(
-    chosen: AttentionBackend, tables: TableManager, lengths: IntArray, device: torch.device
-) -> AttentionPlan:
-    """A plan for one new token of every row, as recorded steps have it."""
-    bs = len(lengths)
-    rows = np.arange(bs, dtype=np.int32)
-    parts = (rows, lengths - 1, tables.page_table[rows, lengths - 1])
-    buffers = DecodeBuffers(*(torch.from_numpy(p.astype(np.int64)).to(device) for p in parts))
-    return chosen.graph_plan(bs, buffers)
-
-
 def make_decode(
     model: ModelConfig, backend: str, page_size: int, lengths: IntArray,
     dtype: torch.dtype, device: torch.device, layers: int = 1,
 ) -> DecodeCase:  # fmt: skip
-    """A filled pool, tables and plan; the new tokens are stored already."""
+    """A filled pool, tables, and a plan for a recorded step; the new tokens are stored already."""
     bs, num_pages = len(lengths), int((-(-lengths // page_size)).sum())
-    heads, head_dim = model.num_kv_heads, model.head_dim
-    pool = KVPool(num_layers=layers, num_pages=num_pages, page_size=page_size, num_kv_heads=heads,
-                  head_dim=head_dim, dtype=dtype, device=device)  # fmt: skip
+    qo, kv, dim = model.num_qo_heads, model.num_kv_heads, model.head_dim
+    pool = KVPool(num_layers=layers, num_pages=num_pages, page_size=page_size, num_kv_heads=kv,
+                  head_dim=dim, dtype=dtype, device=device)  # fmt: skip
     pool.buffer.normal_()
     tables = TableManager(bs, int(lengths.max()), page_size, pool.dummy_page, device)
     scatter_pages(lengths, tables, num_pages)
-    chosen = create_backend(backend, pool=pool, tables=tables, num_qo_heads=model.num_qo_heads)
-    plan = decode_plan(chosen, tables, lengths, device)
-    q = torch.randn(bs, model.num_qo_heads, head_dim, dtype=dtype, device=device)
-    k, v = (torch.randn(bs, heads, head_dim, dtype=dtype, device=device) for _ in range(2))
+    rows = np.arange(bs, dtype=np.int32)
+    parts = (rows, lengths - 1, tables.page_table[rows, lengths - 1])
+    buffers = DecodeBuffers(*(torch.from_numpy(p.astype(np.int64)).to(device) for p in parts))
+    chosen = create_backend(backend, pool=pool, tables=tables, num_qo_heads=qo)
+    plan = chosen.graph_plan(bs, buffers)
+    q = torch.randn(bs, qo, dim, dtype=dtype, device=device)
+    k, v = torch.randn(2, bs, kv, dim, dtype=dtype, device=device)
     for layer_id in range(layers):
         plan.run(q, k, v, layer_id)
     return DecodeCase(plan, q, k, v, tables, layers)
@@ -344,16 +260,3 @@ def decode_rows(
             nbytes, flops, launches=layers)
         for name in backends for page in page_sizes
     ]  # fmt: skip
-
-
-def measure_rows(rows: Iterable[Row], device: torch.device) -> list[dict[str, Any]]:
-    """All rows in order; one whose library is missing or refuses says why instead of a time."""
-    found = []
-    for row in tqdm(list(rows), desc="kernels", disable=None):
-        try:
-            found.append(measure_row(row, device))
-        except (ImportError, ValueError, RuntimeError) as error:
-            found.append({"name": row.name, "skipped": str(error).splitlines()[0]})
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return found

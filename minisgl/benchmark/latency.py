@@ -1,15 +1,19 @@
-"""Latency: time to the first token, and time per token at fixed batch sizes.
+"""Time to the first token, time per token, and a trace of steady decode steps.
 
 Generated from notebooks/13b_floor.ipynb: edit there.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch.profiler import ProfilerActivity
 from tqdm import tqdm
 
 from minisgl.benchmark.roofline import Roofline
@@ -18,6 +22,7 @@ from minisgl.llm import LLM
 from minisgl.scheduler.messages import ErrorReply, UserMsg
 
 SAMPLING = {"greedy": 0.0, "sampled": 0.6}  # name to temperature
+SKIP = 4  # decode steps before the batch counts as steady
 
 
 class Timeline(NamedTuple):
@@ -45,12 +50,16 @@ def start_together(
     llm.channel.put_messages(*(UserMsg(first + i, ids, params) for i, ids in enumerate(prompts)))
 
 
+def step_of(llm: LLM) -> Callable[[], object]:
+    """What runs one step of the scheduler, as the engine is set up."""
+    return llm.scheduler.step_overlap if llm.scheduler.overlap else llm.scheduler.step
+
+
 def drive(llm: LLM) -> Timeline:
     """Run the scheduler until nothing is left to do; one look at the clock for each step."""
-    turn = llm.scheduler.step_overlap if llm.scheduler.overlap else llm.scheduler.step
-    line, start = Timeline([], []), time.perf_counter()
+    step, line, start = step_of(llm), Timeline([], []), time.perf_counter()
     while llm.channel.waiting or llm.scheduler.has_work:
-        turn()
+        step()
         if replies := llm.channel.take_replies():
             line.seconds.append(time.perf_counter() - start)
             line.tokens.append(len(replies))
@@ -59,13 +68,9 @@ def drive(llm: LLM) -> Timeline:
     return line
 
 
-SKIP = 4  # decode steps before the batch counts as steady
-
-
 def first_token_seconds(line: Timeline, batch: int) -> list[float]:
     """Seconds to the first token of each request, ascending: [batch]."""
-    times = np.repeat(line.seconds, line.tokens)
-    return [float(t) for t in times[:batch]]
+    return [float(t) for t in np.repeat(line.seconds, line.tokens)[:batch]]
 
 
 def steady_gaps(line: Timeline, batch: int, skip: int = SKIP) -> list[float]:
@@ -76,29 +81,21 @@ def steady_gaps(line: Timeline, batch: int, skip: int = SKIP) -> list[float]:
     return [float(gap) for gap in gaps[skip:]]
 
 
-def percentiles(seconds: Sequence[float], *which: int) -> dict[str, float]:
-    """Percentiles in milliseconds, by name: p50, p99."""
-    return {f"p{p}": round(float(np.percentile(seconds, p)) * 1e3, 4) for p in which}
-
-
 def latency_row(line: Timeline, batch: int) -> dict[str, Any]:
     """TTFT and TPOT of one run, in milliseconds; ValueError if too few steps were steady."""
     gaps = steady_gaps(line, batch)
     if not gaps:
         raise ValueError(f"output-len: batch {batch} had no steady decode step; ask for more")
-    return {
-        "batch": batch,
-        "tpot_ms": round(sum(gaps) / len(gaps) * 1e3, 4),
-        "gap_ms": percentiles(gaps, 50, 99),
-        "ttft_ms": percentiles(first_token_seconds(line, batch), 50, 99),
-        "steps": len(gaps),
-    }
+    row: dict[str, Any] = {"batch": batch, "tpot_ms": round(sum(gaps) / len(gaps) * 1e3, 4)}
+    for name, times in (("gap_ms", gaps), ("ttft_ms", first_token_seconds(line, batch))):
+        row[name] = {f"p{p}": round(float(np.percentile(times, p)) * 1e3, 4) for p in (50, 99)}
+    return row | {"steps": len(gaps)}
 
 
-def middle(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The repetition with the median TPOT, with the TPOT of all."""
-    ordered = sorted(rows, key=lambda row: row["tpot_ms"])
-    return {**ordered[len(rows) // 2], "all_tpot_ms": [row["tpot_ms"] for row in rows]}
+def middle(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    """The row with the median value of `name`, with the values of all."""
+    ordered = sorted(rows, key=lambda row: row[name])
+    return {**ordered[len(rows) // 2], f"all_{name}": [row[name] for row in rows]}
 
 
 def measure_latency(
@@ -107,7 +104,7 @@ def measure_latency(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row for each batch size and way of sampling: the median of `repeats` runs after one more.
 
-    `floor_ms` is the bound of a step in the middle of the answer, if there is a roofline.
+    With a roofline, `floor_ms` and the achieved `tb_per_s` of a step in the middle of the answer.
     """
     cases = [(batch, name) for batch in batch_sizes for name in sampling]
     rows = []
@@ -117,9 +114,89 @@ def measure_latency(
             seed += 1
             start_together(llm, batch, prompt_len, output_len, SAMPLING[name], seed)
             runs.append(latency_row(drive(llm), batch))
-        row = {**middle(runs[1:]), "sampling": name}
+        row = {**middle(runs[1:], "tpot_ms"), "sampling": name}
         if roof is not None:
-            lengths = np.full(batch, prompt_len + output_len // 2)
-            row["floor_ms"] = round(roof.decode(lengths) * 1e3, 4)
+            work = roof.decode_work(np.full(batch, prompt_len + output_len // 2))
+            row["floor_ms"] = round(roof.seconds(work) * 1e3, 4)
+            row["tb_per_s"] = round(work.nbytes / row["tpot_ms"] / 1e9, 4)
         rows.append(row)
     return rows
+
+
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+class Interval(NamedTuple):
+    """Something the device did: from when to when in microseconds, and who launched it."""
+
+    start: float
+    end: float
+    launch: int
+
+
+def device_intervals(trace: Mapping[str, Any]) -> list[Interval]:
+    """What a Chrome trace says of the device: kernels, copies and fills."""
+    found = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") in ON_DEVICE]
+    return [
+        Interval(e["ts"], e["ts"] + e["dur"], e.get("args", {}).get("correlation", -1))
+        for e in found
+    ]
+
+
+class Idle(NamedTuple):
+    """Microseconds of a window: all of it, and the idle parts inside and between launches."""
+
+    window: float
+    inside: float
+    between: float
+
+
+def idle_times(events: Iterable[Interval]) -> Idle:
+    """The gaps in the union of all intervals, from the first start to the last end."""
+    ordered = sorted(events)
+    if not ordered:
+        raise ValueError("events: the trace shows nothing on a device")
+    start, reach, launch = ordered[0]
+    gaps = {True: 0.0, False: 0.0}  # within one launch, or between two
+    for event in ordered:
+        gaps[event.launch == launch] += max(0.0, event.start - reach)
+        if event.end >= reach:
+            reach, launch = event.end, event.launch
+    return Idle(reach - start, gaps[True], gaps[False])
+
+
+def trace_row(path: Path, batch: int, steps: int, sampling: str) -> dict[str, Any]:
+    """What a trace says: milliseconds of a step, and idle shares; none if no device is in it."""
+    row: dict[str, Any] = {"batch": batch, "steps": steps, "sampling": sampling, "trace": path.name}
+    events = device_intervals(json.loads(path.read_text()))
+    if not events:
+        return row
+    window, inside, between = idle_times(events)
+    return row | {
+        "step_ms": round(window / steps / 1e3, 4),
+        "kernels_per_step": round(len(events) / steps, 1),
+        "idle_share": round((inside + between) / window, 4),
+        "idle_between_launches": round(between / window, 4),
+        "idle_inside_graphs": round(inside / window, 4),
+    }
+
+
+def profile_decode(
+    llm: LLM, batch: int, path: Path, *, prompt_len: int, steps: int, sampling: str = "greedy"
+) -> dict[str, Any]:
+    """Write a Chrome trace of `steps` steady decode steps to `path`; what it says of the device."""
+    device, step, full = llm.scheduler.engine.device, step_of(llm), 0
+    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    start_together(llm, batch, prompt_len, steps + 4 * SKIP, SAMPLING[sampling], seed=batch)
+    while full <= SKIP:
+        step()
+        full += len(llm.channel.take_replies()) == batch
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        for _ in range(steps):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    drive(llm)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))
+    return trace_row(path, batch, steps, sampling)

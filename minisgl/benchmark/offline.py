@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from minisgl.benchmark.power import PowerWatch, power_reader
-from minisgl.benchmark.roofline import Roofline
 from minisgl.benchmark.workload import RandomRequest
 from minisgl.core import Batch, Phase, SamplingParams
 from minisgl.llm import LLM
@@ -75,16 +73,13 @@ def run_once(llm: LLM, requests: Sequence[RandomRequest], temperature: float) ->
     return seconds
 
 
-WARM_UP_TOKENS = 4
-
-
 def step_counts(log: Sequence[Launch]) -> dict[str, float]:
     """How many steps of each phase, their tokens, and the mean number of requests in a decode."""
-    steps = {phase: [entry for entry in log if entry.phase is phase] for phase in Phase}
-    decode = [entry.requests for entry in steps[Phase.DECODE]]
+    prefill = [entry.tokens for entry in log if entry.phase is Phase.PREFILL]
+    decode = [entry.requests for entry in log if entry.phase is Phase.DECODE]
     return {
-        "prefill_steps": len(steps[Phase.PREFILL]),
-        "prefill_tokens": sum(entry.tokens for entry in steps[Phase.PREFILL]),
+        "prefill_steps": len(prefill),
+        "prefill_tokens": sum(prefill),
         "decode_steps": len(decode),
         "decode_tokens": sum(decode),
         "mean_batch": round(sum(decode) / max(1, len(decode)), 1),
@@ -95,14 +90,13 @@ def measure_offline(
     llm: LLM, requests: Sequence[RandomRequest], *, temperature: float, repeats: int, seed: int = 0
 ) -> dict[str, Any]:
     """Seconds of every repetition, their median as tokens per second, and what was launched."""
-    short = [RandomRequest(r.input_ids, min(WARM_UP_TOKENS, r.output_len)) for r in requests]
+    short = [RandomRequest(r.input_ids, min(4, r.output_len)) for r in requests]
     warm_up = run_once(llm, short, temperature)
-    engine, seconds = llm.scheduler.engine, []
-    with PowerWatch(power_reader(engine.device)) as watch:
-        for index in tqdm(range(repeats), desc="offline runs", disable=None):
-            fresh = redraw(requests, engine.model_config.vocab_size, seed + 1 + index)
-            with launches(llm.scheduler) as log:
-                seconds.append(run_once(llm, fresh, temperature))
+    seconds = []
+    for index in tqdm(range(repeats), desc="offline runs", disable=None):
+        fresh = redraw(requests, llm.limits.vocab_size, seed + 1 + index)
+        with launches(llm.scheduler) as log:
+            seconds.append(run_once(llm, fresh, temperature))
     output_tokens = sum(r.output_len for r in requests)
     return {
         "tokens_per_s": round(output_tokens / statistics.median(seconds), 1),
@@ -112,21 +106,4 @@ def measure_offline(
         "input_tokens": sum(len(r.input_ids) for r in requests),
         "output_tokens": output_tokens,
         "steps": step_counts(log),  # of the last repetition
-        "power": watch.summary(),
-    }
-
-
-def offline_floor(
-    roof: Roofline, requests: Sequence[RandomRequest], max_running: int
-) -> dict[str, float]:
-    """The least seconds of the same lengths, part by part, and the rate that they would give."""
-    prompts = [len(r.input_ids) for r in requests]
-    outputs = [r.output_len for r in requests]
-    floor = roof.workload(prompts, outputs, max_running)
-    return {
-        "prefill_seconds": floor.prefill,
-        "decode_linear_seconds": floor.linear,
-        "decode_kv_seconds": floor.kv,
-        "seconds": floor.seconds,
-        "tokens_per_s": sum(outputs) / floor.seconds,
     }

@@ -1,6 +1,6 @@
-"""Flags that the benchmarks share, and what they mean: model, engine, sizes.
+"""Flags that the benchmarks share, and what they mean: model, engine, integers.
 
-Generated from notebooks/13b_floor.ipynb: edit there.
+Generated from notebooks/13a_kernels.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any, NoReturn
 
 from minisgl.config import flags
 from minisgl.config.engine import SchedulerConfig
+from minisgl.config.flags import ENGINE_FIELDS as ENGINE_FIELDS
+from minisgl.config.flags import Group as Group
+from minisgl.config.flags import engine_fields as engine_fields
 from minisgl.config.known_models import KNOWN_CONFIGS
 from minisgl.config.paths import resolve_model_path
 
@@ -59,9 +62,6 @@ def model_folder(name: str | None, shapes_only: bool) -> Iterator[Path]:
         yield Path(folder)
 
 
-Group = flags.Group
-
-
 def add_integer(group: Group, names: str, what: str, low: int = 1, **more: Any) -> None:
     """A flag, or several names of one, that takes an integer or as many as `nargs` says."""
     fields: dict[str, Any] = {"metavar": "N", "type": at_least(low), "help": what, **more}
@@ -75,22 +75,6 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_model_flags(parser.add_argument_group("model"), which)
 
 
-def add_run_flags(parser: argparse.ArgumentParser) -> None:
-    """How often, and where the results go."""
-    group = parser.add_argument_group("run")
-    add_integer(group, "--seed", "of prompts and lengths (default 0)", low=0, default=0)
-    where = "also write results, hardware, versions and command here"
-    group.add_argument("--json", metavar="OUT", type=Path, default=None, help=where)
-
-
-ENGINE_FIELDS = flags.ENGINE_FIELDS
-
-
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """What an engine may be told."""
     flags.add_engine_flags(parser.add_argument_group("engine"), SchedulerConfig())
-
-
-def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags that were given, as fields of `SchedulerConfig`; the others keep its defaults."""
-    return flags.engine_fields(args)

@@ -11,17 +11,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from minisgl.benchmark.kernels import Ceilings
 from minisgl.config.model import ModelConfig
 from minisgl.core import IntArray
 from minisgl.kvcache.pool import kv_bytes_per_token
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """What a device does at best: bytes per second from memory, operations per second."""
+class Work(NamedTuple):
+    """What a piece of computation cannot avoid: bytes read from memory, and operations."""
 
-    bytes_per_s: float
-    flops_per_s: float
+    nbytes: int
+    flops: int
 
 
 def head_parameters(model: ModelConfig) -> int:
@@ -37,49 +37,53 @@ def body_parameters(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Least seconds of a model on one device; `itemsize` is the bytes of a weight, K and V."""
+    """Least work and seconds of a model on a device; `itemsize`: bytes of a weight, K or V."""
 
     model: ModelConfig
     ceilings: Ceilings
     itemsize: int = 2
 
-    def linear(self, tokens: int, sampled: int, extra_flops: int = 0) -> float:
-        """All linear layers over `tokens` rows, the head over `sampled` of them."""
+    def seconds(self, work: Work) -> float:
+        """The larger of its two times: reading and computing overlap perfectly within it."""
+        reading = work.nbytes / self.ceilings.bytes_per_s
+        return max(reading, work.flops / self.ceilings.flops_per_s)
+
+    def forward(self, tokens: int, sampled: int, kv_read: int, pairs: int) -> Work:
+        """One forward pass over `tokens` rows, of which the head takes `sampled`.
+
+        `kv_read` tokens of K and V are read; attention looks at `pairs` of query and key.
+        """
         model, head = self.model, head_parameters(self.model)
         body = body_parameters(model)
-        weights, used = body + head * (sampled > 0), tokens * body + sampled * head
-        return max(
-            weights * self.itemsize / self.ceilings.bytes_per_s,
-            (2 * used + extra_flops) / self.ceilings.flops_per_s,
-        )
+        nbytes = (body + head * (sampled > 0)) * self.itemsize
+        nbytes += kv_bytes_per_token(model, self.itemsize) * kv_read
+        per_pair = 4 * model.num_layers * model.num_qo_heads * model.head_dim  # q kᵀ, weights v
+        return Work(nbytes, 2 * (tokens * body + sampled * head) + per_pair * pairs)
 
-    def kv(self, tokens: int) -> float:
-        """Read the keys and values of so many tokens in all layers."""
-        nbytes = kv_bytes_per_token(self.model, self.itemsize) * tokens
-        return nbytes / self.ceilings.bytes_per_s
-
-    def prefill(self, lengths: Sequence[int] | IntArray) -> float:
+    def prefill_work(self, lengths: Sequence[int] | IntArray) -> Work:
         """Prompts of these lengths with nothing cached; one row of each goes to the head."""
         n = np.asarray(lengths, dtype=np.int64)
         pairs = int((n * (n + 1) // 2).sum())  # causal: token i looks at i tokens
-        heads = self.model.num_layers * self.model.num_qo_heads
-        return self.linear(
-            int(n.sum()), len(n), extra_flops=4 * heads * self.model.head_dim * pairs
-        )
+        return self.forward(int(n.sum()), len(n), 0, pairs)
+
+    def decode_work(self, lengths: Sequence[int] | IntArray) -> Work:
+        """One token for each request; `lengths` counts the tokens that it attends to."""
+        total = int(np.sum(lengths))
+        return self.forward(len(lengths), len(lengths), total, total)
 
     def decode(self, lengths: Sequence[int] | IntArray) -> float:
-        """One token for each request; `lengths` counts the tokens that it attends to."""
-        return self.linear(len(lengths), len(lengths)) + self.kv(int(np.sum(lengths)))
+        """Least seconds of one decode step."""
+        return self.seconds(self.decode_work(lengths))
 
     def workload(
         self, prompts: Sequence[int], outputs: Sequence[int], max_running: int = 256
-    ) -> Floor:
-        """All prompts computed in one go, then every decode step at its bound."""
-        linear = kv = 0.0
-        for lengths in decode_lengths(prompts, outputs, max_running):
-            linear += self.linear(len(lengths), len(lengths))
-            kv += self.kv(int(lengths.sum()))
-        return Floor(self.prefill(prompts), linear, kv)
+    ) -> Floors:
+        """All prompts computed in one step, then every decode step."""
+        steps = [self.prefill_work(prompts)]
+        played = decode_lengths(prompts, outputs, max_running)
+        steps += [self.decode_work(lengths) for lengths in played]
+        total = Work(*(sum(column) for column in zip(*steps)))
+        return Floors(sum(self.seconds(step) for step in steps), self.seconds(total))
 
 
 def decode_lengths(
@@ -99,13 +103,8 @@ def decode_lengths(
             yield running[:, 0].astype(np.int32)
 
 
-class Floor(NamedTuple):
-    """The least seconds of a workload and where they go."""
+class Floors(NamedTuple):
+    """Least seconds of a workload, by what may overlap."""
 
-    prefill: float
-    linear: float  # of decode steps
-    kv: float  # of decode steps
-
-    @property
-    def seconds(self) -> float:
-        return self.prefill + self.linear + self.kv
+    step: float  # reading and computing within one step, but no two steps
+    overlap: float  # all reading with all computing

@@ -5,10 +5,7 @@
   parts     the time of decode attention alone for few requests, cut into more and fewer parts
   backends  the same as cuts for each pair of attention backends
   prefill   the time to the first token of prompts of several lengths, for two pairs of backends
-  ragged    the idle share of decode steps of requests of all lengths
   attempts  throughput of a large model, as it is and changed, and the kernels of its steps
-  pauses    idle share of decode steps beside garbage collections, with and without a frozen heap
-  start     seconds from the start of a process to its first token, several processes in turn
 """
 
 from __future__ import annotations
@@ -17,13 +14,11 @@ import argparse
 import gc
 import json
 import shlex
-import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,16 +31,15 @@ from tqdm import tqdm
 
 from minisgl import LLM, SamplingParams
 from minisgl.attention import fused_backend
-from minisgl.benchmark import latency, offline, profile
+from minisgl.benchmark import latency, offline
 from minisgl.benchmark.kernels import decode_rows, measure_rows
+from minisgl.benchmark.latency import ON_DEVICE, profile_decode
 from minisgl.benchmark.options import Parser, model_folder
-from minisgl.benchmark.profile import ON_DEVICE, profile_decode
 from minisgl.benchmark.report import save
 from minisgl.benchmark.workload import RandomRequest, random_workload
 from minisgl.config.known_models import KNOWN_CONFIGS
 from minisgl.config.model import ModelConfig
 from minisgl.engine import engine as engine_module
-from minisgl.engine.heap import frozen_heap
 from minisgl.kernels import decode_attention
 from minisgl.scheduler.messages import UserMsg
 
@@ -193,36 +187,6 @@ def prefill(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": args.model, "rows": rows}
 
 
-def start_ragged(
-    llm: LLM, batch: int, prompt_len: int, output_len: int, temperature: float, seed: int
-) -> None:
-    """`start_together`, with prompts of 100 to 1,024 tokens, whatever `prompt_len` says."""
-    rng, first = np.random.default_rng([seed, llm.next_uid]), llm.next_uid
-    llm.next_uid += batch
-    params = SamplingParams(temperature=temperature, max_tokens=output_len, ignore_eos=True)
-    prompts = [rng.integers(0, VOCAB, n).tolist() for n in rng.integers(100, 1025, batch)]
-    llm.channel.put_messages(*(UserMsg(first + i, ids, params) for i, ids in enumerate(prompts)))
-
-
-def ragged(args: argparse.Namespace) -> dict[str, Any]:
-    """Five traces of each case."""
-    rows = []
-    with mock.patch.object(profile, "start_together", start_ragged), engine(args.model) as llm:
-        for batch, name in tqdm([(n, name) for n in (8, 64, 256) for name in latency.SAMPLING]):
-            traces = [traced(llm, batch, name) for _ in range(5)]
-            found = [dict(zip(("idle", "between", "step_ms"), trace)) for trace in traces]
-            rows.append({"batch": batch, "sampling": name, "traces": found})
-    return {"model": args.model, "rows": rows}
-
-
-def traced(llm: LLM, batch: int, name: str) -> list[float]:
-    """Idle share of 40 steps, the part of it between launches, milliseconds of a step."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        row = profile_decode(llm, batch, path, prompt_len=512, steps=40, sampling=name)
-    return [row["idle_share"], row["idle_between_launches"], row["step_ms"]]
-
-
 ATTEMPTS: dict[str, dict[str, Any]] = {  # what is changed, as fields of the engine
     "as it is": {},
     "torch multiplies": {"kernels": "torch"},
@@ -300,90 +264,7 @@ def attempts(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": args.model, "rows": rows, **more}
 
 
-class Collections:
-    """Milliseconds of each full garbage collection, while `on`."""
-
-    def __init__(self) -> None:
-        self.on, self.ms, self.begin = False, list[float](), 0.0
-
-    def __call__(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            self.begin = time.perf_counter()
-        elif self.on and info["generation"] == 2:
-            self.ms.append(round((time.perf_counter() - self.begin) * 1e3, 2))
-
-    def take(self) -> list[float]:
-        """What was found since the last call."""
-        found, self.ms = self.ms, []
-        return found
-
-    @contextmanager
-    def during(self, block: AbstractContextManager[Any]) -> Iterator[Any]:
-        """The block, listened to while it runs."""
-        with block as given:
-            self.on = True
-            try:
-                yield given
-            finally:
-                self.on = False
-
-
-def pauses(args: argparse.Namespace) -> dict[str, Any]:
-    """Thirty traces and three offline runs each, by turns; the collections within are written down.
-
-    Reading a trace leaves objects behind, so full collections are more frequent than in a server.
-    """
-    rows, heard, plain = [], Collections(), torch.profiler.profile
-    requests = random_workload(VOCAB, args.requests)
-    gc.callbacks.append(heard)
-    for number, frozen in tqdm([(n, f) for n in range(2) for f in (False, True)], desc="rounds"):
-        row: dict[str, Any] = {"frozen": frozen, "round": number, "traces": []}
-        with engine(args.model) as llm, frozen_heap() if frozen else nullcontext():
-            with mock.patch.object(
-                torch.profiler, "profile", lambda **how: heard.during(plain(**how))
-            ):
-                for _ in range(30):
-                    idle, _, step_ms = traced(llm, 64, "greedy")
-                    found = {"idle": idle, "step_ms": step_ms, "collections_ms": heard.take()}
-                    row["traces"].append(found)
-            row["offline"] = []
-            for seed in range(3):
-                asked = offline.redraw(requests, VOCAB, seed)
-                with heard.during(nullcontext()):
-                    seconds = run(llm, *asked_for(asked)).seconds[-1]
-                row["offline"].append({"seconds": seconds, "collections_ms": heard.take()})
-        rows.append(row)
-    gc.callbacks.remove(heard)
-    return {"model": args.model, "rows": rows}
-
-
-FIRST_TOKEN = """
-import sys
-from minisgl import LLM, SamplingParams
-with LLM(sys.argv[1], use_dummy_weight=True) as llm:
-    llm.generate([0], SamplingParams(max_tokens=1))
-    print("a token", flush=True)
-"""
-
-
-def start(args: argparse.Namespace) -> dict[str, Any]:
-    """Four processes, one after the other; what the first one compiles the others find cached."""
-    seconds = []
-    with model_folder(args.model, True) as folder:
-        for _ in tqdm(range(4), desc="processes"):
-            begin = time.perf_counter()
-            command = [sys.executable, "-c", FIRST_TOKEN, str(folder)]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-                assert child.stdout is not None
-                while (said := child.stdout.readline()) not in ("a token\n", ""):
-                    pass  # whatever a library prints before
-                seconds.append(round(time.perf_counter() - begin, 2))
-                child.communicate()
-            assert said == "a token\n" and child.returncode == 0, (said, child.returncode)
-    return {"model": args.model, "seconds_to_first_token": seconds}
-
-
-ALL = (cuts, parts, backends, prefill, ragged, attempts, pauses, start)
+ALL = (cuts, parts, backends, prefill, attempts)
 TRIALS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {f.__name__: f for f in ALL}
 
 

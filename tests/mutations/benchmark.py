@@ -41,6 +41,20 @@ MUTATIONS = [
         test=TEST + "test_prefill_counts_causal_pairs",
     ),
     Mutation(
+        name="benchmark: steps overlap in the floor that forbids it",
+        module="minisgl.benchmark.roofline",
+        old="sum(self.seconds(step) for step in steps)",
+        new="self.seconds(total)",
+        test=TEST + "test_work_overlaps_within_a_step_and_in_one_floor_between_steps",
+    ),
+    Mutation(
+        name="benchmark: a step's attention reads nothing",
+        module="minisgl.benchmark.roofline",
+        old="self.itemsize) * kv_read",
+        new="self.itemsize) * 0",
+        test=TEST + "test_floors_of_the_offline_workload",
+    ),
+    Mutation(
         name="benchmark: an untied embedding table is read by every step",
         module="minisgl.benchmark.roofline",
         old="* (1 if model.tie_word_embeddings else 2)",
@@ -63,14 +77,14 @@ MUTATIONS = [
     ),
     Mutation(
         name="benchmark: a short kernel inside a long one shortens it",
-        module="minisgl.benchmark.profile",
+        module="minisgl.benchmark.latency",
         old="if event.end >= reach:",
         new="if True:",
         test=TEST + "test_idle_is_what_no_interval_covers",
     ),
     Mutation(
         name="benchmark: what the host does counts as the device's work",
-        module="minisgl.benchmark.profile",
+        module="minisgl.benchmark.latency",
         old='and e.get("cat") in ON_DEVICE',
         new='and e.get("cat")',
         test=TEST + "test_only_the_device_counts_in_a_trace",
