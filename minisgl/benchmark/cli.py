@@ -21,7 +21,7 @@ import torch
 
 from minisgl.benchmark import kernels, latency, offline, options
 from minisgl.benchmark.report import save
-from minisgl.benchmark.roofline import Ceilings, Roofline
+from minisgl.benchmark.roofline import Roofline
 from minisgl.benchmark.workload import random_workload
 from minisgl.config.engine import SchedulerConfig, choose_device, choose_dtype
 from minisgl.config.model import ModelConfig
