@@ -32,20 +32,19 @@ def assert_same_draws(
 
     Everything on one device, which the oracle uses, too.
     """
-    vocab, different = logits.shape[1], 0
+    vocab = logits.shape[1]
     ids = torch.arange(vocab, dtype=torch.int32, device=logits.device)
-    for row, token in enumerate(got.tolist()):
-        one, k = slice(row, row + 1), int(top_k[row])
-        k = k if 0 < k < vocab else vocab
-        wanted: list[torch.Tensor] = []
-        if temperature[row] > 0:
-            wanted = [keys[:, one], temperature[one]]
-            if k < vocab or top_p[row] < 1:
-                wanted += [torch.tensor([k], device=logits.device), top_p[one]]
-        want = int(draw(logits[one], ids, k, *wanted))
-        if token != want:
-            different += 1
-            noise = gumbel_noise(keys[:, one], ids)[0, [token, want]]
-            scores = logits[row, [token, want]].float() + temperature[row] * noise
-            assert torch.isclose(scores[0], scores[1], rtol=1e-6, atol=0), (row, token, want)
-    assert different <= max(1, len(got) // 1000), f"{different} of {len(got)} rows"
+    k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)
+    filtered = (temperature > 0) & ((k < vocab) | (top_p < 1))
+    want = draw(logits, ids, 0, keys, temperature)
+    if filtered.any():
+        few = draw(logits[filtered], ids, vocab, keys[:, filtered], temperature[filtered],
+                   k[filtered], top_p[filtered])  # fmt: skip
+        want[filtered] = few
+    different = torch.nonzero(got != want).flatten().tolist()
+    for row in different:
+        pair = [int(got[row]), int(want[row])]
+        noise = gumbel_noise(keys[:, row : row + 1], ids)[0, pair]
+        scores = logits[row, pair].float() + temperature[row] * noise
+        assert torch.isclose(scores[0], scores[1], rtol=1e-6, atol=0), (row, pair)
+    assert len(different) <= max(1, len(got) // 1000), f"{len(different)} of {len(got)} rows"

@@ -30,6 +30,7 @@ from minisgl.engine.memory import (
     pages_by_ratio,
     require_pages,
 )
+from minisgl.engine.sample_kernel import load_sample_kernel
 from minisgl.engine.sampler import SampleOutput, Sampler
 from minisgl.engine.step import ForwardInput, ForwardOutput, build_forward_input
 from minisgl.kvcache.page_table import TableManager
@@ -80,7 +81,8 @@ class Engine:
             config.attention_backend, pool=self.pool, tables=self.tables,
             num_qo_heads=model_config.num_qo_heads // config.tp.size,
         )  # fmt: skip
-        self.sampler = Sampler(model_config.vocab_size, self.device, config.seed)
+        kernel = load_sample_kernel(self.device)
+        self.sampler = Sampler(model_config.vocab_size, self.device, config.seed, kernel)
         self.forward_pass = choose_forward(config, model)
         self.ring = StagingRing(self.device)
         self.dummy_req = dummy_request(self.tables.dummy_row)

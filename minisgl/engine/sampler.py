@@ -6,8 +6,7 @@ Generated from notebooks/06_sampler.ipynb: edit there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,12 +32,9 @@ def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x
 
 
-MASK64 = 2**64 - 1
-
-
 def engine_seeds(engine_seed: int, uids: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Seeds of requests that brought none, uint64 [bs]: of the engine's seed and their uids."""
-    engine = mix64(np.array([engine_seed & MASK64], np.uint64) ^ GOLDEN)
+    engine = mix64(np.array([engine_seed], np.uint64) ^ GOLDEN)
     return mix64(engine + uids.astype(np.uint64))
 
 
@@ -126,20 +122,15 @@ def kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def draw(
-    logits: Tensor,
-    token_ids: Tensor,
-    width: int = 0,
-    keys: Tensor | None = None,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-) -> Tensor:
-    """One token id per row, int64 [rows], of logits [rows, vocab]; what is None costs nothing.
+    logits: Tensor, token_ids: Tensor, width: int, keys: Tensor, temperature: Tensor,
+    top_k: Tensor | None = None, top_p: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """One token id per row, int64 [rows], of logits [rows, vocab]; without filters, no sort.
 
-    token_ids int32 [vocab]; keys int32 [2, rows], None for greedy; temperature float32 [rows].
+    token_ids int32 [vocab]; keys int32 [2, rows]; temperature float32 [rows], 0 for greedy. With
+    filters no row is greedy, and `width` candidates are looked at: top_k int64 [rows] is no larger;
+    top_p float64 [rows].
     """
-    if keys is None or temperature is None:
-        return logits.argmax(-1)
     scale = temperature[:, None]
     if top_k is None or top_p is None:
         return torch.addcmul(logits.float(), gumbel_noise(keys, token_ids), scale).argmax(-1)
@@ -149,95 +140,161 @@ def draw(
     return ids.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1)
 
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6  # beyond, nothing changes but float32 overflows
-
-ROW = np.dtype(
-    [
-        ("width", np.int64),  # candidates the filters look at; 0 no filter, -1 greedy
-        ("temperature", np.float32),  # 0 for greedy
-        ("top_p", np.float64),
-        ("seed", np.uint64),
-        ("seeded", np.bool_),  # False: the seed comes from the engine's and the uid
-        ("num_top", np.int64),  # logprobs wanted, -1 for none
-    ]
-)
-
-
-def params_row(params: SamplingParams, vocab_size: int) -> tuple[int, float, float, int, bool, int]:
-    """What sampling needs to know of a request's parameters, as a row of `ROW`."""
-    width = vocab_size if params.top_p < 1.0 else 0
-    if 0 < params.top_k < vocab_size:
-        width = params.top_k
-    warm = min(max(params.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
-    if params.is_greedy:
-        width, warm = -1, 0.0
-    num_top = -1 if params.logprobs is None else params.logprobs
-    seed = (params.seed or 0) & MASK64
-    return width, warm, params.top_p, seed, params.seed is not None, num_top
-
-
-get_params, get_uid = attrgetter("sampling_params"), attrgetter("uid")
-get_position = attrgetter("device_len")
-
-
-class ParamsTable:
-    """A row of numbers for each `SamplingParams` object met lately; a batch is one indexing."""
-
-    def __init__(self, vocab_size: int, capacity: int = 4096) -> None:
-        self.vocab_size = vocab_size
-        self.capacity = capacity
-        self.forget(capacity)
-
-    def forget(self, capacity: int) -> None:
-        """Start anew, with room for `capacity` objects."""
-        self.numbers: NDArray[Any] = np.zeros(capacity, ROW)
-        self.row_of: dict[int, int] = {}
-        self.held: list[SamplingParams] = []  # while we hold an object, its id is its own
-
-    def add(self, params: SamplingParams) -> int:
-        """The row of an object, made now if it has none."""
-        row = self.row_of.get(id(params))
-        if row is None:
-            row = len(self.held)
-            self.numbers[row] = params_row(params, self.vocab_size)
-            self.held.append(params)
-            self.row_of[id(params)] = row
-        return row
-
-    def rows(self, reqs: Sequence[Req]) -> NDArray[Any]:
-        """A copy of the requests' rows, [bs] of `ROW`."""
-        params = list(map(get_params, reqs))
-        row_of = self.row_of
-        try:
-            found = [row_of[id(p)] for p in params]
-        except KeyError:  # somebody is new
-            if len(self.held) + len(params) > len(self.numbers):
-                self.forget(max(self.capacity, len(params)))
-            found = [self.add(p) for p in params]
-        return self.numbers[found]
-
-
 @dataclass(frozen=True)
 class SamplingArgs:
     """How to sample one batch: a snapshot on the host, so that its requests may move on."""
 
     keys: NDArray[np.int32]  # [2, bs]
     temperature: NDArray[np.float32]  # [bs], 0 for a greedy row
-    width: NDArray[np.int64]  # [bs], candidates the filters look at; 0 no filter, -1 greedy
+    width: NDArray[np.int64]  # [bs], candidates that the filters look at; 0: no filter
     top_p: NDArray[np.float64]  # [bs]
     logprob_rows: NDArray[np.int64]  # rows that asked for log probabilities
     num_top: int  # most likely tokens that these rows want besides the chosen one
-    filtered: bool  # a row has top-k or top-p
 
     @property
-    def batch_size(self) -> int:
-        """Rows of the batch."""
-        return len(self.temperature)
+    def filtered(self) -> bool:
+        """True if a row has top-k or top-p."""
+        return bool(self.width.any())
 
     @property
     def simple(self) -> bool:
         """True if keys and temperatures are all there is: no filter, no log probability."""
         return not self.filtered and len(self.logprob_rows) == 0
+
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6  # beyond, nothing changes but float32 overflows
+
+
+def filter_width(params: SamplingParams, vocab_size: int) -> int:
+    """Candidates that top-k and top-p look at: 0 without a filter, all of them for top-p alone."""
+    if params.is_greedy:
+        return 0
+    if 0 < params.top_k < vocab_size:
+        return params.top_k
+    return vocab_size if params.top_p < 1.0 else 0
+
+
+def clamped_temperature(params: SamplingParams) -> float:
+    """The temperature within float32's reach; 0 for greedy."""
+    if params.is_greedy:
+        return 0.0
+    return min(max(params.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
+
+
+class CachedArgs(NamedTuple):
+    """What stays as it is while the batch does; the parameters of a request never change."""
+
+    reqs: list[Req]
+    streams: NDArray[np.uint64]  # [bs]
+    args: SamplingArgs | None  # its keys are placeholders; None: all greedy without logprobs
+
+
+class Sampler:
+    """Turns logits into next tokens; holds a seed and no state that a request could see.
+
+    `kernel(logits, keys, temperature, out, top_k, top_p)` draws all rows in one launch: see
+    `minisgl.kernels.sample.sample_logits`. Without one the torch functions do the work.
+    """
+
+    def __init__(
+        self, vocab_size: int, device: torch.device | str, seed: int = 0,
+        kernel: Callable[..., Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self.vocab_size, self.seed, self.kernel = vocab_size, seed, kernel
+        self.staging = StagingRing(device)
+        self.cached = CachedArgs([], np.empty(0, np.uint64), None)
+        self.token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
+
+    def batch_args(self, reqs: list[Req]) -> CachedArgs:
+        """What `prepare` needs of these requests, whatever their positions."""
+        every = [req.sampling_params for req in reqs]
+        num_top = np.array([-1 if p.logprobs is None else p.logprobs for p in every])
+        asked = np.flatnonzero(num_top >= 0)
+        if len(asked) == 0 and all(p.is_greedy for p in every):
+            return CachedArgs(reqs, np.empty(0, np.uint64), None)
+        uids = np.array([req.uid for req in reqs], np.int64)
+        own = np.array([p.seed or 0 for p in every], np.uint64)
+        seeded = np.array([p.seed is not None for p in every])
+        args = SamplingArgs(
+            keys=np.zeros((2, len(reqs)), np.int32),
+            temperature=np.array([clamped_temperature(p) for p in every], np.float32),
+            width=np.array([filter_width(p, self.vocab_size) for p in every], np.int64),
+            top_p=np.array([p.top_p for p in every], np.float64),
+            logprob_rows=asked,
+            num_top=int(num_top.max()),
+        )
+        return CachedArgs(reqs, streams(np.where(seeded, own, engine_seeds(self.seed, uids))), args)
+
+    def prepare(self, reqs: Sequence[Req]) -> SamplingArgs | None:
+        """What `sample` must know about these requests; None if all are greedy without logprobs.
+
+        Host arithmetic only. The token to be drawn will stand at position `device_len`: that counts
+        the draws, because the host may not know yet what the tokens before it are.
+        """
+        same = list(reqs)
+        if self.cached.reqs != same:  # requests are equal if they are the same object
+            self.cached = self.batch_args(same)
+        args = self.cached.args
+        if args is None:
+            return None
+        positions = np.array([req.device_len for req in reqs], np.int64)
+        return replace(args, keys=keys_at(self.cached.streams, positions))
+
+    def sample(self, logits: Tensor, args: SamplingArgs | None) -> SampleOutput:
+        """Draw one token per row of logits [bs, vocab_size], which are left as they are.
+
+        They are bfloat16, float16 or float32. A NaN counts as the largest logit and a row of -inf
+        gives token 0: a broken row yields a valid id, and its neighbours are unharmed.
+        """
+        if logits.ndim != 2 or logits.shape[1] != self.vocab_size:
+            raise ValueError(
+                f"logits: must be [batch, {self.vocab_size}], got {list(logits.shape)}"
+            )
+        if args is None:
+            return SampleOutput(logits.argmax(-1))
+        if len(args.temperature) != len(logits):
+            raise ValueError(
+                f"logits: {len(args.temperature)} rows were prepared, got {len(logits)}"
+            )
+        next_ids = self.draw(logits, args) if self.kernel is None else self.draw_fused(logits, args)
+        if len(args.logprob_rows) == 0:
+            return SampleOutput(next_ids)
+        (rows,) = self.staging.upload(args.logprob_rows)
+        return with_logprobs(logits, next_ids, rows, args.num_top)
+
+    def draw(self, logits: Tensor, args: SamplingArgs) -> Tensor:
+        """By torch functions: the rows without filters, then those that need a sort; int64 [bs]."""
+        next_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        for rows in (np.flatnonzero(args.width == 0), np.flatnonzero(args.width)):
+            if len(rows) == 0:
+                continue
+            width = int(args.width[rows].max())
+            arrays: list[NDArray[Any]] = [rows, args.keys[:, rows], args.temperature[rows]]
+            if width > 0:
+                arrays += [args.width[rows], args.top_p[rows]]
+            at, *values = self.staging.upload(*arrays)
+            chosen = logits if len(rows) == len(logits) else logits.index_select(0, at)
+            next_ids.index_copy_(0, at, draw(chosen, self.token_ids, width, *values))
+        return next_ids
+
+    def draw_rows(self, logits: Tensor, keys: Tensor, temperature: Tensor) -> Tensor:
+        """Tensors to tensors, so that a CUDA graph can hold it: logits [n, vocab] to ids int64 [n].
+
+        keys int32 [2, n]; temperature float32 [n], 0 for a greedy row.
+        """
+        if self.kernel is not None:
+            return self.kernel(logits, keys, temperature)
+        return draw(logits, self.token_ids, 0, keys, temperature)
+
+    def draw_fused(self, logits: Tensor, args: SamplingArgs) -> Tensor:
+        """By the kernel: all rows in one launch, whatever they need; int64 [bs]."""
+        assert self.kernel is not None
+        arrays: list[NDArray[Any]] = [args.keys, args.temperature]
+        if args.filtered:
+            few = (args.width > 0) & (args.width < self.vocab_size)
+            arrays += [np.where(few, args.width, 0).astype(np.int32), args.top_p]
+        keys, temperature, *filters = self.staging.upload(*arrays)
+        return self.kernel(logits, keys, temperature, None, *filters)
 
 
 @dataclass(frozen=True)
@@ -248,170 +305,6 @@ class SampleOutput:
     logprobs: Tensor | None = None  # float32 [bs], of the chosen token
     top_ids: Tensor | None = None  # int64 [bs, num_top]
     top_logprobs: Tensor | None = None  # float32 [bs, num_top]
-
-
-@dataclass(frozen=True)
-class RowGroup:
-    """Rows of a batch that need the same work; host arrays [rows]. None: not needed."""
-
-    rows: NDArray[np.int64]
-    width: int = 0  # candidates that the filters look at; 0 without filters
-    keys: NDArray[np.int32] | None = None  # [2, rows]; None: greedy
-    temperature: NDArray[np.float32] | None = None
-    top_k: NDArray[np.int64] | None = None
-    top_p: NDArray[np.float64] | None = None
-
-    def arrays(self) -> list[NDArray[Any]]:
-        """What has to go to the device, in the order of the fields."""
-        fields = (self.rows, self.keys, self.temperature, self.top_k, self.top_p)
-        return [array for array in fields if array is not None]
-
-
-def row_groups(args: SamplingArgs, vocab_size: int) -> list[RowGroup]:
-    """The rows of a batch by the work they need: greedy, plain, a few candidates, all of them."""
-    groups = []
-    kind = np.where(args.width == vocab_size, 2, np.minimum(args.width, 1))
-    for wanted in np.unique(kind):
-        rows = np.flatnonzero(kind == wanted)
-        if wanted < 0:
-            groups.append(RowGroup(rows))
-            continue
-        keys, warm = args.keys[:, rows], args.temperature[rows]
-        if wanted == 0:
-            groups.append(RowGroup(rows, 0, keys, warm))
-            continue
-        top_k, top_p = args.width[rows], args.top_p[rows]
-        groups.append(RowGroup(rows, int(top_k.max()), keys, warm, top_k, top_p))
-    return groups
-
-
-class Known(NamedTuple):
-    """What stays as it is while the batch does; nobody changes the parameters of a request."""
-
-    reqs: list[Req]
-    streams: NDArray[np.uint64]  # [bs], or none if no keys are wanted
-    args: SamplingArgs | None  # its keys are placeholders; None: all greedy without logprobs
-
-
-def load_kernels() -> Callable[..., Tensor] | None:
-    """`sample_logits` of our Triton kernels; None where Triton is not installed."""
-    try:
-        from minisgl.kernels.sample import sample_logits
-    except ImportError:
-        return None
-    return sample_logits
-
-
-class Sampler:
-    """Turns logits into next tokens; holds a seed and no state that a request could see."""
-
-    def __init__(
-        self,
-        vocab_size: int,
-        device: torch.device | str,
-        seed: int = 0,
-        use_kernels: bool | None = None,
-    ) -> None:
-        """`use_kernels` None: on a GPU only. On a CPU they need TRITON_INTERPRET=1."""
-        self.vocab_size = vocab_size
-        self.seed = seed
-        self.staging = StagingRing(device)
-        self.params = ParamsTable(vocab_size)
-        self.known = Known([], np.empty(0, np.uint64), None)
-        self.token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
-        wanted = self.token_ids.is_cuda if use_kernels is None else use_kernels
-        self.sample_logits = load_kernels() if wanted else None
-
-    def look_up(self, reqs: list[Req]) -> Known:
-        """What `prepare` needs to know of these requests, whatever their positions."""
-        rows = self.params.rows(reqs)
-        width, num_top = rows["width"].copy(), rows["num_top"]
-        asked = np.flatnonzero(num_top >= 0)
-        if len(asked) == 0 and (width < 0).all():
-            return Known(reqs, np.empty(0, np.uint64), None)
-        uids = np.array(list(map(get_uid, reqs)), np.int64)
-        seeds = np.where(rows["seeded"], rows["seed"], engine_seeds(self.seed, uids))
-        args = SamplingArgs(
-            keys=np.zeros((2, len(reqs)), np.int32),
-            temperature=rows["temperature"].copy(),
-            width=width,
-            top_p=rows["top_p"].copy(),
-            logprob_rows=asked,
-            num_top=int(num_top[asked].max(initial=0)),
-            filtered=bool((width > 0).any()),
-        )
-        return Known(reqs, streams(seeds), args)
-
-    def prepare(self, reqs: Sequence[Req]) -> SamplingArgs | None:
-        """What `sample` must know about these requests; None if all are greedy without logprobs.
-
-        Host arithmetic only. The token to be drawn will stand at position `device_len`: that
-        counts the draws, because the host may not know yet what the tokens before it are.
-        """
-        same = list(reqs)
-        if self.known.reqs != same:  # requests are equal if they are the same object
-            self.known = self.look_up(same)
-        args = self.known.args
-        if args is None:
-            return None
-        positions = np.array(list(map(get_position, reqs)), np.int64)
-        return SamplingArgs(
-            keys_at(self.known.streams, positions), args.temperature, args.width, args.top_p,
-            args.logprob_rows, args.num_top, args.filtered,
-        )  # fmt: skip
-
-    def sample(self, logits: Tensor, args: SamplingArgs | None) -> SampleOutput:
-        """Draw one token per row of logits [bs, vocab_size], which are left as they are.
-
-        They are bfloat16, float16 or float32.
-
-        A NaN counts as the largest logit and a row of -inf gives token 0: a broken row yields a
-        valid id, and its neighbours are unharmed.
-        """
-        if logits.ndim != 2 or logits.shape[1] != self.vocab_size:
-            raise ValueError(
-                f"logits: must be [batch, {self.vocab_size}], got {list(logits.shape)}"
-            )
-        if args is None:
-            return SampleOutput(logits.argmax(-1))
-        if args.batch_size != len(logits):
-            raise ValueError(f"logits: {args.batch_size} rows were prepared, got {len(logits)}")
-        next_ids = self.draw_fused(logits, args) if self.sample_logits else self.draw(logits, args)
-        if len(args.logprob_rows) == 0:
-            return SampleOutput(next_ids)
-        (rows,) = self.staging.upload(args.logprob_rows)
-        return with_logprobs(logits, next_ids, rows, args.num_top)
-
-    def draw_rows(self, logits: Tensor, keys: Tensor, temperature: Tensor) -> Tensor:
-        """Tensors to tensors, so that a CUDA graph can hold it: logits [n, vocab] to ids int64 [n].
-
-        keys int32 [2, n]; temperature float32 [n], 0 for a greedy row.
-        """
-        if self.sample_logits is not None:
-            return self.sample_logits(logits, keys, temperature)
-        return draw(logits, self.token_ids, 0, keys, temperature)
-
-    def draw_fused(self, logits: Tensor, args: SamplingArgs) -> Tensor:
-        """By the kernels: all rows in one launch, whatever they need; int64 [bs]."""
-        assert self.sample_logits is not None
-        arrays: list[NDArray[Any]] = [args.keys, args.temperature]
-        if args.filtered:
-            few = (args.width > 0) & (args.width < self.vocab_size)
-            arrays += [np.where(few, args.width, 0).astype(np.int32), args.top_p]
-        keys, temperature, *filters = self.staging.upload(*arrays)
-        return self.sample_logits(logits, keys, temperature, None, *filters)
-
-    def draw(self, logits: Tensor, args: SamplingArgs) -> Tensor:
-        """By torch functions, a group of rows at a time; int64 [bs]."""
-        groups = row_groups(args, self.vocab_size)
-        parts = [group.arrays() for group in groups]
-        on_device = iter(self.staging.upload(*(array for part in parts for array in part)))
-        next_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        for group, part in zip(groups, parts):
-            rows, *values = [next(on_device) for _ in part]
-            chosen = logits if len(groups) == 1 else logits.index_select(0, rows)
-            next_ids.index_copy_(0, rows, draw(chosen, self.token_ids, group.width, *values))
-        return next_ids
 
 
 def with_logprobs(logits: Tensor, next_ids: Tensor, rows: Tensor, num_top: int) -> SampleOutput:

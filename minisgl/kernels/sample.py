@@ -1,9 +1,11 @@
 """Triton kernels that draw tokens from logits in one pass, and find what top-k and top-p leave.
 
-Generated from notebooks/06_sampler.ipynb: edit there.
+Generated from notebooks/06c_sampling_kernel.ipynb: edit there.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
@@ -148,16 +150,23 @@ def merge_kernel(best_ptr, best_id_ptr, out_ptr, parts, PARTS: tl.constexpr):
     tl.store(out_ptr + row, tl.min(tl.where(best == top, ids, 0x7FFFFFFF), 0).to(tl.int64))
 
 
-PROGRAMS = 4 * 132  # wanted in a launch: four for each multiprocessor of an H100 or H200
 SLICE_BLOCK = 2048  # tokens that a program looks at together
 
 
-def slices(rows: int, vocab: int) -> tuple[int, int, int]:
+@cache
+def programs_wanted(device: torch.device) -> int:
+    """Programs of a launch: four for each multiprocessor; those of an H200 without a GPU."""
+    if device.type != "cuda":
+        return 4 * 132
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def slices(rows: int, vocab: int, programs: int) -> tuple[int, int, int]:
     """How to cut `rows` rows: slices of a row, tokens of a slice, tokens of a block."""
     block = min(SLICE_BLOCK, triton.next_power_of_2(vocab))
     blocks = triton.cdiv(vocab, block)
     # Rounded down: a few programs more than fit at once would take as long as twice as many.
-    parts = min(blocks, max(1, PROGRAMS // rows))
+    parts = min(blocks, max(1, programs // rows))
     width = triton.cdiv(blocks, parts) * block
     return triton.cdiv(vocab, width), width, block
 
@@ -341,7 +350,7 @@ def filter_kernel(
 
 
 FILTER_BLOCK = 8192  # groups, and tokens that a program of the filter looks at together
-FREE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # zero in every float32
+UNSET_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # zero in every float32
 
 
 def filter_logits(
@@ -357,7 +366,7 @@ def filter_logits(
     threshold, last_id = torch.empty(2, rows, dtype=torch.int32, device=logits.device)
     filter_kernel[(rows,)](
         logits, temperature, top_k, top_p, threshold, last_id, logits.stride(0), vocab,
-        SHIFT=FREE_BITS[logits.dtype], BLOCK=min(FILTER_BLOCK, triton.next_power_of_2(vocab)),
+        SHIFT=UNSET_BITS[logits.dtype], BLOCK=min(FILTER_BLOCK, triton.next_power_of_2(vocab)),
         num_warps=16,
     )  # fmt: skip
     return threshold, last_id
@@ -377,7 +386,7 @@ def sample_logits(
     `filter_logits`, both or none. Rows of logits may lie apart. The same draws as `draw`.
     """
     rows = len(logits)
-    if logits.dtype not in FREE_BITS:
+    if logits.dtype not in UNSET_BITS:
         raise ValueError(f"logits: must be bfloat16, float16 or float32, got {logits.dtype}")
     if out is None:
         out = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -400,7 +409,7 @@ def launch(
 ) -> None:
     """Both stages of a draw: the best of each slice, then the best slice of each row."""
     rows, vocab = logits.shape
-    parts, width, block = slices(rows, vocab)
+    parts, width, block = slices(rows, vocab, programs_wanted(logits.device))
     best, best_id = torch.empty(2, rows, parts, dtype=torch.int32, device=logits.device)
     slice_kernel[(rows, parts)](
         logits, keys, temperature, *filters, best, best_id,

@@ -8,6 +8,7 @@ import torch
 from scipy.stats import chisquare
 
 from minisgl.core import Req, SamplingParams
+from minisgl.engine.sample_kernel import load_sample_kernel
 from minisgl.engine.sampler import (
     Sampler,
     draw,
@@ -188,9 +189,10 @@ def test_the_sampler_uses_the_kernels_and_agrees_with_a_cpu() -> None:
         req = Req(uid=i, input_ids=np.arange(3, dtype=np.int32), sampling_params=params,
                   max_new_tokens=9)  # fmt: skip
         reqs.append(req)
-    here, there = Sampler(5000, "cpu"), Sampler(5000, "cuda")
-    slow = Sampler(5000, "cuda", use_kernels=False)
-    assert there.sample_logits is not None and slow.sample_logits is None
+    kernel = load_sample_kernel("cuda")
+    assert kernel is not None
+    here, there = Sampler(5000, "cpu"), Sampler(5000, "cuda", kernel=kernel)
+    slow = Sampler(5000, "cuda")
     cpu = here.sample(logits, here.prepare(reqs))
     for gpu in (s.sample(logits.cuda(), s.prepare(reqs)) for s in (there, slow)):
         same = cpu.next_ids == gpu.next_ids.cpu()
