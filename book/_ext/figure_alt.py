@@ -1,4 +1,4 @@
-"""Give each figure of a chapter its alternative text: `minisgl.notebook.show` stores it in the PNG."""
+"""Give each figure its alternative text: `minisgl.notebook.show` stores it in the PNG."""
 
 from __future__ import annotations
 

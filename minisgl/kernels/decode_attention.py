@@ -192,7 +192,7 @@ def decode_kernel(
     count = tl.cdiv(length, part)
     if split < count:
         g = tl.arange(0, ROWS)
-        real, begin = g < GROUP, split * part
+        real, begin, end = g < GROUP, split * part, tl.minimum((split + 1) * part, length - 1)
         DTYPE: tl.constexpr = k_cache_ptr.dtype.element_ty
         cos, sin = load_angles(table_ptr, position, HEAD_DIM, ROTATE)
         slots_of_row = page_table_ptr + tl.load(rows_ptr + request) * page_table_stride
@@ -201,8 +201,8 @@ def decode_kernel(
         qa, qb = load_heads(q_ptr + request.to(tl.int64) * q_stride, head * GROUP + g, real,
                             q_norm_ptr, cos, sin, eps, HEAD_DIM, NORM, ROTATE, DTYPE)  # fmt: skip
         m, total, acc = attend_cached(
-            qa, qb, k_cache_ptr + head * HEAD_DIM, v_cache_ptr + head * HEAD_DIM, slots_of_row, begin,
-            tl.minimum(begin + part, length - 1), scale, KV * HEAD_DIM, ROWS, HEAD_DIM, TILE, STAGES,
+            qa, qb, k_cache_ptr + head * HEAD_DIM, v_cache_ptr + head * HEAD_DIM, slots_of_row,
+            begin, end, scale, KV * HEAD_DIM, ROWS, HEAD_DIM, TILE, STAGES,
         )  # fmt: skip
         if split == count - 1:
             m, total, acc = add_new_token(

@@ -95,8 +95,8 @@ MUTATIONS = [
     Mutation(
         "fused: a cached token is read twice, as cached and as new",
         DECODE,
-        "tl.minimum(begin + part, length - 1), scale",
-        "tl.minimum(begin + part, length), scale",
+        "tl.minimum((split + 1) * part, length - 1)",
+        "tl.minimum((split + 1) * part, length)",
         ORACLE,
     ),
     Mutation(

@@ -1,4 +1,4 @@
-"""Bounds on what clients may cost: answers at once, bodies, slow senders and readers, dead peers.
+"""Bounds on what clients may cost: answers at once, bodies, slow senders, dead peers.
 
 Generated from notebooks/12b_running.ipynb: edit there.
 """

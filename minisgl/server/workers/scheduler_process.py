@@ -1,4 +1,4 @@
-"""The scheduler behind its boxes: its channel, its reports, and the main function of its process.
+"""The scheduler behind its boxes: its channel, its reports, the main function of its process.
 
 Generated from notebooks/12b_running.ipynb: edit there.
 """
