@@ -23,18 +23,12 @@ from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import Batch, Phase, Req, SamplingParams
 from minisgl.engine.graph import Graph, GraphRunner, choose_sizes
-from minisgl.engine.memory import (
-    agree_on_free,
-    cap_on_cpu,
-    pages_by_peak,
-    pages_by_ratio,
-    require_pages,
-)
+from minisgl.engine.memory import agree_on_free, decide_pages, peak_of
 from minisgl.engine.sample_kernel import load_sample_kernel
 from minisgl.engine.sampler import SampleOutput, Sampler
 from minisgl.engine.step import ForwardInput, ForwardOutput, build_forward_input
 from minisgl.kvcache.page_table import TableManager
-from minisgl.kvcache.pool import KVPool, kv_bytes_per_token
+from minisgl.kvcache.pool import KVPool
 from minisgl.models.registry import build_model
 from minisgl.models.weights import load_dummy_weights, load_weights
 from minisgl.parallel.comm import Comm, SingleRank
@@ -56,6 +50,21 @@ def choose_forward(config: EngineConfig, model: nn.Module) -> Callable[[ForwardB
     return model
 
 
+def allocate_memory(
+    config: EngineConfig, model_config: ModelConfig, num_pages: int
+) -> tuple[KVPool, TableManager]:
+    """The pool with its dummy page, and tables whose dummy row names that page."""
+    page_size, device = config.page_size or 1, torch.device(config.device)
+    pool = KVPool(
+        num_layers=model_config.num_layers, num_pages=num_pages, page_size=page_size,
+        num_kv_heads=model_config.kv_heads_per_rank(config.tp.size), device=device,
+        head_dim=model_config.head_dim, dtype=getattr(torch, config.dtype),
+    )  # fmt: skip
+    window = max_seq_len(config, model_config)
+    tables = TableManager(config.max_running_req, window, page_size, pool.dummy_page, device)
+    return pool, tables
+
+
 class Engine:
     """One rank's model, memory and stream. It knows rows and slots, and no request's fate."""
 
@@ -67,16 +76,8 @@ class Engine:
         self.config, self.model_config, self.model = config, model_config, model
         self.num_pages, self.page_size = num_pages, config.page_size or 1
         self.device, self.stream = torch.device(config.device), stream
+        self.pool, self.tables = allocate_memory(config, model_config, num_pages)
         self.max_seq_len = max_seq_len(config, model_config)
-        self.pool = KVPool(
-            num_layers=model_config.num_layers, num_pages=num_pages, page_size=self.page_size,
-            num_kv_heads=model_config.kv_heads_per_rank(config.tp.size), device=self.device,
-            head_dim=model_config.head_dim, dtype=getattr(torch, config.dtype),
-        )  # fmt: skip
-        self.tables = TableManager(
-            config.max_running_req, self.max_seq_len, self.page_size,
-            self.pool.dummy_page, self.device,
-        )  # fmt: skip
         self.backend = create_backend(
             config.attention_backend, pool=self.pool, tables=self.tables,
             num_qo_heads=model_config.num_qo_heads // config.tp.size,
@@ -203,15 +204,11 @@ def load_model(
 
 def measure_peak(engine: Engine, num_tokens: int) -> tuple[int, int]:
     """Bytes that torch holds on the GPU before a trial prefill, and at its peak; 0, 0 on a CPU."""
-    on_gpu, longest = engine.device.type == "cuda", engine.max_seq_len - 1
+    longest, row = engine.max_seq_len - 1, engine.tables.dummy_row
     pieces = [longest] * (num_tokens // longest) + [num_tokens % longest]
-    row = engine.tables.dummy_row
     reqs = [dummy_request(row, length) for length in pieces if length]
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(engine.device)
-    current = torch.cuda.memory_allocated(engine.device) if on_gpu else 0
-    engine.step(engine.prepare(Batch(reqs=reqs, phase=Phase.PREFILL))).wait()
-    return current, torch.cuda.max_memory_allocated(engine.device) if on_gpu else 0
+    batch = Batch(reqs=reqs, phase=Phase.PREFILL)
+    return peak_of(lambda: engine.step(engine.prepare(batch)).wait(), engine.device)
 
 
 def tensor_bytes(model: nn.Module) -> int:
@@ -219,32 +216,17 @@ def tensor_bytes(model: nn.Module) -> int:
     return sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
 
 
-def decide_pages(
+def count_pages(
     config: EngineConfig, model_config: ModelConfig, model: nn.Module, comm: Comm,
     free_before: int, stream: torch.cuda.Stream | None,
 ) -> int:  # fmt: skip
-    """KV pages that all ranks can have; `NotEnoughMemory` if one full request would not fit."""
-    device, page_size = torch.device(config.device), config.page_size or 1
-    itemsize = getattr(torch, config.dtype).itemsize
-    page_bytes = page_size * kv_bytes_per_token(model_config, itemsize, comm.size)
-    if config.memory_trial_tokens == 0:
-        pages = pages_by_ratio(
-            free_before=free_before, model_bytes=tensor_bytes(model),
-            memory_ratio=config.memory_ratio, page_bytes=page_bytes,
-        )  # fmt: skip
-    else:
-        trial = Engine(config, model_config, model, 1, stream)
-        current, peak = measure_peak(trial, config.memory_trial_tokens)
-        del trial
-        pages = pages_by_peak(
-            free_now=agree_on_free(device, comm), peak_bytes=peak, current_bytes=current,
-            memory_ratio=config.memory_ratio, page_bytes=page_bytes,
-        )  # fmt: skip
-    window = max_seq_len(config, model_config)
-    sizes = {"page_bytes": page_bytes, "page_size": page_size, "max_seq_len": window}
-    if device.type == "cpu":
-        pages = cap_on_cpu(pages, max_running_req=config.max_running_req, **sizes)
-    return require_pages(comm.min_ints([pages])[0], **sizes)
+    """The KV pages that the config asks for, or else as many as all ranks can have."""
+    if config.num_page_override is not None:
+        return config.num_page_override
+    return decide_pages(
+        config, model_config, comm, free_before=free_before, model_bytes=tensor_bytes(model),
+        trial=lambda tokens: measure_peak(Engine(config, model_config, model, 1, stream), tokens),
+    )  # fmt: skip
 
 
 logger = logging.getLogger("minisgl.engine")
@@ -254,10 +236,7 @@ def build_engine(
     config: EngineConfig, comm: Comm | None = None, *, progress: bool = True,
     new_graph: Callable[[], Graph] | None = None,
 ) -> Engine:  # fmt: skip
-    """An engine from a config, part by part; each size is settled before it is needed.
-
-    `new_graph` makes graphs where there is no GPU, for tests.
-    """
+    """An engine from a config, part by part; `new_graph` makes graphs without a GPU, for tests."""
     asked, comm = config.attention_backend, comm or SingleRank()
     path = resolve_model_path(config.model_path)
     model_config = ModelConfig.from_path(path)
@@ -269,9 +248,7 @@ def build_engine(
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     free_before = agree_on_free(device, comm)
     model = load_model(config, model_config, path, comm, progress)
-    num_pages = config.num_page_override
-    if num_pages is None:
-        num_pages = decide_pages(config, model_config, model, comm, free_before, stream)
+    num_pages = count_pages(config, model_config, model, comm, free_before, stream)
     if stream is not None:  # the weights came on another stream: wait for them once
         torch.cuda.synchronize(device)
     engine = Engine(config, model_config, model, num_pages, stream)

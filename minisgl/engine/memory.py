@@ -1,14 +1,21 @@
 """How many KV pages fit: byte counts, and what all ranks can have of them.
 
-Generated from notebooks/08_engine.ipynb: edit there.
+Generated from notebooks/07c_memory.ipynb: edit there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import psutil
 import torch
 
+from minisgl.config.engine import EngineConfig, max_seq_len
+from minisgl.config.model import ModelConfig
+from minisgl.kvcache.pool import kv_bytes_per_token
 from minisgl.parallel.comm import Comm
+
+GIB = 1 << 30
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
@@ -38,7 +45,15 @@ def pages_by_peak(
     return available // page_bytes - 1
 
 
-GIB = 1 << 30
+def peak_of(call: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    """Bytes that torch holds on a GPU before a call, and at its peak; 0, 0 on a CPU."""
+    if device.type != "cuda":
+        call()
+        return 0, 0
+    torch.cuda.reset_peak_memory_stats(device)
+    current = torch.cuda.memory_allocated(device)
+    call()
+    return current, torch.cuda.max_memory_allocated(device)
 
 
 class NotEnoughMemory(RuntimeError):
@@ -92,3 +107,29 @@ def agree_on_free(device: torch.device, comm: Comm, limit: int = 2 * GIB) -> int
             "the most allowed; is another process on one of the devices?"
         )
     return lowest
+
+
+def decide_pages(
+    config: EngineConfig, model_config: ModelConfig, comm: Comm, *, free_before: int,
+    model_bytes: int, trial: Callable[[int], tuple[int, int]],
+) -> int:  # fmt: skip
+    """KV pages that all ranks can have; `NotEnoughMemory` if one full request would not fit."""
+    device, page_size = torch.device(config.device), config.page_size or 1
+    itemsize = getattr(torch, config.dtype).itemsize
+    page_bytes = page_size * kv_bytes_per_token(model_config, itemsize, comm.size)
+    if config.memory_trial_tokens == 0:
+        pages = pages_by_ratio(
+            free_before=free_before, model_bytes=model_bytes,
+            memory_ratio=config.memory_ratio, page_bytes=page_bytes,
+        )  # fmt: skip
+    else:
+        current, peak = trial(config.memory_trial_tokens)
+        pages = pages_by_peak(
+            free_now=agree_on_free(device, comm), peak_bytes=peak, current_bytes=current,
+            memory_ratio=config.memory_ratio, page_bytes=page_bytes,
+        )  # fmt: skip
+    window = max_seq_len(config, model_config)
+    sizes = {"page_bytes": page_bytes, "page_size": page_size, "max_seq_len": window}
+    if device.type == "cpu":
+        pages = cap_on_cpu(pages, max_running_req=config.max_running_req, **sizes)
+    return require_pages(comm.min_ints([pages])[0], **sizes)

@@ -95,8 +95,8 @@ MUTATIONS = [
         TESTS + "test_a_cpu_gives_a_modest_share",
     ),
     Mutation(
-        "engine_ranks_differ_in_pages",
-        ENGINE,
+        "memory_ranks_differ_in_pages",
+        MEMORY,
         "return require_pages(comm.min_ints([pages])[0], **sizes)",
         "return require_pages(pages, **sizes)",
         TESTS + "test_all_ranks_take_the_smallest_number",
@@ -288,8 +288,8 @@ MUTATIONS = [
     Mutation(
         "engine_trial_uses_real_pages",
         ENGINE,
-        "row = engine.tables.dummy_row",
-        "row = 0",
+        "longest, row = engine.max_seq_len - 1, engine.tables.dummy_row",
+        "longest, row = engine.max_seq_len - 1, 0",
         TESTS + "test_trial_prefill_touches_only_the_dummy_page",
     ),
 ]
