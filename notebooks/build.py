@@ -785,10 +785,6 @@ WHOLE_WORDS, WHOLE_EXPORTED = 28_000, 4_300  # the main line together
 FIRST_LINES, FIRST_PLACE = 60, 1 / 3  # of the first complete version: its length, and where
 
 
-# Chapters that have not been rewritten for their budget yet.
-OLD: frozenset[str] = frozenset()
-
-
 def budget_of(stem: str) -> Budget | None:
     """The budget of a chapter by its name; appendices have none."""
     if APPENDIX.fullmatch(stem):
@@ -879,10 +875,7 @@ def whole_line(measures: Sequence[Measure]) -> tuple[int, int]:
 
 def budget_problems(measures: Sequence[Measure]) -> list[str]:
     """Every broken budget, of the chapters and of the main line as a whole."""
-    kept = [m for m in measures if m.stem not in OLD]
-    problems = [f"budget: {text}" for m in kept for text in over_budget(m)]
-    if OLD:
-        return problems
+    problems = [f"budget: {text}" for m in measures for text in over_budget(m)]
     words, exported = whole_line(measures)
     if words > WHOLE_WORDS:
         problems.append(f"budget: the main line has {words} words of {WHOLE_WORDS}")

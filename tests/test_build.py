@@ -571,10 +571,7 @@ def test_appendices_and_the_tour_are_spared() -> None:
     assert build.over_budget(build.measure("00_tour", nb)) == []
 
 
-def test_main_line_has_a_budget_as_a_whole(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(build, "OLD", frozenset())
+def test_main_line_has_a_budget_as_a_whole(capsys: pytest.CaptureFixture[str]) -> None:
     one = build.measure("02_pool", notebook(*PLAIN, *[("text", "x")] * 3))
     assert build.budget_problems([one]) == []
     assert build.budget_problems([one] * 18) == ["budget: the main line has 28962 words of 28000"]
