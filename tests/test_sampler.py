@@ -613,7 +613,7 @@ def test_sample_logits_is_draw(data: st.DataObject) -> None:
 @given(st.data())
 def test_the_filter_keeps_what_kept_keeps(data: st.DataObject) -> None:
     """Not only the draw: the very set of tokens, ties included."""
-    vocab = data.draw(st.integers(2, 80))
+    vocab = data.draw(st.integers(2, 60))
     values = data.draw(st.lists(st.integers(-6, 6), min_size=1, max_size=30))
     rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
     logits = torch.from_numpy(rng.choice(values, (1, vocab)).astype(np.float32)) / 2
@@ -625,11 +625,26 @@ def test_the_filter_keeps_what_kept_keeps(data: st.DataObject) -> None:
     keep = kept(top / warm, torch.tensor([top_k]), p)
     k = torch.tensor([top_k], dtype=torch.int32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample_kernels, "FILTER_BLOCK", data.draw(st.sampled_from([32, 8192])))
+        patch.setattr(sample_kernels, "FILTER_BLOCK", data.draw(st.sampled_from([8, 8192])))
         threshold, last_id = sample_kernels.filter_logits(logits, torch.tensor([warm]), k, p)
     if top_k == vocab and top_p == 1.0:
         assert threshold.item() == -(2**31)  # no filter at all
         return
+    assert allowed(logits[0], threshold.item(), last_id.item()) == sorted(ids[keep].tolist())
+
+
+@interpreted
+@pytest.mark.parametrize("top_p", [0.3, 0.5, 0.9])
+def test_groups_whose_weight_is_not_in_their_largest_token(
+    top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight tokens of nearly equal weight in each of eight groups: their bounds lie far apart."""
+    monkeypatch.setattr(sample_kernels, "FILTER_BLOCK", 8)
+    logits, p = torch.arange(64.0)[None] / 64, torch.tensor([top_p], dtype=torch.float64)
+    ids, top = top_candidates(logits, 64)
+    keep = kept(top, torch.tensor([64]), p)
+    off = torch.zeros(1, dtype=torch.int32)
+    threshold, last_id = sample_kernels.filter_logits(logits, torch.ones(1), off, p)
     assert allowed(logits[0], threshold.item(), last_id.item()) == sorted(ids[keep].tolist())
 
 

@@ -161,7 +161,7 @@ MUTATIONS = [
         KERNEL,
         "high = bound_of_groups(maxima, mass, limit, low, tl.max(maxima, 0))",
         "high = low",
-        TESTS + "test_the_filter_keeps_what_kept_keeps",
+        TESTS + "test_groups_whose_weight_is_not_in_their_largest_token",
     ),
     Mutation(
         "chat_gets_a_second_bos",
