@@ -13,6 +13,7 @@ import difflib
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -38,6 +39,7 @@ from tqdm import tqdm
 PACKAGE = "minisgl"
 CHAPTER = re.compile(r"(\d\d[a-z]?|[A-Z])_\w+")
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+PROMISE = re.compile(r"^(>.*(?:\n>.*)*)", re.MULTILINE)
 MODEL_DATA = Path("tiny/model")  # the one folder of the package that may hold files not made here
 DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -154,7 +156,7 @@ def chapter_promise(nb: NotebookNode) -> str:
     for cell in nb.cells:
         if cell.cell_type != "markdown":
             continue
-        match = re.search(r"^(>.*(?:\n>.*)*)", cell.source, re.MULTILINE)
+        match = PROMISE.search(cell.source)
         if match:
             return " ".join(line.lstrip("> ").strip() for line in match[1].splitlines()).strip()
     return ""
@@ -636,6 +638,7 @@ def sync_chapter(root: Path, stem: str, from_notebook: bool = False) -> Notebook
         source = nbformat.from_dict(stored)
     else:
         source = read_text_half(text)
+    write_reading_time(stem, source)
     nb = merge_outputs(stem, nbformat.from_dict(source), stored)
     nbformat.validate(nb)
     if write_atomically(notebook, notebook_text(nb)):
@@ -760,6 +763,7 @@ def run(root: Path, wanted: Sequence[str]) -> int:
 
 MAIN_LINE = re.compile(r"(0\d|1[0-2])_\w+")  # a plain number; 13 measures what the line builds
 APPENDIX = re.compile(r"[A-Z]_\w+")
+READING = re.compile(r"^\*Reading time: .*\*\n*", re.MULTILINE)
 HIDDEN = {"hide-input", "hide-cell", "remove-input", "remove-cell"}
 FIRST_VERSION = "first-version"
 FENCE = re.compile(r"^(```+|~~~+).*?^\1\s*$", re.MULTILINE | re.DOTALL)
@@ -807,6 +811,16 @@ class Measure:
     place: float  # of the first version among all cells, 0 to 1
     sources: int
     links: int  # to other chapters
+    exercises: int = 0  # cells tagged `solution`
+
+    @property
+    def minutes(self) -> int:
+        """How long the chapter takes with its exercises: up to the next five minutes.
+
+        A reader manages some 200 words or 10 lines of code in a minute, and 5 minutes an exercise.
+        """
+        exact = self.words / 200 + self.shown / 10 + 5 * self.exercises
+        return 5 * math.ceil(exact / 5)
 
     @property
     def words_per_line(self) -> float:
@@ -816,14 +830,15 @@ class Measure:
 
 def count_words(text: str) -> int:
     """Words of a Markdown cell, without fenced code, link targets and marks."""
-    plain = re.sub(r"\]\([^)]*\)", "]", EXTERNAL.sub("", FENCE.sub("", text)))
+    text = READING.sub("", FENCE.sub("", text))
+    plain = re.sub(r"\]\([^)]*\)", "]", EXTERNAL.sub("", text))
     return len(re.findall(r"[^\W_][\w'’.-]*", plain))
 
 
 def measure(stem: str, nb: NotebookNode) -> Measure:
     """Count what one chapter takes."""
     prose = "\n".join(cell.source for cell in nb.cells if cell.cell_type == "markdown")
-    shown, exported = 0, [0]
+    shown, exported, exercises = 0, [0], 0
     first: list[tuple[int, float]] = []
     for number, cell in enumerate(nb.cells):
         if cell.cell_type != "code":
@@ -832,6 +847,7 @@ def measure(stem: str, nb: NotebookNode) -> Measure:
         lines = sum(1 for line in source.splitlines() if line.strip())
         tags = set(cell.metadata.get("tags", []))
         shown += 0 if tags & HIDDEN else lines
+        exercises += "solution" in tags
         if "export" in directives:
             exported.append(lines)
         if FIRST_VERSION in tags:
@@ -839,8 +855,31 @@ def measure(stem: str, nb: NotebookNode) -> Measure:
     length, place = first[0] if len(first) == 1 else (None, 0.0)
     return Measure(
         stem, count_words(prose), sum(exported), shown, max(exported), length, place,
-        len(set(EXTERNAL.findall(prose))), len(INTERNAL.findall(prose)),
+        len(set(EXTERNAL.findall(prose))), len(INTERNAL.findall(prose)), exercises,
     )  # fmt: skip
+
+
+def write_reading_time(stem: str, nb: NotebookNode) -> None:
+    """Say below a chapter's promise how long it takes; appendices are for looking things up."""
+    if APPENDIX.fullmatch(stem):
+        return
+    line = f"*Reading time: about {measure(stem, nb).minutes} minutes, with the exercises.*\n\n"
+    for cell in nb.cells:
+        if cell.cell_type == "markdown" and PROMISE.search(cell.source):
+            without = READING.sub("", cell.source)
+            cell.source = PROMISE.sub(lambda m: f"{m[0]}\n\n{line}", without, count=1)
+            cell.source = re.sub(r"\n{3,}", "\n\n", cell.source).rstrip("\n")
+            return
+
+
+def reading_time_problems(stem: str, nb: NotebookNode) -> list[str]:
+    """A chapter that takes longer, or less long, than it says."""
+    said = nbformat.from_dict(nb)
+    write_reading_time(stem, said)
+    if [cell.source for cell in said.cells] == [cell.source for cell in nb.cells]:
+        return []
+    minutes = measure(stem, nb).minutes
+    return [f"it takes about {minutes} minutes and says otherwise; build.py sync {stem} mends it"]
 
 
 def over_budget(m: Measure) -> list[str]:
@@ -893,16 +932,18 @@ def print_budget(root: Path, wanted: Sequence[str]) -> int:
     """A row for each chapter, then what is over budget; 1 if anything is."""
     measures = measure_chapters(root, wanted)
     print(
-        "chapter                    words exported shown words/line longest first  at sources links"
+        "chapter                    words exported shown words/line longest first  at "
+        "sources links minutes"
     )
     for m in measures:
         first = f"{m.first:5} {m.place:4.0%}" if m.first is not None else "    -    -"
         print(
             f"{m.stem:26} {m.words:5} {m.exported:8} {m.shown:5} {m.words_per_line:10.1f} "
-            f"{m.longest:7} {first} {m.sources:6} {m.links:5}"
+            f"{m.longest:7} {first} {m.sources:6} {m.links:5} {m.minutes:7}"
         )
     words, exported = whole_line(measures)
-    print(f"{'the main line':26} {words:5} {exported:8}")
+    hours = sum(m.minutes for m in measures if MAIN_LINE.fullmatch(m.stem)) / 60
+    print(f"{'the main line':26} {words:5} {exported:8}   about {hours:.0f} hours")
     problems = budget_problems(measures)
     print("\n".join(problems) if problems else "budget: every chapter keeps it")
     return int(bool(problems))
@@ -1005,6 +1046,7 @@ def find_problems(root: Path, wanted: Sequence[str]) -> list[str]:
             if notebook.exists():
                 nb = read_notebook_half(notebook)
                 found = metadata_problems(notebook) + execution_problems(root, nb)
+                found += reading_time_problems(stem, nb)
                 problems += [f"notebooks/{notebook.name}: {problem}" for problem in found]
         except Exception as error:
             problems.append(f"{stem}: {type(error).__name__}: {error}")
@@ -1056,8 +1098,8 @@ def arguments() -> argparse.ArgumentParser:
         "run": "sync, execute from top to bottom, store the outputs; "
         "without a GPU, cells tagged `gpu` are skipped and keep their stored outputs",
         "budget": "print what each chapter takes of its reader's time: words, exported and shown "
-        "lines, longest exported cell, the first version, sources, links; fail where that is over "
-        "its budget",
+        "lines, longest exported cell, the first version, sources, links, minutes; fail where that "
+        "is over its budget",
         "check": "fail with a diff if package, text and notebook disagree, or if a cell is not "
         "run, run out of order, stored with an error or with unclean metadata, or if a budget is "
         "broken",

@@ -571,6 +571,29 @@ def test_appendices_and_the_tour_are_spared() -> None:
     assert build.over_budget(build.measure("00_tour", nb)) == []
 
 
+def test_chapters_say_how_long_they_take() -> None:
+    head, exercise = (
+        "# 02 · Pool\n\n> A pool.\n\nNeeds little.",
+        ("code", "x = 1", "solution hide-cell"),
+    )
+    nb = notebook(("text", head), ("text", "word " * 1596), ("code", "y = 2\n" * 20), exercise)
+    assert build.measure("02_pool", nb).minutes == 20  # 8 to read, 2 for the code, 5 to solve, up
+    assert build.reading_time_problems("02_pool", nb)
+    build.write_reading_time("02_pool", nb)
+    line = "*Reading time: about 20 minutes, with the exercises.*"
+    assert nb.cells[0].source == head.replace("A pool.", f"A pool.\n\n{line}")
+    assert build.reading_time_problems("02_pool", nb) == []
+    assert build.measure("02_pool", nb).minutes == 20  # the line itself takes no time
+    nb.cells[1].source += "word " * 1000
+    (problem,) = build.reading_time_problems("02_pool", nb)
+    assert "takes about 25 minutes" in problem
+    build.write_reading_time("02_pool", nb)
+    assert nb.cells[0].source == head.replace("A pool.", f"A pool.\n\n{line}".replace("20", "25"))
+    appendix = notebook(("text", head))
+    build.write_reading_time("B_workshop", appendix)
+    assert appendix.cells[0].source == head
+
+
 def test_main_line_has_a_budget_as_a_whole(capsys: pytest.CaptureFixture[str]) -> None:
     one = build.measure("02_pool", notebook(*PLAIN, *[("text", "x")] * 3))
     assert build.budget_problems([one]) == []
