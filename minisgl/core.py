@@ -29,20 +29,24 @@ from minisgl.config.rules import (
     refuse,
 )
 
-TEXTS = TypeAdapter(tuple[Text, ...], config=STRICT)
-TOKEN_IDS = TypeAdapter(tuple[Count, ...], config=STRICT)
 MAX_LOGPROBS = 20
+MAX_RULES = 1024  # biases, bad words, tokens of a bad word
+
+Penalty = Annotated[Number, Field(ge=-2, le=2)]
+Bias = Annotated[Number, Field(ge=-100, le=100)]
+WordIds = Annotated[tuple[Count, ...], Field(min_length=1, max_length=MAX_RULES)]
+BadWord = Annotated[Text | WordIds, BeforeValidator(as_tuple)]
 
 
-def stop_strings(value: Any) -> tuple[str, ...]:
-    """Nothing, one string or several as a tuple."""
-    given = (value,) if isinstance(value, str) else as_tuple(value)
-    return TEXTS.validate_python(() if given is None else given)
+def tuple_of(item: Any, **bounds: int) -> PlainValidator:
+    """Nothing, one string or a list of items becomes a tuple."""
+    adapter = TypeAdapter(Annotated[tuple[item, ...], Field(**bounds)], config=STRICT)
 
+    def check(value: Any) -> Any:
+        given = (value,) if isinstance(value, str) else as_tuple(value)
+        return adapter.validate_python(() if given is None else given)
 
-def stop_tokens(value: Any) -> tuple[int, ...]:
-    """Nothing or several token ids as a tuple."""
-    return TOKEN_IDS.validate_python(() if value is None else as_tuple(value))
+    return PlainValidator(check)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ class SamplingParams(Validated):
     """How one request chooses its tokens and when it stops.
 
     temperature 0 is greedy; top_k below 1 and top_p 1 are off; max_tokens None is up to the window;
-    logprobs None is off, n gives the n most likely tokens besides the chosen one.
+    logprobs None is off, n gives the n most likely tokens besides the chosen one. `bad_words` are
+    strings or lists of token ids.
     """
 
     temperature: Annotated[Number, Field(ge=0)] = 0.0
@@ -58,10 +63,22 @@ class SamplingParams(Validated):
     top_p: Annotated[PositiveNumber, Field(le=1)] = 1.0
     max_tokens: Positive | None = None
     ignore_eos: bool = False
-    stop: Annotated[str | Sequence[str], PlainValidator(stop_strings)] = ()
-    stop_token_ids: Annotated[Sequence[int], PlainValidator(stop_tokens)] = ()
+    stop: Annotated[str | Sequence[str], tuple_of(Text)] = ()
+    stop_token_ids: Annotated[Sequence[int], tuple_of(Count)] = ()
     seed: Annotated[Count, Field(le=MAX_SEED)] | None = None
     logprobs: Annotated[Count, Field(le=MAX_LOGPROBS)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: PositiveNumber = 1.0
+    logit_bias: Annotated[dict[Count, Bias], Field(max_length=MAX_RULES)] | None = field(
+        default=None, hash=False
+    )
+    min_tokens: Count = 0
+    bad_words: Annotated[
+        Sequence[str | Sequence[int]], tuple_of(BadWord, max_length=MAX_RULES)
+    ] = ()
+    allowed_token_ids: Annotated[Sequence[int], tuple_of(Count, min_length=1)] | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -80,8 +97,8 @@ class Req:
     """
 
     __slots__ = ("_ids", "cache_handle", "cached_len", "client", "device_len", "host_len",
-                 "matched_len", "max_device_len", "prefill_len", "prompt_len", "retracted",
-                 "sampling_params", "table_idx", "uid")  # fmt: skip
+                 "logits_params", "matched_len", "max_device_len", "prefill_len", "prompt_len",
+                 "retracted", "sampling_params", "table_idx", "uid")  # fmt: skip
 
     def __init__(
         self, *, uid: int, input_ids: IntArray, sampling_params: SamplingParams,
@@ -98,6 +115,7 @@ class Req:
         self.max_device_len = self.prompt_len + int(max_new_tokens)
         self.cached_len = self.matched_len = 0  # matched: came from the prefix cache at admission
         self.retracted = False  # True once it had to give its memory back
+        self.logits_params: Any = None  # what changes its logits before the draw (chapter 06d)
         self._ids = np.empty(self.max_device_len, dtype=np.int32)
         self._ids[: self.prompt_len] = prompt
 

@@ -25,7 +25,7 @@ from minisgl.scheduler.messages import (
     TokenReply,
     UserMsg,
 )
-from minisgl.scheduler.validation import check_prompt
+from minisgl.scheduler.validation import check_params, check_prompt
 from minisgl.tokenizer import DecodeStatus, Tokenizer
 
 
@@ -137,22 +137,27 @@ class LLM:
         self.config = make_config(folder, num_pages, fields)
         self.tokenizer = load_tokenizer(folder)
         self.channel = InProcessChannel()
-        self.scheduler = build_scheduler(self.config, self.channel, progress=progress)
+        ends = () if self.tokenizer is None else self.tokenizer.eos_token_ids
+        self.scheduler = build_scheduler(
+            self.config, self.channel, progress=progress, eos_token_ids=ends
+        )
         self.limits = limits_of(self.scheduler.engine)
-        if self.tokenizer is not None and not self.scheduler.eos_token_ids:
-            self.scheduler.eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
         self.next_uid, self.closed = 0, False
         self.lock = threading.Lock()  # threads may share the object; their calls take turns
 
-    def encode(self, index: int, prompt: Prompt, params: SamplingParams) -> IntArray:
-        """Token ids of prompt number `index`; ValueError says which prompt is wrong, and why."""
+    def encode(
+        self, index: int, prompt: Prompt, params: SamplingParams
+    ) -> tuple[IntArray, SamplingParams]:
+        """Prompt number `index` and its parameters in token ids; ValueError says what is wrong."""
         try:
             if self.tokenizer is None and (isinstance(prompt, str) or params.stop):
                 what = "text" if isinstance(prompt, str) else "stop strings"
                 raise InvalidRequestError(f"{what}: {self.config.model_path} has no tokenizer")
-            if isinstance(prompt, str) and self.tokenizer is not None:
-                prompt = self.tokenizer.encode(prompt)
-            return check_prompt(prompt, self.limits)
+            if self.tokenizer is not None:
+                params = self.tokenizer.encode_bad_words(params)
+                prompt = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            check_params(params, self.limits)
+            return check_prompt(prompt, self.limits), params
         except InvalidRequestError as error:
             raise ValueError(f"prompts[{index}]: {error.message}") from None
 
@@ -171,14 +176,14 @@ class LLM:
         """
         listed = as_prompts(prompts)
         params = as_params(sampling_params, len(listed))
-        ids = [self.encode(index, *pair) for index, pair in enumerate(zip(listed, params))]
-        return self.answer_all(ids, params, progress)
+        encoded = [self.encode(index, *pair) for index, pair in enumerate(zip(listed, params))]
+        return self.answer_all(encoded, progress)
 
     def answer_all(
-        self, ids: list[IntArray], params: list[SamplingParams], progress: bool
+        self, encoded: list[tuple[IntArray, SamplingParams]], progress: bool
     ) -> list[dict[str, Any]]:
         """Run the scheduler until all prompts are answered; a failure leaves nothing behind."""
-        outputs = [OutputBuilder(*pair, self.tokenizer) for pair in zip(ids, params)]
+        outputs = [OutputBuilder(*pair, self.tokenizer) for pair in encoded]
         with self.lock:
             if self.closed:
                 raise RuntimeError("this LLM was shut down; make a new one")
@@ -187,7 +192,10 @@ class LLM:
             self.drop_leftovers()
             try:
                 self.channel.put_messages(
-                    *(UserMsg(u, i.tolist(), p) for u, i, p in zip(uids, ids, params))
+                    *(
+                        UserMsg(uid, ids.tolist(), params)
+                        for uid, (ids, params) in zip(uids, encoded)
+                    )
                 )
                 with tqdm(total=len(outputs), desc="requests", disable=not progress) as bar:
                     self.run_until_done(dict(zip(uids, outputs)), bar)

@@ -6,13 +6,14 @@ Generated from notebooks/06b_tokenizer.ipynb: edit there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import IntArray
+from minisgl.core import IntArray, SamplingParams
 
 
 def check_unicode(name: str, text: object) -> str:
@@ -69,6 +70,21 @@ class Tokenizer:
     def apply_chat(self, messages: Sequence[Mapping[str, Any]]) -> IntArray:
         """Token ids of a rendered conversation, int32 [n]; BOS comes from the template alone."""
         return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+    def encode_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """The same parameters, bad words as token ids: a text with and without a space before."""
+        if not any(isinstance(word, str) for word in params.bad_words):
+            return params
+        found: list[tuple[int, ...]] = []
+        for word in params.bad_words:
+            if isinstance(word, str):
+                texts = (word.lstrip(), " " + word.lstrip())
+                found += [
+                    tuple(self.encode(text, add_special_tokens=False).tolist()) for text in texts
+                ]
+            else:
+                found.append(tuple(word))
+        return replace(params, bad_words=tuple(ids for ids in dict.fromkeys(found) if ids))
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import Batch, Phase, Req, SamplingParams
 from minisgl.engine.graph import Graph, GraphRunner, choose_sizes
+from minisgl.engine.logits_processors import LogitsProcessors
 from minisgl.engine.memory import agree_on_free, decide_pages, peak_of
 from minisgl.engine.sample_kernel import load_sample_kernel
 from minisgl.engine.sampler import SampleOutput, Sampler
@@ -83,7 +84,9 @@ class Engine:
             num_qo_heads=model_config.num_qo_heads // config.tp.size,
         )  # fmt: skip
         kernel = load_sample_kernel(self.device)
-        self.sampler = Sampler(model_config.vocab_size, self.device, config.seed, kernel)
+        vocab_size = model_config.vocab_size
+        processors = LogitsProcessors(vocab_size, self.tables.token_pool)
+        self.sampler = Sampler(vocab_size, self.device, config.seed, kernel, processors)
         self.forward_pass = choose_forward(config, model)
         self.ring = StagingRing(self.device)
         self.dummy_req = dummy_request(self.tables.dummy_row)

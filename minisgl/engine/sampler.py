@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -150,6 +150,7 @@ class SamplingArgs:
     top_p: NDArray[np.float64]  # [bs]
     logprob_rows: NDArray[np.int64]  # rows that asked for log probabilities
     num_top: int  # most likely tokens that these rows want besides the chosen one
+    processing: Any = None  # for the logits processors; None: draw from the logits as they are
 
     @property
     def filtered(self) -> bool:
@@ -158,8 +159,8 @@ class SamplingArgs:
 
     @property
     def simple(self) -> bool:
-        """True if keys and temperatures are all there is: no filter, no log probability."""
-        return not self.filtered and len(self.logprob_rows) == 0
+        """True if keys and temperatures are all there is: nothing that only `sample` can do."""
+        return not self.filtered and len(self.logprob_rows) == 0 and self.processing is None
 
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6  # beyond, nothing changes but float32 overflows
@@ -181,6 +182,16 @@ def clamped_temperature(params: SamplingParams) -> float:
     return min(max(params.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
 
 
+class Processors(Protocol):
+    """Change logits before the draw: `minisgl.engine.logits_processors` in chapter 06d."""
+
+    def batch_args(self, reqs: list[Req]) -> Any | None: ...  # None if no request asks for it
+
+    def step_args(self, batch: Any, reqs: Sequence[Req]) -> Any: ...
+
+    def process(self, logits: Tensor, args: Any) -> Tensor: ...  # a copy
+
+
 class CachedArgs(NamedTuple):
     """What stays as it is while the batch does; the parameters of a request never change."""
 
@@ -198,9 +209,10 @@ class Sampler:
 
     def __init__(
         self, vocab_size: int, device: torch.device | str, seed: int = 0,
-        kernel: Callable[..., Tensor] | None = None,
+        kernel: Callable[..., Tensor] | None = None, processors: Processors | None = None,
     ) -> None:  # fmt: skip
         self.vocab_size, self.seed, self.kernel = vocab_size, seed, kernel
+        self.processors = processors
         self.staging = StagingRing(device)
         self.cached = CachedArgs([], np.empty(0, np.uint64), None)
         self.token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
@@ -210,7 +222,8 @@ class Sampler:
         every = [req.sampling_params for req in reqs]
         num_top = np.array([-1 if p.logprobs is None else p.logprobs for p in every])
         asked = np.flatnonzero(num_top >= 0)
-        if len(asked) == 0 and all(p.is_greedy for p in every):
+        processing = None if self.processors is None else self.processors.batch_args(reqs)
+        if len(asked) == 0 and processing is None and all(p.is_greedy for p in every):
             return CachedArgs(reqs, np.empty(0, np.uint64), None)
         uids = np.array([req.uid for req in reqs], np.int64)
         own = np.array([p.seed or 0 for p in every], np.uint64)
@@ -222,6 +235,7 @@ class Sampler:
             top_p=np.array([p.top_p for p in every], np.float64),
             logprob_rows=asked,
             num_top=int(num_top.max()),
+            processing=processing,
         )
         return CachedArgs(reqs, streams(np.where(seeded, own, engine_seeds(self.seed, uids))), args)
 
@@ -238,7 +252,10 @@ class Sampler:
         if args is None:
             return None
         positions = np.array([req.device_len for req in reqs], np.int64)
-        return replace(args, keys=keys_at(self.cached.streams, positions))
+        processing = args.processing
+        if self.processors is not None and processing is not None:
+            processing = self.processors.step_args(processing, reqs)
+        return replace(args, keys=keys_at(self.cached.streams, positions), processing=processing)
 
     def sample(self, logits: Tensor, args: SamplingArgs | None) -> SampleOutput:
         """Draw one token per row of logits [bs, vocab_size], which are left as they are.
@@ -256,7 +273,10 @@ class Sampler:
             raise ValueError(
                 f"logits: {len(args.temperature)} rows were prepared, got {len(logits)}"
             )
-        next_ids = self.draw(logits, args) if self.kernel is None else self.draw_fused(logits, args)
+        wanted = logits
+        if self.processors is not None and args.processing is not None:
+            wanted = self.processors.process(logits, args.processing)
+        next_ids = self.draw(wanted, args) if self.kernel is None else self.draw_fused(wanted, args)
         if len(args.logprob_rows) == 0:
             return SampleOutput(next_ids)
         (rows,) = self.staging.upload(args.logprob_rows)

@@ -5,7 +5,7 @@ Generated from notebooks/09b_llm.ipynb: edit there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from minisgl.config.engine import SchedulerConfig
@@ -23,10 +23,11 @@ from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.validation import Limits, make_req
 
 
-def limits_of(engine: Engine) -> Limits:
-    """What requests to this engine must keep to."""
-    pool_tokens = engine.num_pages * engine.page_size
-    return Limits(engine.max_seq_len, pool_tokens, engine.model_config.vocab_size)
+def limits_of(engine: Engine, eos_token_ids: Collection[int] = ()) -> Limits:
+    """What requests to this engine must keep to; `eos_token_ids` if the model names none."""
+    pool_tokens, model = engine.num_pages * engine.page_size, engine.model_config
+    ends = frozenset(model.eos_token_ids or eos_token_ids)
+    return Limits(engine.max_seq_len, pool_tokens, model.vocab_size, ends)
 
 
 def build_prefill(config: SchedulerConfig, cache: CacheManager) -> PrefillManager:
@@ -49,25 +50,29 @@ def build_scheduler(
     *,
     trace: Callable[[TraceEvent], None] | None = None,
     progress: bool = False,
+    eos_token_ids: Collection[int] = (),
 ) -> Scheduler:
-    """An engine and everything that feeds it; each part is given what it works with."""
+    """An engine and everything that feeds it; each part is given what it works with.
+
+    `eos_token_ids` end an answer if the model's config names none.
+    """
     engine = build_engine(config, comm, progress=progress)
     cache = CacheManager(
         engine.num_pages, engine.tables, make_cache(config.cache_type, engine.page_size)
     )
     settled = engine.config
     assert isinstance(settled, SchedulerConfig)
-    prefill = build_prefill(settled, cache)
+    prefill, limits = build_prefill(settled, cache), limits_of(engine, eos_token_ids)
     scheduler = Scheduler(
         engine,
         cache,
         prefill,
         prefill.decode,
         channel,
-        make_req=partial(make_req, limits=limits_of(engine)),
+        make_req=partial(make_req, limits=limits),
         make_room=make_room,
         audit=IdleAudit(),
-        eos_token_ids=frozenset(engine.model_config.eos_token_ids),
+        eos_token_ids=limits.eos_token_ids,
         overlap=bool(settled.overlap),
         interleave=settled.schedule_policy == "fair",
     )

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.core import IntArray, Req
+from minisgl.core import IntArray, Req, SamplingParams
+from minisgl.engine.logits_processors import logits_params
 from minisgl.scheduler.messages import InvalidRequestError, UserMsg
 
 
@@ -19,6 +20,7 @@ class Limits(NamedTuple):
     max_seq_len: int
     pool_tokens: int
     vocab_size: int
+    eos_token_ids: frozenset[int] = frozenset()
 
     @property
     def total(self) -> int:
@@ -53,14 +55,38 @@ def check_prompt(prompt: object, limits: Limits) -> IntArray:
     )
 
 
+def check_params(params: SamplingParams, limits: Limits) -> None:
+    """Raise `InvalidRequestError` for token ids that the model does not have."""
+    if any(isinstance(word, str) for word in params.bad_words):
+        why = "bad_words: strings need a tokenizer, which this model lacks; give token ids"
+        raise InvalidRequestError(why, param="bad_words")
+    given = {
+        "logit_bias": params.logit_bias or (),
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "bad_words": [token for word in params.bad_words for token in word],
+    }
+    for name, ids in given.items():
+        for token in ids:
+            if int(token) >= limits.vocab_size:
+                allowed = f"0..{limits.vocab_size - 1}"
+                why = f"{name}: token ids must be in {allowed}, got {token}"
+                raise InvalidRequestError(why, param=name)
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        why = f"min_tokens: must be at most max_tokens={params.max_tokens}, got {params.min_tokens}"
+        raise InvalidRequestError(why, param="min_tokens")
+
+
 def make_req(msg: UserMsg, limits: Limits) -> Req:
     """The request that a message asks for; raises `InvalidRequestError`."""
     ids, params = check_prompt(msg.input_ids, limits), msg.sampling_params
+    check_params(params, limits)
     room = limits.total - len(ids)
-    return Req(
+    req = Req(
         uid=msg.uid,
         input_ids=ids,
         sampling_params=params,
         max_new_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
         client=msg.client,
     )
+    req.logits_params = logits_params(params, limits.vocab_size, limits.eos_token_ids)
+    return req

@@ -96,12 +96,13 @@ class TextWorker:
                 ids = self._tokenizer.encode(msg.text).tolist()
             else:
                 ids = list(msg.input_ids or [])
+            params = self._tokenizer.encode_bad_words(msg.sampling_params)
         except Exception as error:  # a chat template can raise anything
             param = "prompt" if msg.messages is None else "messages"
             why = f"{param}: {error}"
             self._frontend.append(ErrorReply(uid=msg.uid, message=why, param=param))
             return
-        self._scheduler.append(UserMsg(msg.uid, ids, msg.sampling_params, msg.client))
+        self._scheduler.append(UserMsg(msg.uid, ids, params, msg.client))
 
     def _detokenize(self, msg: TokenReply) -> None:
         """One token to the text that it completes; a stop string ends the request from here."""

@@ -1,0 +1,252 @@
+"""Changes logits before the draw: masks, bad words, biases, penalties, min-p.
+
+Generated from notebooks/06d_logits_processors.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from math import inf, log
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.attention.staging import StagingRing
+from minisgl.core import IntArray, Req, SamplingParams
+from minisgl.engine.sampler import clamped_temperature
+
+ALWAYS = 2**62
+
+
+def bitmask(token_ids: Collection[int], vocab_size: int) -> IntArray:
+    """Tokens as bits, int32 [ceil(vocab_size / 32)]: bit i % 32 of word i // 32 is token i."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, bool)
+    bits[list(token_ids)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+@dataclass
+class LogitsParams:
+    """What one request wants changed in its logits; made once, when it is admitted.
+
+    A ban is a sequence of tokens, whose last one is forbidden after the others, and the length of
+    the answer from which it is lifted. `mask` has a bit for each token that is allowed, as from
+    `bitmask`; whoever owns it may replace it between two steps.
+    """
+
+    repetition: float = 1.0
+    frequency: float = 0.0
+    presence: float = 0.0
+    min_logit: float = -inf  # below the largest one, at temperature 1
+    bias: dict[int, float] = field(default_factory=dict)
+    bans: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
+    mask: IntArray | None = None
+
+    @property
+    def penalizes(self) -> bool:
+        """True if a token's logit depends on how often it was said."""
+        return (self.repetition, self.frequency, self.presence) != (1.0, 0.0, 0.0)
+
+
+def logits_params(
+    params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int] = ()
+) -> LogitsParams | None:
+    """What these parameters ask for; None if the logits stay as they are.
+
+    Token ids are below `vocab_size`, and bad words are token ids.
+    """
+    bans = [(tuple(int(token) for token in word), ALWAYS) for word in params.bad_words]
+    if params.min_tokens > 0:
+        ends = sorted({*eos_token_ids, *params.stop_token_ids})
+        bans += [((token,), params.min_tokens) for token in ends if token < vocab_size]
+    wants = LogitsParams(
+        repetition=min(max(params.repetition_penalty, 1e-30), 1e30),  # within float32's reach
+        frequency=params.frequency_penalty,
+        presence=params.presence_penalty,
+        bias=params.logit_bias or {},
+        bans=bans,
+    )
+    if params.min_p > 0 and not params.is_greedy:
+        wants.min_logit = clamped_temperature(params) * log(params.min_p)
+    if params.allowed_token_ids is not None:
+        wants.mask = bitmask(params.allowed_token_ids, vocab_size)
+    return None if wants.mask is None and wants == LogitsParams() else wants
+
+
+class BatchRules(NamedTuple):
+    """What a batch wants changed, while it stays the same: NumPy arrays, int64 unless noted."""
+
+    prompt_lens: Any  # [bs]
+    mask_rows: Any  # [g]: rows of the batch that have a mask
+    ban_rows: Any  # [k]
+    bans: Any  # [k, longest]: sequences of tokens, filled up with -1 on their left
+    ban_lens: Any  # [k]
+    ban_ends: Any  # [k]: tokens of the answer from which it is lifted
+    bias_at: Any  # [b]: in the flattened logits
+    bias: Any  # float32 [b]
+    penalty_rows: Any  # [m]
+    penalties: Any  # float32 [m, 3]: repetition, frequency, presence
+    min_p_rows: Any  # [q]
+    min_logits: Any  # float32 [q]
+
+
+class LogitsArgs(NamedTuple):
+    """The same for one step: arrays on the host or, uploaded, tensors; int64 unless noted."""
+
+    mask_rows: Any  # [g]
+    masks: Any  # int32 [g, ceil(vocab_size / 32)]
+    ban_at: Any  # [k]: the token to forbid, in the flattened logits
+    ban_prefix: Any  # [k, longest - 1]: if these tokens, of which -1 fits any,
+    ban_ends: Any  # [k]: end here in the flattened token pool
+    bias_at: Any  # [b]
+    bias: Any  # float32 [b]
+    penalty_rows: Any  # [m]
+    penalties: Any  # float32 [m, 3]
+    starts: Any  # [m]: first token that counts, in the flattened token pool
+    counts: Any  # [m]: how many there are from there on,
+    prompts: Any  # [m]: of which so many belong to the prompt
+    min_p_rows: Any  # [q]
+    min_logits: Any  # float32 [q]
+
+
+def ints(values: Sequence[Any]) -> np.ndarray:
+    """int64 [n]."""
+    return np.array(values, np.int64)
+
+
+class LogitsProcessors:
+    """Changes the logits of rows whose requests have `logits_params`; knows no request."""
+
+    def __init__(self, vocab_size: int, token_pool: Tensor) -> None:
+        """`token_pool` is int64 [rows, width]; the logits will be on its device."""
+        self.vocab_size, self.tokens = vocab_size, token_pool.view(-1)
+        self.width = token_pool.shape[1]
+        self.staging = StagingRing(token_pool.device)
+
+    def batch_args(self, reqs: Sequence[Req]) -> BatchRules | None:
+        """What these requests want, whatever their lengths; None if it is nothing."""
+        asked = [(row, req.logits_params) for row, req in enumerate(reqs) if req.logits_params]
+        if not asked:
+            return None
+        bans = [(row, *ban) for row, wants in asked for ban in wants.bans]
+        longest = max((len(tokens) for _, tokens, _ in bans), default=1)
+        padded = [(-1,) * (longest - len(tokens)) + tokens for _, tokens, _ in bans]
+        bias = [(row * self.vocab_size + t, b) for row, w in asked for t, b in w.bias.items()]
+        penal = [(row, w) for row, w in asked if w.penalizes]
+        penalties = [(w.repetition, w.frequency, w.presence) for _, w in penal]
+        min_p = [(row, w.min_logit) for row, w in asked if w.min_logit > -inf]
+        return BatchRules(
+            prompt_lens=ints([req.prompt_len for req in reqs]),
+            mask_rows=ints([row for row, w in asked if w.mask is not None]),
+            ban_rows=ints([row for row, _, _ in bans]),
+            bans=ints(padded).reshape(-1, longest),
+            ban_lens=ints([len(tokens) for _, tokens, _ in bans]),
+            ban_ends=ints([end for _, _, end in bans]),
+            bias_at=ints([at for at, _ in bias]),
+            bias=np.array([value for _, value in bias], np.float32),
+            penalty_rows=ints([row for row, _ in penal]),
+            penalties=np.array(penalties, np.float32).reshape(-1, 3),
+            min_p_rows=ints([row for row, _ in min_p]),
+            min_logits=np.array([value for _, value in min_p], np.float32),
+        )
+
+    def step_args(self, batch: BatchRules, reqs: Sequence[Req]) -> LogitsArgs:
+        """What `process` must know of the step for which these requests, the batch's, are prepared.
+
+        The token to be drawn will stand at position `device_len` of a row; all before it are in the
+        token pool once the steps launched so far are done.
+        """
+        ends = ints([req.table_idx * self.width + req.device_len for req in reqs])
+        lens = ints([req.device_len for req in reqs])
+        said = (lens - batch.prompt_lens)[batch.ban_rows]
+        active = np.flatnonzero((batch.ban_lens - 1 <= said) & (said < batch.ban_ends))
+        ban_rows, bans = batch.ban_rows[active], batch.bans[active]
+        rows = batch.penalty_rows
+        prompts = np.where(batch.penalties[:, 0] != 1, batch.prompt_lens[rows], 0)
+        counts = (lens - batch.prompt_lens)[rows] + prompts
+        masks = [reqs[row].logits_params.mask for row in batch.mask_rows]
+        words = -(-self.vocab_size // 32)
+        return LogitsArgs(
+            mask_rows=batch.mask_rows,
+            masks=np.array(masks, np.int32).reshape(-1, words),
+            ban_at=ban_rows * self.vocab_size + bans[:, -1],
+            ban_prefix=bans[:, :-1],
+            ban_ends=ends[ban_rows],
+            bias_at=batch.bias_at,
+            bias=batch.bias,
+            penalty_rows=rows,
+            penalties=batch.penalties,
+            starts=ends[rows] - counts,
+            counts=counts,
+            prompts=prompts,
+            min_p_rows=batch.min_p_rows,
+            min_logits=batch.min_logits,
+        )
+
+    def process(self, logits: Tensor, args: LogitsArgs) -> Tensor:
+        """A copy of logits [bs, vocab_size], float32, with what was asked for; nothing waits."""
+        out = logits.to(torch.float32, copy=True)
+        gpu = LogitsArgs(*self.staging.upload(*args))
+        if len(args.mask_rows):
+            apply_masks(out, gpu.mask_rows, gpu.masks)
+        if len(args.ban_at):
+            forbid(out, gpu.ban_at, self.ends_in(gpu.ban_prefix, gpu.ban_ends))
+        if len(args.bias_at):
+            out.view(-1).index_add_(0, gpu.bias_at, gpu.bias)
+        if len(args.penalty_rows):
+            self.penalize(out, gpu, int(args.counts.max()))
+        if len(args.min_p_rows):
+            apply_min_p(out, gpu.min_p_rows, gpu.min_logits)
+        return out
+
+    def ends_in(self, prefix: Tensor, ends: Tensor) -> Tensor:
+        """Whether the tokens before ends [k] of the pool are prefix [k, n], bool; -1 fits any."""
+        back = torch.arange(-prefix.shape[1], 0, device=ends.device)
+        before = self.tokens[(ends[:, None] + back).clamp_(min=0)]
+        return ((before == prefix) | (prefix < 0)).all(1)
+
+    def penalize(self, out: Tensor, args: LogitsArgs, most: int) -> None:
+        """Apply the penalties; no row counts more than `most` tokens."""
+        offsets = torch.arange(max(most, 1), device=out.device)
+        step = max(1, MAX_GATHERED // len(offsets))
+        columns = (args.penalty_rows, args.penalties, args.starts, args.counts, args.prompts)
+        for rows, penalties, starts, counts, prompts in zip(*(c.split(step) for c in columns)):
+            last = (
+                counts[:, None] - 1
+            )  # shorter rows repeat their last token, which changes nothing
+            tokens = self.tokens[starts[:, None] + torch.minimum(offsets, last)]
+            answer = (offsets >= prompts[:, None]) & (offsets <= last)
+            seen = out.new_zeros(len(rows), self.vocab_size).scatter_add_(1, tokens, answer.float())
+            count = seen.gather(1, tokens)
+            repetition, frequency, presence = penalties.T[:, :, None]
+            places = rows[:, None] * self.vocab_size + tokens
+            old = out.view(-1)[places]
+            new = torch.where(old > 0, old / repetition, old * repetition)
+            new -= frequency * count + presence * (count > 0)
+            out.view(-1).scatter_(0, places.flatten(), new.flatten())
+
+
+def apply_masks(out: Tensor, rows: Tensor, masks: Tensor) -> None:
+    """Forbid, in some rows of out [bs, vocab], tokens without a bit in masks [g, words]."""
+    bits = masks[:, :, None] >> torch.arange(32, device=out.device, dtype=torch.int32)
+    allowed = (bits & 1).bool().flatten(1)[:, : out.shape[1]]
+    out.index_copy_(0, rows, out.index_select(0, rows).masked_fill_(~allowed, -torch.inf))
+
+
+def forbid(out: Tensor, places: Tensor, where: Tensor) -> None:
+    """Set places [k] of the flattened logits to -inf where `where` [k] is true."""
+    limits = torch.where(where, -torch.inf, torch.inf)
+    out.view(-1).scatter_reduce_(0, places, limits, "amin")  # a place may occur several times
+
+
+def apply_min_p(out: Tensor, rows: Tensor, min_logits: Tensor) -> None:
+    """Forbid, in some rows, tokens that are more than -min_logits [q] below the largest."""
+    chosen = out.index_select(0, rows)
+    limit = chosen.amax(-1) + min_logits
+    out.index_copy_(0, rows, chosen.masked_fill_(chosen < limit[:, None], -torch.inf))
+
+
+MAX_GATHERED = 2**20  # tokens at once: bounds the memory of penalties
