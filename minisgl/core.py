@@ -49,6 +49,9 @@ def tuple_of(item: Any, **bounds: int) -> PlainValidator:
     return PlainValidator(check)
 
 
+BadWords = Annotated[Sequence[str | Sequence[int]], tuple_of(BadWord, max_length=MAX_RULES)]
+
+
 @dataclass(frozen=True)
 class SamplingParams(Validated):
     """How one request chooses its tokens and when it stops.
@@ -75,9 +78,7 @@ class SamplingParams(Validated):
         default=None, hash=False
     )
     min_tokens: Count = 0
-    bad_words: Annotated[
-        Sequence[str | Sequence[int]], tuple_of(BadWord, max_length=MAX_RULES)
-    ] = ()
+    bad_words: BadWords = ()
     allowed_token_ids: Annotated[Sequence[int], tuple_of(Count, min_length=1)] | None = None
 
     @property
