@@ -110,7 +110,7 @@ def row_linear(
 
 @triton.jit
 def prefetch(pointers):
-    """Ask for cache lines: they travel to the L2 cache while nobody waits for them."""
+    """Ask for cache lines: they travel to the L2 cache and no thread waits for them."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers],
         dtype=tl.int32, is_pure=False, pack=1,

@@ -166,7 +166,7 @@ class TableManager:
             for table, place in zip((self._slots, self._tokens), places)
         ]
         packed = torch.from_numpy(np.concatenate([*places, *values], dtype=np.int64))
-        if self.device.type == "cuda":  # fresh pinned memory: the last copy may still be under way
+        if self.device.type == "cuda":  # fresh pinned memory: the last copy may still be in flight
             packed = packed.pin_memory()
         split = packed.to(self.device, non_blocking=True).split(counts + counts)
         for i, table in enumerate((self._slots, self._tokens)):

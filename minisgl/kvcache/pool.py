@@ -52,7 +52,7 @@ class KVPool:
         return self._pages[layer_id][1]
 
     def free(self) -> None:
-        """Give the memory back now, whoever still holds a view. No slot may be touched after it."""
+        """Give the memory back now, even if views of it are left. Touch no slot after it."""
         self.buffer.untyped_storage().resize_(0)
 
     def store_kv(self, k: Tensor, v: Tensor, out_loc: Tensor, layer_id: int) -> None:

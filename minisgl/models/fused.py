@@ -146,7 +146,7 @@ class FusedModel:
             qkv = linear(x, layer.attention.qkv, layer.attention.bias)
             y = layer.attention.attend(qkv, fb, layer_id)
             if layer is self.layers[-1] and fb.last_idx is not None:
-                # Only the rows wanted go on: nobody reads the others again.
+                # Only the rows wanted go on: the others are never read again.
                 y, residual = y[fb.last_idx], residual[fb.last_idx]
             parts = self.row_parallel(y, layer.attention.out)
             x, residual = add_norm(parts, residual, layer.second_norm, self.eps)

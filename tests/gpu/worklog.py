@@ -1,4 +1,4 @@
-"""Measure the kernels of the chapters 05c, 05d and 05e on one GPU, rung by rung.
+"""Measure the kernels of the chapters 05c, 05d and 05e on one GPU, stage by stage.
 
 `python3 -m tests.gpu.worklog memory|gemm|attention --out FILE`. The kernels stand in the chapters,
 in cells tagged `worklog`, where a CPU runs them against their oracle; here they run for time.
@@ -39,14 +39,14 @@ CELL = re.compile(r"^```\{code-cell\} ipython3\n(.*?)^```$", re.MULTILINE | re.D
 DEVICE = torch.device("cuda")
 
 
-def load_rungs(stem: str, head: str = "") -> ModuleType:
+def load_stages(stem: str, head: str = "") -> ModuleType:
     """The cells tagged `worklog` of a chapter as a module; Triton reads a kernel from its file.
 
     head: imports of what the chapter defines in other cells.
     """
     text = (NOTEBOOKS / f"{stem}.md").read_text(encoding="utf-8")
     cells = [cell for cell in CELL.findall(text) if re.match(r":tags: \[.*worklog.*\]", cell)]
-    path = Path(tempfile.mkdtemp()) / f"rungs_{stem}.py"
+    path = Path(tempfile.mkdtemp()) / f"stages_{stem}.py"
     path.write_text(head + "\n\n".join(cell.split("\n", 1)[1] for cell in cells), encoding="utf-8")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
@@ -77,29 +77,29 @@ def device_facts() -> dict[str, int]:
     }
 
 
-def chase_seconds(rungs: ModuleType, table: Tensor, steps: int, flush: Tensor) -> float:
+def chase_seconds(stages: ModuleType, table: Tensor, steps: int, flush: Tensor) -> float:
     """Seconds of one walk of `steps` loads; a large table is not in any cache when it starts."""
     out = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if table.nbytes > flush.nbytes // 16:
         flush.zero_()
     else:
-        rungs.chase_kernel[(1,)](table, out, 40_000, num_warps=1)  # bring it into the cache
+        stages.chase_kernel[(1,)](table, out, 40_000, num_warps=1)  # bring it into the cache
     before.record()
-    rungs.chase_kernel[(1,)](table, out, steps, num_warps=1)
+    stages.chase_kernel[(1,)](table, out, steps, num_warps=1)
     after.record()
     torch.cuda.synchronize()
     return before.elapsed_time(after) / 1e3
 
 
-def measure_latency(rungs: ModuleType, flush: Tensor) -> list[dict[str, float]]:
+def measure_latency(stages: ModuleType, flush: Tensor) -> list[dict[str, float]]:
     """Nanoseconds of one dependent load, for growing tables."""
     rows = []
     few, many = 2_000, 22_000
     for kib in (16, 64, 128, 512, 4096, 16384, 131072, 524288, 1048576):
-        table = rungs.links(kib * 8, DEVICE)
+        table = stages.links(kib * 8, DEVICE)
         times = [
-            [chase_seconds(rungs, table, steps, flush) for steps in (few, many)] for _ in range(6)
+            [chase_seconds(stages, table, steps, flush) for steps in (few, many)] for _ in range(6)
         ]
         each = statistics.median((b - a) / (many - few) for a, b in times[1:])
         rows.append({"bytes": kib * 1024, "ns": round(each * 1e9, 1)})
@@ -118,7 +118,7 @@ def once_seconds(call: Callable[[int], object], count: int) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in marks) / 1e3
 
 
-def measure_in_flight(rungs: ModuleType, x: Tensor) -> list[dict[str, Any]]:
+def measure_in_flight(stages: ModuleType, x: Tensor) -> list[dict[str, Any]]:
     """Bandwidth by programs and block: 200 rounds of all programs, from HBM."""
     rows = []
     for block, warps in ((256, 1), (1024, 4), (4096, 4), (8192, 8)):
@@ -129,7 +129,7 @@ def measure_in_flight(rungs: ModuleType, x: Tensor) -> list[dict[str, Any]]:
             x.zero_()  # whatever L2 held is gone
 
             def one(number: int) -> None:
-                rungs.read(parts[number % len(parts)], programs, block, warps)
+                stages.read(parts[number % len(parts)], programs, block, warps)
 
             took = once_seconds(one, 8)
             speed = round(4 * size / took / 1e12, 5)
@@ -139,40 +139,40 @@ def measure_in_flight(rungs: ModuleType, x: Tensor) -> list[dict[str, Any]]:
 
 def measure_memory() -> dict[str, Any]:
     """Everything that chapter 05c shows."""
-    rungs = load_rungs("05c_gpu_memory")
+    stages = load_stages("05c_gpu_memory")
     x = torch.zeros(1 << 28, dtype=torch.int32, device=DEVICE)  # 1 GiB
-    in_flight = measure_in_flight(rungs, x)
+    in_flight = measure_in_flight(stages, x)
     stride = []
     for step in (1, 2, 4, 8, 16, 32):
-        took = seconds(lambda: rungs.strided(x.view(torch.float32), step))
+        took = seconds(lambda: stages.strided(x.view(torch.float32), step))
         stride.append({"stride": step, "useful_tb_per_s": round(x.nbytes / step / took / 1e12, 4)})
     working_set = []
     for mib in (4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 256, 1024):
         part = x[: mib << 18]
-        took = seconds(lambda: rungs.read(part, 1024, 1024, 4))
+        took = seconds(lambda: stages.read(part, 1024, 1024, 4))
         working_set.append({"bytes": part.nbytes, "tb_per_s": round(part.nbytes / took / 1e12, 3)})
     return {
-        "device": device_facts(), "latency": measure_latency(rungs, x), "in_flight": in_flight,
-        "stride": stride, "working_set": working_set, "chain": measure_chain(rungs),
+        "device": device_facts(), "latency": measure_latency(stages, x), "in_flight": in_flight,
+        "stride": stride, "working_set": working_set, "chain": measure_chain(stages),
         "gemm_size": 4096, "gemm": measure_gemm(4096),
     }  # fmt: skip
 
 
-def measure_chain(rungs: ModuleType) -> list[dict[str, Any]]:
+def measure_chain(stages: ModuleType) -> list[dict[str, Any]]:
     """Microseconds of a kernel that does nothing, in a chain of dependent ones."""
     one, length = torch.zeros(1, device=DEVICE), 200
-    rungs.chain(one, length, False)
+    stages.chain(one, length, False)
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(20):
-        rungs.chain(one, length, False)
+        stages.chain(one, length, False)
     torch.cuda.synchronize()
     rows = [
         {"how": "launched by the host", "us": (time.perf_counter() - start) / 20 / length * 1e6}
     ]
     for how, early in (("in a CUDA graph", False), ("in a CUDA graph, launched early (PDL)", True)):
         rows.append(
-            {"how": how, "us": seconds(lambda: rungs.chain(one, length, early)) / length * 1e6}
+            {"how": how, "us": seconds(lambda: stages.chain(one, length, early)) / length * 1e6}
         )
     return [{**row, "us": round(row["us"], 3)} for row in rows]
 
@@ -195,7 +195,7 @@ def measure_gemm(size: int) -> list[dict[str, float]]:
 # ------------------------------------------------------------------ 05d: GEMMs with few rows
 
 BF16 = torch.bfloat16
-Rung = tuple[str, Callable[[Tensor, Tensor], object]]
+Stage = tuple[str, Callable[[Tensor, Tensor], object]]
 
 
 def peak_read() -> float:
@@ -212,7 +212,7 @@ def weights_of(n: int, k: int) -> list[Tensor]:
     ]
 
 
-def gemv_rungs(rungs: ModuleType) -> list[Rung]:
+def gemv_stages(stages: ModuleType) -> list[Stage]:
     """The ladder of one row."""
     norm = torch.ones(1024, dtype=BF16, device=DEVICE)
 
@@ -220,11 +220,11 @@ def gemv_rungs(rungs: ModuleType) -> list[Rung]:
         return linear.row_linear(norms.add_norm(None, x, norm, 1e-6)[0], w)
 
     return [
-        ("1 narrow, 128 numbers at a time", lambda x, w: rungs.run_narrow(x, w, 128, 1)),
-        ("2 narrow, 1,024 numbers at a time", lambda x, w: rungs.run_narrow(x, w, 1024, 4)),
-        ("3 a block of 4 outputs", lambda x, w: rungs.run_block(x, w, 4, 512, 4)),
-        ("3 a block of 8 outputs", lambda x, w: rungs.run_block(x, w, 8, 1024, 2)),
-        ("3 a block of 16 outputs", lambda x, w: rungs.run_block(x, w, 16, 512, 4)),
+        ("1 narrow, 128 numbers at a time", lambda x, w: stages.run_narrow(x, w, 128, 1)),
+        ("2 narrow, 1,024 numbers at a time", lambda x, w: stages.run_narrow(x, w, 1024, 4)),
+        ("3 a block of 4 outputs", lambda x, w: stages.run_block(x, w, 4, 512, 4)),
+        ("3 a block of 8 outputs", lambda x, w: stages.run_block(x, w, 8, 1024, 2)),
+        ("3 a block of 16 outputs", lambda x, w: stages.run_block(x, w, 16, 512, 4)),
         ("4 launched early", linear.row_linear),
         ("5 with the norm inside", lambda x, w: linear.row_linear(x, w, norm=norm, eps=1e-6)),
         ("4 and a norm of its own before", norm_apart),
@@ -233,7 +233,7 @@ def gemv_rungs(rungs: ModuleType) -> list[Rung]:
     ]  # fmt: skip
 
 
-def rows_rung(tiles: Any, early: bool) -> Callable[[Tensor, Tensor], object]:
+def rows_stage(tiles: Any, early: bool) -> Callable[[Tensor, Tensor], object]:
     """`rows_kernel` with these tiles, launched early or not."""
 
     def run(x: Tensor, w: Tensor) -> object:
@@ -253,27 +253,27 @@ def rows_rung(tiles: Any, early: bool) -> Callable[[Tensor, Tensor], object]:
     return run
 
 
-def rows_rungs(m: int, split_k: bool, n: int, k: int) -> list[Rung]:
+def rows_stages(m: int, split_k: bool, n: int, k: int) -> list[Stage]:
     """The ladder of a few rows: what `choose_tiling` says, and one thing less at a time."""
     best = linear.choose_tiling(m, n, k, gated=False, split_k=split_k)
     whole = replace(best, splits=1)
-    rungs: list[Rung] = []
+    stages: list[Stage] = []
     if best.swap:
         rows = max(16, best.bm)
         flat = linear.Tiling(rows, 64, 128, 4, 4, False)
-        rungs.append(("1 rows first, weights second", rows_rung(flat, False)))
-    rungs.append(("2 swapped" if best.swap else "1 weights second", rows_rung(whole, False)))
+        stages.append(("1 rows first, weights second", rows_stage(flat, False)))
+    stages.append(("2 swapped" if best.swap else "1 weights second", rows_stage(whole, False)))
     if best.splits > 1:
-        rungs.append((f"3 split-K by {best.splits}", rows_rung(best, False)))
-    rungs.append(("4 launched early, with prefetch", rows_rung(best, True)))
-    return [*rungs, ("cuBLAS", lambda x, w: F.linear(x, w))]
+        stages.append((f"3 split-K by {best.splits}", rows_stage(best, False)))
+    stages.append(("4 launched early, with prefetch", rows_stage(best, True)))
+    return [*stages, ("cuBLAS", lambda x, w: F.linear(x, w))]
 
 
-def measure_rungs(rungs: list[Rung], m: int, n: int, k: int) -> list[dict[str, Any]]:
-    """Time of each rung over many weights, in one graph."""
+def measure_stages(stages: list[Stage], m: int, n: int, k: int) -> list[dict[str, Any]]:
+    """Time of each stage over many weights, in one graph."""
     weights, x = weights_of(n, k), torch.randn(m, k, dtype=BF16, device=DEVICE)
     rows = []
-    for name, run in rungs:
+    for name, run in stages:
         took = seconds(lambda: [run(x, w) for w in weights]) / len(weights)
         row = {
             "name": name,
@@ -294,13 +294,13 @@ GEMMS = (
 
 def measure_gemms() -> dict[str, Any]:
     """Everything that chapter 05d shows."""
-    rungs = load_rungs("05d_gemm")
+    stages = load_stages("05d_gemm")
     return {
         "peak_tb_per_s": peak_read(),
-        "gemv": with_profile("gemv", measure_rungs(gemv_rungs(rungs), 1, 4096, 1024)),
+        "gemv": with_profile("gemv", measure_stages(gemv_stages(stages), 1, 4096, 1024)),
         "gemm": [
-            {"rows": m, "weight": [n, k], "rungs": with_profile(
-                f"gemm{i}", measure_rungs(rows_rungs(m, split_k, n, k), m, n, k))}
+            {"rows": m, "weight": [n, k], "steps": with_profile(
+                f"gemm{i}", measure_stages(rows_stages(m, split_k, n, k), m, n, k))}
             for i, (m, split_k, n, k) in enumerate(GEMMS)
         ],
     }  # fmt: skip
@@ -335,7 +335,7 @@ class Cache:
         return self.qkv[:, :qo], self.qkv[:, qo : qo + kv], self.qkv[:, qo + kv :]
 
 
-def attention_rungs(rungs: ModuleType, c: Cache) -> list[tuple[str, Callable[[int], object]]]:
+def attention_stages(stages: ModuleType, c: Cache) -> list[tuple[str, Callable[[int], object]]]:
     """The ladder of decode attention; each call works on one layer."""
     splits = decode.splits_of(c.batch, c.kv)[0] if c.batch * c.kv <= decode.TILES[0][1] else 1
     shape = decode.tile_of(c.batch, c.kv, 128, 2)
@@ -349,7 +349,10 @@ def attention_rungs(rungs: ModuleType, c: Cache) -> list[tuple[str, Callable[[in
 
     def apart(i: int, parts: int, tile: tuple[int, ...] = shape) -> object:
         q = rotated(i)
-        return rungs.split_attention(q, (c.k[i], c.v[i]), *to, c.scratch, c.scale, parts, tile)
+        caches = c.k[i], c.v[i]
+        if parts == 1:
+            return stages.whole_attention(q, caches, *to, c.scale, tile)
+        return stages.split_attention(q, caches, *to, c.scratch, c.scale, parts, tile)
 
     def merged(i: int) -> object:
         q = rotated(i)
@@ -378,14 +381,14 @@ def attention_rungs(rungs: ModuleType, c: Cache) -> list[tuple[str, Callable[[in
 def measure_attention() -> dict[str, Any]:
     """Everything that chapter 05e shows of kernels alone."""
     names = "attend_cached, merge_parts, write_part"
-    rungs = load_rungs(
+    stages = load_stages(
         "05e_decode_attention", f"from minisgl.kernels.decode_attention import {names}\n"
     )
     found = []
     for batch in (1, 8, 64, 256):
         c = Cache(batch, 640)
         rows = []
-        for name, run in attention_rungs(rungs, c):
+        for name, run in attention_stages(stages, c):
             took = seconds(lambda: [run(i) for i in range(c.layers)]) / c.layers
             rows.append(
                 {
@@ -395,7 +398,7 @@ def measure_attention() -> dict[str, Any]:
                 }
             )
         rows = with_profile(f"attention{batch}", rows)
-        found.append({"batch": batch, "tokens": 640, "mb": c.nbytes / 1e6, "rungs": rows})
+        found.append({"batch": batch, "tokens": 640, "mb": c.nbytes / 1e6, "steps": rows})
     return {"peak_tb_per_s": peak_read(), "attention": found}
 
 
@@ -411,26 +414,26 @@ METRICS = {
 
 
 def once(ladder: str) -> None:
-    """Run each rung of a ladder once, for the profiler, after a run that compiles it."""
+    """Run each stage of a ladder once, for the profiler, after a run that compiles it."""
     calls: list[Callable[[], object]] = []
     if ladder.startswith("attention"):
         c = Cache(int(ladder.removeprefix("attention")), 640)
         names = "attend_cached, merge_parts, write_part"
-        rungs = load_rungs(
+        stages = load_stages(
             "05e_decode_attention", f"from minisgl.kernels.decode_attention import {names}\n"
         )
-        calls = [partial(run, 0) for _, run in attention_rungs(rungs, c)]
+        calls = [partial(run, 0) for _, run in attention_stages(stages, c)]
     else:
-        rungs = load_rungs("05d_gemm")
+        stages = load_stages("05d_gemm")
         m, split_k, n, k = (1, False, 4096, 1024) if ladder == "gemv" else GEMMS[int(ladder[-1])]
         w, x = weights_of(n, k)[0], torch.randn(m, k, dtype=BF16, device=DEVICE)
-        some = gemv_rungs(rungs) if ladder == "gemv" else rows_rungs(m, split_k, n, k)
+        some = gemv_stages(stages) if ladder == "gemv" else rows_stages(m, split_k, n, k)
         calls = [partial(run, x, w) for _, run in some]
     for call in calls:
         call()
     torch.cuda.synchronize()
     for i, call in enumerate(calls):
-        torch.cuda.nvtx.range_push(f"rung{i}")
+        torch.cuda.nvtx.range_push(f"stage{i}")
         torch.cuda.cudart().cudaProfilerStart()
         call()
         torch.cuda.synchronize()
@@ -439,7 +442,7 @@ def once(ladder: str) -> None:
 
 
 def with_profile(ladder: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add to each rung what Nsight Compute reads of its longest kernel, where it can be run."""
+    """Add to each stage what Nsight Compute reads of its longest kernel, where it can be run."""
     if shutil.which("ncu") is None:
         return rows
     command = [
@@ -454,7 +457,7 @@ def with_profile(ladder: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]
     longest: dict[int, dict[str, float]] = {}
     for entry in table:
         text = " ".join(str(value) for value in entry.values())
-        match = re.search(r"rung(\d+)", text)
+        match = re.search(r"stage(\d+)", text)
         if match is None or not entry.get("gpu__time_duration.sum"):
             continue
         try:
@@ -480,7 +483,7 @@ MEASURES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def main() -> int:
-    """Measure one chapter's rungs and store them."""
+    """Measure one chapter's stages and store them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("chapter", choices=(*MEASURES, "once"))
     parser.add_argument("--out", type=Path, default=Path("worklog.json"))
