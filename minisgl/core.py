@@ -29,64 +29,6 @@ from minisgl.config.rules import (
     refuse,
 )
 
-MAX_LOGPROBS = 20
-MAX_RULES = 1024  # biases, bad words, tokens of a bad word
-
-Penalty = Annotated[Number, Field(ge=-2, le=2)]
-Bias = Annotated[Number, Field(ge=-100, le=100)]
-WordIds = Annotated[tuple[Count, ...], Field(min_length=1, max_length=MAX_RULES)]
-BadWord = Annotated[Text | WordIds, BeforeValidator(as_tuple)]
-
-
-def tuple_of(item: Any, **bounds: int) -> PlainValidator:
-    """Nothing, one string or a list of items becomes a tuple."""
-    adapter = TypeAdapter(Annotated[tuple[item, ...], Field(**bounds)], config=STRICT)
-
-    def check(value: Any) -> Any:
-        given = (value,) if isinstance(value, str) else as_tuple(value)
-        return adapter.validate_python(() if given is None else given)
-
-    return PlainValidator(check)
-
-
-BadWords = Annotated[Sequence[str | Sequence[int]], tuple_of(BadWord, max_length=MAX_RULES)]
-
-
-@dataclass(frozen=True)
-class SamplingParams(Validated):
-    """How one request chooses its tokens and when it stops.
-
-    temperature 0 is greedy; top_k below 1 and top_p 1 are off; max_tokens None is up to the window;
-    logprobs None is off, n gives the n most likely tokens besides the chosen one. `bad_words` are
-    strings or lists of token ids.
-    """
-
-    temperature: Annotated[Number, Field(ge=0)] = 0.0
-    top_k: Annotated[int, BeforeValidator(plain_number), Field(ge=-1)] = -1
-    top_p: Annotated[PositiveNumber, Field(le=1)] = 1.0
-    max_tokens: Positive | None = None
-    ignore_eos: bool = False
-    stop: Annotated[str | Sequence[str], tuple_of(Text)] = ()
-    stop_token_ids: Annotated[Sequence[int], tuple_of(Count)] = ()
-    seed: Annotated[Count, Field(le=MAX_SEED)] | None = None
-    logprobs: Annotated[Count, Field(le=MAX_LOGPROBS)] | None = None
-    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    repetition_penalty: PositiveNumber = 1.0
-    logit_bias: Annotated[dict[Count, Bias], Field(max_length=MAX_RULES)] | None = field(
-        default=None, hash=False
-    )
-    min_tokens: Count = 0
-    bad_words: BadWords = ()
-    allowed_token_ids: Annotated[Sequence[int], tuple_of(Count, min_length=1)] | None = None
-
-    @property
-    def is_greedy(self) -> bool:
-        """True if the most likely token is taken, so that no random number is needed."""
-        return self.temperature == 0.0 or self.top_k == 1
-
-
 IntArray = NDArray[np.int32]
 
 
@@ -205,3 +147,61 @@ class Batch:
     def padded_size(self) -> int:
         """Requests with the dummies."""
         return len(self.padded_reqs)
+
+
+MAX_LOGPROBS = 20
+MAX_RULES = 1024  # biases, bad words, tokens of a bad word
+
+Penalty = Annotated[Number, Field(ge=-2, le=2)]
+Bias = Annotated[Number, Field(ge=-100, le=100)]
+WordIds = Annotated[tuple[Count, ...], Field(min_length=1, max_length=MAX_RULES)]
+BadWord = Annotated[Text | WordIds, BeforeValidator(as_tuple)]
+
+
+def tuple_of(item: Any, **bounds: int) -> PlainValidator:
+    """Nothing, one string or a list of items becomes a tuple."""
+    adapter = TypeAdapter(Annotated[tuple[item, ...], Field(**bounds)], config=STRICT)
+
+    def check(value: Any) -> Any:
+        given = (value,) if isinstance(value, str) else as_tuple(value)
+        return adapter.validate_python(() if given is None else given)
+
+    return PlainValidator(check)
+
+
+BadWords = Annotated[Sequence[str | Sequence[int]], tuple_of(BadWord, max_length=MAX_RULES)]
+
+
+@dataclass(frozen=True)
+class SamplingParams(Validated):
+    """How one request chooses its tokens and when it stops.
+
+    temperature 0 is greedy; top_k below 1 and top_p 1 are off; max_tokens None is up to the window;
+    logprobs None is off, n gives the n most likely tokens besides the chosen one. `bad_words` are
+    strings or lists of token ids.
+    """
+
+    temperature: Annotated[Number, Field(ge=0)] = 0.0
+    top_k: Annotated[int, BeforeValidator(plain_number), Field(ge=-1)] = -1
+    top_p: Annotated[PositiveNumber, Field(le=1)] = 1.0
+    max_tokens: Positive | None = None
+    ignore_eos: bool = False
+    stop: Annotated[str | Sequence[str], tuple_of(Text)] = ()
+    stop_token_ids: Annotated[Sequence[int], tuple_of(Count)] = ()
+    seed: Annotated[Count, Field(le=MAX_SEED)] | None = None
+    logprobs: Annotated[Count, Field(le=MAX_LOGPROBS)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: PositiveNumber = 1.0
+    logit_bias: Annotated[dict[Count, Bias], Field(max_length=MAX_RULES)] | None = field(
+        default=None, hash=False
+    )
+    min_tokens: Count = 0
+    bad_words: BadWords = ()
+    allowed_token_ids: Annotated[Sequence[int], tuple_of(Count, min_length=1)] | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if the most likely token is taken, so that no random number is needed."""
+        return self.temperature == 0.0 or self.top_k == 1

@@ -13,6 +13,27 @@ from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
+
+def shown(value: object) -> str:
+    """A value for a message."""
+    try:
+        return repr(value)
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        return "a number too long to print"
+
+
+def refuse(name: str, must: str, got: object) -> ValueError:
+    """The one form of all complaints: which field, what it must be, what it was."""
+    return ValueError(f"{name}: must be {must}, got {shown(got)}")
+
+
+def check_positive(**sizes: object) -> None:
+    """Raise ValueError for the first size that is not an integer of at least 1."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
+            raise refuse(name, "a positive integer", size)
+
+
 MAX_SEED = 2**63 - 1
 STRICT = ConfigDict(strict=True, frozen=True)  # "16" and True are not 16
 
@@ -38,19 +59,6 @@ def as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def shown(value: object) -> str:
-    """A value for a message."""
-    try:
-        return repr(value)
-    except ValueError:  # Python prints no integer of more than 4,300 digits
-        return "a number too long to print"
-
-
-def refuse(name: str, must: str, got: object) -> ValueError:
-    """The one form of all complaints: which field, what it must be, what it was."""
-    return ValueError(f"{name}: must be {must}, got {shown(got)}")
-
-
 def explain(error: ValidationError) -> ValueError:
     """pydantic's first complaint in our form."""
     first = error.errors(include_url=False)[0]
@@ -59,13 +67,6 @@ def explain(error: ValidationError) -> ValueError:
         return ValueError(f"{name}: missing")
     must = re.sub(r"^(Value error, must|\w+ should)", "must", first["msg"])
     return ValueError(f"{name}: {must}, got {shown(first['input'])}")
-
-
-def check_positive(**sizes: object) -> None:
-    """Raise ValueError for the first size that is not an integer of at least 1."""
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
-            raise refuse(name, "a positive integer", size)
 
 
 @cache
