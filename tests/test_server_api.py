@@ -340,15 +340,20 @@ def test_stop_strings_never_leak(live: Live, stream: bool) -> None:
         ({"stop_token_ids": list(range(1025))}, "stop_token_ids"),
         ({"timeout": 0}, "timeout"),
         ({"timeout": float("1e400")}, "timeout"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"presence_penalty": -1}, "presence_penalty"),
-        ({"logit_bias": {"5": 100}}, "logit_bias"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"presence_penalty": -3}, "presence_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"allowed_token_ids": [99999]}, "allowed_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"bad_words": ["ok", ""]}, "bad_words"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"best_of": 2}, "best_of"),
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty"),
-        ({"min_p": 0.5}, "min_p"),
-        ({"min_tokens": 5}, "min_tokens"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"min_tokens": -1}, "min_tokens"),
         ({"guided_json": {"type": "object"}}, "guided_json"),
         ({"regex": "a+"}, "regex"),
     ],
@@ -384,6 +389,34 @@ def test_harmless_values_pass(live: Live) -> None:
         "a_field_of_next_year": 3,
     }
     assert complete(live, **fields).status_code == 200
+
+
+def test_sampling_controls_reach_the_engine(live: Live, client: openai.OpenAI) -> None:
+    """Each field by what it does to a greedy answer, with the fields' names in JSON."""
+
+    def tokens(**fields: Any) -> list[int]:
+        body = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{live.url}/v1/completions", json=body | fields | {"logprobs": 0})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["logprobs"]["tokens"]
+
+    free = tokens()
+    assert set(tokens(allowed_token_ids=[40])) == set(tokens(logit_bias={"40": 100.0}))
+    assert len(set(tokens(allowed_token_ids=[40]))) == 1
+    few = {"allowed_token_ids": [40, 41, 42, 43]}
+    (first, *_) = few_tokens = tokens(**few)
+    for penalty in ("presence_penalty", "frequency_penalty"):
+        assert len(set(tokens(**few, **{penalty: 2.0}))) > len(set(few_tokens))
+    assert first not in tokens(**few, bad_words=[first])
+    assert tokens(**few, repetition_penalty=100) != few_tokens
+    hot = {"temperature": 5.0, "seed": 1}
+    assert tokens(min_p=1.0, **hot) == free != tokens(**hot)
+    name = client.models.list().data[0].id
+    ask = {"model": name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    answer = client.chat.completions.create(**ask, logit_bias={"40": 100}, logprobs=True)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert len({entry.token for entry in logprobs.content}) == 1
 
 
 def test_a_mass_of_messages_is_refused_at_once(live: Live, checkpoint: Path) -> None:

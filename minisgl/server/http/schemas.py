@@ -6,6 +6,7 @@ Generated from notebooks/12c_http.ipynb: edit there.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
@@ -69,6 +70,14 @@ class GenerationRequest(BaseModel, extra="allow"):
     seed: int | None = None
     n: int | None = Field(default=None, ge=1, le=128)
     ignore_eos: bool | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[TokenId, float] | None = None  # JSON's keys are strings of digits
+    min_tokens: Count | None = None
+    bad_words: Annotated[list[StopText], Field(max_length=1024)] | None = None
+    allowed_token_ids: list[TokenId] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # seconds
@@ -99,9 +108,7 @@ class GenerationRequest(BaseModel, extra="allow"):
 
         `index` numbers the answers of one request (`n`): with a seed, each must still differ.
         """
-        asked = self.model_dump(
-            include={"temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos"}
-        )
+        asked = self.model_dump(include={field.name for field in fields(SamplingParams)})
         asked["max_tokens"], asked["logprobs"] = self.token_limit(), self.wanted_logprobs()
         asked["seed"] = None if self.seed is None else (self.seed + index) % 2**63
         if self.top_k == 0:  # many clients spell "off" so
@@ -117,19 +124,13 @@ class GenerationRequest(BaseModel, extra="allow"):
 
 GUIDES = "json regex choice grammar"  # vLLM's way to constrain an answer
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "best_of": (1,),
     "suffix": ("",),
     "echo": (False,),
     "functions": ([],),
     "modalities": (["text"],),
     "prompt_logprobs": (False,),
-    "repetition_penalty": (1,),  # from here on what other engines know and OpenAI does not
-    "length_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
+    "length_penalty": (1,),  # from here on what other engines know and OpenAI does not
     "use_beam_search": (False,),
     **{f"guided_{kind}": ({}, "", []) for kind in GUIDES.split()},
     **{name: ({}, "", []) for name in ("structured_outputs", "json_schema", "regex", "ebnf")},

@@ -33,7 +33,7 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
     advice = json.loads(file.read_text()) if file.is_file() else {}
     if advice.get("do_sample") is False:
         return {"temperature": 0.0}
-    names = ("temperature", "top_p", "top_k")
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     known = {name: advice[name] for name in names if advice.get(name) is not None}
     if known.get("top_k") == 0:  # the hub's spelling of "off"
         del known["top_k"]
