@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.mutations import Mutation
@@ -13,5 +11,5 @@ __all__ = ["runner"]  # the fixture
 
 
 @pytest.mark.parametrize("mutation", ALL[1::2], ids=lambda mutation: mutation.name)
-def test_mutation_is_caught(mutation: Mutation, runner: Runner, tmp_path: Path) -> None:
-    check_caught(mutation, runner, tmp_path)
+def test_mutation_is_caught(mutation: Mutation, runner: Runner) -> None:
+    check_caught(mutation, runner)

@@ -21,10 +21,10 @@ import pytest
 
 OPTIONS = ["-q", "-x", "--tb=short", "-o", "addopts=", "-p", "no:xdist", "-p", "no:nbval"]
 OPTIONS += ["-p", "no:cacheprovider", "--timeout-method=signal", "--disable-warnings"]
-OPTIONS += ["-p", "no:rerunfailures"]
+OPTIONS += ["-p", "no:rerunfailures", "-p", "no:schemathesis"]
 # What tests, the package and pytest's plugins import, but for the package itself: it is mutated.
 LIBRARIES = [
-    "hypothesis", "schemathesis.pytest.plugin", "anyio.pytest_plugin", "openai", "httpx", "fastapi",
+    "hypothesis", "schemathesis", "anyio.pytest_plugin", "openai", "httpx", "fastapi",
     "uvicorn", "prompt_toolkit", "matplotlib.pyplot", "scipy.stats", "sympy", "torch",
     "torch._dynamo", "triton", "tokenizers", "transformers.models.auto.modeling_auto",
     "transformers.tokenization_utils_tokenizers",
@@ -51,6 +51,8 @@ def run_forked(root: Path, tests: list[str], seconds: int) -> dict[str, Any]:
 def run_here(root: Path, tests: list[str], seconds: int) -> int:
     """Run pytest in this process, with the copy first on the path."""
     os.chdir(root)
+    sys.dont_write_bytecode = True  # the next mutation of this module may have its size and second
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     os.environ.update(PYTHONPATH=str(root), HYPOTHESIS_PROFILE="mutation")
     sys.path.insert(0, str(root))
     limit = f"--timeout={seconds}"
