@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import psutil
@@ -26,6 +28,7 @@ import pytest
 from minisgl.config.engine import ServerConfig
 from minisgl.core import SamplingParams
 from minisgl.runtime.heartbeat import Watchdog
+from minisgl.runtime.supervisor import Supervisor
 from minisgl.server.chat.client import ApiClient, base_url
 from minisgl.server.chat.shell import Shell
 from minisgl.server.cli import (
@@ -35,8 +38,10 @@ from minisgl.server.cli import (
     main,
     warn_if_open,
 )
+from minisgl.server.http.limits import ConcurrencyLimiter
 from minisgl.server.http.settings import sampling_defaults, settings_for
 from minisgl.server.in_process import InProcessServer
+from minisgl.server.observe.lifecycle import Lifecycle
 from minisgl.server.observe.logs import as_json, as_text
 from minisgl.server.options import Operations, is_loopback
 from minisgl.server.workers.processes import WorkerGroup
@@ -155,6 +160,8 @@ def test_flags_reach_the_config() -> None:
         (["--connect", "ftp://x"], "url: must be like"),
         (["--connect", "127.0.0.1:9"], "connect: no server at 127.0.0.1:9"),
         (["--host", "no-such-host.invalid"], "host: no-such-host.invalid"),
+        (["--max-seq-len-override", "100000", "--port", "0"], "max_seq_len_override"),
+        (["--trace", "/no/such/folder/trace.json", "--port", "0"], "/no/such/folder"),
     ],
 )
 def test_wrong_flag_is_one_clear_line(
@@ -195,35 +202,29 @@ if __name__ == "__main__":
 """
 
 
-def test_served_process_answers_and_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    served = Served(tmp_path, "--model", str(checkpoint), "--num-tokenizer", "1")
+def test_served_processes_answer_and_leave_nothing(
+    live: Live, checkpoint: Path, tmp_path: Path
+) -> None:
+    """All kinds of processes there are; two ranks answer as one does."""
+    flags = ["--tp", "2", "--device", "cpu", "--num-tokenizer", "1"]
+    served = Served(tmp_path, "--model", str(checkpoint), *flags)
     url = served.ready()
     children = served.children()
-    assert len(children) >= 3 and list(tmp_path.glob("minisgl-*/*"))
-    reply = httpx.post(f"{url}/completions", json={"prompt": "hi", "max_tokens": 4}, timeout=30)
-    assert reply.json()["usage"]["completion_tokens"] == 4
+    assert len(children) >= 4 and list(tmp_path.glob("minisgl-*/*"))
+    body = {"prompt": "one and two", "max_tokens": 12, "temperature": 0}
+    two = httpx.post(f"{url}/completions", json=body, timeout=30).json()
+    one = httpx.post(f"{live.url}/v1/completions", json=body, timeout=30).json()
+    assert two["choices"] == one["choices"] and two["usage"]["completion_tokens"] == 12
     os.killpg(served.process.pid, signal.SIGINT)  # Ctrl-C reaches the whole group
     served.ended(children)
 
 
-def test_two_ranks_answer_as_one_does(live: Live, checkpoint: Path, tmp_path: Path) -> None:
-    served = Served(tmp_path, "--model", str(checkpoint), "--tp", "2", "--device", "cpu")
-    url = served.ready()
-    children = served.children()
-    body = {"prompt": "one and two", "max_tokens": 12, "temperature": 0}
-    two = httpx.post(f"{url}/completions", json=body, timeout=30).json()["choices"][0]["text"]
-    one = httpx.post(f"{live.url}/v1/completions", json=body, timeout=30).json()
-    assert two == one["choices"][0]["text"]
-    served.process.terminate()  # as a container is stopped: to the first process only
-    served.ended(children)
-
-
 @pytest.mark.clock
-@pytest.mark.parametrize("worker", [0, 1, 2])
+@pytest.mark.parametrize("worker", [0, 2])
 def test_killed_worker_ends_every_stream_and_the_server(
     checkpoint: Path, tmp_path: Path, worker: int
 ) -> None:
-    """SIGKILL to the scheduler, the text worker, a tokenizer: error events, 503, status 1."""
+    """SIGKILL to the scheduler or to a tokenizer: error events, 503, one line, status 1."""
     served = Served(tmp_path, "--model", str(checkpoint), "--num-tokenizer", "1")
     url = served.ready()
     children = served.children()
@@ -246,13 +247,35 @@ def test_killed_worker_ends_every_stream_and_the_server(
     served.assert_gone(children)
 
 
-def test_killed_parent_takes_workers_along(checkpoint: Path, tmp_path: Path) -> None:
-    served = Served(tmp_path, "--model", str(checkpoint))
-    served.ready()
+def test_killed_server_leaves_a_trace_and_no_workers(checkpoint: Path, tmp_path: Path) -> None:
+    """The trace lacks its end, as viewers allow."""
+    file = tmp_path / "trace.json"
+    served = Served(tmp_path, "--model", str(checkpoint), "--trace", str(file))
+    url = served.ready()
     children = served.children()
+    body = {"prompt": "hello", "max_tokens": 5, "ignore_eos": True}
+    httpx.post(f"{url}/completions", json=body, timeout=30)
+    wait_for(lambda: file.read_text().count('"process"') >= 5, "the report")
     served.process.kill()
     served.process.communicate()
+    check_trace(json.loads(file.read_text().rsplit(",\n", 1)[0] + "]"))
     served.assert_gone(children)
+
+
+def check_trace(events: list[dict[str, Any]]) -> None:
+    """All kinds of events of one request; both processes read one clock."""
+    names = {event["name"] for event in events}
+    assert {"wait", "stream", "text", "launch", "process", "schedule"} <= names
+    spans = {e["name"]: e for e in events if e["ph"] == "X" and e["pid"] == 2}
+    stream, wait = spans["stream"], spans["wait"]
+    assert wait["ts"] + wait["dur"] == pytest.approx(stream["ts"], abs=1)
+    steps = [e["args"] for e in events if e["name"] in ("launch", "wait", "process")]
+    steps = [args for args in steps if "step" in args]
+    assert {(args["size"], args["phase"]) for args in steps} == {(1, "prefill"), (1, "decode")}
+    assert all(set(e["args"]) == {"step"} for e in events if e["name"] == "schedule")
+    launches = [e["ts"] for e in events if e["name"] == "launch"]
+    assert wait["ts"] < launches[0] < stream["ts"] < stream["ts"] + stream["dur"]
+    assert launches[0] == min(launches) and len(launches) >= 5
 
 
 def test_killed_parent_takes_busy_workers_along(checkpoint: Path, tmp_path: Path) -> None:
@@ -285,20 +308,8 @@ def test_leaving_with_a_stream_under_way(checkpoint: Path, tmp_path: Path) -> No
     assert not served.ended(children)
 
 
-def test_shell_over_a_pipe(checkpoint: Path, tmp_path: Path) -> None:
-    served = subprocess.run(
-        [sys.executable, "-m", "minisgl", "--shell", "--model", str(checkpoint)],
-        input="hello\n/reset\n/exit\n",
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
-    assert served.returncode == 0 and "forgotten" in served.stdout, served.stderr
-    assert not list(tmp_path.glob("minisgl-*"))
-
-
 def test_shell_leaves_although_nobody_types(checkpoint: Path, tmp_path: Path) -> None:
+    """It answers over a pipe, and a signal ends it while it waits for more."""
     shell = subprocess.Popen(
         [sys.executable, "-m", "minisgl", "--shell", "--model", str(checkpoint)],
         stdin=subprocess.PIPE,
@@ -307,7 +318,12 @@ def test_shell_leaves_although_nobody_types(checkpoint: Path, tmp_path: Path) ->
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"},
     )
-    assert shell.stdout is not None and "/help" in shell.stdout.readline()
+    assert shell.stdin is not None and shell.stdout is not None
+    assert "/help" in shell.stdout.readline()
+    shell.stdin.write("hello\n/reset\n")
+    shell.stdin.flush()
+    while "forgotten" not in (line := shell.stdout.readline()):
+        assert line, shell.communicate()[1]
     shell.terminate()
     assert shell.wait(timeout=8) == 128 + signal.SIGTERM
     assert shell.communicate()[1] == "" and not list(tmp_path.glob("minisgl-*"))
@@ -329,33 +345,16 @@ def test_unstartable_model_is_one_clear_line(tmp_path: Path) -> None:
 
 
 def test_two_servers_race_for_a_port(checkpoint: Path, tmp_path: Path) -> None:
-    """Binding is not listening: the loser must know before it loads a model, and say so."""
+    """Binding is not listening: the loser must know before it loads a model, and say so.
+
+    While the winner loads its model it answers, with 503.
+    """
     with listen("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
         with pytest.raises(ValueError, match=f"port: .*{port}"):
             listen("127.0.0.1", port)
     flags = ["--model", str(checkpoint), "--port", str(port)]
     both = [Served(tmp_path, *flags), Served(tmp_path, *flags)]
-    wait_for(lambda: any(s.process.poll() is not None for s in both), "one to give up", 60)
-    loser, winner = sorted(both, key=lambda s: s.process.poll() is None)
-    assert loser.process.returncode == 1
-    errors = loser.process.communicate()[1]
-    assert str(port) in errors and errors.count("\n") == 1, errors
-    assert str(port) in winner.ready()
-    children = winner.children()
-    winner.process.terminate()
-    assert winner.process.wait(timeout=20) == 0
-    winner.assert_gone(children)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
-def test_while_the_model_loads_the_answer_is_503(checkpoint: Path, tmp_path: Path) -> None:
-    port = free_port()
-    served = Served(tmp_path, "--model", str(checkpoint), "--port", str(port))
     seen: list[int] = []
 
     def look() -> bool:
@@ -371,14 +370,27 @@ def test_while_the_model_loads_the_answer_is_503(checkpoint: Path, tmp_path: Pat
             seen.append(refused.status_code)
         return response.status_code == 200
 
-    wait_for(look, "the server to be ready", 60)
+    wait_for(look, "a server to be ready", 60)
     assert seen[:2] == [503, 503] and seen[-1] == 200
-    served.process.terminate()
-    assert served.process.wait(timeout=20) == 0
+    wait_for(lambda: any(s.process.poll() is not None for s in both), "one to give up", 60)
+    loser, winner = sorted(both, key=lambda s: s.process.poll() is None)
+    errors = loser.process.communicate(timeout=30)[1]
+    assert loser.process.returncode == 1
+    assert str(port) in errors and errors.count("\n") == 1, errors
+    assert str(port) in winner.ready()
+    children = winner.children()
+    winner.process.terminate()
+    assert winner.process.wait(timeout=20) == 0
+    winner.assert_gone(children)
 
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
-def test_stop_while_the_model_loads(checkpoint: Path, tmp_path: Path, sig: signal.Signals) -> None:
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def test_stop_while_the_model_loads(checkpoint: Path, tmp_path: Path) -> None:
+    """Ctrl-C; that SIGTERM is heard as well is seen when a server drains."""
     port = free_port()
     flags = ["--model", str(checkpoint), "--port", str(port), "--log-format", "none"]
     served = Served(tmp_path, *flags)
@@ -391,36 +403,15 @@ def test_stop_while_the_model_loads(checkpoint: Path, tmp_path: Path, sig: signa
 
     wait_for(answers, "the first 503", 60)
     children = served.children()
-    served.process.send_signal(sig)
+    served.process.send_signal(signal.SIGINT)
     assert not served.ended(children)
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--num-pages", "100000000000"], ("memory", "pages")),
-        (["--tp", "3", "--device", "cpu"], ("tp",)),
-        (["--max-seq-len-override", "100000"], ("max_seq_len_override",)),
-        (["--trace", "/no/such/folder/trace.json"], ("/no/such/folder",)),
-    ],
-)
-def test_start_that_fails_is_one_line(
-    checkpoint: Path, tmp_path: Path, flags: list[str], words: tuple[str, ...]
-) -> None:
-    served = Served(tmp_path, "--model", str(checkpoint), *flags)
-    _, errors = served.process.communicate(timeout=90)
-    assert served.process.returncode == 1
-    assert errors.count("\n") == 1 and errors.startswith("minisgl: "), errors
-    assert any(word in errors for word in words), errors
-    assert not list(tmp_path.glob("minisgl-*"))
-
-
-@pytest.mark.parametrize("worker", [0, 1])
-def test_worker_killed_while_it_loads(checkpoint: Path, tmp_path: Path, worker: int) -> None:
+def test_worker_killed_while_it_loads(checkpoint: Path, tmp_path: Path) -> None:
     served = Served(tmp_path, "--model", str(checkpoint), "--log-format", "none")
     wait_for(lambda: len(served.workers()) == 2, "the workers to start", 60)
     children = served.children()
-    served.workers()[worker].kill()
+    served.workers()[0].kill()
     _, errors = served.process.communicate(timeout=20)
     assert served.process.returncode == 1 and errors.count("\n") == 1, errors
     assert "ended before it was ready" in errors
@@ -530,43 +521,30 @@ def test_lines_for_people_stay_lines() -> None:
 
 
 def test_drain_finishes_what_is_under_way(checkpoint: Path, tmp_path: Path) -> None:
-    """SIGTERM: nobody new, the stream ends as it should, then status 0."""
-    served = Served(tmp_path, "--model", str(checkpoint), "--log-format", "none")
+    """A whole life: metrics tell what happened, SIGTERM drains, the log and the trace are whole."""
+    file = tmp_path / "trace.json"
+    flags = ["--model", str(checkpoint), "--num-pages", "64", "--trace", str(file)]
+    served = Served(tmp_path, *flags)
     url = served.ready()
-    children = served.children()
+    root, children = url.removesuffix("/v1"), served.children()
+    check_metrics(url, root)
     with httpx.Client() as kept, stream(url, n=16) as response:
         lines = response.iter_lines()
         next(lines)
         assert kept.get(f"{url}/models").status_code == 200
         served.process.terminate()
-        root = url.removesuffix("/v1")
         wait_for(lambda: kept.get(f"{root}/health").status_code == 503, "the drain to begin")
         refused = httpx.post(f"{url}/completions", json={"prompt": "x"})
         assert refused.status_code == 503 and "shutting down" in refused.text
         assert last_event(lines) == "data: [DONE]"
-    assert not served.ended(children)
+    errors = served.ended(children)
+    assert errors.count("path=/v1/completions") == 5 and "outcome=left" in errors
+    events = json.loads(file.read_text())
+    assert {"wait", "stream", "text", "launch"} <= {event["name"] for event in events}
 
 
-def test_drain_has_a_deadline(checkpoint: Path, tmp_path: Path) -> None:
-    flags = ["--model", str(checkpoint), "--log-format", "none", "--drain-timeout", "0.2"]
-    served = Served(tmp_path, *flags)
-    url = served.ready()
-    children = served.children()
-    with stream(url, n=64) as response:
-        lines = response.iter_lines()
-        next(lines)
-        served.process.terminate()
-        assert "shutting down" in last_event(lines)
-    assert not served.ended(children)
-
-
-# Metrics and traces
-
-
-def test_metrics_tell_what_happened(checkpoint: Path, tmp_path: Path) -> None:
-    served = Served(tmp_path, "--model", str(checkpoint), "--num-pages", "64")
-    url = served.ready()
-    root = url.removesuffix("/v1")
+def check_metrics(url: str, root: str) -> None:
+    """Two answers, one stream that is left, and what a fresh server of 64 pages says of them."""
     body = {"prompt": "hello " * 20, "max_tokens": 5, "ignore_eos": True}
     usages = [
         httpx.post(f"{url}/completions", json=body, timeout=30).json()["usage"] for _ in range(2)
@@ -585,10 +563,32 @@ def test_metrics_tell_what_happened(checkpoint: Path, tmp_path: Path) -> None:
     assert metric(root, "time_to_first_token_seconds_count") == 3
     assert metric(root, "time_per_output_token_seconds_count") >= 2
     assert metric(root, "open_requests") == 0
-    served.process.terminate()
-    _, errors = served.process.communicate(timeout=20)
-    assert served.process.returncode == 0
-    assert errors.count("path=/v1/completions") == 3 and "outcome=left" in errors
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize("signals", [1, 2])
+def test_drain_has_a_deadline(signals: int) -> None:
+    """A drain ends when its time is over, or at once when a signal comes again."""
+    told: list[str] = []
+    limiter = ConcurrencyLimiter(4)
+    server: Any = SimpleNamespace(asked=signals)
+    frontend: Any = SimpleNamespace(fail_all=told.append)
+    lifecycle = Lifecycle(
+        server, Supervisor([]), frontend, limiter,
+        drain_timeout={1: 0.3, 2: 60.0}[signals], on_ready=lambda: None,
+    )  # fmt: skip
+
+    async def drain() -> float:
+        with limiter.acquire(2):  # answers that do not end
+            start = time.monotonic()
+            await lifecycle._drain()
+            return time.monotonic() - start
+
+    assert (asyncio.run(drain()) >= 0.3) == (signals == 1)
+    assert told == ["the server is shutting down"]
+
+
+# Metrics
 
 
 def test_metrics_count_retractions(checkpoint: Path) -> None:
@@ -600,37 +600,6 @@ def test_metrics_count_retractions(checkpoint: Path) -> None:
         count = live.server.scheduler.retractions
         assert count > 0
         wait_for(lambda: metric(live.url, "retractions_total") == count, "the report")
-
-
-def test_trace_opens_although_the_server_was_killed(checkpoint: Path, tmp_path: Path) -> None:
-    """A whole list after a stop; after a kill it lacks its end, as viewers allow."""
-    for kill in (False, True):
-        file = tmp_path / f"trace-{kill}.json"
-        served = Served(tmp_path, "--model", str(checkpoint), "--trace", str(file))
-        url = served.ready()
-        body = {"prompt": "hello", "max_tokens": 5, "ignore_eos": True}
-        httpx.post(f"{url}/completions", json=body, timeout=30)
-        wait_for(lambda f=file: f.read_text().count('"process"') >= 5, "the report")
-        if kill:
-            served.process.kill()
-        else:
-            served.process.terminate()
-        served.process.communicate(timeout=20)
-        text = file.read_text()
-        events = json.loads(text.rsplit(",\n", 1)[0] + "]" if kill else text)
-        names = {event["name"] for event in events}
-        assert {"wait", "stream", "text", "launch", "process", "schedule"} <= names
-        spans = {e["name"]: e for e in events if e["ph"] == "X" and e["pid"] == 2}
-        stream, wait = spans["stream"], spans["wait"]
-        assert wait["ts"] + wait["dur"] == pytest.approx(stream["ts"], abs=1)
-        steps = [e["args"] for e in events if e["name"] in ("launch", "wait", "process")]
-        steps = [args for args in steps if "step" in args]
-        assert {(args["size"], args["phase"]) for args in steps} == {(1, "prefill"), (1, "decode")}
-        assert all(set(e["args"]) == {"step"} for e in events if e["name"] == "schedule")
-        launches = [e["ts"] for e in events if e["name"] == "launch"]
-        # Both processes read one clock: the steps lie within the request.
-        assert wait["ts"] < launches[0] < stream["ts"] < stream["ts"] + stream["dur"]
-        assert launches[0] == min(launches) and len(launches) >= 5
 
 
 # Shell

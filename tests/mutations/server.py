@@ -279,7 +279,7 @@ MUTATIONS = [
         module="minisgl.runtime.supervisor",
         old="self._watchdog.check(self._heartbeats) if self._watchdog else None",
         new="None",
-        test=FAULTS + "test_stopped_worker_is_found[1]",
+        test=FAULTS + "test_supervisor_asks_its_watch",
     ),
     Mutation(
         name="server: an observer that fails takes the request with it",
@@ -300,7 +300,7 @@ MUTATIONS = [
         module="minisgl.runtime.heartbeat",
         old="                self._counts[0] += 1\n",
         new="                self._counts[0] += 1\n                self._counts[1] += 1\n",
-        test=FAULTS + "test_step_without_end_is_found",
+        test=FAULTS + "test_a_thread_counts_for_the_process_and_the_loop_for_itself",
     ),
     Mutation(
         name="server: a scheduler that waits seems to hang",
@@ -342,7 +342,7 @@ MUTATIONS = [
         module="minisgl.runtime.supervisor",
         old="                descendant.kill()",
         new="                pass",
-        test=FAULTS + "test_stopped_rank_is_not_left_behind",
+        test=FAULTS + "test_what_a_stopped_worker_started_leaves_with_it",
     ),
     Mutation(
         name="server: a short prompt waits for all long ones",
@@ -356,7 +356,7 @@ MUTATIONS = [
         module="minisgl.server.workers.scheduler_process",
         old="except WorkerFailed as error:",
         new="except KeyError as error:",
-        test=FAULTS + "test_killed_rank_ends_the_server",
+        test=FAULTS + "test_rank_killed_while_nobody_asks_ends_the_server",
     ),
     Mutation(
         name="server: a short request waits for all long ones",
@@ -398,7 +398,7 @@ MUTATIONS = [
         module="minisgl.server.observe.trace",
         old='{"size": size, "phase": phase} if phase else {}',
         new="{}",
-        test=OPERATIONS + "test_trace_opens_although_the_server_was_killed",
+        test=OPERATIONS + "test_killed_server_leaves_a_trace_and_no_workers",
     ),
     Mutation(
         name="server: a flag does not reach the config",
