@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionPlan, DecodeBuffers
+from minisgl.attention.factory import PairBackend
 from minisgl.attention.metadata import build_metadata
 from minisgl.core import Phase
 from tests.attention_worlds import (
@@ -189,7 +190,9 @@ def test_plans_in_flight_do_not_disturb_each_other(backend_name: str) -> None:
     ]
     want = [dense_oracle(w) for w in worlds]
     big = torch.randn(8192, 8192, device="cuda")
-    backends = [w.backend(backend_name) for w in worlds]
+    built = [w.backend(backend_name) for w in worlds]
+    # Of a pair its decode half plans these batches: recorded steps have a backend of their own.
+    backends = [pair.decode if isinstance(pair, PairBackend) else pair for pair in built]
     got, before = [], backends[0]
     for world, backend in zip(worlds, backends, strict=True):
         for shared in ("ring", "decode", "planned"):  # one of each for all, as in an engine
