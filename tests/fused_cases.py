@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -17,6 +19,7 @@ from minisgl.attention.metadata import AttentionMetadata, build_metadata
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.config.model import ModelConfig
 from minisgl.core import Phase
+from minisgl.kernels import linear
 from minisgl.kernels.rotate_store import rotate_and_store
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
@@ -236,3 +239,22 @@ def check_model(model: CausalLM, lens: list[int], extend: list[int] | None) -> N
         got = run(FusedModel(model), backend)
         close(got, want, 2 * limit_of(weight.dtype))
         close(world.pool.buffer, kept, limit_of(weight.dtype))
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large blocks: the interpreter takes as long as there are programs, however large they are."""
+    real, choose = linear.row_block, linear.choose_tiling
+
+    def wide(n: int, k: int, norm: bool, gated: bool) -> tuple[int, int, int] | None:
+        block = real(n, k, norm, gated)
+        return None if block is None else (128, *block[1:])
+
+    def coarse(m: int, n: int, k: int, **how: bool) -> linear.Tiling | None:
+        found = choose(m, n, k, **how)
+        if found is None:
+            return None
+        return replace(found, bn=256, bk=512, splits=min(2, found.splits))
+
+    monkeypatch.setattr(linear, "row_block", wide)
+    monkeypatch.setattr(linear, "choose_tiling", coarse)

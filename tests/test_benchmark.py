@@ -307,7 +307,7 @@ def test_decode_visits_every_layer_of_its_pool() -> None:
 
 @interpreted
 @pytest.mark.parametrize("rows", [1, 3])
-def test_fused_rows_pair_with_those_of_torch(rows: int) -> None:
+def test_fused_rows_pair_with_those_of_torch(rows: int, few_programs: None) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4}
     config = ModelConfig.from_hf({**base_config("qwen3"), **sizes, "head_dim": 256})
     ours = kernels.linear_rows(config, [rows], torch.float32, CPU, fused=True)

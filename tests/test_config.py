@@ -423,7 +423,7 @@ JSON = st.recursive(
 MORE = ["rope_parameters", "rope_scaling", "layer_types", "quantization_config", "dtype"]
 
 
-@settings(max_examples=600)
+@settings(max_examples=200)
 @given(st.data(), st.sampled_from([*KNOWN_CONFIGS.values(), MISTRAL_7B_V0_1]))
 def test_whatever_stands_in_a_file_is_read_or_refused(
     data: st.DataObject, config: dict[str, Any]

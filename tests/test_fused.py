@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fused_cases import check_decode, check_model, check_rotate, close, small_model
+from tests.fused_cases import (
+    check_decode,
+    check_model,
+    check_rotate,
+    close,
+    few_programs,
+    small_model,
+)
 
 pytest.importorskip("triton")
 from minisgl.kernels import linear as kernels
@@ -19,6 +25,7 @@ from minisgl.kernels.decode_attention import TILES, splits_of, tile_of
 from minisgl.kernels.embedding import embed
 from minisgl.kernels.norm import add_norm
 
+__all__ = ["few_programs"]  # the fixture
 FEW_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
 
@@ -96,7 +103,7 @@ def test_embedding_of_a_shard() -> None:
     assert torch.equal(embed(ids[:2], weight), weight[[0, 9]])
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     lens=st.lists(st.integers(1, 90), min_size=1, max_size=4),
     heads=st.sampled_from([(2, 2), (4, 2), (8, 2), (5, 1)]),
@@ -110,7 +117,7 @@ def test_decode_of_one_long_request() -> None:
     check_decode([700], qo=4, kv=1, dim=64, page_size=16)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     lens=st.lists(st.integers(1, 90), min_size=1, max_size=4),
     heads=st.sampled_from([(2, 2), (4, 2), (5, 1)]),
@@ -120,7 +127,7 @@ def test_decode_turns_what_comes_raw(lens: list[int], heads: tuple[int, int], no
     check_decode(lens, qo=heads[0], kv=heads[1], dim=32, turned=True, normed=normed)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     lens=st.lists(st.integers(1, 12), min_size=1, max_size=3),
     heads=st.sampled_from([(2, 2), (4, 2), (5, 1), (3, 3)]),
@@ -145,32 +152,13 @@ def test_tiles_fill_one_wave_if_they_can() -> None:
         assert found == {shape}, (first, last)
 
 
-@pytest.fixture
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large blocks: the interpreter takes as long as there are programs, however large they are."""
-    real, choose = kernels.row_block, kernels.choose_tiling
-
-    def wide(n: int, k: int, norm: bool, gated: bool) -> tuple[int, int, int] | None:
-        block = real(n, k, norm, gated)
-        return None if block is None else (128, *block[1:])
-
-    def coarse(m: int, n: int, k: int, **how: bool) -> kernels.Tiling | None:
-        found = choose(m, n, k, **how)
-        if found is None:
-            return None
-        return replace(found, bn=256, bk=512, splits=min(2, found.splits))
-
-    monkeypatch.setattr(kernels, "row_block", wide)
-    monkeypatch.setattr(kernels, "choose_tiling", coarse)
-
-
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 def test_fused_model_equals_the_plain_one(arch: str, few_programs: None) -> None:
     layers = 2 if arch == "qwen3" else 1  # one architecture shows that layers follow each other
     model = small_model(arch, num_hidden_layers=layers, **FEW_HEADS)
     check_model(model, [9], None)
     check_model(model, [5, 20], None)
-    check_model(model, [6, 3, 20], [6, 1, 8])
+    check_model(model, [2, 3, 6], [2, 1, 3])
 
 
 def test_odd_sizes_fall_back() -> None:

@@ -36,29 +36,35 @@ def llm(folder: Path) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
-def test_64_prompts_as_transformers(folder: Path, overlap: bool) -> None:
-    """Random prompts, half with a common beginning, float32: equal greedy tokens."""
+@pytest.fixture(scope="module")
+def by_transformers(folder: Path) -> list[tuple[list[int], list[int]]]:
+    """64 random prompts, half with a common beginning, and their greedy answers in float32."""
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rng = np.random.default_rng(0)
     common = rng.integers(0, 256, 40).tolist()
-    prompts = [
-        common[: 40 * (i % 2)] + rng.integers(0, 256, rng.integers(1, 50)).tolist()
-        for i in range(64)
-    ]
+    found = []
+    for i in range(64):
+        prompt = common[: 40 * (i % 2)] + rng.integers(0, 256, rng.integers(1, 50)).tolist()
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            answer = reference.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
+            )
+        found.append((prompt, answer[0, len(prompt) :].tolist()))
+    return found
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+def test_64_prompts_as_transformers(folder: Path, by_transformers: Any, overlap: bool) -> None:
+    prompts = [prompt for prompt, _ in by_transformers]
     with LLM(folder, page_size=16, max_extend_tokens=200, device="cpu", overlap=overlap) as llm:
         outs = llm.generate(prompts, SamplingParams(max_tokens=12))
     assert len(outs) == 64
     assert sum(out["cached_tokens"] for out in outs) > 0
-    for prompt, out in zip(prompts, outs):
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            wanted = reference.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
-            )
-        assert out["token_ids"] == wanted[0, len(prompt) :].tolist()
+    for (prompt, wanted), out in zip(by_transformers, outs, strict=True):
+        assert out["token_ids"] == wanted
         assert out["prompt_tokens"] == len(prompt)
         ended = out["token_ids"][-1] == 318
         assert out["finish_reason"] == ("stop" if ended else "length")
