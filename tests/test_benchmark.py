@@ -48,7 +48,9 @@ from minisgl.llm import LLM
 from minisgl.models.registry import build_model
 from minisgl.parallel.comm import SingleRank
 from tests.checkpoints import base_config, make_checkpoint
+from tests.fused_cases import few_programs
 
+__all__ = ["few_programs"]  # the fixture
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="with a GPU, Triton does not interpret kernels on a CPU"

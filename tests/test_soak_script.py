@@ -18,18 +18,17 @@ from tests.gpu.soak import Asked, Round, compare, run_round, verdict
 CPU: dict[str, Any] = {"device": "cpu"}
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_a_short_round_loses_nothing(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_round_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With recorded steps and the fair policy; the command line below has neither."""
     record_on_a_cpu(monkeypatch)
-    seed = {1: 3, 16: 5}[page_size]  # fair, and as they came
-    found = run_round(page_size, 600, seed, CPU | {"cuda_graph_bs": (1, 4, 24)}, keep=6, turns=100)
+    found = run_round(16, 600, 3, CPU | {"cuda_graph_bs": (1, 4, 24)}, keep=4, turns=60)
     assert found["wrong"] == []
-    assert found["steps"] > 100 and found["seen"]["checks"] >= found["steps"] // 100
-    assert found["policy"] == {1: "fair", 16: "fcfs"}[page_size]
+    assert found["steps"] > 60 and found["seen"]["checks"] >= found["steps"] // 100
+    assert found["policy"] == "fair"
     assert found["seen"]["retractions"] > 0
     assert found["seen"]["evictions"] > 0 and found["seen"]["cached tokens"] > 0
     assert sum(found["aborted_in"].values()) > 4 and len(found["aborted_in"]) >= 3
-    assert sum(share["compared"] for share in found["answers"].values()) == 6
+    assert sum(share["compared"] for share in found["answers"].values()) == 4
 
 
 def test_a_lost_page_is_noticed() -> None:
@@ -53,7 +52,7 @@ def test_a_wrong_answer_is_counted() -> None:
 
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "soak.json"
-    how = ["--minutes", "0.02", "--rounds", "1", "--device", "cpu", "--json", str(path)]
+    how = ["--minutes", "0.005", "--rounds", "1", "--device", "cpu", "--json", str(path)]
     monkeypatch.setattr(sys, "argv", ["soak", *how])
     assert soak.main() == 0
     stored = json.loads(path.read_text())
@@ -62,7 +61,9 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_kernels_that_memcheck_sees_are_there() -> None:
     """The report names cases of tests by their ids, which change when a test does."""
-    command = [sys.executable, *report.PYTEST, "--collect-only", "tests/gpu"]
+    files = sorted({name.partition("::")[0] for name in report.CHECKED})
+    light = ["-p", "no:nbval", "-p", "no:schemathesis", "--collect-only"]
+    command = [sys.executable, *report.PYTEST, *light, *files]
     done = subprocess.run(command, cwd=report.ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout
     assert not set(report.CHECKED) - set(done.stdout.splitlines())
