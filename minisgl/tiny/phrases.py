@@ -34,6 +34,7 @@ ABILITIES = (
     "repeat a text, look up a value in a list, and tell a story."
 )
 CANNOT = "I cannot do that. " + ABILITIES
+
 SMALL_TALK: list[tuple[str, list[str]]] = [
     (
         "Hello! How can I help you?",
@@ -133,6 +134,9 @@ STRANGE_REQUESTS = [
     "Convert {2} miles to km|{2}|{2} {3}|{2}, {3}|Round {2}.{3}|Which is bigger, {2} or {3}?|"
     "What comes after {2}?|Solve {2}x = {3}|{2} dollars in euros|Roll a dice|Flip a coin|Pick "
     "a number between {2} and {3}]",
+]
+
+STRANGE_REQUESTS += [
     "[What time is it|What day is it|What is the date|What year is it|How old are you|Where "
     "are you|Where do you live|Where are you from|Do you sleep|Tell me a joke|Tell me "
     "something|Say something|Sing a song|Tell me a secret|Surprise me|I am bored|I am sad|I am "
@@ -228,6 +232,7 @@ QUESTIONS = [
     "[Can you|Could you|Would you] [look up|find|tell me|give me|get] [the {w} of|the value of|"
     "the {w} for|] {k}[?|]",
 ]
+
 FOLLOW_UPS = [
     "[And|And what about|What about|How about|Now|Next:|And now|Also|Then] {k}[?||.]",
     "{k}[?|]",
@@ -242,6 +247,7 @@ HELPFUL = [
     "Answer in one sentence.",
     "You are a friendly chat assistant. Answer the user's questions.",
 ]
+
 RULES = [
     "You are [a|an|the] {0} [assistant|{1}|model|bot|expert|teacher|{1}] [named {2}|called {2}|"
     "who lives in {3}|for the {4}|]. ",

@@ -56,6 +56,7 @@ PLACES = [
     "the beach",
     "the snow",
 ]
+
 # {h} hero, {f} friend with a name, {n} friend's name, {t} a thing, {p} a place, {e} food
 EPISODES = [
     [

@@ -32,6 +32,7 @@ CITIES = words(
     Houston
     """
 )
+
 ANIMALS = words(
     """
     fox cat dog bear wolf rabbit mouse owl lion tiger frog turtle horse cow pig sheep goat
