@@ -1013,8 +1013,13 @@ def metadata_problems(path: Path) -> list[str]:
     return problems
 
 
+def alternative_text(output: NotebookNode) -> str:
+    """The sentence of a picture for those who cannot see it; `minisgl.notebook.show` stores it."""
+    return str(output.metadata.get("image/png", {}).get("alt", ""))
+
+
 def execution_problems(root: Path, nb: NotebookNode) -> list[str]:
-    """Cells never executed, executed out of order, or stored with an error."""
+    """Cells never executed or out of order, and outputs that no reader should see."""
     problems = []
     never = []
     for number, cell in enumerate(code_cells(nb), start=1):
@@ -1033,6 +1038,10 @@ def execution_problems(root: Path, nb: NotebookNode) -> list[str]:
                 problems.append(f"{where}: stored output is an error, {output.get('ename')}")
             elif str(root) in json.dumps(output):
                 problems.append(f"{where}: output shows the path {root} of this machine")
+            elif "image/png" in output.get("data", {}) and not alternative_text(output):
+                problems.append(f"{where}: a picture without alternative text; show(fig, alt)")
+            elif re.search(r"\d+%\|", output.get("text", "")):
+                problems.append(f"{where}: stored output is a progress bar; progress=False")
     if never:
         problems.insert(0, f"code cells never executed: {', '.join(never)}; build.py run does it")
     return problems

@@ -405,6 +405,18 @@ def first(nb: nbformat.NotebookNode) -> nbformat.NotebookNode:
             "stored output is an error, KeyError",
         ),
         (
+            lambda nb: build.code_cells(nb)[1].outputs.append(
+                nbformat.v4.new_output("display_data", {"image/png": "AAAA"})
+            ),
+            "a picture without alternative text",
+        ),
+        (
+            lambda nb: build.code_cells(nb)[1].outputs.append(
+                nbformat.v4.new_output("stream", name="stderr", text="\rweights: 100%|#####| 68/68")
+            ),
+            "stored output is a progress bar",
+        ),
+        (
             lambda nb: build.code_cells(nb)[2].update(outputs=[], execution_count=None),
             "never run on one",
         ),
