@@ -53,6 +53,10 @@ palette: dict[str, str] = {
     "measured": "#222222",
     "reference": "#8A8A8A",
     "limit": "#D55E00",
+    "rank_0": "#C3B1E1",
+    "rank_1": "#C9C96B",
+    "rank_2": "#F2B8B5",
+    "rank_3": "#A5DED8",
     "text": "#222222",
     "edge": "#666666",
 }
@@ -69,15 +73,21 @@ meanings: dict[str, str] = {
     "measured": "this engine, measured",
     "reference": "for comparison",
     "limit": "limit or error",
+    "rank_0": "rank 0",
+    "rank_1": "rank 1",
+    "rank_2": "rank 2",
+    "rank_3": "rank 3",
 }
 
 
-def legend(ax: Any, kinds: Iterable[str] = (), *, below: bool = True, **own: str) -> None:
+def legend(where: Any, kinds: Iterable[str] = (), *, below: bool = True, **own: str) -> None:
     """Name the colours of a figure: kinds of `palette`, each with its meaning or your own words.
 
-    `own` maps a kind to other words for it. `below` puts the legend under the axes.
+    `own` maps a kind to other words for it. Of axes, `below` puts the legend right under the frame;
+    of a figure, it stands under everything else, and nothing overlaps.
     """
-    from matplotlib.patches import Patch  # importing this module needs no plotting library
+    from matplotlib.figure import Figure  # importing this module needs no plotting library
+    from matplotlib.patches import Patch
 
     words = {kind: meanings[kind] for kind in kinds} | own
     patches = [
@@ -85,7 +95,10 @@ def legend(ax: Any, kinds: Iterable[str] = (), *, below: bool = True, **own: str
         for kind, word in words.items()
     ]
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.08)} if below else {"loc": "best"}
-    ax.legend(handles=patches, ncols=min(4, len(patches)), frameon=False, fontsize=8, **place)
+    if isinstance(where, Figure):
+        where.set_layout_engine("constrained")
+        place = {"loc": "outside lower center"}
+    where.legend(handles=patches, ncols=min(4, len(patches)), frameon=False, fontsize=8, **place)
 
 
 def show(figure: Any, alt: str) -> None:
