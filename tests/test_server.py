@@ -21,18 +21,19 @@ from minisgl.config.engine import ServerConfig
 from minisgl.core import SamplingParams
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
 from minisgl.server.frontend import Frontend, Observer, RequestFailed
-from minisgl.server.http.api import create_app, guarded
+from minisgl.server.http.api import EventStream, create_app
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest
 from minisgl.server.http.settings import ApiSettings, sampling_defaults, settings_for
 from minisgl.server.in_process import InProcessServer
 from minisgl.server.workers.channels import LocalQueue, ZmqInbox, ZmqOutbox
 from minisgl.server.workers.messages import (
-    Codec,
     StatsMsg,
     TokenizeMsg,
     TokenLogprob,
     TraceMsg,
     UserReply,
+    decode,
+    encode,
 )
 from minisgl.server.workers.scheduler_process import SchedulerChannel
 from minisgl.server.workers.text_process import build_text_worker
@@ -70,7 +71,6 @@ def chat(live: Live, **fields: Any) -> httpx.Response:
 
 
 def test_codec_returns_what_it_was_given() -> None:
-    codec = Codec()
     params = SamplingParams(temperature=0.5, stop="END", seed=3, logprobs=2)
     messages = [
         TokenizeMsg(uid=1, sampling_params=params, messages=[{"role": "user", "content": "ä🙂"}]),
@@ -88,8 +88,8 @@ def test_codec_returns_what_it_was_given() -> None:
         StatsMsg(running=1, free_pages=7),
         TraceMsg([("launch", 1.0, 2.0, 3, 4, "decode")]),
     ]
-    assert codec.decode(codec.encode(messages)) == messages
-    assert [codec.decode(codec.encode([m])) for m in messages] == [[m] for m in messages]
+    assert decode(encode(messages)) == messages
+    assert [decode(encode([m])) for m in messages] == [[m] for m in messages]
 
 
 def test_messages_of_one_flush_travel_as_one(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -137,7 +137,7 @@ def test_a_text_worker_flushes_answers_before_it_encodes_a_prompt() -> None:
 )
 def test_codec_refuses_what_is_not_a_message(wrong: object) -> None:
     with pytest.raises(msgspec.ValidationError):
-        Codec().decode(msgspec.msgpack.encode(wrong))
+        decode(msgspec.msgpack.encode(wrong))
 
 
 def test_socket_keeps_order_and_waits_for_its_reader(tmp_path: Path) -> None:
@@ -455,11 +455,12 @@ def test_fault_of_ours_ends_a_stream(live: Live, monkeypatch: pytest.MonkeyPatch
         assert response.status_code == 500 and "too large" in response.json()["error"]["message"]
 
     async def events() -> AsyncGenerator[bytes, None]:
-        yield b"one"
         broken()
+        yield b"two"
 
     async def collect() -> list[bytes]:
-        return [event async for event in guarded(events())]
+        stream = EventStream(b"one", events())
+        return [bytes(event) async for event in stream.body_iterator]  # type: ignore[arg-type]
 
     first, last = asyncio.run(collect())
     assert first == b"one" and b'"internal_error"' in last

@@ -18,8 +18,8 @@ from minisgl import LLM
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams
 from minisgl.scheduler.messages import TokenReply, UserMsg
+from minisgl.server.cli import Operations
 from minisgl.server.http.responses import sse
-from minisgl.server.options import Operations
 from minisgl.server.workers.channels import LocalQueue
 from minisgl.server.workers.logprobs import TokenBytes
 from minisgl.server.workers.messages import TokenizeMsg

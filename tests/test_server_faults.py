@@ -27,9 +27,10 @@ from minisgl.core import SamplingParams
 from minisgl.runtime.heartbeat import Heartbeat, Watchdog
 from minisgl.runtime.supervisor import Supervisor, Worker
 from minisgl.scheduler.messages import AbortMsg
+from minisgl.server.cli import Operations
 from minisgl.server.frontend import Frontend, RequestFailed
+from minisgl.server.http.errors import ApiError
 from minisgl.server.http.limits import BodyLimit
-from minisgl.server.options import Operations
 from minisgl.server.workers.channels import LocalQueue
 from minisgl.server.workers.messages import UserReply
 from tests.serving import Live, Served, last_event, metric, random_model, stream, wait_for
@@ -255,23 +256,40 @@ def test_body_that_never_ends_is_cut(checkpoint: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("claim", "pieces"), [(None, 11), (b"5", 11), (b"5000", 0)])
 def test_body_is_read_up_to_its_limit(claim: bytes | None, pieces: int) -> None:
     """Whatever the header claims, one piece beyond the limit is the last that is asked for."""
-    read, sent = [0], list[Any]()
+    read = [0]
 
     async def receive() -> Any:
         read[0] += 1
         return {"type": "http.request", "body": b"x" * 100, "more_body": True}
 
     async def send(message: Any) -> None:
-        sent.append(message)
+        raise AssertionError("the application answers, and not the limit")
 
-    async def app(*_: Any) -> None:
-        raise AssertionError("the application must not see this body")
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
 
     headers = [] if claim is None else [(b"content-length", claim)]
     scope = {"type": "http", "method": "POST", "headers": headers}
-    asyncio.run(BodyLimit(app, 1000)(scope, receive, send))
-    assert read[0] == pieces and sent[0]["status"] == 413
-    assert (b"connection", b"close") in sent[0]["headers"]
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(BodyLimit(app, 1000)(scope, receive, send))
+    assert read[0] == pieces and caught.value.status_code == 413
+    assert caught.value.headers == {"connection": "close"}
+
+
+def test_a_refused_body_ends_its_connection(checkpoint: Path) -> None:
+    """The rest of a body that is too long is not read; what leaves is the error body of the API."""
+    operations = Operations(log_format="none", max_body_size=1000)
+    with (
+        Live(checkpoint, operations=operations) as live,
+        socket.create_connection(("127.0.0.1", live.port), timeout=5) as connection,
+    ):
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5000\r\n\r\n"
+        connection.sendall(head + b"x" * 10)
+        answer = b""
+        while data := connection.recv(4096):  # up to the end of the connection
+            answer += data
+    assert b"413" in answer and b'"body_too_large"' in answer and b"connection: close" in answer
 
 
 # Deadlines
@@ -298,6 +316,29 @@ def test_missed_deadline_is_an_abort() -> None:
         return outbox.get_all(0.0)
 
     assert [type(m).__name__ for m in asyncio.run(run())] == ["TokenizeMsg", "AbortMsg"]
+
+
+def test_missed_deadline_does_not_wait_for_its_reader() -> None:
+    """A reader that takes nothing, because its socket is full, does not delay the abort."""
+
+    async def run() -> list[str]:
+        outbox = LocalQueue()
+        frontend = Frontend([outbox], LocalQueue())
+        replies = frontend.generate(SamplingParams(), text="x", timeout=0.05)
+        first = asyncio.ensure_future(anext(replies))
+        await asyncio.sleep(0)
+        (uid,) = frontend._streams
+        frontend._dispatch([UserReply(uid=uid, text="a", token_ids=[1])])
+        assert (await first).text == "a"
+        await asyncio.sleep(0.1)  # busy elsewhere: the stream is not asked again
+        sent = [type(message).__name__ for message in outbox.get_all(0.0)]
+        frontend._dispatch([UserReply(uid=uid, text="b", token_ids=[2])])  # too late
+        with pytest.raises(RequestFailed, match=r"within 0\.05"):
+            await anext(replies)
+        assert not frontend._streams and outbox.get_all(0.0) == []
+        return sent
+
+    assert asyncio.run(run()) == ["TokenizeMsg", "AbortMsg"]
 
 
 @pytest.mark.clock

@@ -32,8 +32,10 @@ from minisgl.runtime.supervisor import Supervisor
 from minisgl.server.chat.client import ApiClient, base_url
 from minisgl.server.chat.shell import Shell
 from minisgl.server.cli import (
+    Operations,
     build_parser,
     config_from,
+    is_loopback,
     listen,
     main,
     warn_if_open,
@@ -43,8 +45,7 @@ from minisgl.server.http.settings import sampling_defaults, settings_for
 from minisgl.server.in_process import InProcessServer
 from minisgl.server.observe.lifecycle import Lifecycle
 from minisgl.server.observe.logs import as_json, as_text
-from minisgl.server.options import Operations, is_loopback
-from minisgl.server.workers.processes import WorkerGroup
+from minisgl.server.workers.processes import WorkerGroup, address
 from tests.checkpoints import make_checkpoint
 from tests.serving import PAGES, Live, Served, last_event, metric, random_model, stream, wait_for
 
@@ -73,8 +74,8 @@ def test_sockets_have_short_paths(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("d" * 90)))
     config = ServerConfig(model_path=str(checkpoint), num_tokenizer=12)
     group = WorkerGroup(config, Watchdog(60, 600))
-    addresses = group.addresses
-    assert all(len(a) <= 107 for a in (addresses.detokenizer, *addresses.tokenizers))
+    parts = ["text", "scheduler", "frontend", *group.tokenizers]
+    assert len(parts) == 15 and all(len(address(group.folder, part)) <= 107 for part in parts)
     group.folder.rmdir()
 
 

@@ -26,7 +26,6 @@ from minisgl.runtime.broadcast import BroadcastChannel
 from minisgl.runtime.supervisor import PeerFailed, Supervisor, Worker, WorkerContext
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
-from minisgl.scheduler.scheduler import Scheduler
 
 TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined]
 START_SECONDS = 600.0  # for a process to start and import torch on a busy machine
@@ -110,19 +109,13 @@ def config_of_rank(config: SchedulerConfig, rank: int, size: int) -> SchedulerCo
     return replace(config, tp=TPInfo(rank=rank, size=size))
 
 
-def run_loop(scheduler: Scheduler, overlap: bool) -> None:
-    """Until an `ExitMsg`, in the loop that the config asks for; the same one on all ranks."""
-    scheduler.overlap = overlap
-    scheduler.run()
-
-
 def tp_worker(comm: Comm, config: SchedulerConfig) -> None:
     """The work of a rank other than 0: engine and scheduler, then what rank 0 passes on."""
     config = config_of_rank(config, comm.rank, comm.size)
     scheduler = build_scheduler(config, BroadcastChannel(None, comm), comm)
     try:
         with frozen_heap():
-            run_loop(scheduler, scheduler.overlap)
+            scheduler.run()
     finally:
         scheduler.engine.shutdown()
 

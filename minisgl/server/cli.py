@@ -8,28 +8,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
+import ipaddress
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import uvicorn
 from fastapi import FastAPI
+from pydantic import Field
 from starlette.middleware import Middleware
 
+from minisgl.config import flags
 from minisgl.config.engine import ServerConfig, TPInfo
-from minisgl.config.flags import (
-    Group,
-    add_engine_flags,
-    add_key_flag,
-    add_model_flags,
-    engine_fields,
-    key_of,
-)
 from minisgl.config.paths import resolve_model_path
+from minisgl.config.rules import Count, Number, Positive, PositiveNumber, Text, Validated
 from minisgl.core import SamplingParams
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import WorkerFailed, one_line
@@ -43,10 +40,9 @@ from minisgl.server.observe.lifecycle import Lifecycle, Server
 from minisgl.server.observe.logs import LogRequests, RequestLog, as_json, as_text
 from minisgl.server.observe.metrics import Metrics, add_metrics_route
 from minisgl.server.observe.trace import TraceFile
-from minisgl.server.options import Operations, is_loopback
 from minisgl.server.workers.channels import ZmqInbox, ZmqOutbox
 from minisgl.server.workers.messages import UserReply
-from minisgl.server.workers.processes import WorkerGroup
+from minisgl.server.workers.processes import WorkerGroup, address
 
 MODELS = "folder in Hugging Face layout, or a hub id; none: the small model in the package"
 
@@ -59,106 +55,121 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     model = parser.add_argument_group("model")
-    add_model_flags(model, MODELS)
+    flags.add_model_flags(model, MODELS)
     model.add_argument(
         "--tensor-parallel-size", "--tp", metavar="N", type=int, default=1, help="ranks, one a GPU"
     )
-    add_engine_flags(parser.add_argument_group("engine"), ServerConfig())
-    add_server_flags(parser.add_argument_group("server"))
-    add_operation_flags(parser.add_argument_group("operations"))
+    flags.add_engine_flags(parser.add_argument_group("engine"), ServerConfig())
+    server = parser.add_argument_group("server")
+    add_settings(server, SERVER_FLAGS, ServerConfig())
+    flags.add_key_flag(server, "refuse requests without this bearer token")
+    server.add_argument("--shell", action="store_true", help="chat in this terminal, do not serve")
+    server.add_argument("--connect", metavar="URL", help="chat with a server that already runs")
+    add_settings(parser.add_argument_group("operations"), OPERATION_FLAGS, Operations())
     return parser
 
 
-def add_server_flags(group: Group) -> None:
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all")
-    group.add_argument("--port", type=int, default=1919, help="0 picks a free one")
-    group.add_argument(
-        "--num-tokenizer",
-        metavar="N",
-        type=int,
-        default=0,
-        help="extra tokenizer processes; 0: one process for both directions",
-    )
-    group.add_argument(
-        "--served-model-name",
-        metavar="NAME",
-        default=None,
-        help="name in /v1/models; none: from the path",
-    )
-    add_key_flag(group, "refuse requests without this bearer token")
-    group.add_argument(
-        "--shell", action="store_true", help="chat in this terminal instead of serving"
-    )
-    group.add_argument(
-        "--connect", metavar="URL", default=None, help="chat with a server that already runs"
-    )
+Setting = tuple[str, str, type, str]  # field, metavar, type, words for the help
 
-
-OPERATION_FLAGS = (
-    ("max-queue", "N", int, "answers that may wait beyond those that run; more get 429"),
-    ("max-body-size", "BYTES", int, "of one request; larger ones get 413"),
-    ("request-timeout", "S", float, "seconds for one answer, then 408; none: no limit"),
-    ("stall-timeout", "S", float, "seconds that a reader may take nothing before it is cut"),
-    ("drain-timeout", "S", float, "seconds for answers under way when asked to stop"),
-    ("worker-timeout", "S", float, "seconds without a sign of life of a worker; 0: no limit"),
-    ("step-timeout", "S", float, "seconds that one step of a worker may take; 0: no limit"),
-    ("log-format", "NAME", str, "text, json or none"),
-    ("trace", "FILE", str, "write a Chrome/Perfetto trace of requests, steps and streams"),
+SERVER_FLAGS: tuple[Setting, ...] = (
+    ("host", "HOST", str, "address to listen on; 0.0.0.0 for all"),
+    ("port", "N", int, "0 picks a free one"),
+    ("num_tokenizer", "N", int, "extra tokenizer processes; 0: one process for both directions"),
+    ("served_model_name", "NAME", str, "name in /v1/models; none: from the path"),
 )
 
 
-def add_operation_flags(group: Group) -> None:
-    default = Operations()
-    for name, metavar, kind, words in OPERATION_FLAGS:
-        value = getattr(default, name.replace("-", "_"))
-        group.add_argument(f"--{name}", metavar=metavar, type=kind, default=value, help=words)
-    group.add_argument(
-        "--log-prompts", action="store_true", help="prompts and answers in the log, in full"
-    )
-    group.add_argument("--debug", action="store_true", help="tracebacks of parts that fail")
+def add_settings(group: flags.Group, settings: Sequence[Setting], defaults: object) -> None:
+    """A flag for each field; the defaults are those of the config."""
+    for name, metavar, kind, words in settings:
+        flag, value = f"--{name.replace('_', '-')}", getattr(defaults, name)
+        if kind is bool:
+            group.add_argument(flag, action="store_true", help=words)
+        else:
+            group.add_argument(flag, metavar=metavar, type=kind, default=value, help=words)
 
 
-def operations_from(args: argparse.Namespace) -> Operations:
-    """Flags to `Operations`. Raises `ValueError` that names the field."""
-    names = [name.replace("-", "_") for name, *_ in OPERATION_FLAGS]
-    return Operations(**{name: getattr(args, name) for name in [*names, "log_prompts", "debug"]})
+def values_of(args: argparse.Namespace, settings: Sequence[Setting]) -> dict[str, Any]:
+    """The fields as the command line has them."""
+    return {name: getattr(args, name) for name, *_ in settings}
+
+
+NotNegative = Annotated[Number, Field(ge=0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operations(Validated):
+    """How a server is run; times in seconds, sizes in bytes, None is no limit or nothing."""
+
+    max_queue: Count = 1024  # answers that may wait beyond those that run
+    max_body_size: Positive = 8 * 2**20
+    request_timeout: PositiveNumber | None = None
+    stall_timeout: PositiveNumber = 30.0
+    drain_timeout: NotNegative = 30.0
+    worker_timeout: NotNegative = 60.0
+    step_timeout: NotNegative = 600.0
+    log_format: Literal["text", "json", "none"] = "text"
+    log_prompts: bool = False
+    trace: Text | None = None
+    debug: bool = False
+
+
+OPERATION_FLAGS: tuple[Setting, ...] = (
+    ("max_queue", "N", int, "answers that may wait beyond those that run; more get 429"),
+    ("max_body_size", "BYTES", int, "of one request; larger ones get 413"),
+    ("request_timeout", "S", float, "seconds for one answer, then 408; none: no limit"),
+    ("stall_timeout", "S", float, "seconds that a reader may take nothing before it is cut"),
+    ("drain_timeout", "S", float, "seconds for answers in flight when asked to stop"),
+    ("worker_timeout", "S", float, "seconds without a sign of life of a worker; 0: no limit"),
+    ("step_timeout", "S", float, "seconds that one step of a worker may take; 0: no limit"),
+    ("log_format", "NAME", str, "text, json or none"),
+    ("log_prompts", "", bool, "prompts and answers in the log, in full"),
+    ("trace", "FILE", str, "write a Chrome/Perfetto trace of requests, steps and streams"),
+    ("debug", "", bool, "tracebacks of parts that fail"),
+)
 
 
 def config_from(args: argparse.Namespace) -> ServerConfig:
     """Flags to config. Raises `ValueError` that names the field."""
     return ServerConfig(
-        **engine_fields(args),
+        **flags.engine_fields(args),
         model_path=args.model,
         tp=TPInfo(rank=0, size=args.tensor_parallel_size),
-        host=args.host,
-        port=args.port,
-        num_tokenizer=args.num_tokenizer,
-        served_model_name=args.served_model_name,
-        api_key=key_of(args),
+        api_key=flags.key_of(args),
+        **values_of(args, SERVER_FLAGS),
     )
+
+
+def operations_from(args: argparse.Namespace) -> Operations:
+    """Flags to `Operations`. Raises `ValueError` that names the field."""
+    return Operations(**values_of(args, OPERATION_FLAGS))
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises `ValueError` that names the port when it is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    ipv6 = ":" in host
+    family = socket.AF_INET6 if ipv6 else socket.AF_INET
     try:
-        sock.bind((host, port))
-        sock.listen(2048)
+        return socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=ipv6)
     except OSError as error:
-        sock.close()
-        why = error.strerror or str(error)
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        why = (error.strerror or str(error)).partition(" (while")[0]
+        if error.errno == errno.EADDRNOTAVAIL or (error.errno or 0) < 0:  # below 0: no such name
             raise ValueError(f"host: {host} is no address of this machine ({why})") from error
         raise ValueError(f"port: cannot listen on {host}:{port} ({why}); try --port 0") from error
-    return sock
 
 
 def shown_url(sock: socket.socket) -> str:
     """Where clients find us."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address. An unknown name is not."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def warn_if_open(host: str, api_key: str | None) -> None:
@@ -284,9 +295,9 @@ def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
         watchdog = Watchdog(operations.worker_timeout, operations.step_timeout)
         traced = operations.trace is not None
         group = stack.enter_context(WorkerGroup(config, watchdog, traced=traced))
-        inbox = ZmqInbox(group.addresses.frontend)
+        inbox = ZmqInbox(address(group.folder, "frontend"))
         stack.callback(inbox.close)
-        outboxes = [ZmqOutbox(address) for address in group.addresses.tokenizers]
+        outboxes = [ZmqOutbox(address(group.folder, part)) for part in group.tokenizers]
         for outbox in outboxes:
             stack.callback(outbox.close)
         frontend = Frontend(outboxes, inbox, watchers.all())
@@ -296,32 +307,20 @@ def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
         return asyncio.run(serve(group, frontend, watchers, sock, config, operations, settings))
 
 
-@contextmanager
-def terminable() -> Iterator[None]:
-    """Turn SIGTERM (`kill`, a container's stop) and SIGHUP (a closed terminal) into `SystemExit`.
-
-    So `with` blocks end. The status is the one that shells give.
-    """
-
-    def leave(sig: int, _: object) -> None:
-        raise SystemExit(128 + sig)
-
-    before = {sig: signal.signal(sig, leave) for sig in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for sig, handler in before.items():
-            signal.signal(sig, handler)
+def leave(sig: int, _: object) -> None:
+    """SIGTERM or SIGHUP (a closed terminal): end every `with` block; the status is a shell's."""
+    raise SystemExit(128 + sig)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m minisgl`; returns the exit status."""
     args = build_parser().parse_args(argv)
+    for sig in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(sig, leave)
     try:
-        with terminable():
-            if args.connect is not None:
-                return asyncio.run(chat_with(args.connect, key_of(args)))
-            return run(config_from(args), operations_from(args), args.shell)
+        if args.connect is not None:
+            return asyncio.run(chat_with(args.connect, flags.key_of(args)))
+        return run(config_from(args), operations_from(args), args.shell)
     except (ValueError, OSError, WorkerFailed) as error:
         text = str(error) if isinstance(error, WorkerFailed) else one_line(error)
         notes = getattr(error, "__notes__", []) if args.debug else []  # the worker's traceback

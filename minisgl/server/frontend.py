@@ -138,10 +138,9 @@ class Frontend:
                 self._notify("told", reply)
             elif (stream := self._streams.get(reply.uid)) is not None:  # else its client left
                 stream.put(reply)
-                if len(stream.waiting) > self._max_waiting and stream.error is None:
+                if len(stream.waiting) > self._max_waiting:
                     why = f"stream: {len(stream.waiting)} replies wait for a reader that takes none"
-                    stream.put(ErrorReply(uid=reply.uid, message=why, code="slow_reader"))
-                    self._outbox(reply.uid).put(AbortMsg(uid=reply.uid))
+                    self._cut(ErrorReply(uid=reply.uid, message=why, code="slow_reader"))
                 if isinstance(reply, UserReply):
                     self._notify("replied", reply.uid, reply)
 
@@ -209,14 +208,21 @@ class Frontend:
         if seconds is not None:
             why = f"timeout: the answer was not complete within {seconds:g} seconds"
             late = ErrorReply(uid=uid, message=why, code="deadline_exceeded", param="timeout")
-            stream.timer = asyncio.get_running_loop().call_later(seconds, stream.put, late)
+            stream.timer = asyncio.get_running_loop().call_later(seconds, self._cut, late)
         return stream
+
+    def _cut(self, error: ErrorReply) -> None:
+        """End a stream from here: the engine stops now, and its reader hears why when it asks."""
+        stream = self._streams[error.uid]
+        if stream.error is None:
+            stream.put(error)
+            self._outbox(error.uid).put(AbortMsg(uid=error.uid))
 
     def _forget(self, uid: int, outcome: str) -> None:
         """Close a stream; tell the engine unless it knows that the request is over."""
         stream = self._streams.pop(uid)
         if stream.timer is not None:
             stream.timer.cancel()
-        if outcome in ("left", "deadline_exceeded"):
+        if outcome == "left" and stream.error is None:
             self._outbox(uid).put(AbortMsg(uid=uid))
         self._notify("closed", uid, outcome)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
-from minisgl.runtime.ranks import run_loop
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.messages import ExitMsg
 from minisgl.server.frontend import Frontend, Observer
@@ -44,7 +43,7 @@ class InProcessServer:
 
     def _run_scheduler(self) -> None:
         try:
-            run_loop(self.scheduler, self.scheduler.overlap)
+            self.scheduler.run()
         except Exception as error:
             traceback.print_exc()
             if self.frontend.loop is not None:

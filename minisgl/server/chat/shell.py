@@ -11,6 +11,7 @@ import sys
 import termios
 import threading
 import time
+import tty
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from io import FileIO
@@ -61,14 +62,11 @@ def quiet_keys() -> Iterator[None]:
         return
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
-    quiet = [*before]
-    quiet[3] &= ~(termios.ECHO | termios.ICANON)
-    termios.tcsetattr(descriptor, termios.TCSADRAIN, quiet)
+    tty.setcbreak(descriptor, termios.TCSADRAIN)
     try:
         yield
     finally:
-        termios.tcflush(descriptor, termios.TCIFLUSH)
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        termios.tcsetattr(descriptor, termios.TCSAFLUSH, before)  # and drop what was typed
 
 
 HELP = """\

@@ -50,50 +50,57 @@ class Task:
     prompt: Mapping[str, Any]  # text=…, input_ids=… or messages=…
 
 
-@dataclass(frozen=True)
 class RequestHandler:
-    """Runs the tasks of one HTTP request and gives their replies the format of the route."""
+    """Runs the tasks of one HTTP request and gives their replies the format of the route.
 
-    frontend: Frontend
-    limiter: ConcurrencyLimiter
-    formatter: CompletionFormatter
-    tasks: list[Task]
-    prompts: int  # how many of them the request has
-    head: dict[str, Any]  # id, created, model
-    terms: dict[str, Any]  # request id, timeout and client, for `Frontend.generate`
+    Raises `ApiError` if the request may not or cannot be served.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        request: Request,
+        body: GenerationRequest,
+        prompts: Sequence[Mapping[str, Any]],
+        formatter: CompletionFormatter,
+    ) -> None:
+        settings = service.settings
+        check_access(request, settings)
+        check_model(body.model, settings)
+        body.refuse_unsupported()
+        self.service, self.formatter, self.prompts = service, formatter, len(prompts)
+        self.tasks = tasks_for(body, prompts, settings.sampling_defaults)
+        name = request.scope.get("request_id") or uuid.uuid4().hex
+        about = {"created": int(time.time()), "model": settings.model_name}
+        self.head = {"id": formatter.prefix + name, **about}
+        limits = [s for s in (body.timeout, settings.request_timeout) if s is not None]
+        terms = {"request_id": name, "client": client_of(request, body)}
+        self.terms: dict[str, Any] = {**terms, "timeout": min(limits, default=None)}
 
     def _generate(self, task: Task) -> AsyncGenerator[UserReply, None]:
-        return self.frontend.generate(task.params, **task.prompt, **self.terms)
-
-    async def _collect(self, task: Task) -> Completion:
-        answer = Completion()
-        async with aclosing(self._generate(task)) as replies:
-            async for reply in replies:
-                answer.add(reply)
-        return answer
+        return self.service.frontend.generate(task.params, **task.prompt, **self.terms)
 
     async def answers(self) -> list[Completion]:
         """All answers, whole. If one task fails or the client leaves, all are aborted."""
-        with self.limiter.acquire(len(self.tasks)):
-            running = [asyncio.ensure_future(self._collect(task)) for task in self.tasks]
-            try:
-                return await asyncio.gather(*running)
-            except RequestFailed as failure:
-                raise api_error(failure) from failure
-            finally:
-                await cancel(running)
+        answers = [Completion() for _ in self.tasks]
+        try:
+            async with aclosing(self._replies()) as replies:
+                async for task, reply in replies:
+                    answers[task.index].add(reply)
+        except RequestFailed as failure:
+            raise api_error(failure) from failure
+        return answers
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
         answers = await self.answers()
-        pairs = zip(self.tasks, answers, strict=True)
-        choices = [self.formatter.choice(task.index, answer) for task, answer in pairs]
+        choices = [self.formatter.choice(index, answer) for index, answer in enumerate(answers)]
         head = {**self.head, "object": self.formatter.whole}
         return {**head, "choices": choices, "usage": usage(answers, self.prompts)}
 
     async def _replies(self) -> AsyncGenerator[tuple[Task, UserReply], None]:
         """Replies of all tasks as they come. Closing this generator cancels every task."""
-        with self.limiter.acquire(len(self.tasks)):
+        with self.service.limiter.acquire(len(self.tasks)):
             if len(self.tasks) == 1:
                 async with aclosing(self._generate(self.tasks[0])) as replies:
                     async for reply in replies:
@@ -131,7 +138,7 @@ class RequestHandler:
         """The answer as server-sent events."""
         head = {**self.head, "object": self.formatter.chunk}
         no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
-        answers = {task.index: Completion() for task in self.tasks}
+        answers = [Completion() for _ in self.tasks]
         async with aclosing(self._replies()) as replies:
             async for task, reply in replies:
                 answer = answers[task.index]
@@ -143,7 +150,7 @@ class RequestHandler:
                 delta = self.formatter.delta(task.index, reply, first)
                 yield sse({**head, "choices": [delta], **no_usage})
         if include_usage:
-            total = usage(list(answers.values()), self.prompts)
+            total = usage(answers, self.prompts)
             yield sse({**head, "choices": [], "usage": total})
         yield sse("[DONE]")
 
@@ -163,31 +170,24 @@ async def cancel(running: Sequence[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*running, return_exceptions=True)
 
 
-async def guarded(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Pass events on; a failure becomes an error event, for the status line has gone out."""
-    try:
-        async for event in events:
-            yield event
-    except Exception as failure:
-        if not isinstance(failure, RequestFailed | ApiError):
-            traceback.print_exc()
-        yield sse(api_error(failure).body())
-
-
 class EventStream(StreamingResponse):
     """Events whose generator is closed with the response, sent or not."""
 
     def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
         self._events = events
-
-        async def all_events() -> AsyncGenerator[bytes, None]:
-            yield first
-            async with aclosing(guarded(events)) as rest:
-                async for event in rest:
-                    yield event
-
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(all_events(), media_type="text/event-stream", headers=headers)
+        super().__init__(self._guarded(first), media_type="text/event-stream", headers=headers)
+
+    async def _guarded(self, first: bytes) -> AsyncGenerator[bytes, None]:
+        """Pass events on; a failure becomes an error event, for the status line has gone out."""
+        yield first
+        try:
+            async for event in self._events:
+                yield event
+        except Exception as failure:
+            if not isinstance(failure, RequestFailed | ApiError):
+                traceback.print_exc()
+            yield sse(api_error(failure).body())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -245,18 +245,17 @@ def add_error_handlers(app: FastAPI) -> None:
     """Every failure has one body, whichever layer it comes from."""
 
     async def handle(request: Request, failure: Exception) -> JSONResponse:
-        extra: Mapping[str, str] = {}
         if isinstance(failure, RequestValidationError):
             error = invalid(failure)
-        elif isinstance(failure, HTTPException):
-            code, extra = f"http_{failure.status_code}", failure.headers or {}
-            error = ApiError(failure.status_code, str(failure.detail), code=code)
+        elif isinstance(failure, HTTPException) and not isinstance(failure, ApiError):
+            status, code = failure.status_code, f"http_{failure.status_code}"
+            error = ApiError(status, str(failure.detail), code=code, headers=failure.headers)
         else:
             error = api_error(failure)
         request.scope["refused"] = error  # for the log
-        return JSONResponse(error.body(), error.status, {**error.headers, **extra})
+        return JSONResponse(error.body(), error.status_code, error.headers)
 
-    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+    for kind in (RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
 
 
@@ -309,34 +308,6 @@ class Service:
     settings: ApiSettings
     limiter: ConcurrencyLimiter
 
-    def handler(
-        self,
-        request: Request,
-        body: GenerationRequest,
-        prompts: Sequence[Mapping[str, Any]],
-        formatter: CompletionFormatter,
-    ) -> RequestHandler:
-        """The tasks of one HTTP request; `ApiError` if it may not or cannot be served."""
-        check_access(request, self.settings)
-        check_model(body.model, self.settings)
-        body.refuse_unsupported()
-        tasks = tasks_for(body, prompts, self.settings.sampling_defaults)
-        limits = [s for s in (body.timeout, self.settings.request_timeout) if s is not None]
-        name = request.scope.get("request_id") or uuid.uuid4().hex
-        head = {
-            "id": formatter.prefix + name,
-            "created": int(time.time()),
-            "model": self.settings.model_name,
-        }
-        terms = {
-            "request_id": name,
-            "timeout": min(limits, default=None),
-            "client": client_of(request, body),
-        }
-        return RequestHandler(
-            self.frontend, self.limiter, formatter, tasks, len(prompts), head, terms
-        )
-
 
 def as_prompt(prompt: str | list[int]) -> dict[str, Any]:
     """A prompt as `Frontend.generate` takes it."""
@@ -350,18 +321,20 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         prompt = {"messages": [message.as_template_input() for message in body.messages]}
         formatter = ChatFormatter(logprobs=body.wanted_logprobs() is not None)
-        return await respond(request, body, service.handler(request, body, [prompt], formatter))
+        handler = RequestHandler(service, request, body, [prompt], formatter)
+        return await respond(request, body, handler)
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
         prompts = [as_prompt(prompt) for prompt in body.prompts()]
         formatter = CompletionFormatter(logprobs=body.wanted_logprobs() is not None)
-        return await respond(request, body, service.handler(request, body, prompts, formatter))
+        handler = RequestHandler(service, request, body, prompts, formatter)
+        return await respond(request, body, handler)
 
     @app.post("/generate")
     async def generate(request: Request, body: GenerateRequest) -> Response:
         prompts, gone = [as_prompt(body.prompt)], Response(status_code=499)
-        handler = service.handler(request, body, prompts, CompletionFormatter())
+        handler = RequestHandler(service, request, body, prompts, CompletionFormatter())
         if body.stream is not False:
             return await unless_gone(request, stream_response(handler.texts())) or gone
         answers = await unless_gone(request, handler.answers())
@@ -383,7 +356,7 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
     async def health() -> Response:
         reason = service.frontend.failure or service.limiter.reason
         if reason is not None:
-            raise ApiError(503, reason, code="service_unavailable", retry_after=5)
+            raise ApiError(503, reason, code="service_unavailable")
         return JSONResponse({"status": "ok"})
 
     @app.get("/v1/models")

@@ -5,14 +5,18 @@ Generated from notebooks/12b_running.ipynb: edit there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from starlette.exceptions import HTTPException
 
 from minisgl.server.frontend import RequestFailed
 
 STATUS_OF_CODE = {"service_unavailable": 503, "internal_error": 500, "deadline_exceeded": 408}
+RETRY_AFTER = {429: "1", 503: "5"}  # seconds
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """An error that becomes `{"error": {message, type, param, code}}` with an HTTP status."""
 
     def __init__(
@@ -22,17 +26,17 @@ class ApiError(Exception):
         *,
         code: str,
         param: str | None = None,
-        retry_after: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
-        self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}  # seconds
+        retry = {"retry-after": RETRY_AFTER[status]} if status in RETRY_AFTER else None
+        super().__init__(status, message, headers or retry)
+        self.code, self.param = code, param
 
     def body(self) -> dict[str, Any]:
-        kind = {429: "rate_limit_error"}.get(self.status, "invalid_request_error")
-        kind = kind if self.status < 500 else "server_error"
+        kind = {429: "rate_limit_error"}.get(self.status_code, "invalid_request_error")
+        kind = kind if self.status_code < 500 else "server_error"
         return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+            "error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
         }
 
 
@@ -45,5 +49,4 @@ def api_error(failure: Exception) -> ApiError:
     status, text = STATUS_OF_CODE.get(failure.code, 400), str(failure)
     if failure.code == "context_length_exceeded":  # some clients know it by these words alone
         text += "; it is longer than the model's context length on this server"
-    retry_after = 5 if status == 503 else None
-    return ApiError(status, text, code=failure.code, param=failure.param, retry_after=retry_after)
+    return ApiError(status, text, code=failure.code, param=failure.param)

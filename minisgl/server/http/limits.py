@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -29,13 +29,13 @@ class ConcurrencyLimiter:
     def acquire(self, count: int) -> Iterator[None]:
         """Hold places; a 503 while closed, a 429 when full, a 400 if it can never fit."""
         if self.reason is not None:
-            raise ApiError(503, self.reason, code="service_unavailable", retry_after=5)
+            raise ApiError(503, self.reason, code="service_unavailable")
         if count > self.limit:
             why = f"n: {count} answers at once are more than the {self.limit} of this server"
             raise ApiError(400, why, code="invalid_value", param="n")
         if self.taken + count > self.limit:
             why = f"the queue is full: {self.taken} of {self.limit} answers are under way"
-            raise ApiError(429, why, code="queue_full", retry_after=1)
+            raise ApiError(429, why, code="queue_full")
         self.taken += count
         try:
             yield
@@ -43,65 +43,45 @@ class ConcurrencyLimiter:
             self.taken -= count
 
 
+CLOSE = {"connection": "close"}  # the rest of the body is not wanted
+
+
 class BodyLimit:
-    """Reads a body of at most `max_bytes` within `seconds`, then lets the application see it."""
+    """Ends a body with an `ApiError`: 413 beyond `max_bytes`, 408 beyond `seconds`."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float = 60.0) -> None:
         self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        try:
-            async with asyncio.timeout(self._seconds):
-                body = await self._read(scope, receive)
-        except TimeoutError:
-            await refuse(ApiError(408, "body: it came too slowly", code="slow_body"), scope, send)
-        except ApiError as error:
-            await refuse(error, scope, send)
-        else:
-            if body is not None:  # else the client has left
-                await self._app(scope, replay(body, receive), send)
+        length = Headers(scope=scope).get("content-length", "")
+        claimed, size, more = int(length) if length.isdecimal() else 0, 0, True
+        deadline = asyncio.get_running_loop().time() + self._seconds
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body; None if the client left before its end. Raises 413 beyond the limit."""
-        claimed = dict(scope["headers"]).get(b"content-length", b"0")
-        size, parts, more = 0, list[bytes](), True
-        if claimed.isdigit() and int(claimed) > self._max_bytes:
-            size, more = int(claimed), False
-        while more and size <= self._max_bytes:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
+        async def limited() -> Message:
+            nonlocal size, more
+            if not more:  # what comes now is a disconnect
+                return await receive()
+            message: Message = {}
+            if claimed <= self._max_bytes:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        message = await receive()
+                except TimeoutError:
+                    why = "body: it came too slowly"
+                    raise ApiError(408, why, code="slow_body", headers=CLOSE) from None
+            if message.get("type") == "http.disconnect":
+                raise ApiError(499, "body: the client left", code="client_left")
+            size += len(message.get("body", b""))
+            if max(size, claimed) > self._max_bytes:
+                why = f"body: more than the {self._max_bytes} bytes that this server takes"
+                raise ApiError(413, why, code="body_too_large", headers=CLOSE)
             more = message.get("more_body", False)
-        if size > self._max_bytes:
-            why = f"body: more than the {self._max_bytes} bytes that this server takes"
-            raise ApiError(413, why, code="body_too_large")
-        return b"".join(parts)
+            return message
 
-
-async def refuse(error: ApiError, scope: Scope, send: Send) -> None:
-    """Answer with an error and end the connection: the rest of the body is not wanted."""
-    scope["refused"] = error  # for the log
-
-    async def nothing() -> Message:
-        return {"type": "http.disconnect"}
-
-    headers = {"connection": "close", **error.headers}
-    await JSONResponse(error.body(), error.status, headers)(scope, nothing, send)
-
-
-def replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
-    """A `receive` that gives the body first and then what the connection says."""
-    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def first_the_body() -> Message:
-        return waiting.pop() if waiting else await receive()
-
-    return first_the_body
+        await self._app(scope, limited, send)
 
 
 Http: Any = AutoHTTPProtocol  # uvicorn's choice, by what is installed

@@ -9,7 +9,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
@@ -40,14 +40,22 @@ def as_json(record: Mapping[str, Any]) -> str:
 
 
 @dataclass
-class RequestStats:
-    """One answer: of which prompt, and what came so far."""
+class Answer:
+    """One answer: to which prompt, its last reply, and its text if that is wanted."""
 
     prompt: Any
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    tokens: int = 0
+    reply: UserReply | None = None
     text: str = ""
+
+
+@dataclass
+class Entry:
+    """One HTTP request: what its line will say, its answers, and two times in seconds."""
+
+    record: Record
+    answers: list[Answer] = field(default_factory=list)
+    started: float | None = None
+    first: float | None = None
 
 
 class RequestLog(Observer):
@@ -60,80 +68,66 @@ class RequestLog(Observer):
         prompts: bool = False,
     ) -> None:
         self._write, self._spell, self._prompts = write, spell, prompts
-        self._records: dict[str, Record] = {}  # by request id
-        self._answers: dict[str, list[RequestStats]] = {}  # likewise
-        self._live: dict[int, tuple[str, RequestStats]] = {}  # by uid
+        self._entries: dict[str, Entry] = {}  # by request id
+        self._live: dict[int, tuple[Entry, Answer]] = {}  # by uid
 
     def begin(self, scope: Scope) -> str:
         """Name a request of the HTTP side."""
-        request_id = uuid.uuid4().hex
-        self._records[request_id] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "id": request_id,
-            "method": scope["method"],
-            "path": scope["path"],
-        }
+        now, request_id = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), uuid.uuid4().hex
+        about = {"time": now, "id": request_id, "method": scope["method"], "path": scope["path"]}
+        self._entries[request_id] = Entry(about)
         return request_id
 
     def end(
         self, request_id: str, status: int | None, seconds: float, refused: ApiError | None = None
     ) -> None:
         """Write its line; a status of None means that the client left before it got one."""
-        record = self._records.pop(request_id)
-        record.update(self.sum_up(self._answers.pop(request_id, [])))
+        entry = self._entries.pop(request_id)
+        record = entry.record | self.sum_up(entry.answers)
         if record["path"] in PROBES:
             return
         if refused is not None:  # why, but not what was sent
             record.update(code=refused.code, param=refused.param)
-        started = record.pop("started", None)
-        if "first" in record:
-            record["ttft_ms"] = round(1000 * (record.pop("first") - started), 1)
+        if entry.started is not None and entry.first is not None:
+            record["ttft_ms"] = round(1000 * (entry.first - entry.started), 1)
         self._write(
             self._spell({**record, "status": status or 499, "ms": round(1000 * seconds, 1)})
         )
 
     def opened(self, uid: int, request_id: str, prompt: Prompt) -> None:
-        record = self._records.get(request_id)
-        if record is None:  # not over HTTP
-            return
-        stats = RequestStats(next((value for value in prompt.values() if value is not None), None))
-        self._live[uid] = request_id, stats
-        self._answers.setdefault(request_id, []).append(stats)
-        record.setdefault("started", time.perf_counter())
+        entry = self._entries.get(request_id)
+        if entry is not None:  # else it did not come over HTTP
+            answer = Answer(next((value for value in prompt.values() if value is not None), None))
+            entry.answers.append(answer)
+            entry.started = entry.started or time.perf_counter()
+            self._live[uid] = entry, answer
 
     def replied(self, uid: int, reply: UserReply) -> None:
-        if uid not in self._live:
-            return
-        request_id, stats = self._live[uid]
-        if request_id in self._records:
-            self._records[request_id].setdefault("first", time.perf_counter())
-        stats.prompt_tokens, stats.cached_tokens = reply.prompt_tokens, reply.cached_tokens
-        stats.tokens += len(reply.token_ids)
-        if self._prompts:
-            stats.text += reply.text
+        if uid in self._live:
+            entry, answer = self._live[uid]
+            entry.first = entry.first or time.perf_counter()
+            answer.reply = reply
+            answer.text += reply.text if self._prompts else ""
 
     def closed(self, uid: int, outcome: str) -> None:
-        request_id, _ = self._live.pop(uid, ("", None))
-        if request_id in self._records:
-            self._records[request_id]["outcome"] = outcome
+        if uid in self._live:
+            entry, _ = self._live.pop(uid)
+            entry.record["outcome"] = outcome
 
-    def sum_up(self, answers: list[RequestStats]) -> Record:
+    def sum_up(self, answers: list[Answer]) -> Record:
         """What the answers of one HTTP request come to; a prompt counts once, as in `usage`."""
         if not answers:
             return {}
-        asked: dict[int, RequestStats] = {}  # one answer of each prompt
-        for stats in answers:
-            asked.setdefault(id(stats.prompt), stats)
         sums: Record = {"answers": len(answers)}
-        if any(stats.prompt_tokens for stats in answers):
-            sums["prompt_tokens"] = sum(stats.prompt_tokens for stats in asked.values())
-            sums["cached_tokens"] = sum(stats.cached_tokens for stats in asked.values())
-            sums["tokens"] = sum(stats.tokens for stats in answers)
+        last = [(id(answer.prompt), answer.reply) for answer in answers if answer.reply is not None]
+        if last:
+            asked = dict(last).values()  # one of each prompt
+            sums["prompt_tokens"] = sum(reply.prompt_tokens for reply in asked)
+            sums["cached_tokens"] = sum(reply.cached_tokens for reply in asked)
+            sums["tokens"] = sum(reply.completion_tokens for _, reply in last)
         if self._prompts:
-            prompts, texts = (
-                [stats.prompt for stats in asked.values()],
-                [stats.text for stats in answers],
-            )
+            prompts = list({id(answer.prompt): answer.prompt for answer in answers}.values())
+            texts = [answer.text for answer in answers]
             sums["prompt"] = prompts[0] if len(prompts) == 1 else prompts
             sums["answer"] = texts[0] if len(texts) == 1 else texts
         return sums

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import zmq
 
-from minisgl.server.workers.messages import Codec, Message
+from minisgl.server.workers.messages import Message, decode, encode
 
 
 class Outbox(Protocol):
@@ -45,19 +45,24 @@ class LocalQueue:
             return messages
 
 
+def zmq_socket(kind: int) -> zmq.Socket[bytes]:
+    """A socket that drops nothing and never blocks its writer. One thread only."""
+    found: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    found.set_hwm(0)
+    return found
+
+
 class ZmqInbox:
-    """The reading end, a PULL socket: it binds, so many may push to it. One thread only."""
+    """The reading end, a PULL socket: it binds, so many may push to it."""
 
     def __init__(self, address: str) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
-        self._socket.set_hwm(0)
+        self._socket = zmq_socket(zmq.PULL)
         self._socket.bind(address)
-        self._codec = Codec()
 
     def get_all(self, timeout: float) -> list[Any]:
         messages: list[Message] = []
         while self._socket.poll(int(timeout * 1000)):
-            messages += self._codec.decode(self._socket.recv())
+            messages += decode(self._socket.recv())
             timeout = 0.0
         return messages
 
@@ -66,16 +71,14 @@ class ZmqInbox:
 
 
 class ZmqOutbox:
-    """The writing end, a PUSH socket: messages wait in it for the reader. One thread only."""
+    """The writing end, a PUSH socket: messages wait in it for the reader."""
 
     def __init__(self, address: str) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        self._socket.set_hwm(0)
+        self._socket = zmq_socket(zmq.PUSH)
         self._socket.connect(address)
-        self._codec = Codec()
 
     def put(self, *messages: Message) -> None:
-        self._socket.send(self._codec.encode(messages))
+        self._socket.send(encode(messages))
 
     def close(self) -> None:
         self._socket.close(linger=500)  # ms for the last message; a dead reader must not hold us

@@ -8,16 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from minisgl.scheduler.messages import TokenReply
 from minisgl.server.workers.messages import TokenLogprob
 from minisgl.tokenizer import DecodeStatus, Tokenizer
 
-
-def byte_alphabet() -> dict[str, int]:
-    """The byte behind each character of a byte-level vocabulary; printable ones are themselves."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+BYTE_OF = {char: byte for byte, char in bytes_to_unicode().items()}  # of a byte-level vocabulary
 
 
 class TokenBytes:
@@ -25,7 +22,7 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._backend = tokenizer.backend
-        self._alphabet = byte_alphabet() if "ByteLevel" in repr(self._backend.decoder) else None
+        self._byte_level = "ByteLevel" in repr(self._backend.decoder)
         added = self._backend.get_added_tokens_decoder()
         self._added = {token: str(entry.content).encode() for token, entry in added.items()}
 
@@ -33,8 +30,8 @@ class TokenBytes:
         if token in self._added:
             return self._added[token]
         piece = self._backend.id_to_token(token) or ""
-        if self._alphabet is not None:
-            return bytes(self._alphabet.get(char, 63) for char in piece)  # 63 is "?"
+        if self._byte_level:
+            return bytes(BYTE_OF.get(char, 63) for char in piece)  # 63 is "?"
         if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
             return bytes([int(piece[3:5], 16)])
         return piece.replace("\u2581", " ").encode()  # SentencePiece writes a space so

@@ -5,7 +5,6 @@ Generated from notebooks/12_server.ipynb: edit there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -75,16 +74,6 @@ StatsEvent = StatsMsg | TraceMsg
 
 Message = Msg | Reply | TokenizeMsg | UserReply | StatsEvent
 
-
-class Codec:
-    """Messages to bytes and back; one that does not fit raises `msgspec.ValidationError`."""
-
-    def __init__(self) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(list[Message])
-
-    def encode(self, messages: Sequence[Message]) -> bytes:
-        return self._encoder.encode(messages)
-
-    def decode(self, data: bytes) -> list[Message]:
-        return self._decoder.decode(data)
+# Messages to bytes and back; one that does not fit raises `msgspec.ValidationError`.
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(list[Message]).decode

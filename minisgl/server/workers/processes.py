@@ -6,7 +6,6 @@ Generated from notebooks/12b_running.ipynb: edit there.
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from minisgl.config.engine import ServerConfig
@@ -19,22 +18,9 @@ SCHEDULER = "minisgl.server.workers.scheduler_process:scheduler_process"
 TEXT = "minisgl.server.workers.text_process:text_process"
 
 
-@dataclass(frozen=True)
-class Addresses:
-    """Where each inbox listens. With no extra tokenizers, one text worker does both jobs."""
-
-    scheduler: str
-    detokenizer: str
-    tokenizers: tuple[str, ...]
-    frontend: str
-
-    @classmethod
-    def in_folder(cls, folder: Path, num_tokenizer: int) -> Addresses:
-        def name(part: str) -> str:
-            return f"ipc://{folder / part}"
-
-        extra = tuple(name(f"tokenizer-{i}") for i in range(num_tokenizer))
-        return cls(name("scheduler"), name("text"), extra or (name("text"),), name("frontend"))
+def address(folder: Path, part: str) -> str:
+    """Where the inbox of a part listens: "scheduler", "text", "tokenizer-0"…, "frontend"."""
+    return f"ipc://{folder / part}"
 
 
 def private_folder() -> Path:
@@ -49,18 +35,17 @@ class WorkerGroup(Supervisor):
 
     def __init__(self, config: ServerConfig, watchdog: Watchdog, *, traced: bool = False) -> None:
         self.folder = private_folder()
-        self.addresses = Addresses.in_folder(self.folder, config.num_tokenizer)
-        parts = [(SCHEDULER, "scheduler", int(traced)), (TEXT, "text worker", -1)]
-        parts += [(TEXT, f"tokenizer {i}", i) for i in range(config.num_tokenizer)]
-        workers = [
-            Worker(name, entry, (config, self.addresses, index)) for entry, name, index in parts
-        ]
+        extra = [f"tokenizer-{i}" for i in range(config.num_tokenizer)]
+        self.tokenizers = extra or ["text"]  # without extra ones, one worker does both jobs
+        parts: list[tuple[str, str, object]] = [(SCHEDULER, "scheduler", traced)]
+        parts += [(TEXT, "text worker", "text")]
+        parts += [(TEXT, part.replace("-", " "), part) for part in extra]
+        workers = [Worker(name, entry, (config, self.folder, arg)) for entry, name, arg in parts]
         super().__init__(workers, watchdog=watchdog, folder=self.folder)
 
     def ask_to_leave(self) -> None:
         """An `ExitMsg` to every inbox."""
-        addresses = self.addresses
-        for address in {addresses.scheduler, addresses.detokenizer, *addresses.tokenizers}:
-            box = ZmqOutbox(address)
+        for part in {"scheduler", "text", *self.tokenizers}:
+            box = ZmqOutbox(address(self.folder, part))
             box.put(ExitMsg())
             box.close()

@@ -9,11 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 from minisgl.config.engine import ServerConfig
 from minisgl.engine.heap import frozen_heap
 from minisgl.parallel.comm import Comm
-from minisgl.runtime.ranks import Ranks, run_loop
+from minisgl.runtime.ranks import Ranks
 from minisgl.runtime.supervisor import WorkerContext, WorkerFailed
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
@@ -22,7 +23,7 @@ from minisgl.scheduler.observe import TraceEvent
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.server.workers.channels import Inbox, Outbox, ZmqInbox, ZmqOutbox
 from minisgl.server.workers.messages import Span, StatsEvent, StatsMsg, TraceMsg
-from minisgl.server.workers.processes import Addresses
+from minisgl.server.workers.processes import address
 
 
 class SchedulerChannel:
@@ -110,15 +111,12 @@ class Reporter:
 
 
 def scheduler_process(
-    config: ServerConfig, addresses: Addresses, index: int, context: WorkerContext
+    config: ServerConfig, folder: Path, traced: bool, context: WorkerContext
 ) -> None:
-    """The only rank, or rank 0, which starts the others and leads them; index 1 asks for a trace.
-
-    Rank 0 alone reports: the others do what it does.
-    """
-    inbox, outbox = ZmqInbox(addresses.scheduler), ZmqOutbox(addresses.detokenizer)
+    """The only rank, or rank 0, which starts the others, leads them, and alone reports."""
+    inbox, outbox = ZmqInbox(address(folder, "scheduler")), ZmqOutbox(address(folder, "text"))
     outer = SchedulerChannel(inbox, outbox, beat=context.beat)
-    outer.report = reporter = Reporter(traced=bool(index))
+    outer.report = reporter = Reporter(traced)
     with ExitStack() as stack:
         stack.callback(outer.close)
         channel: Channel = outer
@@ -133,7 +131,7 @@ def scheduler_process(
         try:
             with frozen_heap():
                 context.ready()
-                run_loop(scheduler, scheduler.overlap)
+                scheduler.run()
         except WorkerFailed as error:  # of a rank: it says what happened, our own place does not
             notes = getattr(error, "__notes__", [])
             print(f"minisgl: {error}", *notes, sep="\n", file=sys.stderr)

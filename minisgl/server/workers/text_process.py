@@ -5,6 +5,8 @@ Generated from notebooks/12b_running.ipynb: edit there.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from minisgl.config.engine import ServerConfig, max_seq_len
 from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
@@ -14,7 +16,7 @@ from minisgl.scheduler.messages import ErrorReply
 from minisgl.server.workers.channels import Outbox, ZmqInbox, ZmqOutbox
 from minisgl.server.workers.logprobs import HeldLogprobs, TokenBytes
 from minisgl.server.workers.messages import TokenizeMsg
-from minisgl.server.workers.processes import Addresses
+from minisgl.server.workers.processes import address
 from minisgl.server.workers.text_worker import TextWorker, characters, run_text_worker
 from minisgl.tokenizer import Tokenizer
 
@@ -51,12 +53,10 @@ def build_text_worker(
     )
 
 
-def text_process(
-    config: ServerConfig, addresses: Addresses, index: int, context: WorkerContext
-) -> None:
-    """Text worker: index -1 is the one that detokenizes, 0… are extra tokenizers."""
-    inbox = ZmqInbox(addresses.detokenizer if index < 0 else addresses.tokenizers[index])
-    to_scheduler, to_frontend = ZmqOutbox(addresses.scheduler), ZmqOutbox(addresses.frontend)
+def text_process(config: ServerConfig, folder: Path, part: str, context: WorkerContext) -> None:
+    """Text worker: `part` is "text", the one that detokenizes, or an extra tokenizer."""
+    inbox = ZmqInbox(address(folder, part))
+    to_scheduler, to_frontend = (ZmqOutbox(address(folder, p)) for p in ("scheduler", "frontend"))
     path = resolve_model_path(config.model_path)
     window = max_seq_len(config, ModelConfig.from_path(path))
     worker = build_text_worker(Tokenizer(path), to_scheduler, to_frontend, window)
