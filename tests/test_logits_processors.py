@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
 
+from minisgl import LLM
 from minisgl.core import Req, SamplingParams
 from minisgl.engine import logits_processors as module
-from minisgl.engine.logits_processors import LogitsProcessors, logits_params
+from minisgl.engine.logits_processors import LogitsProcessors, bitmask, logits_params
 from minisgl.engine.sampler import Sampler, clamped_temperature
+from minisgl.kernels.sample import sample_logits
+from minisgl.scheduler.messages import InvalidRequestError, UserMsg
+from minisgl.scheduler.validation import Limits, make_req
+from minisgl.tokenizer import Tokenizer
+from tests.checkpoints import make_checkpoint
+from tests.dense import dense_batch
+from tests.fakes import record_on_a_cpu
 
 VOCAB, EOS, WIDTH = 41, 7, 24
 
@@ -22,15 +37,15 @@ def oracle(
     logits: list[float], prompt: list[int], answer: list[int], params: SamplingParams
 ) -> list[float]:
     """The logits of one row after all processors, by the definitions, in float64."""
-    out = list(logits)
-    allowed = range(VOCAB) if params.allowed_token_ids is None else params.allowed_token_ids
-    banned = [token for token in range(VOCAB) if token not in allowed]
+    out, vocab = list(logits), range(len(logits))
+    allowed = vocab if params.allowed_token_ids is None else params.allowed_token_ids
+    banned = [token for token in vocab if token not in allowed]
     for *before, last in params.bad_words:
         start = len(answer) - len(before)
         if start >= 0 and answer[start:] == before:
             banned.append(last)
     if len(answer) < params.min_tokens:
-        banned += [token for token in {EOS, *params.stop_token_ids} if token < VOCAB]
+        banned += [token for token in {EOS, *params.stop_token_ids} if token in vocab]
     for token in banned:
         out[token] = -math.inf
     for token, bias in (params.logit_bias or {}).items():
@@ -77,8 +92,8 @@ def fresh_pool(rows: list[Row], seed: int = 0) -> torch.Tensor:
     return pool
 
 
-def make_sampler(pool: torch.Tensor, kernel: object = None) -> Sampler:
-    processors = LogitsProcessors(VOCAB, pool)
+def make_sampler(pool: torch.Tensor | None, kernel: Any = None) -> Sampler:
+    processors = None if pool is None else LogitsProcessors(VOCAB, pool)
     return Sampler(VOCAB, "cpu", seed=3, kernel=kernel, processors=processors)
 
 
@@ -146,3 +161,271 @@ def test_processed_logits_are_those_of_the_definitions(
         want = torch.tensor(oracle(raw.tolist(), row.prompt, row.answer, row.params))
         assert torch.equal(want.isneginf(), ours.isneginf())
         assert torch.allclose(ours, want.float(), rtol=1e-5, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------ the draw
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels")
+PATHS = [
+    pytest.param(None, id="torch"),
+    pytest.param(sample_logits, id="triton", marks=interpreted),
+]
+
+
+@pytest.mark.parametrize("kernel", PATHS)
+@settings(max_examples=25, deadline=None)
+@given(rows=batches(), seed=st.integers(0, 1000))
+def test_tokens_are_drawn_from_processed_logits(kernel: Any, rows: list[Row], seed: int) -> None:
+    """As a sampler draws that gets them ready made; a row that asks for nothing, from its own."""
+    logits, reqs = random_logits(len(rows), seed, torch.bfloat16), [row.req for row in rows]
+    before = logits.clone()
+    sampler = make_sampler(fresh_pool(rows, seed), kernel)
+    got = sampler.sample(logits, sampler.prepare(reqs)).next_ids
+    assert torch.equal(logits, before)
+    plain = make_sampler(None, kernel)
+    want = plain.sample(processed(rows, logits, seed), plain.prepare(reqs)).next_ids
+    assert torch.equal(got, want)
+    for index, row in enumerate(rows):
+        if row.req.logits_params is None:
+            alone = plain.sample(logits[index : index + 1], plain.prepare([row.req])).next_ids
+            assert got[index] == alone[0]
+
+
+def test_log_probabilities_are_those_of_the_model() -> None:
+    row = Row(0, [1], [2], logprobs=2, allowed_token_ids=[9], repetition_penalty=2.0)
+    logits, sampler = random_logits(1, 0), make_sampler(fresh_pool([row]))
+    out = sampler.sample(logits, sampler.prepare([row.req]))
+    assert out.next_ids.tolist() == [9] and out.logprobs is not None and out.top_ids is not None
+    assert torch.isclose(out.logprobs[0], logits.log_softmax(-1)[0, 9])
+    assert out.top_ids[0].tolist() == logits[0].topk(2).indices.tolist()
+
+
+def test_who_asks_for_nothing_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*args: object) -> None:
+        raise AssertionError("work that no request asked for")
+
+    monkeypatch.setattr(LogitsProcessors, "process", forbidden)
+    monkeypatch.setattr(LogitsProcessors, "step_args", forbidden)
+    rows = [Row(0, [1], []), Row(1, [1], [], temperature=1.0, stop=["x"], stop_token_ids=[3])]
+    assert [row.req.logits_params for row in rows] == [None, None]
+    sampler = make_sampler(fresh_pool(rows))
+    assert sampler.prepare([rows[0].req]) is None
+    args = sampler.prepare([row.req for row in rows])
+    assert args is not None and args.simple
+    sampler.sample(random_logits(2, 0), args)
+    asking = Row(2, [1], [], presence_penalty=1.0)
+    monkeypatch.undo()
+    assert not sampler.prepare([rows[0].req, asking.req]).simple  # type: ignore[union-attr]
+
+
+def test_a_step_is_prepared_before_the_one_before_it_is_done() -> None:
+    """The args say where to look; the token there may come later, and the request may move on."""
+    row = Row(0, [1], [2, 3], frequency_penalty=2.0, bad_words=[[3, 4]], allowed_token_ids=[4, 5])
+    pool = fresh_pool([row])
+    sampler = make_sampler(pool)
+    args = sampler.prepare([row.req])
+    pool[0, 2] = 9  # drawn only now: not the 3 that the test had in mind
+    row.req.device_len += 1
+    row.req.logits_params.mask = bitmask([6], VOCAB)
+    logits = torch.zeros(1, VOCAB)
+    assert sampler.sample(logits, args).next_ids.tolist() == [4]
+    assert sampler.sample(logits, sampler.prepare([row.req])).next_ids.tolist() == [6]
+
+
+def test_a_request_may_come_back_in_another_row() -> None:
+    """After a retraction the batch may be the same, and the row is not."""
+    row = Row(0, [1], [2, 2], frequency_penalty=2.0)
+    pool = torch.full((2, WIDTH), 5)
+    row.write(pool)
+    sampler, logits = make_sampler(pool), torch.zeros(1, VOCAB)
+    logits[0, [2, 5]] = 1.0
+    assert sampler.sample(logits, sampler.prepare([row.req])).next_ids.tolist() == [5]
+    row.req.table_idx, pool[0] = 1, 5
+    row.write(pool)
+    assert sampler.sample(logits, sampler.prepare([row.req])).next_ids.tolist() == [5]
+    pool[1, 1:3] = 5
+    assert sampler.sample(logits, sampler.prepare([row.req])).next_ids.tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "banned"),
+    [([1, 2], [], False), ([1], [2], False), ([8], [1, 2], True), ([8], [1, 2, 2], False)],
+)
+def test_a_bad_word_begins_in_the_answer(
+    prompt: list[int], answer: list[int], banned: bool
+) -> None:
+    got = processed([Row(0, prompt, answer, bad_words=[[1, 2, 3]])], torch.zeros(1, VOCAB))
+    assert (got[0, 3] == -math.inf) == banned and got[0].isneginf().sum() == banned
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_broken_logits_harm_no_other_token(bad: float) -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[0, 5] = bad
+    rows = [Row(uid, [1, 8], [9], bad_words=[[5]], presence_penalty=1.0) for uid in range(2)]
+    got = processed(rows, logits)
+    assert torch.equal(got[0, 6:], got[1, 6:]) and got[1, 9] == -1
+    assert bad != math.inf or got[0, 5] == -math.inf
+
+
+def test_a_row_that_forbids_everything_gives_token_0() -> None:
+    row = Row(0, [1], [], bad_words=[[9]], allowed_token_ids=[9])
+    sampler = make_sampler(fresh_pool([row]))
+    assert sampler.sample(torch.ones(1, VOCAB), sampler.prepare([row.req])).next_ids.tolist() == [0]
+
+
+# ------------------------------------------------------------------------------ other oracles
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_as_transformers(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    prompt, answer = rng.integers(0, 9, 4).tolist(), rng.integers(0, 4, 8).tolist()
+    logits, said = random_logits(1, seed), torch.tensor([prompt + answer])
+    words = [[int(answer[-1]), 3], [7], rng.integers(0, 4, 3).tolist(), [*answer[-2:], 5]]
+    wanted = {
+        "repetition_penalty": RepetitionPenaltyLogitsProcessor(1.7)(said, logits.clone()),
+        "bad_words": NoBadWordsLogitsProcessor(words)(torch.tensor([answer]), logits.clone()),
+        "min_p": MinPLogitsWarper(0.2)(said, logits / 0.7) * 0.7,
+    }
+    asked = {"repetition_penalty": 1.7, "bad_words": words, "min_p": 0.2}
+    for name, want in wanted.items():
+        got = processed([Row(0, prompt, answer, temperature=0.7, **{name: asked[name]})], logits)
+        assert torch.allclose(got, want, rtol=1e-5), name
+        assert not torch.equal(got, logits), name
+
+
+# ------------------------------------------------------------------------------ at the door
+
+LIMITS = Limits(max_seq_len=64, pool_tokens=64, vocab_size=VOCAB, eos_token_ids=frozenset([EOS]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logit_bias": {VOCAB: 1.0}}, "logit_bias: token ids must be in 0..40, got 41"),
+        ({"allowed_token_ids": [1, 10**12]}, "allowed_token_ids: token ids must be in 0..40, got"),
+        ({"bad_words": [[1], [2, VOCAB]]}, "bad_words: token ids must be in 0..40, got 41"),
+        ({"bad_words": ["text"]}, "bad_words: strings need a tokenizer"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens: must be at most max_tokens=4, got 5"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as error:
+        make_req(UserMsg(1, [1], SamplingParams(**fields)), LIMITS)
+    assert error.value.param == message.split(":")[0]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"min_p": -0.1}, {"min_p": 1.1}, {"presence_penalty": 2.1}, {"frequency_penalty": -2.1},
+        {"repetition_penalty": 0}, {"repetition_penalty": math.inf}, {"logit_bias": {1: 100.5}},
+        {"logit_bias": {"1": 1.0}}, {"logit_bias": dict.fromkeys(range(1025), 0.0)},
+        {"min_tokens": -1}, {"bad_words": [""]}, {"bad_words": [[]]}, {"bad_words": [[-1]]},
+        {"bad_words": [[1]] * 1025}, {"allowed_token_ids": []}, {"allowed_token_ids": [-1]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ranges(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(fields))}: must"):
+        SamplingParams(**fields)
+
+
+def test_admission_says_what_a_request_wants() -> None:
+    params = SamplingParams(min_tokens=3, stop_token_ids=[2, 10**9], bad_words=[[1, 2]], min_p=0.5)
+    req = make_req(UserMsg(1, [1], params), LIMITS)
+    assert req.logits_params.bans == [((1, 2), module.ALWAYS), ((2,), 3), ((EOS,), 3)]
+    assert req.logits_params.min_logit == -math.inf  # greedy
+    assert make_req(UserMsg(1, [1], SamplingParams(top_p=0.5)), LIMITS).logits_params is None
+    assert logits_params(SamplingParams(temperature=1e-9, min_p=1.0), VOCAB) is not None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("processors"), "qwen3", seed=2, tokenizer=True)
+
+
+def test_bad_words_become_tokens_with_and_without_a_space(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    params = tokenizer.encode_bad_words(SamplingParams(bad_words=["cat", " cat", [7, 8]], seed=3))
+    texts = [tokenizer.decode(word) for word in params.bad_words]
+    assert texts[:2] == ["cat", " cat"] and params.bad_words[2:] == ((7, 8),)
+    assert params.seed == 3
+    plain = SamplingParams(bad_words=[[7, 8]])
+    assert tokenizer.encode_bad_words(plain) is plain
+
+
+# ------------------------------------------------------------------------------ the whole engine
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.8},
+    {"frequency_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {3: 2.0, 9: -100.0}},
+    {"allowed_token_ids": [1, 2, 3, 4], "bad_words": [[1, 1], [2, 3, 1], [4]]},
+    {"repetition_penalty": 1.2, "temperature": 1.0, "seed": 1, "min_p": 0.05, "top_k": 50},
+    {"frequency_penalty": 2.0, "temperature": 0.8, "seed": 2, "logprobs": 1},
+    {"min_tokens": 12, "logit_bias": {318: 30.0}},  # an end token that would come at once
+    {"temperature": 1.0, "seed": 3},
+]
+PROMPTS = [[(7 * i + j) % 50 for j in range(20 + 9 * i)] for i in range(len(WAYS))]
+
+
+def answers(
+    folder: Path, *, repeat: int = 1, only: slice = slice(None), **how: Any
+) -> list[list[int]]:
+    """What some ways answer to their prompts; the last time, if asked several times."""
+    fields = {"page_size": 4, "num_pages": 400, "max_running_req": 16, "overlap": False} | how
+    params = [SamplingParams(max_tokens=16, **way) for way in WAYS[only]]
+    with LLM(folder, device="cpu", **fields) as llm:
+        for _ in range(repeat):
+            outs = llm.generate(PROMPTS[only], params)
+        if "reserve_tokens" in how:
+            assert llm.scheduler.retractions > 0
+        if repeat > 1:
+            assert all(out["cached_tokens"] > 0 for out in outs)
+        if "cuda_graph_bs" in how:
+            assert llm.scheduler.engine.graph is not None
+            assert llm.scheduler.engine.graph.replays > 0
+    return [out["token_ids"] for out in outs]
+
+
+@pytest.fixture(scope="module")
+def serial(folder: Path) -> list[list[int]]:
+    return answers(folder, cache_type="naive")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"overlap": True},
+        {"max_extend_tokens": 24},
+        {"repeat": 2},
+        {"overlap": True, "cuda_graph_bs": (4, 8)},
+        {"cuda_graph_bs": (2,), "only": slice(1, 3)},
+        {"num_pages": 60, "overlap": True, "reserve_tokens": 1, "cuda_graph_bs": (8,)},
+    ],
+    ids=["overlap", "chunks", "prefix", "recorded", "only-processed", "retracted"],
+)
+def test_any_schedule_gives_the_same_tokens(
+    folder: Path, serial: list[list[int]], how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_on_a_cpu(monkeypatch)
+    assert answers(folder, **how) == serial[how.get("only", slice(None))]
+
+
+def test_greedy_answers_are_those_of_the_oracle(folder: Path, serial: list[list[int]]) -> None:
+    """Token by token, from the dense model's logits for all tokens so far."""
+    with LLM(folder, device="cpu", num_pages=8) as llm, torch.inference_mode():
+        engine = llm.scheduler.engine
+        for way, prompt, answer in zip(WAYS, PROMPTS, serial):
+            params = SamplingParams(**way)
+            if not params.is_greedy or "min_tokens" in way:
+                continue
+            for index, token in enumerate(answer):
+                said = answer[:index]
+                logits = engine.model(dense_batch([prompt + said], last_only=True))[0]
+                want = oracle(logits.tolist(), prompt, said, params)
+                assert want[token] == pytest.approx(max(want), abs=1e-4)
+    assert len(serial[6]) == 13 and serial[6][-1] == 318 and 318 not in serial[6][:-1]
+    assert set(serial[3]) <= {1, 2, 3} and (1, 1) not in zip(serial[3], serial[3][1:])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
 
 from minisgl.core import Req, SamplingParams
+from minisgl.engine.logits_processors import LogitsProcessors, logits_params
 from minisgl.engine.sample_kernel import load_sample_kernel
 from minisgl.engine.sampler import (
     Sampler,
@@ -198,3 +201,50 @@ def test_the_sampler_uses_the_kernels_and_agrees_with_a_cpu() -> None:
         same = cpu.next_ids == gpu.next_ids.cpu()
         assert same.double().mean() > 0.98
         assert torch.equal(cpu.top_ids, gpu.top_ids.cpu())
+
+
+def test_processed_logits_are_those_of_a_cpu() -> None:
+    """Every processor on rows of any length, in a pool full of strangers; no copy back, no wait."""
+    rng = np.random.default_rng(0)
+    pool = torch.from_numpy(rng.integers(0, 50, (9, 4096)))
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1.4, "min_p": 0.05, "temperature": 0.8},
+        {
+            "frequency_penalty": 0.3,
+            "presence_penalty": -0.5,
+            "logit_bias": {5: 9.0, VOCAB - 1: 1.0},
+        },
+        {"bad_words": [[3], [1, 2], rng.integers(0, 50, 3).tolist()], "min_tokens": 5000},
+        {"allowed_token_ids": rng.integers(0, VOCAB, 1000).tolist(), "stop_token_ids": [9]},
+    ]
+    reqs = []
+    for row in range(9):
+        params = SamplingParams(**kinds[row % len(kinds)])
+        req = Req(uid=row, input_ids=np.ones(3, np.int32), sampling_params=params,
+                  max_new_tokens=4000, table_idx=row)  # fmt: skip
+        req.device_len = int(rng.integers(3, 4000))
+        req.logits_params = logits_params(params, VOCAB, [7])
+        reqs.append(req)
+    logits = random_logits(9, pad=64)
+    found = []
+    for device in ("cuda", "cpu"):
+        processors = LogitsProcessors(VOCAB, pool.to(device))
+        batch = processors.batch_args(reqs)
+        assert batch is not None
+        args, own = processors.step_args(batch, reqs), logits.to(device)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out = processors.process(own, args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append(out.cpu())
+    assert torch.equal(found[0].isneginf(), found[1].isneginf())
+    assert torch.allclose(*found, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[0][0], logits[0].float().cpu())
+    processors = LogitsProcessors(VOCAB, pool.cuda())
+    sampler = Sampler(VOCAB, "cuda", 0, load_sample_kernel("cuda"), processors)
+    drawn = sampler.sample(logits, sampler.prepare(reqs)).next_ids.tolist()
+    assert all(found[1][row, token] > -torch.inf for row, token in enumerate(drawn))
+    assert drawn[0] == int(logits[0].argmax())

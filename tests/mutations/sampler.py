@@ -5,8 +5,9 @@ from __future__ import annotations
 from tests.mutations import Mutation
 
 SAMPLER, TOKENIZER = "minisgl.engine.sampler", "minisgl.tokenizer"
-KERNEL = "minisgl.kernels.sample"
+KERNEL, PROCESSORS = "minisgl.kernels.sample", "minisgl.engine.logits_processors"
 TESTS, TEXT = "tests/test_sampler.py::", "tests/test_tokenizer.py::"
+LOGITS = "tests/test_logits_processors.py::"
 
 MUTATIONS = [
     Mutation(
@@ -162,6 +163,69 @@ MUTATIONS = [
         "high = bound_of_groups(maxima, mass, limit, low, tl.max(maxima, 0))",
         "high = low",
         TESTS + "test_groups_whose_weight_is_not_in_their_largest_token",
+    ),
+    Mutation(
+        "processors_look_where_the_host_is",
+        PROCESSORS,
+        "req.table_idx * self.width + req.device_len",
+        "req.table_idx * self.width + req.host_len",
+        LOGITS + "test_processed_logits_are_those_of_the_definitions",
+    ),
+    Mutation(
+        "processors_count_the_prompt_as_said",
+        PROCESSORS,
+        "answer = (offsets >= prompts[:, None])",
+        "answer = (offsets >= 0)",
+        LOGITS + "test_processed_logits_are_those_of_the_definitions",
+    ),
+    Mutation(
+        "processors_match_words_in_the_prompt",
+        PROCESSORS,
+        "(batch.ban_lens - 1 <= said)",
+        "(said >= 0)",
+        LOGITS + "test_a_bad_word_begins_in_the_answer",
+    ),
+    Mutation(
+        "processors_lift_a_ban_by_another",
+        PROCESSORS,
+        '"amin"',
+        '"amax"',
+        LOGITS + "test_processed_logits_are_those_of_the_definitions",
+    ),
+    Mutation(
+        "processors_write_into_the_logits",
+        PROCESSORS,
+        "copy=True",
+        "copy=False",
+        LOGITS + "test_processed_logits_are_those_of_the_definitions",
+    ),
+    Mutation(
+        "processors_ignore_the_temperature_in_min_p",
+        PROCESSORS,
+        "clamped_temperature(params) * log(params.min_p)",
+        "log(params.min_p)",
+        LOGITS + "test_as_transformers",
+    ),
+    Mutation(
+        "processors_keep_the_mask_of_the_batch",
+        PROCESSORS,
+        "masks = [reqs[row].logits_params.mask for row in batch.mask_rows]",
+        "masks = [reqs[0].logits_params.mask for row in batch.mask_rows]",
+        LOGITS + "test_processed_logits_are_those_of_the_definitions",
+    ),
+    Mutation(
+        "sampler_trusts_the_graph_with_processed_rows",
+        SAMPLER,
+        " and self.processing is None",
+        "",
+        LOGITS + "test_any_schedule_gives_the_same_tokens[only-processed]",
+    ),
+    Mutation(
+        "admission_takes_tokens_beyond_the_vocabulary",
+        "minisgl.scheduler.validation",
+        "int(token) >= limits.vocab_size",
+        "int(token) > limits.vocab_size",
+        LOGITS + "test_what_the_model_cannot_do_is_refused",
     ),
     Mutation(
         "chat_gets_a_second_bos",
