@@ -1,5 +1,9 @@
 """Chapters run under the settings of all tests."""
 
-from tests.conftest import pytest_collection_modifyitems, pytest_configure
+from tests.conftest import (
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_ignore_collect,
+)
 
-__all__ = ["pytest_collection_modifyitems", "pytest_configure"]
+__all__ = ["pytest_collection_modifyitems", "pytest_configure", "pytest_ignore_collect"]

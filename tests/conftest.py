@@ -88,6 +88,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.nbval_sanitize_with = str(config.rootpath / rules)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m quick` does not even import what it leaves out."""
+    left_out = collection_path.suffix == ".ipynb" or collection_path.stem in SLOW
+    return True if config.option.markexpr == "quick" and left_out else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark quick tests; leave mutations out; without a GPU, skip what is marked or tagged `gpu`.
 
