@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from minisgl.attention.metadata import build_metadata
 from minisgl.benchmark import kernels, options
-from minisgl.benchmark.cli import build_parser, fill_sizes, main
+from minisgl.benchmark.__main__ import main
 from minisgl.benchmark.kernels import Ceilings
 from minisgl.benchmark.latency import (
     Interval,
@@ -41,6 +41,7 @@ from minisgl.benchmark.roofline import (
     head_parameters,
 )
 from minisgl.benchmark.workload import RandomRequest, random_workload
+from minisgl.config.flags import engine_fields
 from minisgl.config.known_models import KNOWN_CONFIGS
 from minisgl.config.model import ModelConfig
 from minisgl.core import Phase
@@ -475,7 +476,7 @@ def test_every_engine_flag_reaches_the_config() -> None:
     argv += ["--max-running-req", "7", "--memory-ratio", "0.5"]
     argv += ["--dtype", "bfloat16", "--num-pages", "9", "--disable-overlap", "--dummy-weight"]
     argv += ["--kernels", "torch"]
-    fields = options.engine_fields(build_parser().parse_args(argv))
+    fields = engine_fields(options.build_parser().parse_args(argv))
     assert fields == {
         "attention_backend": "fi,triton", "page_size": 64, "cuda_graph_max_bs": 0,
         "max_running_req": 7, "memory_ratio": 0.5,
@@ -485,8 +486,8 @@ def test_every_engine_flag_reaches_the_config() -> None:
 
 
 def test_sizes_follow_the_device_unless_given() -> None:
-    args = build_parser().parse_args(["latency", "--device", "cpu", "--prompt-len", "5"])
-    fill_sizes(args)
+    args = options.build_parser().parse_args(["latency", "--device", "cpu", "--prompt-len", "5"])
+    options.fill_sizes(args)
     assert (args.batch_sizes, args.prompt_len, args.tokens) == ([1, 4], 5, 32)
 
 

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl.benchmark import __main__ as commands
-from minisgl.benchmark import cli, options
+from minisgl.benchmark import options
 from minisgl.benchmark.__main__ import main
 from minisgl.benchmark.load import (
     WORDS,
@@ -61,6 +61,7 @@ from minisgl.benchmark.trace import (
 )
 from minisgl.benchmark.workload import RandomRequest, random_workload
 from minisgl.config.engine import SchedulerConfig
+from minisgl.config.flags import engine_fields
 from minisgl.config.paths import resolve_model_path
 from minisgl.server import cli as server_cli
 from minisgl.server.chat.client import ApiClient
@@ -499,7 +500,7 @@ def test_scale_brings_requests_closer() -> None:
 )  # fmt: skip
 def test_the_server_gets_the_engines_flags(words: str) -> None:
     argv = ["offline", "--device", "cpu", *words.split()]
-    fields = options.engine_fields(cli.build_parser().parse_args(argv))
+    fields = engine_fields(options.build_parser().parse_args(argv))
     config = server_cli.config_from(server_cli.build_parser().parse_args(flags_of(fields)))
     for name, value in fields.items():
         assert getattr(config, name) == value, name
@@ -508,7 +509,7 @@ def test_the_server_gets_the_engines_flags(words: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_engine_and_server_are_compared_with_one_configuration(device: str) -> None:
     """Whatever their defaults are; on a GPU there is room for both."""
-    parser = cli.build_parser(commands.COMMANDS)
+    parser = options.build_parser()
     args = parser.parse_args(["overhead", "--device", device, "--streams", "300"])
     fields = commands.engine_fields(args)
     server = server_cli.config_from(server_cli.build_parser().parse_args(flags_of(fields)))

@@ -1,6 +1,6 @@
-"""`python -m minisgl.benchmark`: the commands that measure a server join those of the engine.
+"""`python -m minisgl.benchmark`: what each command measures, prints and stores.
 
-Generated from notebooks/13d_overhead.ipynb: edit there.
+Generated from notebooks/13e_commands.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -8,106 +8,192 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import random
+import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from minisgl.benchmark import cli, options
-from minisgl.benchmark.compare_hf import compare, comparison_text
-from minisgl.benchmark.load import (
-    LoadRun,
-    Target,
-    first_model,
-    online_workload,
-    run_load,
-    summarize,
-    table,
-)
-from minisgl.benchmark.overhead import measure_overhead, overhead_text, with_tokenizer
+from minisgl.benchmark import compare_hf, kernels, latency, load, offline, options, overhead, trace
+from minisgl.benchmark.report import save
+from minisgl.benchmark.roofline import Roofline
 from minisgl.benchmark.serving import flags_of, served
-from minisgl.benchmark.trace import (
-    TraceLine,
-    read_trace,
-    requests_of,
-    reusable_tokens,
-    synthesize,
-    write_trace,
-)
 from minisgl.benchmark.workload import RandomRequest, chat_workload, random_workload
-from minisgl.config.flags import add_key_flag, key_of
+from minisgl.config import flags
+from minisgl.config.engine import SchedulerConfig, choose_dtype
+from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
+from minisgl.core import SamplingParams
 from minisgl.engine.heap import frozen_heap
+from minisgl.engine.memory import NotEnoughMemory
 from minisgl.llm import LLM
 from minisgl.server.chat.client import ApiClient
 
-
-def positive(text: str) -> float:
-    """The type of a flag that must be a number above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
-    return number
+Result = tuple[dict[str, Any], int]  # what is stored, and the exit status
 
 
-def arrival_rate(text: str) -> float:
-    """The type of a rate: a number above 0, or inf for all at once."""
-    return math.inf if text == "inf" else positive(text)
+def chosen(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Flags as they were given or filled in, for the stored result."""
+    return {name: getattr(args, name) for name in names}
 
 
-def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Which server, and how to speak with it."""
-    group = parser.add_argument_group("server")
-    add = group.add_argument
-    add("--url", default=None, help="like http://127.0.0.1:1919, with /v1 or not")
-    add("--model", metavar="NAME", default=None, help="default: the first of /v1/models")
-    add_key_flag(group, "bearer token")
-    add("--timeout", metavar="S", type=positive, default=600.0, help="for one answer (600)")
-    add("--chat", action="store_true", help="chats of words; default: completions of token ids")
-    add("--no-ignore-eos", action="store_true", help="for a server that refuses unknown fields")
+@contextmanager
+def started(folder: Path, args: argparse.Namespace) -> Iterator[tuple[LLM, dict[str, Any]]]:
+    """An engine as the flags want it, and what it turned out to be."""
+    start = time.perf_counter()
+    with LLM(folder, progress=sys.stderr.isatty(), **flags.engine_fields(args)) as llm:
+        llm.generate([0], SamplingParams(max_tokens=1))
+        first_token = time.perf_counter() - start
+        engine = llm.scheduler.engine
+        about = {name: getattr(engine.config, name) for name in flags.ENGINE_FIELDS}
+        about |= {"num_pages": engine.num_pages, "makes_text": llm.tokenizer is not None}
+        about["seconds_to_first_token"] = round(first_token, 2)
+        about["graph_sizes"] = list(engine.graph.sizes) if engine.graph is not None else []
+        with frozen_heap():
+            yield llm, about
 
 
-def add_online(parser: argparse.ArgumentParser) -> None:
-    """Flags of the load run."""
-    add_server_flags(parser)
-    group = parser.add_argument_group("load")
-    one = group.add_mutually_exclusive_group()
-    what = "requests a second, Poisson, or inf: all at once (default); several are run in turn"
-    one.add_argument("--rate", metavar="R", type=arrival_rate, nargs="+", default=None, help=what)
-    options.add_integer(one, "--concurrency", "clients that each wait for their answer")
-    options.add_integer(group, "--requests", "of each run (default 64)", default=64)
-    for name in ("input", "output"):
-        ends: dict[str, Any] = {"nargs": 2, "default": [32, 128], "metavar": ("LOW", "HIGH")}
-        options.add_integer(group, f"--{name}-len", "tokens, uniform (default 32 128)", **ends)
+def roofline_of(folder: Path, args: argparse.Namespace) -> Roofline:
+    """The model on this device, whose ceilings are measured in a second or two."""
+    device, model = torch.device(args.device), ModelConfig.from_path(folder)
+    dtype = getattr(torch, choose_dtype(args.dtype, device.type, model))
+    rows = kernels.measure_rows(kernels.ceiling_rows(dtype, device), device)
+    return Roofline(model, kernels.ceilings_of(rows), dtype.itemsize)
+
+
+def run_offline(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """All requests at once."""
+    roof = roofline_of(folder, args)
+    requests = random_workload(
+        roof.model.vocab_size, args.requests, tuple(args.input_len), tuple(args.output_len),
+        args.seed,
+    )  # fmt: skip
+    sizes = [len(r.input_ids) for r in requests], [r.output_len for r in requests]
+    with started(folder, args) as (llm, about):
+        found = offline.measure_offline(
+            llm, requests, temperature=args.temperature, repeats=args.repeats, seed=args.seed
+        )
+    floors = roof.workload(*sizes, about["max_running_req"])._asdict()
+    print(
+        f"{found['tokens_per_s']:,.0f} tokens/s: {found['output_tokens']} output tokens in "
+        f"{found['median_seconds']} s, runs {found['seconds']}\nsteps: {found['steps']}"
+    )
+    for name, seconds in floors.items():
+        print(f"{name} floor {seconds:.3f} s = {found['output_tokens'] / seconds:,.0f} tokens/s; "
+              f"the engine reaches {seconds / found['median_seconds']:.0%} of it")  # fmt: skip
+    workload = chosen(args, "requests", "input_len", "output_len", "temperature", "seed")
+    return {"engine": about, "workload": workload, **found,
+            "ceilings": vars(roof.ceilings), "floors": floors}  # fmt: skip
+
+
+def run_latency(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Fixed batches, and a trace if it is asked for."""
+    roof = roofline_of(folder, args)
+    with started(folder, args) as (llm, about):
+        rows = latency.measure_latency(
+            llm, args.batch_sizes, prompt_len=args.prompt_len, output_len=args.tokens,
+            sampling=args.sampling, repeats=args.repeats, seed=args.seed, roof=roof,
+        )  # fmt: skip
+        traces = profiles(llm, args) if args.profile is not None else []
+    for row in rows:
+        print(
+            f"batch {row['batch']:4} {row['sampling']:8} TPOT {row['tpot_ms']:8.3f} ms, "
+            f"p99 {row['gap_ms']['p99']:.3f}, TTFT p50 {row['ttft_ms']['p50']:.1f} ms, step floor "
+            f"{row['floor_ms']:.3f} ms; {row['tb_per_s'] * 1e3:.1f} GB/s, "
+            f"{row['tb_per_s'] * 1e12 / roof.ceilings.bytes_per_s:.0%} of the device's"
+        )
+    for row in traces:
+        print("profile " + named(row))
+    workload = {"prompt_len": args.prompt_len, "output_len": args.tokens, "seed": args.seed}
+    return {"engine": about, "workload": workload, "rows": rows, "profile": traces,
+            "ceilings": vars(roof.ceilings)}  # fmt: skip
+
+
+def named(values: dict[str, Any]) -> str:
+    """Names and values for a line of the terminal."""
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
+
+
+def profiles(llm: LLM, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A trace for every batch size and way of sampling."""
+    path: Path = args.profile
+    return [
+        latency.profile_decode(
+            llm, batch, path.with_name(f"{path.stem}-bs{batch}-{name}{path.suffix}"),
+            prompt_len=args.prompt_len, steps=args.profile_steps, sampling=name,
+        )
+        for batch in args.batch_sizes for name in args.sampling
+    ]  # fmt: skip
+
+
+def run_kernels(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Ceilings, GEMMs and decode attention in the model's shapes."""
+    model, device = ModelConfig.from_path(folder), torch.device(args.device)
+    dtype = getattr(torch, choose_dtype(args.dtype, device.type, model))
+    draw, (low, high) = random.Random(args.seed), args.lengths
+    lengths = np.array([draw.randint(low, high) for _ in range(args.batch)], dtype=np.int32)
+    ceilings = kernels.measure_rows(kernels.ceiling_rows(dtype, device), device)
+    rows = kernels.decode_rows(model, args.backends, args.page_sizes, lengths, dtype, device)
+    for batch in (n for n in (1, 8, 64) if n < args.batch):
+        few = (args.backends, args.page_sizes[-1:], lengths[:batch])
+        rows += kernels.decode_rows(model, *few, dtype, device)
+    rows += kernels.linear_rows(model, args.rows, dtype, device)
+    if device.type == "cuda":  # kernels of our own have no other home
+        rows += kernels.linear_rows(model, args.rows, dtype, device, fused=True)
+    found = ceilings + kernels.measure_rows(rows, device)
+    for row in found:
+        print(f"{row['name']:34}", row.get("skipped") or (
+            f"{row['us']:10.1f} µs {row['tb_per_s'] * 1e3:9.2f} GB/s "
+            f"{row['tflop_per_s']:9.4f} TFLOP/s"))  # fmt: skip
+    workload = {"batch": args.batch, "lengths": args.lengths, "rows": args.rows,
+                "kv_tokens": int(lengths.sum()), "seed": args.seed}  # fmt: skip
+    return {"dtype": str(dtype), "workload": workload, "rows": found,
+            "ceilings": vars(kernels.ceilings_of(ceilings))}  # fmt: skip
+
+
+ENGINE_RUNS = {"offline": run_offline, "latency": run_latency, "kernels": run_kernels}
+
+
+def run_on_engine(args: argparse.Namespace) -> Result:
+    """Run one of the three commands that need no server."""
+    options.fill_sizes(args)
+    if args.command != "kernels":
+        SchedulerConfig(**flags.engine_fields(args))  # refuse before anything is measured
+    shapes_only = args.dummy_weight or args.command == "kernels"
+    with options.model_folder(args.model, shapes_only) as folder:
+        model = options.known_name(args.model) or args.model or "the embedded model"
+        about = {"model": model, "dummy_weight": args.dummy_weight}
+        return about | ENGINE_RUNS[args.command](folder, args), 0
 
 
 async def load_server(
     args: argparse.Namespace, requests: Sequence[RandomRequest], clients: int | None
-) -> LoadRun:
+) -> load.LoadRun:
     """Load the server that the flags name."""
-    async with ApiClient(args.url, key_of(args)) as client:
-        model = args.model or await first_model(client)
-        target, show = Target(model, args.chat, not args.no_ignore_eos), sys.stderr.isatty()
-        return await run_load(client, target, requests, clients, args.timeout, show)
+    async with ApiClient(args.url, flags.key_of(args)) as client:
+        model = args.model or await load.first_model(client)
+        target, show = load.Target(model, args.chat, not args.no_ignore_eos), sys.stderr.isatty()
+        return await load.run_load(client, target, requests, clients, args.timeout, show)
 
 
 def measured(
     args: argparse.Namespace,
     requests: Sequence[RandomRequest],
-    load: dict[str, Any],
+    terms: dict[str, Any],
     clients: int | None = None,
 ) -> dict[str, Any]:
     """One run as its summary, which is printed, with what was loaded."""
     with frozen_heap():  # a pause of ours would look like one of the server's
         run = asyncio.run(load_server(args, requests, clients))
-    summary = {"load": load, **summarize(run)}
-    named = ", ".join(f"{name} {value}" for name, value in load.items() if value is not None)
-    print(f"\n{named or 'all at once'}\n{table(summary)}")
+    summary = {"load": terms, **load.summarize(run)}
+    shown = named({name: value for name, value in terms.items() if value is not None})
+    print(f"\n{shown or 'all at once'}\n{load.table(summary)}")
     for kind, detail in {r.error: r.detail for r in run.records if r.error and r.detail}.items():
         print(f"{kind}: {detail}", file=sys.stderr)  # one example of every kind of failure
     return summary
@@ -120,96 +206,62 @@ def status_of(runs: list[dict[str, Any]]) -> int:
     return 0 if any(run["completed"] for run in runs) else 1
 
 
-def ends_of(args: argparse.Namespace, name: str) -> tuple[int, int]:
-    """Both ends of a range. Raises `ValueError` if they are the wrong way round."""
-    low, high = getattr(args, name)
-    if low > high:
-        flag = name.replace("_", "-")
-        raise ValueError(f"{flag}: LOW must not exceed HIGH, got {low} {high}")
-    return low, high
-
-
-def run_online(args: argparse.Namespace) -> cli.Result:
+def run_online(args: argparse.Namespace) -> Result:
     """One run, or one for each rate."""
     if args.url is None:
         raise ValueError("url: must be given, like http://127.0.0.1:1919")
-    ends = (ends_of(args, "input_len"), ends_of(args, "output_len"))
     runs: list[dict[str, Any]] = []
     for asked in args.rate or [math.inf]:
         rate = asked if math.isfinite(asked) else None
-        requests = online_workload(args.requests, *ends, args.seed + len(runs), rate)
-        load = {"rate": rate, "concurrency": args.concurrency}
-        run = measured(args, requests, load, args.concurrency)
+        requests = load.online_workload(
+            args.requests, args.input_len, args.output_len, args.seed + len(runs), rate
+        )
+        terms = {"rate": rate, "concurrency": args.concurrency}
+        run = measured(args, requests, terms, args.concurrency)
         runs.append(run)
         if (run["cached_tokens"] or 0) > 0.1 * run["input_tokens"]:  # random prompts share nothing
             why = f"{run['cached_tokens']} of {run['input_tokens']} prompt tokens were cached"
             print(f"notice: {why}, perhaps of a run with the same --seed", file=sys.stderr)
         if run["interrupted"]:
             break
-    names = ("requests", "input_len", "output_len", "seed", "timeout", "chat")
-    workload = {name: getattr(args, name) for name in names}
-    return {"benchmark": "online", "workload": workload, "runs": runs}, status_of(runs)
+    workload = chosen(args, "requests", "input_len", "output_len", "seed", "timeout", "chat")
+    return {"workload": workload, "runs": runs}, status_of(runs)
 
 
-def add_trace(parser: argparse.ArgumentParser) -> None:
-    """Flags of the replay."""
-    add_server_flags(parser)
-    group = parser.add_argument_group("trace")
-    what = "JSON lines in the Qwen format; default: synthetic chats"
-    group.add_argument("--trace", metavar="FILE", type=Path, default=None, help=what)
-    what = "write the synthetic trace; without --url nothing is sent"
-    group.add_argument("--synthesize", metavar="FILE", type=Path, default=None, help=what)
-    what = "of the time between requests: below 1 is more load (default 1)"
-    group.add_argument("--scale", metavar="S", type=positive, default=1.0, help=what)
-    options.add_integer(group, "--requests", "only the first N; default: all")
-
-
-def lines_for(args: argparse.Namespace) -> list[TraceLine]:
+def lines_for(args: argparse.Namespace) -> list[trace.TraceLine]:
     """The trace that the flags name."""
     if args.trace is not None and args.synthesize is not None:
         raise ValueError("synthesize: writes a synthetic trace, so it does not go with --trace")
     if args.trace is not None:
-        return read_trace(args.trace, args.requests)
-    lines = synthesize(seed=args.seed)[: args.requests]
+        return trace.read_trace(args.trace, args.requests)
+    lines = trace.synthesize(seed=args.seed)[: args.requests]
     if args.synthesize is not None:
-        write_trace(args.synthesize, lines)
+        trace.write_trace(args.synthesize, lines)
         print(f"{len(lines)} requests written to {args.synthesize}")
     return lines
 
 
-def run_trace(args: argparse.Namespace) -> cli.Result:
+def run_trace(args: argparse.Namespace) -> Result:
     """Write a trace, replay one, or both."""
     if args.url is None and args.synthesize is None:
         raise ValueError("url: must be given to replay a trace (or --synthesize FILE to write one)")
     lines = lines_for(args)
-    tokens, known = sum(line.input_length for line in lines), sum(reusable_tokens(lines))
+    tokens, known = sum(line.input_length for line in lines), sum(trace.reusable_tokens(lines))
     about = {"requests": len(lines), "input_tokens": tokens, "reusable_tokens": known}
     about["output_tokens"] = sum(line.output_length for line in lines)
     about["chats"] = sum(line.parent_chat_id < 0 for line in lines)
-    print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in about.items()))
-    results = {"benchmark": "trace", "trace": about, "scale": args.scale, "seed": args.seed}
+    print(named(about))
+    results = {"trace": about, "scale": args.scale, "seed": args.seed}
     if args.url is None:
         return results, 0
-    run = measured(args, requests_of(lines, args.scale), {"rate": None, "scale": args.scale})
+    run = measured(args, trace.requests_of(lines, args.scale), {"rate": None, "scale": args.scale})
     print(f"the trace allows {known / tokens:.1%} of the prompt tokens from a cache")
     return {**results, "runs": [run]}, status_of([run])
 
 
-def add_overhead(parser: argparse.ArgumentParser) -> None:
-    """Flags of the comparison of engine and server."""
-    group = parser.add_argument_group("workload")
-    cli.add_size(group, "--streams", "requests at once")
-    cli.add_size(group, "--input-len", "prompt tokens, drawn uniformly", nargs=2)
-    cli.add_size(group, "--output-len", "new tokens, drawn uniformly", nargs=2)
-    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default 0)")
-    cli.add_size(group, "--repeats", "runs of each side, of which the median counts")
-    options.add_model_flags(parser)
-    options.add_engine_flags(parser)
-
-
 def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
     """The engine's fields, with room for all streams and for the other side."""
-    fields = {**options.engine_fields(args), "device": args.device}
+    fields = {**flags.engine_fields(args), "device": args.device}
     fields.setdefault("max_running_req", max(256, args.streams))
     fields.setdefault("schedule_policy", "fair")  # a server's default, and not an engine's
     if args.device.startswith("cuda"):
@@ -220,14 +272,14 @@ def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
     return fields
 
 
-def run_overhead(args: argparse.Namespace) -> cli.Result:
+def run_overhead(args: argparse.Namespace) -> Result:
     """Engine and server side by side."""
-    cli.fill_sizes(args)
+    options.fill_sizes(args)
     fields = engine_fields(args)
     ends = (tuple(args.input_len), tuple(args.output_len))
     with (
         options.model_folder(args.model, args.dummy_weight) as plain,
-        with_tokenizer(plain, args.dummy_weight) as (folder, tokenizer),
+        overhead.with_tokenizer(plain, args.dummy_weight) as (folder, tokenizer),
         LLM(folder, **fields) as llm,
     ):
         engine = llm.scheduler.engine
@@ -235,45 +287,64 @@ def run_overhead(args: argparse.Namespace) -> cli.Result:
         requests = random_workload(engine.model_config.vocab_size, args.streams, *ends, args.seed)
         with served(folder, flags_of(fields)) as child:
             how = (args.temperature, args.repeats, args.seed + 1)
-            row = measure_overhead(llm, child, requests, *how)
-    print(overhead_text(row))
-    about = {"model": options.known_name(args.model) or args.model or "the embedded model"}
+            row = overhead.measure_overhead(llm, child, requests, *how)
+    print(overhead.overhead_text(row))
+    about: dict[str, Any] = {
+        "model": options.known_name(args.model) or args.model or "the embedded model"
+    }
     names = ("input_len", "output_len", "temperature", "repeats", "seed", "dummy_weight")
-    workload = {name: getattr(args, name) for name in names}
-    results = {"benchmark": "overhead", **about, "tokenizer": tokenizer, "engine": fields}
-    return {**results, "workload": workload, **row}, 0
+    about |= {"tokenizer": tokenizer, "engine": fields, "workload": chosen(args, *names)}
+    return about | row, 0
 
 
-def add_compare(parser: argparse.ArgumentParser) -> None:
-    """Flags of the comparison with `transformers.generate`."""
-    group = parser.add_argument_group("workload")
-    group.add_argument("--model", default=None, help="model folder; none: the embedded model")
-    options.add_integer(group, "--requests", "chats at once (default 64)", default=64)
-    options.add_integer(group, "--repeats", "timed runs of each side (default 3)", default=3)
-    options.add_integer(group, "--threads", "torch threads; none: torch's own")
-
-
-def run_compare(args: argparse.Namespace) -> cli.Result:
+def run_compare(args: argparse.Namespace) -> Result:
     """Our engine and `transformers.generate` on the same chats."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     chats = chat_workload(args.requests, args.seed)
-    results = compare(chats, resolve_model_path(args.model), args.repeats)
-    print(comparison_text(results))
-    return {"benchmark": "compare", **results}, 0
+    results = compare_hf.compare(chats, resolve_model_path(args.model), args.repeats)
+    print(compare_hf.comparison_text(results))
+    return results, 0
 
 
-COMMANDS = {
-    "online": cli.Command("a server under load, by arrivals or by clients", add_online, run_online),
-    "trace": cli.Command("a server on recorded or synthetic chats", add_trace, run_trace),
-    "overhead": cli.Command("what HTTP and text cost the engine", add_overhead, run_overhead),
-    "compare": cli.Command("the engine beside transformers.generate", add_compare, run_compare),
-}
+RUNS = dict.fromkeys(ENGINE_RUNS, run_on_engine) | {
+    "online": run_online, "trace": run_trace, "overhead": run_overhead, "compare": run_compare,
+}  # fmt: skip
+
+
+def shown(given: Sequence[str]) -> str:
+    """The command line as it is stored: without a key, and of files elsewhere the name alone."""
+    given = [Path(word).name if Path(word).is_absolute() else word for word in given]
+    words = [("--api-key=…" if word.startswith("--api-key=") else word) for word in given]
+    words = ["…" if before == "--api-key" else word for before, word in zip(["", *words], words)]
+    return shlex.join(["python", "-m", "minisgl.benchmark", *words])
+
+
+def require_writable(path: Path) -> None:
+    """Raise `OSError` now, and not after the run, if results could not be written there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a"):
+        pass
+    if new:
+        path.unlink()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m minisgl.benchmark`; returns the exit status."""
-    return cli.main(sys.argv[1:] if argv is None else argv, COMMANDS)
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = options.build_parser().parse_args(given)
+    try:
+        options.check_ranges(args)
+        if args.json is not None:
+            require_writable(args.json)
+        results, status = RUNS[args.command](args)
+        if args.json is not None:
+            save(args.json, {"benchmark": args.command, **results}, shown(given))
+    except (ValueError, OSError, ImportError, NotEnoughMemory) as error:
+        print(f"python -m minisgl.benchmark: {error}", file=sys.stderr)
+        return 2
+    return status
 
 
 if __name__ == "__main__":

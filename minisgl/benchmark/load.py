@@ -264,7 +264,7 @@ def times_ms(done: Sequence[Record]) -> dict[str, dict[str, float] | None]:
 
 
 def peak(done: Sequence[Record]) -> int:
-    """The most requests that were under way at once."""
+    """The most requests that were in flight at once."""
     steps = [(r.sent, 1) for r in done] + [(r.arrivals[-1], -1) for r in done]
     return int(max(np.cumsum([step for _, step in sorted(steps)]), default=0))
 

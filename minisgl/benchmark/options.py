@@ -1,23 +1,24 @@
-"""Flags that the benchmarks share, and what they mean: model, engine, integers.
+"""Flags of the benchmarks: their types, their defaults, and the parser of all commands.
 
-Generated from notebooks/13a_kernels.ipynb: edit there.
+Generated from notebooks/13e_commands.ipynb: edit there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
+import torch
+
+from minisgl.benchmark.latency import SAMPLING
 from minisgl.config import flags
-from minisgl.config.engine import SchedulerConfig
-from minisgl.config.flags import ENGINE_FIELDS as ENGINE_FIELDS
-from minisgl.config.flags import Group as Group
-from minisgl.config.flags import engine_fields as engine_fields
+from minisgl.config.engine import SchedulerConfig, choose_device
 from minisgl.config.known_models import KNOWN_CONFIGS
 from minisgl.config.paths import resolve_model_path
 
@@ -38,6 +39,28 @@ def at_least(low: int) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def positive(text: str) -> float:
+    """The type of a flag that must be a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return number
+
+
+def arrival_rate(text: str) -> float:
+    """The type of a rate: a number above 0, or inf for all at once."""
+    return math.inf if text == "inf" else positive(text)
+
+
+def add_integer(group: flags.Group, names: str, what: str, low: int = 1, **more: Any) -> None:
+    """A flag, or several names of one, that takes an integer or as many as `nargs` says."""
+    fields: dict[str, Any] = {"metavar": "N", "type": at_least(low), "help": what, **more}
+    group.add_argument(*names.split(), **fields)
 
 
 def known_name(name: str | None) -> str | None:
@@ -62,10 +85,135 @@ def model_folder(name: str | None, shapes_only: bool) -> Iterator[Path]:
         yield Path(folder)
 
 
-def add_integer(group: Group, names: str, what: str, low: int = 1, **more: Any) -> None:
-    """A flag, or several names of one, that takes an integer or as many as `nargs` says."""
-    fields: dict[str, Any] = {"metavar": "N", "type": at_least(low), "help": what, **more}
-    group.add_argument(*names.split(), **fields)
+SIZES: dict[str, tuple[Any, Any]] = {  # what a flag means if it is not given: on a GPU, on a CPU
+    "requests": (256, 16), "input_len": ([100, 1024], [20, 100]), "streams": (256, 64),
+    "output_len": ([100, 1024], [20, 100]), "batch_sizes": ([1, 8, 64], [1, 4]),
+    "prompt_len": (512, 64), "tokens": (256, 32), "repeats": (3, 3), "batch": (256, 8),
+    "lengths": ([100, 1600], [20, 100]), "page_sizes": ([1, 16, 64], [1, 16]),
+    "backends": (["triton", "fused"], ["torch"]),
+}  # fmt: skip
+
+
+def add_size(group: flags.Group, flag: str, what: str, **more: Any) -> None:
+    """An integer flag whose default depends on the device."""
+    gpu, cpu = SIZES[more.get("dest", flag.removeprefix("--").replace("-", "_"))]
+    metavar = ("LOW", "HIGH") if more.get("nargs") == 2 else "N"
+    what += f" (default {gpu}; on a CPU {cpu})"
+    add_integer(group, flag, what, **{"metavar": metavar, **more})
+
+
+def fill_sizes(args: argparse.Namespace) -> None:
+    """Give every size that was not named the value that suits the device."""
+    device = choose_device(args.device, 0)
+    kind = device.partition(":")[0]
+    if kind not in ("cuda", "cpu"):
+        raise ValueError(f"device: must be auto, cpu, cuda or cuda:N, got {args.device!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: torch finds no GPU here, got {args.device!r}")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    args.device = device
+    for name, sizes in SIZES.items():
+        if getattr(args, name, 0) is None:
+            setattr(args, name, sizes[kind == "cpu"])
+    if args.command == "kernels" and args.model is None and kind == "cuda":
+        args.model = "Qwen/Qwen3-0.6B"  # shapes that are worth a GPU
+
+
+def add_offline(parser: argparse.ArgumentParser) -> None:
+    """Flags of the offline run."""
+    group = parser.add_argument_group("workload")
+    add_size(group, "--requests", "all at once")
+    add_size(group, "--input-len", "prompt tokens, drawn uniformly", nargs=2)
+    add_size(group, "--output-len", "new tokens, drawn uniformly", nargs=2)
+    greedy = "0 is greedy (default 0.6)"
+    group.add_argument("--temperature", type=float, default=0.6, help=greedy)
+    add_size(group, "--repeats", "timed runs, of which the median counts")
+
+
+def add_latency(parser: argparse.ArgumentParser) -> None:
+    """Flags of the latency run."""
+    group = parser.add_argument_group("workload")
+    add_size(group, "--batch-sizes", "requests that start together", nargs="+")
+    add_size(group, "--prompt-len", "tokens of each prompt")
+    add_size(group, "--output-len", "new tokens of each request", dest="tokens")
+    names = list(SAMPLING)
+    how = f"greedy, or temperature {SAMPLING['sampled']} (default both)"
+    group.add_argument("--sampling", nargs="+", choices=names, default=names, help=how)
+    add_size(group, "--repeats", "timed runs, of which the median counts")
+    trace = "Chrome trace of steady steps; a file for each batch and sampling"
+    group.add_argument("--profile", metavar="FILE", type=Path, default=None, help=trace)
+    add_integer(group, "--profile-steps", "steps in it (default 20)", default=20)
+
+
+def add_kernels(parser: argparse.ArgumentParser) -> None:
+    """Flags of the kernel timings."""
+    group = parser.add_argument_group("workload")
+    add_size(group, "--batch", "requests in decode attention")
+    add_size(group, "--lengths", "tokens of each, drawn uniformly", nargs=2)
+    which: dict[str, Any] = {"type": str, "metavar": "NAME"}
+    add_size(group, "--backends", "attention backends", nargs="+", **which)
+    add_size(group, "--page-sizes", "tokens per KV page", nargs="+")
+    rows = "rows of the GEMMs (default 1 8 64 256)"
+    add_integer(group, "--rows", rows, nargs="+", default=[1, 8, 64, 256])
+
+
+def add_overhead(parser: argparse.ArgumentParser) -> None:
+    """Flags of the comparison of engine and server."""
+    group = parser.add_argument_group("workload")
+    add_size(group, "--streams", "requests at once")
+    add_size(group, "--input-len", "prompt tokens, drawn uniformly", nargs=2)
+    add_size(group, "--output-len", "new tokens, drawn uniformly", nargs=2)
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default 0)")
+    add_size(group, "--repeats", "runs of each side, of which the median counts")
+
+
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    """Flags of the comparison with `transformers.generate`."""
+    group = parser.add_argument_group("workload")
+    group.add_argument("--model", default=None, help="model folder; none: the embedded model")
+    add_integer(group, "--requests", "chats at once (default 64)", default=64)
+    add_integer(group, "--repeats", "timed runs of each side (default 3)", default=3)
+    add_integer(group, "--threads", "torch threads; none: torch's own")
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Which server, and how to speak with it."""
+    group = parser.add_argument_group("server")
+    add = group.add_argument
+    add("--url", default=None, help="like http://127.0.0.1:1919, with /v1 or not")
+    add("--model", metavar="NAME", default=None, help="default: the first of /v1/models")
+    flags.add_key_flag(group, "bearer token")
+    add("--timeout", metavar="S", type=positive, default=600.0, help="for one answer (600)")
+    add("--chat", action="store_true", help="chats of words; default: completions of token ids")
+    add("--no-ignore-eos", action="store_true", help="for a server that refuses unknown fields")
+
+
+def add_online(parser: argparse.ArgumentParser) -> None:
+    """Flags of the load run."""
+    add_server_flags(parser)
+    group = parser.add_argument_group("load")
+    one = group.add_mutually_exclusive_group()
+    what = "requests a second, Poisson, or inf: all at once (default); several are run in turn"
+    one.add_argument("--rate", metavar="R", type=arrival_rate, nargs="+", default=None, help=what)
+    add_integer(one, "--concurrency", "clients that each wait for their answer")
+    add_integer(group, "--requests", "of each run (default 64)", default=64)
+    for name in ("input", "output"):
+        ends: dict[str, Any] = {"nargs": 2, "default": [32, 128], "metavar": ("LOW", "HIGH")}
+        add_integer(group, f"--{name}-len", "tokens, uniform (default 32 128)", **ends)
+
+
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    """Flags of the replay."""
+    add_server_flags(parser)
+    group = parser.add_argument_group("trace")
+    what = "JSON lines in the Qwen format; default: synthetic chats"
+    group.add_argument("--trace", metavar="FILE", type=Path, default=None, help=what)
+    what = "write the synthetic trace; without --url nothing is sent"
+    group.add_argument("--synthesize", metavar="FILE", type=Path, default=None, help=what)
+    what = "of the time between requests: below 1 is more load (default 1)"
+    group.add_argument("--scale", metavar="S", type=positive, default=1.0, help=what)
+    add_integer(group, "--requests", "only the first N; default: all")
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -75,6 +223,40 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_model_flags(parser.add_argument_group("model"), which)
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """What an engine may be told."""
-    flags.add_engine_flags(parser.add_argument_group("engine"), SchedulerConfig())
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "offline": ("tokens per second with all requests at once", add_offline),
+    "latency": ("time per token and to the first token", add_latency),
+    "kernels": ("bandwidth of decode attention, GEMMs, copies", add_kernels),
+    "online": ("a server under load, by arrivals or by clients", add_online),
+    "trace": ("a server on recorded or synthetic chats", add_trace),
+    "overhead": ("what HTTP and text cost the engine", add_overhead),
+    "compare": ("the engine beside transformers.generate", add_compare),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every command with its flags, and every default in the help."""
+    what = "Measure the engine and its server, beside the least time that the device allows."
+    parser = Parser(prog="python -m minisgl.benchmark", description=what)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (what, add) in COMMANDS.items():
+        command = commands.add_parser(name, help=what, description=f"Measure {what}.")
+        add(command)
+        if name in ("offline", "latency", "kernels", "overhead"):
+            add_model_flags(command)
+        if name in ("offline", "latency", "overhead"):
+            flags.add_engine_flags(command.add_argument_group("engine"), SchedulerConfig())
+        group = command.add_argument_group("run")
+        add_integer(group, "--seed", "of prompts and lengths (default 0)", low=0, default=0)
+        where = "also write results, hardware, versions and command here"
+        group.add_argument("--json", metavar="OUT", type=Path, default=None, help=where)
+    return parser
+
+
+def check_ranges(args: argparse.Namespace) -> None:
+    """`ValueError` for a range whose ends are the wrong way round."""
+    for name in ("input_len", "output_len", "lengths"):
+        low, high = getattr(args, name, None) or (0, 0)
+        if low > high:
+            flag = name.replace("_", "-")
+            raise ValueError(f"{flag}: LOW must not exceed HIGH, got {low} {high}")

@@ -91,7 +91,9 @@ def block_tokens(block: int) -> IntArray:
 def prompt_ids(line: TraceLine) -> IntArray:
     """Token ids of a prompt, int32 [input_length]: equal blocks are equal tokens."""
     blocks = list(line.hash_ids)
-    if len(blocks) * BLOCK < line.input_length:  # a last block without an id is nobody else's
+    if (
+        len(blocks) * BLOCK < line.input_length
+    ):  # a last block without an id is shared with no other prompt
         blocks.append(line.chat_id + (1 << 64))
     return np.concatenate([block_tokens(block) for block in blocks])[: line.input_length]
 

@@ -55,7 +55,7 @@ def rank_main(
     place: Place, entry: Callable[..., Any], args: tuple[Any, ...], context: WorkerContext
 ) -> Any:
     """The life of a rank process: join, call `entry(comm, *args)`, return what it returns."""
-    # A rank has nothing to remove, and one that waits in a collective call hears no handler.
+    # A rank has nothing to remove, and in a collective call no Python handler runs.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", place.port, is_master=False)

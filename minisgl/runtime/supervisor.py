@@ -1,4 +1,4 @@
-"""Starts worker processes, hears from each how it fares, and leaves none behind.
+"""Starts worker processes, watches each of them, and leaves none behind.
 
 Generated from notebooks/10b_ranks.ipynb: edit there.
 """

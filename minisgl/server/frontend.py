@@ -78,7 +78,7 @@ class Observer:
     """Told, on the event loop, what happens to requests."""
 
     def opened(self, uid: int, request_id: str, prompt: Prompt) -> None:
-        """A request sets out; `request_id` is the caller's name for it."""
+        """A request starts; `request_id` is the caller's name for it."""
 
     def replied(self, uid: int, reply: UserReply) -> None:
         """The engine said something."""
@@ -123,7 +123,7 @@ class Frontend:
         self._listener.start()
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The listening thread: one hand-over to the loop for all replies that came together."""
+        """The listening thread: one callback on the loop for all replies that came together."""
         while not self._stopping.is_set():
             replies = self._inbox.get_all(timeout=0.2)
             if replies:
@@ -212,7 +212,7 @@ class Frontend:
         return stream
 
     def _cut(self, error: ErrorReply) -> None:
-        """End a stream from here: the engine stops now, and its reader hears why when it asks."""
+        """End a stream early: the engine aborts now, the reader gets the error when it asks."""
         stream = self._streams[error.uid]
         if stream.error is None:
             stream.put(error)

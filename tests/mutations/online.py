@@ -154,7 +154,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="benchmark: the key is stored with the command",
-        module="minisgl.benchmark.cli",
+        module="minisgl.benchmark.__main__",
         old='"…" if before == "--api-key" else word',
         new="word",
         test=TEST + "test_online_measures_a_server",

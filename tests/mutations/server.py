@@ -142,9 +142,9 @@ MUTATIONS = [
         test=API + "test_choices_with_one_seed_differ_and_come_again",
     ),
     Mutation(
-        name="server: a penalty is ignored",
+        name="server: a field that would change the answer is ignored",
         module="minisgl.server.http.schemas",
-        old='    "frequency_penalty": (0,),\n',
+        old='    "echo": (False,),\n',
         new="",
         test=API + "test_what_is_too_much_or_unknown_is_named",
     ),

@@ -74,7 +74,7 @@ HELP = """\
 /stats   speed and cached tokens of the last answer
 /reset   forgets the conversation
 /exit    leaves, as Ctrl-D does
-Ctrl-C   stops an answer; where none is under way, leaves
+Ctrl-C   stops an answer; at the prompt, leaves
 """
 
 Conversation = list[dict[str, str]]

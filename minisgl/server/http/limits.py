@@ -23,7 +23,7 @@ class ConcurrencyLimiter:
 
     def __init__(self, limit: int = 2**31, reason: str | None = None) -> None:
         self.limit, self.reason = limit, reason
-        self.taken = 0  # answers under way, running or waiting
+        self.taken = 0  # answers in flight, running or waiting
 
     @contextmanager
     def acquire(self, count: int) -> Iterator[None]:
@@ -34,7 +34,7 @@ class ConcurrencyLimiter:
             why = f"n: {count} answers at once are more than the {self.limit} of this server"
             raise ApiError(400, why, code="invalid_value", param="n")
         if self.taken + count > self.limit:
-            why = f"the queue is full: {self.taken} of {self.limit} answers are under way"
+            why = f"the queue is full: {self.taken} of {self.limit} answers are in flight"
             raise ApiError(429, why, code="queue_full")
         self.taken += count
         try:

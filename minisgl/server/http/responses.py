@@ -49,7 +49,7 @@ def usage(answers: list[Completion], prompts: int = 1) -> dict[str, Any]:
 
 
 def finite(logprob: float) -> float:
-    """A number that JSON can spell, for a token that cannot come, too."""
+    """A number that JSON can hold, also for a token of probability zero."""
     return max(logprob, -9999.0)
 
 

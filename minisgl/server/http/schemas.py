@@ -16,7 +16,7 @@ from minisgl.server.http.errors import ApiError
 
 
 def valid_unicode(text: str) -> str:
-    """JSON can spell half of a character, an unpaired surrogate; no message can carry it on."""
+    """JSON can hold half of a character, an unpaired surrogate; no message of ours can."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

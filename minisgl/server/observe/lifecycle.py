@@ -100,7 +100,7 @@ class Lifecycle:
         return True
 
     async def _drain(self) -> None:
-        """No new requests; answers under way may finish, until the deadline or another signal."""
+        """No new requests; answers in flight may finish, until the deadline or another signal."""
         self.limiter.reason = "the server is shutting down"
         end = time.monotonic() + self.drain_timeout
         if self.limiter.taken and sys.stderr.isatty():

@@ -67,7 +67,7 @@ class Metrics(Observer):
         self._gauges = {
             name: Gauge(f"minisgl_{name}", text, registry=registry) for name, text in GAUGES.items()
         }
-        open_now = Gauge("minisgl_open_requests", "answers under way", registry=registry)
+        open_now = Gauge("minisgl_open_requests", "answers in flight", registry=registry)
         open_now.set_function(lambda: len(self._live))
 
     def opened(self, uid: int, request_id: str, prompt: Prompt) -> None:

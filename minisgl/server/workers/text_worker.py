@@ -68,7 +68,7 @@ class TextWorker:
                 messages.clear()
 
     def handle(self, msg: Message) -> None:
-        """React to one message; a bad one is answered to its own caller and hurts no other."""
+        """React to one message; a bad one is an error for its own caller alone."""
         match msg:
             case TokenizeMsg():
                 self._tokenize(msg)
