@@ -197,6 +197,11 @@ def test_fewer_slots_than_tokens_are_refused() -> None:
         cache.insert_prefix(np.arange(4), np.arange(3))
     assert cache.evictable_tokens == 0
     assert put(cache, np.arange(3), 0).handle.cached_len == 0  # no whole page: no slot is needed
+    put(cache, np.arange(8), 0)
+    with pytest.raises(ValueError, match=r"^slots.*7"):  # it would split a node, but has not yet
+        cache.insert_prefix(np.array([0, 1, 2, 3, 9, 9, 9, 9]), np.arange(7))
+    check_tree(cache)
+    assert sorted(cache.evict(8)) == list(range(8))
 
 
 def test_locks_add_up_and_must_balance() -> None:
