@@ -80,6 +80,13 @@ class World:
         while len(req.input_ids) < len(self.truth[req]) - behind:
             req.append(self.truth[req][len(req.input_ids)])
 
+    def prefilled(self, prompt: Any, new_tokens: int = 8) -> Req:
+        """A request that was admitted, which must succeed, and whose prompt is computed."""
+        req = self.admit(prompt, new_tokens)
+        assert req is not None
+        self.prefill(req)
+        return req
+
     def prefill(self, req: Req) -> None:
         req.schedule(req.prompt_len)
         self.launch(req)
@@ -235,9 +242,7 @@ def test_a_full_hit_leaves_one_token(page_size: int) -> None:
     """Pitfall 7: logits come from computing the last token, so it must not be matched."""
     world = World(40, page_size)
     prompt = list(range(2 * page_size))
-    first = world.admit(prompt)
-    assert first is not None
-    world.prefill(first)
+    first = world.prefilled(prompt)
     world.finish(first)
     again = world.admit(prompt)
     assert again is not None
@@ -274,12 +279,8 @@ def test_pitfall_01_the_row_follows_when_its_duplicates_are_freed(
 
 def manager_with_two_requests() -> tuple[World, Req, Req]:
     world = World(20, 4)
-    first = world.admit(range(10))
-    assert first is not None
-    world.prefill(first)
-    second = world.admit([*range(8), 50, 51, 52])
-    assert second is not None
-    world.prefill(second)
+    first = world.prefilled(range(10))
+    second = world.prefilled([*range(8), 50, 51, 52])
     world.check()
     return world, first, second
 
@@ -364,9 +365,7 @@ def test_pitfall_02_check_integrity_checks(fault: Any, words: str) -> None:
 
 def test_pitfall_02_a_page_that_is_cached_twice() -> None:
     world = World(20, 4)
-    req = world.admit(range(10))
-    assert req is not None
-    world.prefill(req)
+    req = world.prefilled(range(10))
     world.finish(req)
     node = next(nodes_of(world.cache.prefix_cache))  # type: ignore[arg-type]
     node.slots = np.tile(node.slots[:4], 2)
@@ -376,9 +375,7 @@ def test_pitfall_02_a_page_that_is_cached_twice() -> None:
 
 def test_pitfall_02_pages_of_a_request_that_nobody_names() -> None:
     world = World(20, 4, "naive")
-    req = world.admit(range(10))
-    assert req is not None
-    world.prefill(req)
+    world.prefilled(range(10))
     with pytest.raises(IntegrityError, match="req 0: has pages but is not live"):
         check_integrity(world.cache)
 
@@ -386,9 +383,7 @@ def test_pitfall_02_pages_of_a_request_that_nobody_names() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_request_is_released_once(kind: str) -> None:
     world = World(8, 4, kind)
-    req = world.admit(range(10))
-    assert req is not None
-    world.prefill(req)
+    req = world.prefilled(range(10))
     world.finish(req)
     with pytest.raises(RuntimeError, match=r"^req 0"):
         world.cache.cache_req(req, finished=True)
@@ -399,18 +394,14 @@ def test_a_request_is_released_once(kind: str) -> None:
 def test_pitfall_06_a_lock_between_match_and_finish(page_size: int) -> None:
     """The prefix of a running request stays when others press for pages."""
     world = World(8, page_size, max_len=8 * page_size)
-    first = world.admit([1] * (4 * page_size))
-    assert first is not None
-    world.prefill(first)
+    first = world.prefilled([1] * (4 * page_size))
     world.finish(first)
     second = world.admit([1] * (4 * page_size) + [2])  # holds four cached pages
     assert second is not None and second.matched_len == 4 * page_size
     assert world.cache.available_tokens == 4 * page_size  # after the lock: the four free ones
     assert world.admit([3] * (5 * page_size)) is None
     world.prefill(second)
-    third = world.admit([3] * (3 * page_size))
-    assert third is not None
-    world.prefill(third)
+    world.prefilled([3] * (3 * page_size))
     world.check()
 
 
@@ -445,9 +436,7 @@ def test_allocation_names_a_request_that_is_not_ready() -> None:
 def test_only_computed_tokens_are_cached() -> None:
     """The last sampled token has no K/V; under overlap the host may even know fewer."""
     world = World(10, 4)
-    req = world.admit(range(7))
-    assert req is not None
-    world.prefill(req)  # K/V of 7 tokens, 8 tokens known
+    req = world.prefilled(range(7))  # K/V of 7 tokens, 8 tokens known
     world.cache.cache_req(req, finished=False)
     assert req.cache_handle.cached_len == 4
     for _ in range(2):  # two passes that the host has not seen: K/V of 9 tokens, 8 known
@@ -462,9 +451,7 @@ def test_only_computed_tokens_are_cached() -> None:
 
 def test_an_abort_before_anything_was_allocated() -> None:
     world = World(10, 4)
-    first = world.admit(range(12))
-    assert first is not None
-    world.prefill(first)
+    first = world.prefilled(range(12))
     world.finish(first)
     second = world.admit(range(12))
     assert second is not None and second.matched_len == 8
