@@ -125,12 +125,14 @@ def test_floors_of_the_offline_workload(name: str, step: float, overlap: float) 
 
 
 def test_work_overlaps_within_a_step_and_in_one_floor_between_steps() -> None:
-    """On a device with one operation for each byte, where both floors follow by hand."""
-    roof = Roofline(ModelConfig.from_hf(base_config("qwen3")), Ceilings(1.0, 1.0))
-    assert roof.seconds(Work(3, 5)) == roof.seconds(Work(5, 3)) == 5
+    """On a device with four operations for each byte, where both floors follow by hand."""
+    roof = Roofline(ModelConfig.from_hf(base_config("qwen3")), Ceilings(0.25, 1.0))
+    assert roof.seconds(Work(3, 5)) == 12 and roof.seconds(Work(1, 5)) == 5
     steps = [roof.prefill_work([9, 4]), roof.decode_work([10, 5]), roof.decode_work([11])]
-    nbytes, flops = (sum(column) for column in zip(*steps))
-    expected = Floors(sum(max(step) for step in steps), max(nbytes, flops))
+    times = [(4 * nbytes, flops) for nbytes, flops in steps]
+    assert {reading > computing for reading, computing in times} == {False, True}
+    reading, computing = (sum(column) for column in zip(*times))
+    expected = Floors(sum(max(step) for step in times), max(reading, computing))
     assert roof.workload([9, 4], [3, 2]) == expected
 
 
