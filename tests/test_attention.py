@@ -553,6 +553,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests import fake_flashinfer
 
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    monkeypatch.setattr("minisgl.attention.flashinfer_backend.WORKSPACE_MIB", 1)  # zeroed each time
 
 
 @pytest.mark.usefixtures("fake")
