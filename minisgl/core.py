@@ -6,7 +6,8 @@ Generated from notebooks/01_requests.ipynb: edit there.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -35,13 +36,12 @@ IntArray = NDArray[np.int32]
 class Req:
     """One generation: what is cached, what the next pass reaches, where it must end.
 
-    `0 <= cached_len < device_len <= max_device_len` holds whenever the request is in a batch.
-    Compared and hashed by identity.
+    `0 <= cached_len < device_len <= max_device_len` holds in a batch. Compared by identity.
     """
 
     __slots__ = ("_ids", "cache_handle", "cached_len", "client", "device_len", "host_len",
-                 "logits_params", "matched_len", "max_device_len", "prefill_len", "prompt_len",
-                 "retracted", "sampling_params", "table_idx", "uid")  # fmt: skip
+                 "logits_params", "matched_len", "matcher", "max_device_len", "prefill_len",
+                 "prompt_len", "retracted", "sampling_params", "table_idx", "uid")  # fmt: skip
 
     def __init__(
         self, *, uid: int, input_ids: IntArray, sampling_params: SamplingParams,
@@ -59,6 +59,7 @@ class Req:
         self.cached_len = self.matched_len = 0  # matched: came from the prefix cache at admission
         self.retracted = False  # True once it had to give its memory back
         self.logits_params: Any = None  # what changes its logits before the draw (chapter 06d)
+        self.matcher: Any = None  # follows its answer through a grammar (chapter 09a)
         self._ids = np.empty(self.max_device_len, dtype=np.int32)
         self._ids[: self.prompt_len] = prompt
 
@@ -150,7 +151,7 @@ class Batch:
 
 
 MAX_LOGPROBS = 20
-MAX_RULES = 1024  # biases, bad words, tokens of a bad word
+MAX_RULES = 1024  # biases, bad words, tokens of a bad word, choices
 
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
 Bias = Annotated[Number, Field(ge=-100, le=100)]
@@ -172,13 +173,21 @@ def tuple_of(item: Any, **bounds: int) -> PlainValidator:
 BadWords = Annotated[Sequence[str | Sequence[int]], tuple_of(BadWord, max_length=MAX_RULES)]
 
 
+def schema_text(value: Any) -> str | None:
+    """A JSON schema, given as text or as a dict, as text: frozen, and with its order kept."""
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+        return None if schema is None else json.dumps(schema, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"must be a JSON schema ({error})") from None
+
+
 @dataclass(frozen=True)
 class SamplingParams(Validated):
     """How one request chooses its tokens and when it stops.
 
     temperature 0 is greedy; top_k below 1 and top_p 1 are off; max_tokens None is up to the window;
-    logprobs None is off, n gives the n most likely tokens besides the chosen one. `bad_words` are
-    strings or lists of token ids.
+    logprobs n gives the n most likely tokens besides the chosen one; bad words are text or ids.
     """
 
     temperature: Annotated[Number, Field(ge=0)] = 0.0
@@ -200,8 +209,25 @@ class SamplingParams(Validated):
     min_tokens: Count = 0
     bad_words: BadWords = ()
     allowed_token_ids: Annotated[Sequence[int], tuple_of(Count, min_length=1)] | None = None
+    json_schema: Annotated[str | Mapping[str, Any] | None, PlainValidator(schema_text)] = None
+    regex: Text | None = None
+    choice: Annotated[Sequence[str], tuple_of(Text, max_length=MAX_RULES)] = ()
+    grammar: Text | None = None
+    json_object: bool = False
+
+    def __post_init__(self) -> None:
+        """Check all fields, then that a grammar stands alone."""
+        Validated.__post_init__(self)
+        given = [name for name in GRAMMARS if getattr(self, name)]
+        clash = given[1:] or (given and [name for name in NOT_BESIDE if getattr(self, name)])
+        if clash:
+            raise refuse(clash[0], f"left out beside {given[0]}", getattr(self, clash[0]))
 
     @property
     def is_greedy(self) -> bool:
         """True if the most likely token is taken, so that no random number is needed."""
         return self.temperature == 0.0 or self.top_k == 1
+
+
+GRAMMARS = ("json_schema", "regex", "choice", "grammar", "json_object")
+NOT_BESIDE = ("ignore_eos", "min_tokens", "bad_words", "allowed_token_ids")

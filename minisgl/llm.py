@@ -25,7 +25,7 @@ from minisgl.scheduler.messages import (
     TokenReply,
     UserMsg,
 )
-from minisgl.scheduler.validation import check_params, check_prompt
+from minisgl.scheduler.validation import check_prompt
 from minisgl.tokenizer import DecodeStatus, Tokenizer
 
 
@@ -156,8 +156,9 @@ class LLM:
             if self.tokenizer is not None:
                 params = self.tokenizer.encode_bad_words(params)
                 prompt = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            check_params(params, self.limits)
-            return check_prompt(prompt, self.limits), params
+            ids = check_prompt(prompt, self.limits)
+            self.scheduler.make_req(UserMsg(0, ids.tolist(), params))
+            return ids, params
         except InvalidRequestError as error:
             raise ValueError(f"prompts[{index}]: {error.message}") from None
 
@@ -171,8 +172,8 @@ class LLM:
         """Answer prompts, all at once; a dictionary for each, in their order.
 
         Keys: text, token_ids, finish_reason ("stop" or "length"), prompt_tokens, cached_tokens;
-        logprobs if asked for; notice if `max_tokens` was clamped. Raises ValueError for the first
-        prompt that cannot be answered, before anything runs.
+        logprobs if asked for; notice if `max_tokens` was clamped, or why it ended with "abort". Raises
+        ValueError for the first prompt that cannot be answered, before anything runs.
         """
         listed = as_prompts(prompts)
         params = as_params(sampling_params, len(listed))

@@ -112,6 +112,9 @@ class FakeEngine:
         ]
         return SimpleNamespace(wait=lambda: SampledTokens(ids))
 
+    def draw_deferred(self) -> None:
+        """No step waits for its draw."""
+
 
 class Driver:
     """A scheduler over a fake engine, and a record of all that it says."""

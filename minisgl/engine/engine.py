@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -66,6 +68,14 @@ def allocate_memory(
     return pool, tables
 
 
+class Deferral(Protocol):
+    """Keeps a draw that has to wait: `minisgl.scheduler.grammar` in chapter 09a."""
+
+    def defer(self, fi: ForwardInput, draw: Callable[[], ForwardOutput]) -> ForwardOutput: ...
+
+    def draw(self) -> None: ...
+
+
 class Engine:
     """One rank's model, memory and stream. It knows rows and slots, and no request's fate."""
 
@@ -91,6 +101,7 @@ class Engine:
         self.ring = StagingRing(self.device)
         self.dummy_req = dummy_request(self.tables.dummy_row)
         self.graph: GraphRunner | None = None
+        self.deferral: Deferral | None = None  # for grammars, from chapter 09b on
 
     def prepare(self, batch: Batch) -> ForwardInput:
         """Pad a decode batch to a captured size, if there is one, and lay the step out."""
@@ -110,11 +121,12 @@ class Engine:
     @torch.inference_mode()
     def step(self, fi: ForwardInput) -> ForwardOutput:
         """Start one step, and the copy of its tokens to the host; nothing waits."""
+        self.draw_deferred()  # at the latest: this step reads those tokens
         with self.on_stream():
             self.tables.flush()
-            return ForwardOutput(self.run_eager(fi) if fi.packed is None else self.run_recorded(fi))
+            return self.run_eager(fi) if fi.packed is None else self.run_recorded(fi)
 
-    def run_eager(self, fi: ForwardInput) -> SampleOutput:
+    def run_eager(self, fi: ForwardInput) -> ForwardOutput:
         """Gather, forward, sample and scatter, operation by operation."""
         assert fi.meta is not None
         tokens, width = self.tables.token_pool.view(-1), self.tables.width
@@ -128,21 +140,36 @@ class Engine:
             out_loc=out_loc, last_idx=None if len(last) == len(gather) else last,
             attn=self.backend.plan(fi.meta, out_loc),
         )  # fmt: skip
-        out = self.sampler.sample(self.forward_pass(fb)[: len(fi.sampled)], fi.sampling)
-        tokens.index_copy_(0, scatter, out.next_ids)
-        return out
+        return self.draw(fi, self.forward_pass(fb)[: len(fi.sampled)], scatter)
 
-    def run_recorded(self, fi: ForwardInput) -> SampleOutput:
+    def run_recorded(self, fi: ForwardInput) -> ForwardOutput:
         """Replay a recorded step; rows with filters or log probabilities are drawn again."""
         assert fi.packed is not None and self.graph is not None
         size, count = fi.packed.shape[1], len(fi.sampled)
         ids = self.graph.replay(fi.packed)[:count]
         if fi.sampling is None or fi.sampling.simple:
-            return SampleOutput(ids)
-        out = self.sampler.sample(self.graph.logits[:count], fi.sampling)
-        scatter = self.graph.steps[size].static.scatter[:count]
-        self.tables.token_pool.view(-1).index_copy_(0, scatter, out.next_ids)
-        return out
+            return ForwardOutput(SampleOutput(ids))
+        return self.draw(
+            fi, self.graph.logits[:count], self.graph.steps[size].static.scatter[:count]
+        )
+
+    def draw(self, fi: ForwardInput, logits: Tensor, scatter: Tensor) -> ForwardOutput:
+        """Draw now, or hand the draw over to whoever knows when."""
+        draw = partial(self.draw_now, fi, logits, scatter)
+        return draw() if self.deferral is None else self.deferral.defer(fi, draw)
+
+    @torch.inference_mode()
+    def draw_now(self, fi: ForwardInput, logits: Tensor, scatter: Tensor) -> ForwardOutput:
+        """Sample, and scatter the tokens to where the next step gathers them."""
+        with self.on_stream():
+            out = self.sampler.sample(logits, fi.sampling)
+            self.tables.token_pool.view(-1).index_copy_(0, scatter, out.next_ids)
+            return ForwardOutput(out)
+
+    def draw_deferred(self) -> None:
+        """Draw what was handed over and waits: the host knows the tokens before it."""
+        if self.deferral is not None:
+            self.deferral.draw()
 
     def capture(self, new_graph: Callable[[], Graph] | None = None, progress: bool = True) -> None:
         """Record decode steps; on a CPU only by a `new_graph` that works there, else ValueError."""

@@ -9,18 +9,20 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from minisgl.config.engine import SchedulerConfig
+from minisgl.config.paths import resolve_model_path
 from minisgl.engine.engine import Engine, build_engine
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.naive_cache import make_cache
 from minisgl.parallel.comm import Comm
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.decode import DecodeManager
+from minisgl.scheduler.grammar import load_grammars
 from minisgl.scheduler.observe import IdleAudit, TraceEvent, attach_trace
 from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue, mixed_prefill_threshold
 from minisgl.scheduler.retraction import make_room
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.scheduler.validation import Limits, make_req
+from minisgl.scheduler.validation import Limits
 
 
 def limits_of(engine: Engine, eos_token_ids: Collection[int] = ()) -> Limits:
@@ -57,19 +59,22 @@ def build_scheduler(
     `eos_token_ids` end an answer if the model's config names none.
     """
     engine = build_engine(config, comm, progress=progress)
+    limits, folder = limits_of(engine, eos_token_ids), resolve_model_path(config.model_path)
+    grammars = load_grammars(folder, limits.vocab_size, limits.eos_token_ids)
+    engine.deferral = grammars
     cache = CacheManager(
         engine.num_pages, engine.tables, make_cache(config.cache_type, engine.page_size)
     )
     settled = engine.config
     assert isinstance(settled, SchedulerConfig)
-    prefill, limits = build_prefill(settled, cache), limits_of(engine, eos_token_ids)
+    prefill = build_prefill(settled, cache)
     scheduler = Scheduler(
         engine,
         cache,
         prefill,
         prefill.decode,
         channel,
-        make_req=partial(make_req, limits=limits),
+        make_req=partial(grammars.make_req, limits=limits),
         make_room=make_room,
         audit=IdleAudit(),
         eos_token_ids=limits.eos_token_ids,

@@ -15,6 +15,8 @@ PROMPT_TAIL = 16  # tokens that the text of the first ones may depend on
 def finish_reason(req: Req, token: int, eos_token_ids: frozenset[int]) -> str | None:
     """Why `token`, appended already, is the last one; None if it is not."""
     params = req.sampling_params
+    if req.matcher is not None and req.matcher.error:
+        return "abort"
     ends = token in eos_token_ids and not params.ignore_eos
     if ends or token in params.stop_token_ids:
         return "stop"
@@ -58,6 +60,8 @@ def token_reply(req: Req, reason: str | None, tokens: SampledTokens, index: int)
     if req.host_len == req.prompt_len + 1:
         reply.notice, reply.stop = clamp_notice(req), tuple(req.sampling_params.stop)
         reply.prompt_tail = tuple(req.input_ids[: req.prompt_len][-PROMPT_TAIL:].tolist())
+    if reason == "abort":
+        reply.notice = req.matcher.error
     if wanted is not None and tokens.logprobs is not None:
         reply.logprob = tokens.logprobs[index]
         if wanted and tokens.top_ids is not None and tokens.top_logprobs is not None:

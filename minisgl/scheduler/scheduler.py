@@ -136,6 +136,7 @@ class Scheduler:
     def finish(self, launched: Launched) -> None:
         """The second half of a step: wait for its tokens, then hand them out."""
         self.process(launched, self.wait(launched))
+        self.engine.draw_deferred()  # a step in flight whose draw needs these tokens (chapter 09a)
 
     def wait(self, launched: Launched) -> SampledTokens:
         """Block until a step's tokens are on the host."""

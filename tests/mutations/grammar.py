@@ -1,0 +1,61 @@
+"""Bugs on purpose in structured output."""
+
+from __future__ import annotations
+
+from tests.mutations import Mutation
+
+GRAMMAR, ENGINE = "minisgl.scheduler.grammar", "minisgl.engine.engine"
+TESTS = "tests/test_structured_output.py::"
+DRAW = TESTS + "test_a_draw_waits_for_its_masks_and_the_next_step_waits_for_the_draw"
+
+MUTATIONS = [
+    Mutation(
+        "grammar_masks_are_filled_at_the_launch",
+        GRAMMAR,
+        "    self.waiting = DeferredOutput(masked)\n",
+        "    return masked()\n",
+        DRAW,
+    ),
+    Mutation(
+        "grammar_a_step_does_not_wait_for_the_draw_before",
+        ENGINE,
+        "self.draw_deferred()  # at the latest",
+        "pass  # at the latest",
+        DRAW,
+    ),
+    Mutation(
+        "grammar_matcher_reads_the_answer_again",
+        GRAMMAR,
+        "self.seen = len(output_ids)",
+        "pass",
+        TESTS + "test_a_matcher_is_a_function_of_the_answer",
+    ),
+    Mutation(
+        "grammar_errors_are_not_looked_at",
+        GRAMMAR,
+        "if matcher.is_error():",
+        "if False:",
+        TESTS + "test_what_cannot_be_compiled_is_refused_with_the_reason",
+    ),
+    Mutation(
+        "grammar_knows_the_tokenizer_only",
+        GRAMMAR,
+        "n_vocab=vocab_size, ",
+        "",
+        DRAW,
+    ),
+    Mutation(
+        "grammar_failures_end_as_if_all_were_well",
+        "minisgl.scheduler.replies",
+        "if req.matcher is not None and req.matcher.error:",
+        "if False:",
+        TESTS + "test_a_grammar_that_fails_on_the_way_ends_its_request_and_says_why",
+    ),
+    Mutation(
+        "grammar_forgets_the_other_wishes_of_a_request",
+        GRAMMAR,
+        "req.logits_params or LogitsParams()",
+        "LogitsParams()",
+        TESTS + "test_a_request_keeps_what_it_asked_of_its_logits",
+    ),
+]

@@ -1,0 +1,509 @@
+"""Answers that keep to a grammar: valid in every kind of step, and no neighbour notices."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import msgspec
+import numpy as np
+import pytest
+from llguidance import LLParserLimits, LLTokenizer
+
+from minisgl.config.engine import SchedulerConfig
+from minisgl.config.model import ModelConfig
+from minisgl.config.paths import resolve_model_path
+from minisgl.core import Batch, Phase, SamplingParams
+from minisgl.kvcache.audit import check_integrity
+from minisgl.llm import LLM
+from minisgl.runtime.ranks import Ranks, config_of_rank
+from minisgl.scheduler import grammar
+from minisgl.scheduler.build import build_scheduler
+from minisgl.scheduler.channel import InProcessChannel
+from minisgl.scheduler.grammar import Grammars, Matcher, compile_grammar, load_grammars
+from minisgl.scheduler.messages import AbortMsg, ErrorReply, InvalidRequestError, UserMsg
+from minisgl.scheduler.scheduler import Scheduler
+from minisgl.scheduler.validation import Limits
+from tests.fakes import record_on_a_cpu
+
+FOLDER = resolve_model_path(None)
+MODEL = ModelConfig.from_path(FOLDER)
+TEXT = (FOLDER / "tokenizer.json").read_text("utf-8")
+EOS = MODEL.eos_token_ids[0]
+ANSWER = SamplingParams(regex="(yes|no), [0-9]{2,4}!", max_tokens=40)
+
+
+def talk(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def serve(**fields: Any) -> LLM:
+    """The embedded model in a small engine on a CPU."""
+    return LLM(**{"device": "cpu", "page_size": 4, "num_pages": 2000, **fields})
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with serve(overlap=True) as made:
+        yield made
+
+
+def tokenizer(eos: list[int] | None = None) -> LLTokenizer:
+    return LLTokenizer(TEXT, n_vocab=MODEL.vocab_size, eos_token=eos or [EOS])
+
+
+def allowed(matcher: Matcher) -> set[int]:
+    """Tokens that may come next."""
+    bits = np.frombuffer(matcher.ll.compute_bitmask(), np.uint8)
+    return set(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist())
+
+
+# ------------------------------------------------------------------ whole answers
+
+
+def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    """A schema whose instances are short, whatever a model prefers to say."""
+    kinds = ["string", "integer", "enum", "boolean", "null", "number", "pattern"]
+    kind = rng.choice(kinds if depth == 0 else [*kinds, "object", "object", "array"])
+    if kind == "string":
+        return {"type": "string", "maxLength": rng.randrange(1, 6)}
+    if kind == "pattern":
+        return {"type": "string", "pattern": rng.choice(["^[ab]{2}$", "^x[0-9]$", "^(on|off)$"])}
+    if kind in ("integer", "number"):
+        low = rng.randrange(-50, 50)
+        return {"type": "integer", "minimum": low, "maximum": low + rng.randrange(90)}
+    if kind == "enum":
+        return {"enum": rng.sample(["red", "green", 7, None, True, "é 😀"], rng.randrange(1, 4))}
+    if kind == "array":
+        return {"type": "array", "items": random_schema(rng, depth - 1), "maxItems": 3}
+    if kind == "object":
+        return random_object(rng, depth)
+    return {"type": kind}
+
+
+def random_object(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    names = rng.sample(["a", "name", "size", "b c", "ok"], rng.randrange(1, 4))
+    return {
+        "type": "object",
+        "properties": {name: random_schema(rng, depth - 1) for name in names},
+        "required": rng.sample(names, rng.randrange(len(names) + 1)),
+        "additionalProperties": False,
+    }
+
+
+def check(params: SamplingParams, out: dict[str, Any]) -> bool:
+    """True if the answer is finished; fails if it is finished and wrong."""
+    if out["finish_reason"] != "stop":
+        assert out["finish_reason"] == "length"
+        return False
+    if params.json_schema is not None:
+        jsonschema.validate(json.loads(out["text"]), json.loads(params.json_schema))
+    elif params.regex is not None:
+        assert re.fullmatch(params.regex, out["text"])
+    elif params.choice:
+        assert out["text"] in params.choice
+    return True
+
+
+REGEXES = (r"[0-9]{3}-[a-z]{1,5}", "(yes|no), I (can|do)( not)?", r"\(\d+, \d+\)|none", "é{2}|ü")
+CHOICES = (("yes", "no"), ("red", "reddish", "green"), ('say "hi"\n', "é 😀"), ("a",))
+
+
+def mixed(seed: int, count: int) -> list[SamplingParams]:
+    """Schemas, each greedy and sampled; regexes, choices, and free answers between them."""
+    rng, asked = random.Random(seed), []
+    for index in range(count):
+        hot = {"temperature": rng.choice([0.7, 1.0, 1.5]), "seed": index}
+        schema = random_object(rng) if rng.random() < 0.8 else random_schema(rng)
+        asked += [
+            SamplingParams(json_schema=schema, max_tokens=150, **extra) for extra in ({}, hot)
+        ]
+        hot["top_p"] = rng.choice([1.0, 0.9])
+        asked.append(SamplingParams(max_tokens=20, **(hot if index % 2 else {})))
+        if index % 3 == 0:
+            asked.append(SamplingParams(regex=rng.choice(REGEXES), max_tokens=40, **hot))
+            asked.append(SamplingParams(choice=rng.choice(CHOICES), max_tokens=40, **hot))
+    return asked
+
+
+PROMPTS = ("What is 12 + 30?", "Tell me a story about a fox.", "Sort these: 9, 4, 7, 1", "Hi")
+
+
+def prompts(count: int) -> list[list[dict[str, str]]]:
+    return [talk(PROMPTS[index % len(PROMPTS)]) for index in range(count)]
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"overlap": False},
+    "overlap": {"overlap": True},
+    "recorded": {"overlap": True, "cuda_graph_bs": (4, 16), "max_seq_len_override": 256},
+    "recorded, plain": {"overlap": False, "cuda_graph_bs": (4, 16), "max_seq_len_override": 256},
+    "chunked": {"overlap": True, "max_extend_tokens": 9, "cache_type": "naive"},
+    "retracted": {"overlap": True, "num_pages": 60, "reserve_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_valid_and_neighbours_as_if_alone(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """18 schemas each, 108 in all, twice: greedy and sampled, beside requests without any."""
+    if "cuda_graph_bs" in KINDS[kind]:
+        record_on_a_cpu(monkeypatch)
+    asked = mixed(seed=list(KINDS).index(kind), count=18)
+    free = [index for index, params in enumerate(asked) if check_is_free(params)]
+    talks = prompts(len(asked))
+    with serve(max_running_req=16, **KINDS[kind]) as engine:
+        outs = engine.chat(talks, asked)
+        ended = sum(check(*pair) for pair in zip(asked, outs))
+        assert ended > 0.9 * len(asked) - len(free)
+        if kind == "retracted":
+            assert engine.scheduler.retractions > 0
+        if kind == "overlap":
+            assert sum(out["cached_tokens"] > 0 for out in outs) > len(outs) / 2
+        check_integrity(engine.scheduler.cache)
+        for index in free[:4]:
+            alone = engine.chat(talks[index], asked[index])[0]
+            assert alone["token_ids"] == outs[index]["token_ids"]
+
+
+def check_is_free(params: SamplingParams) -> bool:
+    return grammar.asked_for(params) is None
+
+
+def test_every_loop_gives_the_same_constrained_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answers = mixed(seed=9, count=4), []
+    for kind in ("plain", "overlap", "recorded", "retracted"):
+        if "cuda_graph_bs" in KINDS[kind]:
+            record_on_a_cpu(monkeypatch)
+        with serve(max_running_req=16, **KINDS[kind]) as engine:
+            outs = engine.chat(prompts(len(asked)), asked)
+        answers.append([out["token_ids"] for out in outs])
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_aborts_leave_nothing_behind_and_harm_nobody() -> None:
+    """At every moment of an answer; who stays gets the tokens that they get alone."""
+    channel = InProcessChannel()
+    config = SchedulerConfig(
+        model_path=str(FOLDER), device="cpu", page_size=4, num_page_override=200, overlap=True
+    )
+    scheduler = build_scheduler(config, channel)
+    prompt, asked = list(range(6, 20)), [ANSWER, SamplingParams(max_tokens=12), ANSWER]
+
+    def go(abort_at: int) -> dict[int, list[Any]]:
+        said: dict[int, list[Any]] = {}
+        channel.put_messages(*(UserMsg(uid, prompt, params) for uid, params in enumerate(asked)))
+        for turn in range(200):
+            if turn == abort_at:
+                channel.put_messages(AbortMsg(0))
+            scheduler.step_overlap()
+            for reply in channel.take_replies():
+                said.setdefault(reply.uid, []).append(reply)
+            if not scheduler.has_work and not channel.waiting:
+                break
+        check_integrity(scheduler.cache)
+        return {uid: [reply.token for reply in replies] for uid, replies in said.items()}
+
+    whole = go(-1)
+    for abort_at in range(1, 8):
+        tokens = go(abort_at)
+        assert tokens[0][-1] is None and tokens[0][:-1] == whole[0][: len(tokens[0]) - 1]
+        assert tokens[1] == whole[1] and tokens[2] == whole[2]
+
+
+def test_grammars_of_both_notations(llm: LLM) -> None:
+    lark = 'start: "(" start ")" | NUMBER\nNUMBER: /[0-9]{1,3}/'
+    gbnf = 'root ::= "(" root ")" | [0-9] [0-9]'
+    asked = [SamplingParams(grammar=text, temperature=1.0, seed=1, max_tokens=60) for text in
+             (lark, gbnf)]  # fmt: skip
+    for out in llm.generate(["What is 12 + 30?"] * 2, asked):
+        assert out["finish_reason"] == "stop"
+        assert re.fullmatch(r"\(*\d{1,3}\)*", out["text"])
+        assert out["text"].count("(") == out["text"].count(")")
+
+
+def test_a_json_object_is_one(llm: LLM) -> None:
+    asked = [SamplingParams(json_object=True, temperature=1.0, seed=n, max_tokens=60) for n in
+             range(8)]  # fmt: skip
+    outs = llm.generate(["Tell me of a fox."] * 8, asked)
+    whole = [json.loads(out["text"]) for out in outs if out["finish_reason"] == "stop"]
+    assert whole and all(isinstance(value, dict) for value in whole)
+    assert all(out["text"].startswith("{") for out in outs)
+
+
+def test_a_cut_answer_says_so(llm: LLM) -> None:
+    """An integer without bounds may go on, and a greedy model does."""
+    out = llm.generate("Say it.", SamplingParams(regex="[0-9]{50}", max_tokens=5))[0]
+    assert out["finish_reason"] == "length" and len(out["token_ids"]) == 5
+    assert re.fullmatch("[0-9]{1,50}", out["text"])
+
+
+def test_log_probabilities_are_those_of_the_model(llm: LLM) -> None:
+    """The grammar's only way is one that the model thinks little of, and that is what it says."""
+    asked = [SamplingParams(logprobs=2, max_tokens=1), SamplingParams(choice=["Zz"], logprobs=2)]
+    free, forced = (llm.chat(talk("What is 12 + 30?"), params)[0]["logprobs"] for params in asked)
+    assert forced[0]["top_logprobs"][0][0] == free[0]["token_id"]
+    assert forced[0]["top_logprobs"][0][1] == pytest.approx(free[0]["logprob"], abs=1e-4)
+    assert forced[0]["logprob"] < -3
+
+
+def test_a_grammar_that_fails_on_the_way_ends_its_request_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammar, "LIMITS", LLParserLimits(step_max_items=60, verbose_errors=False))
+    with serve(overlap=True) as engine:
+        asked = [SamplingParams(grammar='start: ("a" "b"){1000}', max_tokens=30),
+                 SamplingParams(max_tokens=8)]  # fmt: skip
+        broken, whole = engine.generate(["a"] * 2, asked)
+        assert broken["finish_reason"] == "abort"
+        assert broken["notice"].startswith("grammar: ") and "items" in broken["notice"]
+        assert whole == engine.generate("a", asked[1])[0] | {
+            "cached_tokens": whole["cached_tokens"]
+        }
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"regex": "(("}, "regex: .*unclosed group"),
+        ({"regex": "(?=a)a"}, "regex: .*look-around"),
+        ({"regex": "a" * 20_000}, "regex: must have at most 16384 bytes, got 20000"),
+        ({"json_schema": {"type": "foo"}}, "json_schema: Invalid type: foo"),
+        ({"json_schema": {"not": {}}}, "json_schema: Unimplemented keys"),
+        ({"json_schema": {"oneOf": [{"type": "null"}, {"minimum": 1}]}}, "json_schema: oneOf"),
+        ({"json_schema": "5"}, "json_schema: Expecting object schema"),
+        ({"json_schema": {"$ref": "http://a/b"}}, "json_schema: Resource"),
+        ({"json_schema": {"type": "integer", "multipleOf": 99_991}}, "json_schema: .*multipleOf"),
+        ({"grammar": "root ::= ??"}, "grammar: "),
+        ({"grammar": 'start: "a" b'}, "grammar: "),
+        ({"grammar": '{"grammars": []}'}, "grammar: "),
+        ({"grammar": "start: a\na: %json {}"}, "grammar: .*use json_schema"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_the_reason(
+    llm: LLM, fields: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"(?s)^prompts\[1\]: {reason}"):
+        llm.generate(["a", "b"], [SamplingParams(), SamplingParams(**fields)])
+    assert not llm.scheduler.has_work
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"regex": "a", "choice": ["b"]}, "choice: must be left out beside regex"),
+        ({"json_object": True, "grammar": "b"}, "json_object: must be left out beside grammar"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos: must be left out beside regex"),
+        ({"regex": "a", "min_tokens": 2}, "min_tokens: must be left out beside regex"),
+        ({"regex": "a", "allowed_token_ids": [2]}, "allowed_token_ids: must be left out"),
+        ({"json_schema": "{"}, "json_schema: must be a JSON schema"),
+        ({"json_schema": {"const": float("nan")}}, "json_schema: must be a JSON schema"),
+        ({"json_schema": {"const": {1, 2}}}, "json_schema: must be a JSON schema"),
+        ({"regex": "a", "bad_words": [[2]]}, "bad_words: must be left out beside regex"),
+        ({"regex": "\ud800"}, "regex: must be a valid string"),
+        ({"regex": ""}, "regex: must have at least 1 character"),
+        ({"choice": [""]}, "choice: must have at least 1 character"),
+        ({"choice": [1]}, "choice: must be a valid string"),
+        ({"grammar": 5}, "grammar: must be a valid string"),
+    ],
+)
+def test_parameters_that_contradict_each_other_are_refused(
+    fields: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{reason}"):
+        SamplingParams(**fields)
+
+
+def test_parameters_travel_and_can_be_hashed() -> None:
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    for fields in ({"json_schema": schema}, {"choice": ["b", "a"]}, {"json_object": True}):
+        params = SamplingParams(**fields)
+        message = UserMsg(1, [1], params)
+        again = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=UserMsg)
+        assert again.sampling_params == params and hash(params) == hash(again.sampling_params)
+    assert json.loads(SamplingParams(json_schema=json.dumps(schema)).json_schema or "") == schema
+
+
+def test_a_scheduler_refuses_one_request_and_serves_the_others(llm: LLM) -> None:
+    llm.channel.put_messages(
+        UserMsg(10**6, [7], SamplingParams(regex="((")), UserMsg(10**6 + 1, [7], ANSWER)
+    )
+    said = []
+    while llm.channel.waiting or llm.scheduler.has_work:
+        llm.scheduler.step_overlap()
+        said += llm.channel.take_replies()
+    refused = [reply for reply in said if isinstance(reply, ErrorReply)]
+    assert [(reply.uid, reply.param) for reply in refused] == [(10**6, "regex")]
+    assert said[-1].uid == 10**6 + 1 and said[-1].finish_reason == "stop"
+
+
+def test_a_model_without_a_usable_tokenizer_refuses(tmp_path: Any) -> None:
+    for text, reason in (("{}", "Model missing"), (None, "No such file")):
+        if text is not None:
+            (tmp_path / "tokenizer.json").write_text(text)
+        else:
+            (tmp_path / "tokenizer.json").unlink()
+        grammars = load_grammars(tmp_path, 1000, [0])
+        with pytest.raises(InvalidRequestError, match=f"regex: the model's tokenizer.*{reason}"):
+            grammars.compile("regex", "a")
+    assert load_grammars(FOLDER, MODEL.vocab_size, []).tokenizer == (
+        "the model's tokenizer cannot be used: eos_token list must not be empty"
+    )
+
+
+# ------------------------------------------------------------------ matchers and masks
+
+
+def test_a_stopped_matcher_allows_end_tokens_only() -> None:
+    made = tokenizer([EOS, 4])
+    matcher = Matcher(compile_grammar(made, "choice", '["yes"]'), "choice")
+    ids = np.array(made.tokenize_str("yes"), np.int32)
+    assert EOS not in allowed(matcher)
+    matcher.follow(ids)
+    assert allowed(matcher) == {EOS, 4}
+    matcher.follow(np.append(ids, 4).astype(np.int32))  # the model's second end token
+    assert not matcher.error and allowed(matcher) <= {EOS, 4}
+
+
+def test_a_matcher_is_a_function_of_the_answer() -> None:
+    """Token by token, all at once, or again from the start: as after a retraction."""
+    made = tokenizer()
+    ids = np.array(made.tokenize_str("yes, 123"), np.int32)
+    start = compile_grammar(made, "regex", ANSWER.regex or "")
+    one, many = Matcher(start, "regex"), Matcher(start, "regex")
+    for length in range(len(ids) + 1):
+        one.follow(ids[:length])
+        one.follow(ids[:length])
+    many.follow(ids)
+    assert allowed(one) == allowed(many) and one.seen == len(ids) and not one.error
+    assert allowed(Matcher(start, "regex")) != allowed(many)
+    wrong = Matcher(start, "regex")
+    wrong.follow(ids[1:])
+    assert wrong.error.startswith("regex: ")
+
+
+def test_tokens_that_the_tokenizer_lacks_are_never_allowed() -> None:
+    matcher = Matcher(compile_grammar(tokenizer(), "regex", "(?s:.*)"), "regex")
+    size = LLTokenizer(TEXT).vocab_size
+    assert size < MODEL.vocab_size and max(allowed(matcher)) < size and len(allowed(matcher)) > 999
+
+
+def test_equal_grammars_are_compiled_once_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    real = grammar.LLMatcher
+
+    class Counting:
+        grammar_from_regex = staticmethod(real.grammar_from_regex)
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            calls.append(args[1])
+            return real(*args, **kwargs)
+
+    monkeypatch.setattr(grammar, "LLMatcher", Counting)
+    grammars = Grammars(tokenizer(), keep=2)
+    for pattern in ("a", "b", "a", "b", "c", "a"):
+        grammars.compile("regex", pattern)
+    assert len(calls) == 4
+
+
+def test_a_request_keeps_what_it_asked_of_its_logits() -> None:
+    grammars = load_grammars(FOLDER, MODEL.vocab_size, MODEL.eos_token_ids)
+    limits = Limits(100, 100, MODEL.vocab_size, frozenset(MODEL.eos_token_ids))
+    params = SamplingParams(regex="[a-z]+", logit_bias={7: 3.0})
+    req = grammars.make_req(UserMsg(1, [1], params), limits)
+    assert req.logits_params.bias == {7: 3.0} and req.matcher is not None
+    free = grammars.make_req(UserMsg(1, [1], SamplingParams()), limits)
+    assert free.matcher is None and free.logits_params is None
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_draw_waits_for_its_masks_and_the_next_step_waits_for_the_draw(
+    recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token pool holds the masked token before anything reads it, also if nobody asked."""
+    if recorded:
+        record_on_a_cpu(monkeypatch)
+    with serve(max_running_req=4, cuda_graph_bs=(2,) if recorded else None) as made:
+        engine, order = made.scheduler.engine, list[str]()
+        grammars = engine.deferral
+        assert isinstance(grammars, Grammars)
+        fill = grammars.fill_masks
+        grammars.fill_masks = lambda fi: order.append("fill") or fill(fi)  # type: ignore[method-assign, func-returns-value]
+        tables = engine.tables
+        reqs = [made.scheduler.make_req(UserMsg(uid, [9, 8, 7], params)) for uid, params in
+                enumerate((ANSWER, SamplingParams()))]  # fmt: skip
+        for req in reqs:
+            req.table_idx = tables.allocate()
+            slots = np.arange(64, dtype=np.int32) + 64 * req.uid
+            tables.write(req.table_idx, 0, slots)
+            tables.write_tokens(req.table_idx, 0, req.input_ids)
+        output = engine.step(engine.prepare(Batch(reqs=reqs, phase=Phase.PREFILL)))
+        assert order == [] and grammars.waiting is output
+        for req in reqs:
+            req.advance()
+        first = output.wait().ids
+        assert order == ["fill"]
+        for req, token in zip(reqs, first):
+            req.append(token)
+        assert made.tokenizer is not None and made.tokenizer.decode(first[:1])[0] in "yn"
+        fi = engine.prepare(Batch(reqs=list(reqs), phase=Phase.DECODE))
+        assert (fi.packed is not None) == recorded
+        output = engine.step(fi)
+        for req in reqs:
+            req.advance()
+        assert order == ["fill"]
+        engine.step(engine.prepare(Batch(reqs=list(reqs), phase=Phase.DECODE)))
+        assert order == ["fill"] * 2
+        ids = dict(zip(fi.sampled, output.wait().ids))
+        for req, token in ids.items():
+            assert tables.token_pool[req.table_idx, 4] == token
+        assert order == ["fill"] * 2
+        matcher = Matcher(made.scheduler.make_req(UserMsg(5, [1], ANSWER)).matcher.ll, "regex")
+        matcher.follow(np.array([first[0], ids[reqs[0]]], np.int32))
+        assert not matcher.error
+
+
+def test_free_batches_are_drawn_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.scheduler.engine.deferral, "fill_masks", None)
+    asked = [SamplingParams(max_tokens=4), SamplingParams(max_tokens=4, logit_bias={9: 5.0})]
+    assert len(llm.generate(["a", "b"], asked)) == 2
+
+
+# ------------------------------------------------------------------ ranks
+
+
+def run(scheduler: Scheduler, channel: InProcessChannel) -> dict[int, list[Any]]:
+    """Three constrained requests and a free one, as `LLM` runs them."""
+    schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4}
+    asked = [ANSWER, SamplingParams(max_tokens=9),
+             SamplingParams(json_schema=schema, temperature=1.0, seed=3),
+             SamplingParams(choice=["yes", "no"], temperature=2.0)]  # fmt: skip
+    channel.put_messages(*(UserMsg(uid, [9, 8, 7, uid], p) for uid, p in enumerate(asked)))
+    said: dict[int, list[Any]] = {}
+    while channel.waiting or scheduler.has_work:
+        scheduler.step_overlap()
+        for reply in channel.take_replies():
+            said.setdefault(reply.uid, []).append(reply.token)
+    return said
+
+
+def test_every_rank_follows_the_answer_itself() -> None:
+    """Two processes say what one says: matchers depend on tokens alone, which ranks share."""
+    config = SchedulerConfig(
+        model_path=str(FOLDER), device="cpu", page_size=4, num_page_override=100, overlap=True
+    )
+    channel = InProcessChannel()
+    one = run(build_scheduler(config, channel), channel)
+    config, channel = config_of_rank(config, 0, 2), InProcessChannel()
+    with Ranks(config) as ranks:
+        scheduler = build_scheduler(config, ranks.channel(channel), ranks.comm)
+        assert run(scheduler, channel) == one
+        assert ranks.alive()
