@@ -284,6 +284,8 @@ class Sampler:
 
     def draw(self, logits: Tensor, args: SamplingArgs) -> Tensor:
         """By torch functions: the rows without filters, then those that need a sort; int64 [bs]."""
+        if not args.temperature.any():
+            return logits.argmax(-1)
         next_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         for rows in (np.flatnonzero(args.width == 0), np.flatnonzero(args.width)):
             if len(rows) == 0:
