@@ -172,7 +172,7 @@ class LLM:
         """Answer prompts, all at once; a dictionary for each, in their order.
 
         Keys: text, token_ids, finish_reason ("stop" or "length"), prompt_tokens, cached_tokens;
-        logprobs if asked for; notice if `max_tokens` was clamped, or why an answer is "abort". Raises
+        logprobs if asked for; notice if `max_tokens` was clamped, or why it is an "abort". Raises
         ValueError for the first prompt that cannot be answered, before anything runs.
         """
         listed = as_prompts(prompts)

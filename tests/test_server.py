@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
@@ -425,6 +426,59 @@ def test_bad_field_is_named_and_the_server_lives(live: Live, name: str) -> None:
     error = response.json()["error"]
     assert response.status_code == 400 and error["param"] == param, error
     assert set(error) == {"message", "type", "param", "code"} and param in error["message"]
+    assert chat(live).status_code == 200
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "size": {"enum": ["small", "large"]}},
+    "required": ["ok", "size"],
+    "additionalProperties": False,
+}
+FORMS: dict[str, tuple[dict[str, Any], str]] = {
+    "response_format": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": SCHEMA},
+            }
+        },
+        r'\{"ok": ?(true|false), ?"size": ?"(small|large)"\}',
+    ),
+    "json_object": ({"response_format": {"type": "json_object"}}, r"(?s)\{.*"),
+    "guided_json": ({"guided_json": SCHEMA}, r"\{.*\}"),
+    "guided_regex": ({"guided_regex": "[0-9]{3}x"}, "[0-9]{3}x"),
+    "structured_outputs": ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+    "regex": ({"regex": "a{3}"}, "aaa"),
+    "ebnf": ({"ebnf": 'root ::= "x" [0-9]'}, "x[0-9]"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_form_of_an_answer(live: Live, name: str) -> None:
+    fields, pattern = FORMS[name]
+    choice = chat(live, max_tokens=60, **fields).json()["choices"][0]
+    assert re.fullmatch(pattern, choice["message"]["content"])
+    assert choice["finish_reason"] == "stop" or name == "json_object"  # it may be any size
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "(("}, "regex"),
+        ({"guided_json": {"type": "foo"}}, "json_schema"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "choice"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+        ({"structured_outputs": ["a"]}, "structured_outputs"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+    ],
+)
+def test_a_form_that_cannot_be_had_is_refused(
+    live: Live, fields: dict[str, Any], param: str
+) -> None:
+    response = chat(live, **fields)
+    assert response.status_code == 400 and response.json()["error"]["param"] == param
     assert chat(live).status_code == 200
 
 

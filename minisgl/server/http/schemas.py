@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
-from minisgl.core import MAX_LOGPROBS, SamplingParams
+from minisgl.core import GRAMMARS, MAX_LOGPROBS, SamplingParams
 from minisgl.server.http.errors import ApiError
 
 
@@ -57,6 +57,19 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
+class NamedSchema(BaseModel):
+    """OpenAI gives a schema a name, which changes nothing."""
+
+    content: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's way to ask for structured output."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: NamedSchema | None = None
+
+
 class GenerationRequest(BaseModel, extra="allow"):
     """What all requests share. Unknown fields are ignored, null means the default."""
 
@@ -78,6 +91,8 @@ class GenerationRequest(BaseModel, extra="allow"):
     min_tokens: Count | None = None
     bad_words: Annotated[list[StopText], Field(max_length=1024)] | None = None
     allowed_token_ids: list[TokenId] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None  # vLLM's
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # seconds
@@ -103,6 +118,23 @@ class GenerationRequest(BaseModel, extra="allow"):
                 only = f"only {harmless[0]!r} is supported, got {value!r:.80}"
                 raise ApiError(400, f"{name}: {only}", code="unsupported", param=name)
 
+    def answer_form(self) -> dict[str, Any]:
+        """What the answer must look like, as fields of `SamplingParams`; ApiError if unknown."""
+        given, extra = self.response_format or ResponseFormat(), self.model_extra or {}
+        options = {name: extra.get(name) for name in [*FORMS, *GRAMMARS]}
+        options |= {f"guided_{name}": v for name, v in (self.structured_outputs or {}).items()}
+        form = {FORMS.get(k, k.removeprefix("guided_")): v for k, v in options.items() if v}
+        if given.type == "json_object":
+            form["json_object"] = True
+        elif given.type == "json_schema":
+            form["json_schema"] = given.json_schema and given.json_schema.content
+        for name, value in form.items():
+            if name not in GRAMMARS or value is None:
+                param = "structured_outputs" if value else "response_format"
+                why = f"{param}: {name!r} is not supported, or empty"
+                raise ApiError(400, why, code="unsupported", param=param)
+        return form
+
     def sampling_params(self, defaults: Mapping[str, Any], index: int = 0) -> SamplingParams:
         """The engine's params: what the client set, else what the model advises, else ours.
 
@@ -113,6 +145,7 @@ class GenerationRequest(BaseModel, extra="allow"):
         asked["seed"] = None if self.seed is None else (self.seed + index) % 2**63
         if self.top_k == 0:  # many clients spell "off" so
             asked["top_k"] = -1
+        asked |= self.answer_form()
         chosen = {**defaults, **{name: value for name, value in asked.items() if value is not None}}
         try:
             return SamplingParams(**chosen)
@@ -122,7 +155,6 @@ class GenerationRequest(BaseModel, extra="allow"):
             raise ApiError(400, str(error), code="invalid_value", param=param) from error
 
 
-GUIDES = "json regex choice grammar"  # vLLM's way to constrain an answer
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
@@ -132,9 +164,12 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (False,),
     "length_penalty": (1,),  # from here on what other engines know and OpenAI does not
     "use_beam_search": (False,),
-    **{f"guided_{kind}": ({}, "", []) for kind in GUIDES.split()},
-    **{name: ({}, "", []) for name in ("structured_outputs", "json_schema", "regex", "ebnf")},
 }
+
+FORMS = {  # other engines' names of our fields
+    "guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice",
+    "guided_grammar": "grammar", "ebnf": "grammar",
+}  # fmt: skip
 
 
 class ChatRequest(GenerationRequest):
@@ -144,7 +179,6 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Count | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
-    response_format: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
@@ -159,9 +193,6 @@ class ChatRequest(GenerationRequest):
         reason, param = "", ""
         if self.tools and self.tool_choice != "none":
             reason, param = "calling tools is not supported", "tools"
-        elif (self.response_format or {}).get("type", "text") != "text":
-            reason = f"only type 'text' is supported, got {self.response_format!r:.80}"
-            param = "response_format"
         elif self.top_logprobs is not None and not self.logprobs:
             reason, param = "needs logprobs to be true", "top_logprobs"
         if param:
