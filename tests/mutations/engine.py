@@ -162,15 +162,15 @@ MUTATIONS = [
     Mutation(
         "engine_samples_the_padding",
         ENGINE,
-        "self.sampler.sample(self.forward_pass(fb)[: len(fi.sampled)], fi.sampling)",
-        "self.sampler.sample(self.forward_pass(fb), fi.sampling)",
+        "self.draw(fi, self.forward_pass(fb)[: len(fi.sampled)], scatter)",
+        "self.draw(fi, self.forward_pass(fb), scatter)",
         TESTS + "test_only_real_rows_are_sampled",
     ),
     Mutation(
         "engine_forgets_the_token",
         ENGINE,
-        "tokens.index_copy_(0, scatter, out.next_ids)",
-        "tokens.index_copy_(0, scatter, out.next_ids * 0)",
+        "index_copy_(0, scatter, out.next_ids)",
+        "index_copy_(0, scatter, out.next_ids * 0)",
         TESTS + "test_steps_equal_the_dense_model",
     ),
     Mutation(
@@ -260,22 +260,22 @@ MUTATIONS = [
     Mutation(
         "replay_overrules_on_the_host_only",
         ENGINE,
-        "        self.tables.token_pool.view(-1).index_copy_(0, scatter, out.next_ids)\n",
+        "            self.tables.token_pool.view(-1).index_copy_(0, scatter, out.next_ids)\n",
         "",
         TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
     ),
     Mutation(
         "replay_filters_the_wrong_logits",
         ENGINE,
-        "self.sampler.sample(self.graph.logits[:count], fi.sampling)",
-        "self.sampler.sample(self.graph.logits[-count:], fi.sampling)",
+        "fi, self.graph.logits[:count], ",
+        "fi, self.graph.logits[-count:], ",
         TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
     ),
     Mutation(
         "replay_samples_the_padding",
         ENGINE,
-        "self.sampler.sample(self.graph.logits[:count], fi.sampling)",
-        "self.sampler.sample(self.graph.logits[:size], fi.sampling)",
+        "fi, self.graph.logits[:count], ",
+        "fi, self.graph.logits[:size], ",
         TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
     ),
     Mutation(
