@@ -24,6 +24,7 @@ SLOW = {
     "test_server_operations", "test_server_clients", "test_server_api", "test_tensor_parallel",
     "test_soak_script", "test_online", "test_benchmark", "test_fused", "test_build",
     "test_paged_equals_dense", "test_graph", "test_sampler", "test_tiny", "test_decode_path",
+    "test_structured_output",
 }  # fmt: skip
 THIRDS = ("1", "2", "3")
 # Before anything imports torch or triton: threads, no network, Triton's interpreter on a CPU.
