@@ -232,15 +232,21 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[dict[str, Any]]:
-        """Answer one conversation, or a list of them; each is a list of role and content."""
+        """Answer one conversation, or a list of them; each is a list of role and content.
+
+        `chat_template_kwargs` are variables of the model's chat template.
+        """
         if self.tokenizer is None:
             raise ValueError(f"messages: {self.config.model_path} has no tokenizer")
         if isinstance(messages, str) or not isinstance(messages, Sequence):
             raise ValueError(f"messages: must be a list of role and content, got {messages!r}")
         single = len(messages) > 0 and isinstance(messages[0], Mapping)
         talks: Sequence[Any] = [messages] if single else messages
-        prompts = [self.tokenizer.apply_chat(talk) for talk in talks]
+        prompts = [
+            self.tokenizer.apply_chat(talk, **(chat_template_kwargs or {})) for talk in talks
+        ]
         return self.generate(prompts, sampling_params, progress=progress)
 
     def shutdown(self) -> None:

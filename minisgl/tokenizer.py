@@ -54,22 +54,27 @@ class Tokenizer:
         """Text of token ids; special tokens are no text, broken UTF-8 becomes U+FFFD."""
         return str(self.backend.decode([int(token) for token in ids], skip_special_tokens=True))
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The conversation as the model was trained to see it, up to where the answer begins."""
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The conversation as the model was trained to see it, up to where the answer begins.
+
+        The template reads `variables`, such as `enable_thinking`. With `continue_final_message=True`
+        the last message is left open instead.
+        """
         checked = check_messages(messages)
         if not self.hf.chat_template:
             raise ValueError("messages: this model's tokenizer has no chat template")
+        open_end = {"add_generation_prompt": not variables.get("continue_final_message")}
         try:
-            text = self.hf.apply_chat_template(checked, tokenize=False, add_generation_prompt=True)
+            text = self.hf.apply_chat_template(checked, tokenize=False, **{**open_end, **variables})
         except (
             Exception
         ) as error:  # a template is code of the model's author and refuses as it likes
             raise ValueError(f"messages: refused by the chat template: {error}") from error
         return str(text)
 
-    def apply_chat(self, messages: Sequence[Mapping[str, Any]]) -> IntArray:
+    def apply_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> IntArray:
         """Token ids of a rendered conversation, int32 [n]; BOS comes from the template alone."""
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
+        return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
 
     def encode_bad_words(self, params: SamplingParams) -> SamplingParams:
         """The same parameters, bad words as token ids: a text with and without a space before."""
@@ -87,17 +92,27 @@ class Tokenizer:
         return replace(params, bad_words=tuple(ids for ids in dict.fromkeys(found) if ids))
 
 
+def text_of(name: str, content: object) -> str:
+    """A message's content as one string: text parts are joined, None is empty."""
+    if not isinstance(content, list | tuple):
+        return check_unicode(name, "" if content is None else content)
+    texts = [p.get("text") if isinstance(p, Mapping) and "text" in p else p for p in content]
+    return "".join(check_unicode(f"{name}[{index}]", text) for index, text in enumerate(texts))
+
+
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation as a list of dicts with a role and a content; ValueError says which is not."""
+    """A conversation as dicts whose role and content are strings; ValueError says which is not."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or len(messages) == 0:
         raise ValueError("messages: must be a non-empty list of {role, content}")
+    checked: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            kind = type(message).__name__
-            raise ValueError(f"messages[{index}]: must be {{role, content}}, got {kind}")
-        for name in ("role", "content"):
-            check_unicode(f"messages[{index}].{name}", message.get(name))
-    return [dict(message) for message in messages]
+        if not isinstance(message, Mapping) or "content" not in message:
+            what = f"must be {{role, content}}, got {message!r:.80}"
+            raise ValueError(f"messages[{index}]: {what}")
+        check_unicode(f"messages[{index}].role", message.get("role"))
+        content = text_of(f"messages[{index}].content", message.get("content"))
+        checked.append({**message, "content": content})
+    return checked
 
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are no character, or not yet

@@ -220,6 +220,12 @@ def test_chat(llm: LLM) -> None:
     rendered = llm.tokenizer.apply_chat(talk)
     assert one["prompt_tokens"] == len(rendered)
     assert one["token_ids"] == llm.generate(rendered, GREEDY)[0]["token_ids"]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    assert llm.chat(parts, GREEDY) == llm.chat(talk, GREEDY)
+    longer = llm.chat([*talk, {"role": "assistant", "content": None}], GREEDY)
+    left_open = {"add_generation_prompt": False}
+    bare = llm.chat(talk, GREEDY, chat_template_kwargs=left_open)
+    assert bare[0]["prompt_tokens"] < one["prompt_tokens"] < longer[0]["prompt_tokens"]
     with pytest.raises(ValueError, match="messages"):
         llm.chat([{"role": "user"}], GREEDY)
 

@@ -133,7 +133,12 @@ def test_chat_is_what_transformers_makes_of_it(level: Tokenizer) -> None:
         ("hello", "non-empty list"),
         ({"role": "user", "content": "x"}, "non-empty list"),
         (["hello"], r"messages\[0\]: must be"),
-        ([{"role": "user"}], r"messages\[0\].content: must be a string, got NoneType"),
+        ([{"role": "user"}], r"messages\[0\]: must be {role, content}, got {'role'"),
+        ([{"role": "user", "content": 5}], r"messages\[0\].content: must be a string, got int"),
+        (
+            [{"role": "user", "content": ["a", {"type": "image_url"}]}],
+            r"messages\[0\].content\[1\]: must be a string, got dict",
+        ),
         ([{"role": "user", "content": "a"}, {"content": "b"}], r"messages\[1\].role"),
         ([{"role": "user", "content": "a\ud800"}], r"messages\[0\].content: not valid Unicode"),
         ([{"role": "clown", "content": "a"}], "refused by the chat template: no clowns"),
@@ -142,6 +147,22 @@ def test_chat_is_what_transformers_makes_of_it(level: Tokenizer) -> None:
 def test_bad_messages_are_refused(level: Tokenizer, messages: object, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         level.apply_chat(messages)  # type: ignore[arg-type]
+
+
+def test_templates_see_variables_and_plain_text(folder: Path) -> None:
+    """Text parts and null as text; variables reach the template; a last message is left open."""
+    template = (
+        "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+        "{{ think }}{% if add_generation_prompt %}go{% endif %}"
+    )
+    tokenizer = Tokenizer(save(folder / "variables", byte_level(), chat_template=template))
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    talk = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}]
+    assert tokenizer.render_chat(talk) == "[ab][]go"
+    assert tokenizer.render_chat(talk, think=False) == "[ab][]Falsego"
+    assert tokenizer.render_chat(talk, add_generation_prompt=False) == "[ab][]"
+    talk[1]["content"] = "so"
+    assert tokenizer.render_chat(talk, continue_final_message=True) == "[ab][so"
 
 
 def test_bad_prompts_are_refused(level: Tokenizer) -> None:

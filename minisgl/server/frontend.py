@@ -89,6 +89,9 @@ class Observer:
     def told(self, msg: StatsEvent) -> None:
         """The scheduler's process reports."""
 
+    def refused(self, status: int) -> None:
+        """An HTTP request got an error."""
+
 
 class Frontend:
     """Sends requests to the text workers and hands each reply to the stream that waits for it.
@@ -135,16 +138,16 @@ class Frontend:
     def _dispatch(self, replies: list[UserReply | ErrorReply | StatsEvent]) -> None:
         for reply in replies:
             if not isinstance(reply, UserReply | ErrorReply):
-                self._notify("told", reply)
+                self.notify("told", reply)
             elif (stream := self._streams.get(reply.uid)) is not None:  # else its client left
                 stream.put(reply)
                 if len(stream.waiting) > self._max_waiting:
                     why = f"stream: {len(stream.waiting)} replies wait for a reader that takes none"
                     self._cut(ErrorReply(uid=reply.uid, message=why, code="slow_reader"))
                 if isinstance(reply, UserReply):
-                    self._notify("replied", reply.uid, reply)
+                    self.notify("replied", reply.uid, reply)
 
-    def _notify(self, event: str, *args: Any) -> None:
+    def notify(self, event: str, *args: Any) -> None:
         """Call one method of every observer; one that raises is dropped."""
         for observer in list(self._observers):
             try:
@@ -187,7 +190,7 @@ class Frontend:
         uid, outcome = next(self._uids), "left"
         msg = TokenizeMsg(uid=uid, sampling_params=sampling_params, client=client, **prompt)
         stream = self._open(uid, timeout)
-        self._notify("opened", uid, request_id, prompt)
+        self.notify("opened", uid, request_id, prompt)
         try:
             self._outbox(uid).put(msg)
             while outcome == "left":
@@ -225,4 +228,4 @@ class Frontend:
             stream.timer.cancel()
         if outcome == "left" and stream.error is None:
             self._outbox(uid).put(AbortMsg(uid=uid))
-        self._notify("closed", uid, outcome)
+        self.notify("closed", uid, outcome)

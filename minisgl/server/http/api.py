@@ -6,7 +6,6 @@ Generated from notebooks/12c_http.ipynb: edit there.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 import traceback
 import uuid
@@ -15,7 +14,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -25,7 +24,8 @@ from starlette.types import Receive, Scope, Send
 
 from minisgl.core import SamplingParams
 from minisgl.server.frontend import Frontend, RequestFailed
-from minisgl.server.http.errors import ApiError, api_error
+from minisgl.server.http.access import BEARER, keyed_route
+from minisgl.server.http.errors import FAILED, ApiError, api_error
 from minisgl.server.http.limits import ConcurrencyLimiter
 from minisgl.server.http.responses import ChatFormatter, Completion, CompletionFormatter, sse, usage
 from minisgl.server.http.schemas import (
@@ -65,7 +65,6 @@ class RequestHandler:
         formatter: CompletionFormatter,
     ) -> None:
         settings = service.settings
-        check_access(request, settings)
         check_model(body.model, settings)
         body.refuse_unsupported()
         self.service, self.formatter, self.prompts = service, formatter, len(prompts)
@@ -241,33 +240,25 @@ def invalid(error: RequestValidationError) -> ApiError:
     return ApiError(400, reason, code="invalid_value", param=place[0] if place else None)
 
 
-def add_error_handlers(app: FastAPI) -> None:
+def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:
     """Every failure has one body, whichever layer it comes from."""
 
     async def handle(request: Request, failure: Exception) -> JSONResponse:
         if isinstance(failure, RequestValidationError):
             error = invalid(failure)
         elif isinstance(failure, HTTPException) and not isinstance(failure, ApiError):
-            status, code = failure.status_code, f"http_{failure.status_code}"
-            error = ApiError(status, str(failure.detail), code=code, headers=failure.headers)
+            status, why = failure.status_code, str(failure.detail)
+            if status == 404:
+                why = f"{request.url.path}: not here; there are {', '.join(app.openapi()['paths'])}"
+            error = ApiError(status, why, code=f"http_{status}", headers=failure.headers)
         else:
             error = api_error(failure)
         request.scope["refused"] = error  # for the log
+        frontend.notify("refused", error.status_code)
         return JSONResponse(error.body(), error.status_code, error.headers)
 
     for kind in (RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
-
-
-def check_access(request: Request, settings: ApiSettings) -> None:
-    """401 unless the key fits; without a configured key, any is welcome."""
-    given = request.headers.get("authorization", "").encode()
-    # Compared in constant time: how long a refusal takes must not tell how much was right.
-    fits = settings.api_key is None or hmac.compare_digest(
-        given, f"Bearer {settings.api_key}".encode()
-    )
-    if not fits:
-        raise ApiError(401, "authorization: missing or wrong API key", code="invalid_api_key")
 
 
 def check_model(asked: str | None, settings: ApiSettings) -> None:
@@ -309,29 +300,33 @@ class Service:
     limiter: ConcurrencyLimiter
 
 
+STREAMED: dict[int | str, dict[str, Any]] = {  # for /openapi.json
+    200: {"description": "JSON, or events if streamed", "content": {"text/event-stream": {}}}
+}
+
+
 def as_prompt(prompt: str | list[int]) -> dict[str, Any]:
     """A prompt as `Frontend.generate` takes it."""
     return {"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
 
 
-def add_generation_routes(app: FastAPI, service: Service) -> None:
+def add_generation_routes(keyed: APIRouter, service: Service) -> None:
     """OpenAI's two routes that generate, and the smallest one: text in, text out."""
 
-    @app.post("/v1/chat/completions")
+    @keyed.post("/v1/chat/completions", responses=STREAMED)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
-        prompt = {"messages": [message.as_template_input() for message in body.messages]}
         formatter = ChatFormatter(logprobs=body.wanted_logprobs() is not None)
-        handler = RequestHandler(service, request, body, [prompt], formatter)
+        handler = RequestHandler(service, request, body, [body.prompt()], formatter)
         return await respond(request, body, handler)
 
-    @app.post("/v1/completions")
+    @keyed.post("/v1/completions", responses=STREAMED)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         prompts = [as_prompt(prompt) for prompt in body.prompts()]
         formatter = CompletionFormatter(logprobs=body.wanted_logprobs() is not None)
         handler = RequestHandler(service, request, body, prompts, formatter)
         return await respond(request, body, handler)
 
-    @app.post("/generate")
+    @keyed.post("/generate", responses=STREAMED)
     async def generate(request: Request, body: GenerateRequest) -> Response:
         prompts, gone = [as_prompt(body.prompt)], Response(status_code=499)
         handler = RequestHandler(service, request, body, prompts, CompletionFormatter())
@@ -341,7 +336,7 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
         return JSONResponse({"text": answers[0].text}) if answers else gone
 
 
-def add_info_routes(app: FastAPI, service: Service) -> None:
+def add_info_routes(app: FastAPI, keyed: APIRouter, service: Service) -> None:
     """What tools ask before they trust a server."""
     settings = service.settings
     card = {
@@ -353,20 +348,20 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
     }
 
     @app.get("/health")
+    @app.head("/health", include_in_schema=False)
     async def health() -> Response:
         reason = service.frontend.failure or service.limiter.reason
         if reason is not None:
             raise ApiError(503, reason, code="service_unavailable")
         return JSONResponse({"status": "ok"})
 
-    @app.get("/v1/models")
-    async def models(request: Request) -> dict[str, Any]:
-        check_access(request, settings)
+    @keyed.get("/v1/models")
+    @keyed.get("/v1/models/", include_in_schema=False)
+    async def models() -> dict[str, Any]:
         return {"object": "list", "data": [card]}
 
-    @app.get("/v1/models/{name:path}")
-    async def model(request: Request, name: str) -> dict[str, Any]:
-        check_access(request, settings)
+    @keyed.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
         check_model(name, settings)
         return card
 
@@ -386,11 +381,14 @@ def create_app(
         await frontend.stop()
 
     everyone: Any = {name: ["*"] for name in ("allow_origins", "allow_methods", "allow_headers")}
-    shown = ["x-request-id", "retry-after"]
+    shown = ["x-request-id", "retry-after", "x-should-retry"]
     browsers = Middleware(CORSMiddleware, expose_headers=shown, **everyone)
     app = FastAPI(title="minisgl", lifespan=lifespan, middleware=[browsers, *middleware])
     service = Service(frontend, settings, limiter or ConcurrencyLimiter())
-    add_error_handlers(app)
-    add_info_routes(app, service)
-    add_generation_routes(app, service)
+    add_error_handlers(app, frontend)
+    bearer, route = [Security(BEARER)], keyed_route(settings.api_key)
+    keyed = APIRouter(route_class=route, dependencies=bearer, responses=FAILED)
+    add_info_routes(app, keyed, service)
+    add_generation_routes(keyed, service)
+    app.include_router(keyed)
     return app

@@ -8,12 +8,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from minisgl.server.frontend import RequestFailed
 
 STATUS_OF_CODE = {"service_unavailable": 503, "internal_error": 500, "deadline_exceeded": 408}
-RETRY_AFTER = {429: "1", 503: "5"}  # seconds
+HEADERS = {  # what OpenAI's clients heed; a deadline that passed once would pass again
+    401: {"www-authenticate": "Bearer"},
+    408: {"x-should-retry": "false"},
+    429: {"retry-after": "1"},
+    503: {"retry-after": "5"},
+}
+
+
+class ErrorBody(BaseModel):
+    """Every error: its message, type, param and code."""
+
+    error: dict[str, str | None]
+
+
+FAILED: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": "What is wrong, and with which field"}
+    for status in ("4XX", "5XX")
+}
 
 
 class ApiError(HTTPException):
@@ -28,8 +46,7 @@ class ApiError(HTTPException):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        retry = {"retry-after": RETRY_AFTER[status]} if status in RETRY_AFTER else None
-        super().__init__(status, message, headers or retry)
+        super().__init__(status, message, {**HEADERS.get(status, {}), **(headers or {})})
         self.code, self.param = code, param
 
     def body(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from minisgl.core import GRAMMARS, MAX_LOGPROBS, SamplingParams
 from minisgl.server.http.errors import ApiError
+from minisgl.server.http.fields import HARMLESS, template_variables
 
 
 def valid_unicode(text: str) -> str:
@@ -26,6 +27,7 @@ def valid_unicode(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(valid_unicode)]
 Count = Annotated[int, Field(lt=2**63)]  # what a message can hold; ranges are checked later
+Limit = Annotated[int, Field(gt=0, lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopText = Annotated[Text, Field(max_length=1024)]
 MAX_ANSWERS = 1024  # of one HTTP request: prompts times n
@@ -43,6 +45,8 @@ class ChatMessage(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | list[TextPart] | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: None = None
 
     def as_template_input(self) -> dict[str, str]:
         """Plain role and string, the only shape that every chat template understands."""
@@ -77,7 +81,7 @@ class GenerationRequest(BaseModel, extra="allow"):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Count | None = None
-    max_tokens: Count | None = None
+    max_tokens: Limit | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     seed: int | None = None
@@ -112,11 +116,13 @@ class GenerationRequest(BaseModel, extra="allow"):
 
     def refuse_unsupported(self) -> None:
         """Say no to what would change the answer; let pass what would not."""
-        for name, harmless in HARMLESS.items():
-            value = (self.model_extra or {}).get(name)
-            if value is not None and value not in harmless and (name, value) != ("best_of", self.n):
-                only = f"only {harmless[0]!r} is supported, got {value!r:.80}"
-                raise ApiError(400, f"{name}: {only}", code="unsupported", param=name)
+        best_of = ("best_of", self.n)
+        for name, value in (self.model_extra or {}).items():
+            harmless = HARMLESS.get(name)
+            if harmless is None or value is None or value in harmless or (name, value) == best_of:
+                continue
+            why = f"{name}: not supported, leave it out; got {value!r:.80}"
+            raise ApiError(400, why, code="unsupported", param=name)
 
     def answer_form(self) -> dict[str, Any]:
         """What the answer must look like, as fields of `SamplingParams`; ApiError if unknown."""
@@ -155,17 +161,6 @@ class GenerationRequest(BaseModel, extra="allow"):
             raise ApiError(400, str(error), code="invalid_value", param=param) from error
 
 
-HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "suffix": ("",),
-    "echo": (False,),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "prompt_logprobs": (False,),
-    "length_penalty": (1,),  # from here on what other engines know and OpenAI does not
-    "use_beam_search": (False,),
-}
-
 FORMS = {  # other engines' names of our fields
     "guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice",
     "guided_grammar": "grammar", "ebnf": "grammar",
@@ -176,7 +171,13 @@ class ChatRequest(GenerationRequest):
     """Body of `POST /v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=16384)
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Limit | None = None
+    chat_template_kwargs: Annotated[dict, AfterValidator(template_variables)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Annotated[Text, Field(max_length=64)] | None = None
+    enable_thinking: bool | None = None
+    add_special_tokens: Literal[False] | None = None  # the template writes them
     tools: list[Any] | None = None
     tool_choice: Any = None
     logprobs: bool | None = None
@@ -188,12 +189,24 @@ class ChatRequest(GenerationRequest):
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    def prompt(self) -> dict[str, Any]:
+        """The conversation and what its template reads beside it."""
+        names = ("add_generation_prompt", "continue_final_message")
+        given = self.model_dump(include={*names, "reasoning_effort", "enable_thinking"})
+        variables = {name: value for name, value in given.items() if value is not None}
+        return {
+            "messages": [message.as_template_input() for message in self.messages],
+            "template_kwargs": {**(self.chat_template_kwargs or {}), **variables},
+        }
+
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
         reason, param = "", ""
         if self.tools and self.tool_choice != "none":
             reason, param = "calling tools is not supported", "tools"
-        elif self.top_logprobs is not None and not self.logprobs:
+        elif self.tool_choice not in (None, "none", "auto"):
+            reason, param = "needs tools, and calling them is not supported", "tool_choice"
+        elif self.top_logprobs and not self.logprobs:
             reason, param = "needs logprobs to be true", "top_logprobs"
         if param:
             raise ApiError(400, f"{param}: {reason}", code="unsupported", param=param)
@@ -203,7 +216,12 @@ class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`: one prompt or several, as text or as token ids."""
 
     prompt: Text | list[TokenId] | list[Text] | list[list[TokenId]]
-    logprobs: int | None = None
+    logprobs: Literal[False] | int | None = None
+    add_special_tokens: Literal[True] | None = None
+
+    def token_limit(self) -> int:
+        """OpenAI's default."""
+        return 16 if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt. An empty list is one empty prompt, and is refused later as such."""
@@ -212,7 +230,7 @@ class CompletionRequest(GenerationRequest):
         return list(self.prompt)  # type: ignore[arg-type]
 
     def wanted_logprobs(self) -> int | None:
-        return self.logprobs
+        return None if self.logprobs is False else self.logprobs
 
 
 class GenerateRequest(GenerationRequest):

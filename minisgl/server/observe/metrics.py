@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -57,6 +58,7 @@ class Metrics(Observer):
             return Histogram(f"minisgl_{name}_seconds", text, buckets=buckets, registry=registry)
 
         self._requests = counter("requests", "finished requests by outcome", "outcome")
+        self._refusals = counter("refusals", "HTTP requests answered with an error", "code")
         self._prompt = counter("prompt_tokens", "tokens of prompts, once for each answer")
         self._cached = counter("cached_prompt_tokens", "tokens of prompts found in the cache")
         self._tokens = counter("completion_tokens", "tokens of answers")
@@ -100,10 +102,13 @@ class Metrics(Observer):
                 counter.inc(getattr(msg, name) - getattr(self._before, name))
             self._before = msg
 
+    def refused(self, status: int) -> None:
+        self._refusals.labels(status).inc()
+
 
 def add_metrics_route(app: FastAPI, metrics: Metrics) -> None:
     """`GET /metrics`, as Prometheus reads it."""
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics_text() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)

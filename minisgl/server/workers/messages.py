@@ -21,6 +21,7 @@ class TokenizeMsg(msgspec.Struct, tag=True, kw_only=True):
     client: str = ""  # who asks: the scheduler shares its time fairly between clients
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = {}  # variables of the chat template
     input_ids: list[int] | None = None
 
 

@@ -56,8 +56,7 @@ class TextWorker:
     ) -> None:
         self._tokenizer, self._check, self._logprobs = tokenizer, check, logprobs
         self._outboxes = (to_scheduler, to_frontend)
-        self._scheduler: list[Message] = []  # what waits for the next flush
-        self._frontend: list[Message] = []
+        self._scheduler, self._frontend = list[Message](), list[Message]()  # for the next flush
         self._open: dict[int, OpenText] = {}
 
     def flush(self) -> None:
@@ -91,7 +90,7 @@ class TextWorker:
             return
         try:
             if msg.messages is not None:
-                ids = self._tokenizer.apply_chat(msg.messages).tolist()
+                ids = self._tokenizer.apply_chat(msg.messages, **msg.template_kwargs).tolist()
             elif msg.text is not None:
                 ids = self._tokenizer.encode(msg.text).tolist()
             else:
@@ -99,8 +98,7 @@ class TextWorker:
             params = self._tokenizer.encode_bad_words(msg.sampling_params)
         except Exception as error:  # a chat template can raise anything
             param = "prompt" if msg.messages is None else "messages"
-            why = f"{param}: {error}"
-            self._frontend.append(ErrorReply(uid=msg.uid, message=why, param=param))
+            self._frontend.append(ErrorReply(uid=msg.uid, message=f"{param}: {error}", param=param))
             return
         self._scheduler.append(UserMsg(msg.uid, ids, params, msg.client))
 
@@ -158,8 +156,7 @@ class PromptQueue:
 
     def add(self, msg: TokenizeMsg) -> None:
         self.waiting[msg.uid] = msg
-        tag = self._clock + characters(msg)
-        heapq.heappush(self._heap, (tag, msg.uid))
+        heapq.heappush(self._heap, (self._clock + characters(msg), msg.uid))
 
     def pop(self) -> TokenizeMsg | None:
         """The next prompt that is still wanted, if there is one."""
