@@ -57,8 +57,8 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The conversation as the model was trained to see it, up to where the answer begins.
 
-        The template reads `variables`, such as `enable_thinking`. With `continue_final_message=True`
-        the last message is left open instead.
+        The template reads `variables`, such as `enable_thinking`. One of them,
+        `continue_final_message=True`, leaves the last message open instead.
         """
         checked = check_messages(messages)
         if not self.hf.chat_template:

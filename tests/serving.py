@@ -48,7 +48,14 @@ def random_model(factory: pytest.TempPathFactory) -> Path:
 
 def stream(url: str, **fields: Any) -> AbstractContextManager[httpx.Response]:
     """An endless stream from the URL of an API, unless the fields say else."""
-    body = {"prompt": "hi", "ignore_eos": True, "stream": True, "temperature": 1, **fields}
+    body = {
+        "prompt": "hi",
+        "ignore_eos": True,
+        "max_tokens": 9999,
+        "stream": True,
+        "temperature": 1,
+        **fields,
+    }
     return httpx.stream("POST", f"{url}/completions", json=body, timeout=20)
 
 

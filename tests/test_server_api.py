@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import random
 from collections.abc import Iterator
@@ -16,17 +17,22 @@ from httpx_sse._decoders import SSEDecoder, SSELineDecoder
 
 from minisgl import LLM
 from minisgl.config.paths import resolve_model_path
-from minisgl.core import SamplingParams
+from minisgl.core import GRAMMARS, SamplingParams
 from minisgl.scheduler.messages import TokenReply, UserMsg
 from minisgl.server.cli import Operations
+from minisgl.server.frontend import Frontend
+from minisgl.server.http.api import create_app
+from minisgl.server.http.fields import HARMLESS, RESERVED
 from minisgl.server.http.responses import sse
+from minisgl.server.http.schemas import FORMS, ChatRequest, CompletionRequest
+from minisgl.server.http.settings import ApiSettings
 from minisgl.server.workers.channels import LocalQueue
 from minisgl.server.workers.logprobs import TokenBytes
 from minisgl.server.workers.messages import TokenizeMsg
 from minisgl.server.workers.text_process import build_text_worker
 from minisgl.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
-from tests.serving import WINDOW, Live, random_model
+from tests.serving import WINDOW, Live, metric, random_model
 from tests.test_tokenizer import byte_fallback, save
 
 
@@ -354,8 +360,8 @@ def test_stop_strings_never_leak(live: Live, stream: bool) -> None:
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"min_p": 1.5}, "min_p"),
         ({"min_tokens": -1}, "min_tokens"),
-        ({"guided_json": {"type": "object"}}, "guided_json"),
-        ({"regex": "a+"}, "regex"),
+        ({"guided_whitespace_pattern": "x"}, "guided_whitespace_pattern"),
+        ({"stop_regex": "a+"}, "stop_regex"),
     ],
 )
 def test_what_is_too_much_or_unknown_is_named(
@@ -436,7 +442,197 @@ def test_a_mass_of_messages_is_refused_at_once(live: Live, checkpoint: Path) -> 
     assert response.status_code == 400 and response.json()["error"]["param"] == "messages"
 
 
+# Fields: each is honoured, refused by name, or cannot change the answer
+
+VLLM = """
+messages model frequency_penalty logit_bias logprobs top_logprobs max_tokens max_completion_tokens
+n presence_penalty response_format seed stop stream stream_options temperature top_p tools
+tool_choice reasoning_effort thinking_token_budget include_reasoning parallel_tool_calls user
+use_beam_search top_k min_p repetition_penalty watermarking length_penalty stop_token_ids
+include_stop_str_in_output ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens
+truncate_prompt_tokens truncation_side prompt_logprobs logprob_token_ids allowed_token_ids bad_words
+echo add_generation_prompt continue_final_message add_special_tokens documents chat_template
+chat_template_kwargs media_io_kwargs mm_processor_kwargs structured_outputs priority request_id
+session_id return_tokens_as_token_ids return_token_ids routed_experts_prompt_start
+return_token_offsets return_prompt_text return_mm_kwargs cache_salt kv_transfer_params
+ec_transfer_params vllm_xargs repetition_detection stream_interval prompt_embeds
+guided_json guided_regex guided_choice guided_grammar guided_decoding_backend
+guided_whitespace_pattern
+"""
+SGLANG = """
+best_of suffix return_hidden_states return_routed_experts routed_experts_start_len
+return_cached_tokens_details return_token_ids json_schema regex ebnf stop_regex no_stop_trim
+lora_path session_id session_params custom_params custom_logit_processor images_config
+bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank
+data_parallel_rank rid extra_key cache_salt ngram_corpus_id priority custom_labels
+separate_reasoning stream_reasoning chat_template_kwargs input_ids min_new_tokens max_new_tokens
+sampling_params structural_tag
+"""
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+
+
+def chat(live: Live, **fields: Any) -> httpx.Response:
+    return httpx.post(f"{live.url}/v1/chat/completions", json={**CHAT, **fields}, timeout=30)
+
+
+def test_every_known_field_is_in_a_table() -> None:
+    from openai.types import completion_create_params as plain
+    from openai.types.chat import completion_create_params as chats
+
+    known = set(f"{VLLM} {SGLANG}".split())
+    for params in (plain.CompletionCreateParamsBase, chats.CompletionCreateParamsBase):
+        known |= set(params.__annotations__)
+    honoured = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *FORMS, *GRAMMARS}
+    assert known - honoured - set(HARMLESS) == set()
+    assert not honoured & set(HARMLESS)
+
+
+def test_fields_are_treated_as_the_table_says(live: Live) -> None:
+    """One client, one connection: what is refused names itself, what asks for nothing passes."""
+    odd = [{"something": "odd"}]
+    with httpx.Client(base_url=live.url, timeout=30) as client:
+        for path, body, schema in [
+            ("/v1/chat/completions", CHAT, ChatRequest),
+            ("/v1/completions", {"prompt": "hi", "max_tokens": 1}, CompletionRequest),
+        ]:
+
+            def answer(**fields: Any) -> httpx.Response:
+                return client.post(path, json={**body, **fields})  # noqa: B023
+
+            passing = {n: (values or [odd])[0] for n, values in HARMLESS.items() if values != ()}
+            response = answer(**passing, a_field_of_next_year=odd)
+            assert response.status_code == 200, response.text
+            wrong = {name for name, values in HARMLESS.items() if values is not None}
+            wrong |= set(schema.model_fields)
+            for name in sorted(wrong):
+                response = answer(**{name: odd})
+                assert response.status_code == 400, name
+                error = response.json()["error"]
+                assert error["param"] == name and error["message"].startswith(name), error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"x": "y" * 5000}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"x": 2**70}}, "chat_template_kwargs"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages"),
+    ],
+)
+def test_chat_fields_are_refused_by_name(live: Live, fields: dict[str, Any], param: str) -> None:
+    response = chat(live, **fields)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == param and param in error["message"]
+
+
+def test_template_arguments_are_reserved(checkpoint: Path) -> None:
+    names = set(inspect.signature(Tokenizer(checkpoint).hf.apply_chat_template).parameters)
+    assert names - {"kwargs", "add_generation_prompt"} <= set(RESERVED.split())
+
+
+def test_template_variables_reach_the_template(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the template makes of them: the prompt's text, and its length in the usage."""
+    seen = list[dict[str, Any]]()
+    whole = Tokenizer.render_chat
+
+    def noted(self: Tokenizer, messages: Any, **variables: Any) -> str:
+        seen.append(variables)
+        return whole(self, messages, **variables)
+
+    monkeypatch.setattr(Tokenizer, "render_chat", noted)
+    thinking = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert chat(live, **thinking, reasoning_effort="low").status_code == 200
+    assert seen == [{"enable_thinking": False, "reasoning_effort": "low"}]
+    talk = [*CHAT["messages"], {"role": "assistant", "content": "so"}]
+    tokens = [
+        chat(live, messages=talk, **fields).json()["usage"]["prompt_tokens"]
+        for fields in ({}, {"add_generation_prompt": False}, {"continue_final_message": True})
+    ]
+    assert tokens[0] > tokens[1] > tokens[2]
+    assert seen[-1] == {"continue_final_message": True}
+
+
+def test_defaults_of_completions_and_of_logprobs(live: Live) -> None:
+    body = {"prompt": [5], "ignore_eos": True}
+    usage = httpx.post(f"{live.url}/v1/completions", json=body).json()["usage"]
+    assert usage["completion_tokens"] == 16
+    answer = complete(live, logprobs=False, max_tokens=1)
+    assert answer.json()["choices"][0]["logprobs"] is None
+    assert chat(live, logprobs=False, top_logprobs=0).status_code == 200
+
+
 # Routes
+
+
+def test_routes_that_are_missing_say_which_exist(live: Live) -> None:
+    for path in ("responses", "embeddings", "messages"):
+        response = httpx.post(f"{live.url}/v1/{path}", json={})
+        message = response.json()["error"]["message"]
+        assert response.status_code == 404 and message.startswith(f"/v1/{path}: ")
+        assert "/v1/chat/completions" in message and "/v1/models" in message
+
+
+def test_probes_and_lists(live: Live) -> None:
+    assert httpx.get(f"{live.url}/v1/models/").json()["object"] == "list"
+    health = httpx.head(f"{live.url}/health")
+    assert health.status_code == 200 and health.content == b""
+
+
+def test_key_comes_before_the_body() -> None:
+    app = create_app(Frontend([LocalQueue()], LocalQueue()), ApiSettings("m", 9, api_key="clé"))
+
+    async def ask(**headers: str) -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+            about = {"content-type": "application/json"} | headers
+            sent = {name: value.encode() for name, value in about.items()}
+            return await client.post("/v1/completions", content=b"{not JSON", headers=sent)
+
+    refused = asyncio.run(ask(authorization="Bearer wrong"))
+    assert refused.status_code == 401 and refused.headers["www-authenticate"] == "Bearer"
+    assert asyncio.run(ask()).status_code == 401
+    for scheme in ("bearer", "BEARER"):
+        assert asyncio.run(ask(authorization=f"{scheme} clé")).status_code == 400
+
+
+def test_late_answers_are_not_asked_for_again(live: Live) -> None:
+    late = complete(live, timeout=0.001, max_tokens=200, ignore_eos=True)
+    assert late.status_code == 408 and late.headers["x-should-retry"] == "false"
+
+
+def test_refusals_are_counted_by_status(checkpoint: Path) -> None:
+    operations = Operations(log_format="none", max_body_size=1000)
+    with Live(checkpoint, operations=operations, limit=1) as live:
+        complete(live, top_p=7)
+        complete(live, model="other")
+        httpx.get(f"{live.url}/nowhere")
+        complete(live, prompt="x" * 2000)
+        live.limiter.taken = 1
+        complete(live)
+        live.limiter.taken, live.limiter.reason = 0, "closed"
+        complete(live)
+        live.limiter.reason = None
+        counts = {400: 1, 404: 2, 413: 1, 429: 1, 503: 1}
+        for code, count in counts.items():
+            assert metric(live.url, f'refusals_total{{code="{code}"}}') == count, code
+
+
+def test_openapi_says_what_is_sent(live: Live) -> None:
+    paths = httpx.get(f"{live.url}/openapi.json").json()
+    for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
+        about = paths["paths"][path]["post"]
+        assert set(about["responses"]) == {"200", "4XX", "5XX"} and about["security"]
+        assert "text/event-stream" in about["responses"]["200"]["content"]
+    assert paths["components"]["securitySchemes"]["HTTPBearer"]["scheme"] == "bearer"
+    assert "text/plain" in paths["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
 
 
 def test_models_and_unknown_names(client: openai.OpenAI, live: Live) -> None:

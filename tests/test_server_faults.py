@@ -143,7 +143,9 @@ def test_a_response_that_is_never_sent_aborts_its_request(live: Live) -> None:
     """The client vanishes between the first event and the sending of it."""
     rng = random.Random(0)
     for _ in range(20):
-        connection = raw_request(live, {"prompt": "hi", "stream": True, "ignore_eos": True})
+        connection = raw_request(
+            live, {"prompt": "hi", "stream": True, "ignore_eos": True, "max_tokens": 9999}
+        )
         time.sleep(rng.random() * 0.02)
         reset(connection)
     live.assert_pages_home()
@@ -155,7 +157,14 @@ def test_a_response_that_is_never_sent_aborts_its_request(live: Live) -> None:
 def test_slow_reader_is_cut(checkpoint: Path) -> None:
     """A socket that takes nothing for the stall time is a client that left."""
     with Live(checkpoint, stall=0.5) as live:
-        body = {"prompt": "hi", "stream": True, "ignore_eos": True, "n": 32, "logprobs": 20}
+        body = {
+            "prompt": "hi",
+            "stream": True,
+            "ignore_eos": True,
+            "max_tokens": 9999,
+            "n": 32,
+            "logprobs": 20,
+        }
         started = time.monotonic()
         connection = raw_request(live, body, buffer=1024)
         wait_for(lambda: live.limiter.taken == 32, "the stream to begin")
@@ -170,7 +179,14 @@ def test_slow_reader_is_cut(checkpoint: Path) -> None:
 def test_slow_reader_that_takes_a_little_is_not_cut(checkpoint: Path) -> None:
     """Backpressure joins what waits; the answer arrives whole."""
     with Live(checkpoint, stall=0.5, send_buffer=4096) as live:
-        body = {"prompt": "hi", "stream": True, "ignore_eos": True, "n": 8, "logprobs": 5}
+        body = {
+            "prompt": "hi",
+            "stream": True,
+            "ignore_eos": True,
+            "max_tokens": 9999,
+            "n": 8,
+            "logprobs": 5,
+        }
         connection = raw_request(live, {**body, "max_tokens": 120}, buffer=2048)
         data, started = b"", time.monotonic()
         while not data.endswith(b"0\r\n\r\n"):
@@ -211,7 +227,14 @@ def test_stream_that_nobody_reads_has_a_limit() -> None:
 def test_memory_of_a_stalled_stream_is_bounded(checkpoint: Path) -> None:
     """While the socket takes nothing, what waits is counted in tokens and cut at the limit."""
     with Live(checkpoint, stall=20, max_waiting=20) as live:
-        body = {"prompt": "hi", "stream": True, "ignore_eos": True, "n": 16, "logprobs": 20}
+        body = {
+            "prompt": "hi",
+            "stream": True,
+            "ignore_eos": True,
+            "max_tokens": 9999,
+            "n": 16,
+            "logprobs": 20,
+        }
         connection = raw_request(live, body, buffer=1024)
         scheduler = live.server.scheduler
         wait_for(lambda: scheduler.step_count > 5 and not scheduler.has_work, "the aborts", 15)
@@ -296,7 +319,7 @@ def test_a_refused_body_ends_its_connection(checkpoint: Path) -> None:
 
 
 def test_deadline_of_a_request(live: Live) -> None:
-    body = {"prompt": "hi", "ignore_eos": True, "n": 16, "timeout": 0.05}
+    body = {"prompt": "hi", "ignore_eos": True, "max_tokens": 9999, "n": 16, "timeout": 0.05}
     response = httpx.post(f"{live.url}/v1/completions", json=body)
     error = response.json()["error"]
     assert response.status_code == 408 and error["code"] == "deadline_exceeded"
@@ -345,7 +368,14 @@ def test_missed_deadline_does_not_wait_for_its_reader() -> None:
 def test_deadline_of_the_server_ends_a_stream(checkpoint: Path) -> None:
     operations = Operations(log_format="none", request_timeout=0.2)
     with Live(checkpoint, operations=operations) as live:
-        body = {"prompt": "hi", "ignore_eos": True, "n": 24, "stream": True, "timeout": 100}
+        body = {
+            "prompt": "hi",
+            "ignore_eos": True,
+            "max_tokens": 9999,
+            "n": 24,
+            "stream": True,
+            "timeout": 100,
+        }
         response = httpx.post(f"{live.url}/v1/completions", json=body)
         last = [line for line in response.text.splitlines() if line][-1]
         assert response.status_code == 200 and "deadline_exceeded" in last
@@ -357,7 +387,7 @@ def test_deadline_of_the_server_ends_a_stream(checkpoint: Path) -> None:
 
 def test_full_queue_is_a_429_at_once(checkpoint: Path) -> None:
     with Live(checkpoint, limit=4) as live:
-        long = {"prompt": "hi", "ignore_eos": True, "stream": True}
+        long = {"prompt": "hi", "ignore_eos": True, "max_tokens": 9999, "stream": True}
         connections = [raw_request(live, {**long, "n": 3}), raw_request(live, long)]
         wait_for(lambda: live.limiter.taken == 4, "the places to be taken")
         refused = httpx.post(f"{live.url}/v1/completions", json={"prompt": "x"})
@@ -583,7 +613,7 @@ def test_dead_scheduler_thread_ends_its_streams(
         raise RuntimeError("out of ideas")
 
     with Live(checkpoint) as live:
-        body = {"prompt": "hi", "ignore_eos": True, "stream": True}
+        body = {"prompt": "hi", "ignore_eos": True, "max_tokens": 9999, "stream": True}
         with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=10) as reply:
             lines = reply.iter_lines()
             next(lines)

@@ -122,9 +122,9 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: any key opens the door",
-        module="minisgl.server.http.api",
-        old="fits = settings.api_key is None or hmac.compare_digest(",
-        new="fits = settings.api_key is not None or hmac.compare_digest(",
+        module="minisgl.server.http.access",
+        old="if api_key is not None and not (",
+        new="if api_key is None and not (",
         test=TEST + "test_key_and_model_name_are_checked",
     ),
     Mutation(
@@ -143,9 +143,9 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: a field that would change the answer is ignored",
-        module="minisgl.server.http.schemas",
-        old='    "echo": (False,),\n',
-        new="",
+        module="minisgl.server.http.fields",
+        old=" documents echo ",
+        new=" documents ",
         test=API + "test_what_is_too_much_or_unknown_is_named",
     ),
     Mutation(

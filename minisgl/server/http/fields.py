@@ -31,14 +31,16 @@ spaces_between_special_tokens stream_interval stream_reasoning truncation_side
 HARMLESS: Mapping[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(REFUSED.split(), (False, 0, "", [], {})),  # each asks for nothing
     **dict.fromkeys(PASSED.split()),
-    **dict.fromkeys("max_new_tokens prompt_logprobs thinking_token_budget".split(), ()),
     "best_of": (1,),
     "function_call": ("none", "auto"),
     "include_reasoning": (True,),
     "length_penalty": (1,),
+    "max_new_tokens": (),
     "min_new_tokens": (0,),
     "modalities": (["text"],),
+    "prompt_logprobs": (),
     "skip_special_tokens": (True,),
+    "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "verbosity": ("medium",),
 }
