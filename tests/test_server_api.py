@@ -564,8 +564,9 @@ def test_defaults_of_completions_and_of_logprobs(live: Live) -> None:
     body = {"prompt": [5], "ignore_eos": True}
     usage = httpx.post(f"{live.url}/v1/completions", json=body).json()["usage"]
     assert usage["completion_tokens"] == 16
-    answer = complete(live, logprobs=False, max_tokens=1)
-    assert answer.json()["choices"][0]["logprobs"] is None
+    for value, told in ((False, False), (0, True)):
+        choice = complete(live, logprobs=value, max_tokens=1).json()["choices"][0]
+        assert (choice["logprobs"] is not None) is told
     assert chat(live, logprobs=False, top_logprobs=0).status_code == 200
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from minisgl.core import GRAMMARS, MAX_LOGPROBS, SamplingParams
 from minisgl.server.http.errors import ApiError
@@ -216,7 +216,7 @@ class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`: one prompt or several, as text or as token ids."""
 
     prompt: Text | list[TokenId] | list[Text] | list[list[TokenId]]
-    logprobs: Literal[False] | int | None = None
+    logprobs: Annotated[int | None, BeforeValidator(lambda v: None if v is False else v)] = None
     add_special_tokens: Literal[True] | None = None
 
     def token_limit(self) -> int:
@@ -230,7 +230,7 @@ class CompletionRequest(GenerationRequest):
         return list(self.prompt)  # type: ignore[arg-type]
 
     def wanted_logprobs(self) -> int | None:
-        return None if self.logprobs is False else self.logprobs
+        return self.logprobs
 
 
 class GenerateRequest(GenerationRequest):
