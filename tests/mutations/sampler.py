@@ -230,8 +230,8 @@ MUTATIONS = [
     Mutation(
         "chat_gets_a_second_bos",
         TOKENIZER,
-        "self.render_chat(messages), add_special_tokens=False",
-        "self.render_chat(messages), add_special_tokens=True",
+        "self.render_chat(messages, **variables), add_special_tokens=False",
+        "self.render_chat(messages, **variables), add_special_tokens=True",
         TEXT + "test_pitfall_13_a_chat_gets_one_bos",
     ),
     Mutation(

@@ -128,6 +128,20 @@ MUTATIONS = [
         test=TEST + "test_key_and_model_name_are_checked",
     ),
     Mutation(
+        name="server: a body is read before the key",
+        module="minisgl.server.http.access",
+        old="await check_access(request, api_key)",
+        new="pass",
+        test=API + "test_key_comes_before_the_body",
+    ),
+    Mutation(
+        name="server: a template never sees its variables",
+        module="minisgl.server.workers.text_worker",
+        old="msg.messages, **msg.template_kwargs",
+        new="msg.messages",
+        test=API + "test_template_variables_reach_the_template",
+    ),
+    Mutation(
         name="server: a fault of ours leaves a stream waiting",
         module="minisgl.server.http.api",
         old="except Exception as failure:  # a fault of ours must end the stream, too",
@@ -347,8 +361,8 @@ MUTATIONS = [
     Mutation(
         name="server: a short prompt waits for all long ones",
         module="minisgl.server.workers.text_worker",
-        old="tag = self._clock + characters(msg)",
-        new="tag = self._clock",
+        old="(self._clock + characters(msg), msg.uid)",
+        new="(self._clock, msg.uid)",
         test=TEST + "test_long_prompt_keeps_its_turn",
     ),
     Mutation(
@@ -368,8 +382,8 @@ MUTATIONS = [
     Mutation(
         name="server: a long prompt waits for ever",
         module="minisgl.server.workers.text_worker",
-        old="tag = self._clock + characters(msg)",
-        new="tag = characters(msg)",
+        old="(self._clock + characters(msg), msg.uid)",
+        new="(characters(msg), msg.uid)",
         test=TEST + "test_long_prompt_keeps_its_turn",
     ),
     Mutation(
