@@ -519,8 +519,9 @@ MUTATIONS = [
     Mutation(
         "llm_checks_while_it_runs",
         LLM,
-        "return check_prompt(prompt, self.limits)",
-        "return np.asarray(prompt, np.int32)",
+        "ids = check_prompt(prompt, self.limits)\n"
+        "            self.scheduler.make_req(UserMsg(0, ids.tolist(), params))",
+        "ids = np.asarray(prompt, np.int32)",
         LLM_TESTS + "test_invalid_prompts_are_refused_before_anything_runs",
     ),
     Mutation(
