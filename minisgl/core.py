@@ -206,7 +206,7 @@ class SamplingParams(Validated):
     logit_bias: Annotated[dict[Count, Bias], Field(max_length=MAX_RULES)] | None = field(
         default=None, hash=False
     )
-    min_tokens: Count = 0
+    min_tokens: Annotated[Count, Field(le=MAX_SEED)] = 0
     bad_words: BadWords = ()
     allowed_token_ids: Annotated[Sequence[int], tuple_of(Count, min_length=1)] | None = None
     json_schema: Annotated[str | Mapping[str, Any] | None, PlainValidator(schema_text)] = None

@@ -83,7 +83,8 @@ class Tokenizer:
         found: list[tuple[int, ...]] = []
         for word in params.bad_words:
             if isinstance(word, str):
-                texts = (word.lstrip(), " " + word.lstrip())
+                bare = word.lstrip(" ")
+                texts = (bare, " " + bare) if bare else (word,)
                 found += [
                     tuple(self.encode(text, add_special_tokens=False).tolist()) for text in texts
                 ]

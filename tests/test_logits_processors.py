@@ -322,7 +322,7 @@ def test_what_the_model_cannot_do_is_refused(fields: dict[str, Any], message: st
         {"min_p": -0.1}, {"min_p": 1.1}, {"presence_penalty": 2.1}, {"frequency_penalty": -2.1},
         {"repetition_penalty": 0}, {"repetition_penalty": math.inf}, {"logit_bias": {1: 100.5}},
         {"logit_bias": {"1": 1.0}}, {"logit_bias": dict.fromkeys(range(1025), 0.0)},
-        {"min_tokens": -1}, {"bad_words": [""]}, {"bad_words": [[]]}, {"bad_words": [[-1]]},
+        {"min_tokens": -1}, {"min_tokens": 2**63}, {"bad_words": [""]}, {"bad_words": [[]]}, {"bad_words": [[-1]]},
         {"bad_words": [[1]] * 1025}, {"allowed_token_ids": []}, {"allowed_token_ids": [-1]},
     ],
     ids=str,
@@ -354,6 +354,27 @@ def test_bad_words_become_tokens_with_and_without_a_space(folder: Path) -> None:
     assert params.seed == 3
     plain = SamplingParams(bad_words=[[7, 8]])
     assert tokenizer.encode_bad_words(plain) is plain
+
+
+def test_a_bad_word_of_white_space_is_that_one(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    words = tokenizer.encode_bad_words(SamplingParams(bad_words=["\n", " "])).bad_words
+    assert [tokenizer.decode(word) for word in words] == ["\n", " \n", " "]
+
+
+def test_one_long_word_does_not_widen_the_short_ones() -> None:
+    words = [[1, 2]] * 500 + [list(range(20)) * 10]
+    reqs = [make_req(UserMsg(1, [1], SamplingParams(bad_words=words)), LIMITS)] * 4
+    processors = LogitsProcessors(VOCAB, torch.zeros(4, WIDTH, dtype=torch.int64))
+    batch = processors.batch_args(reqs)
+    assert batch is not None and len(batch.before_tokens) == 4 * (500 + 199)
+    assert max(array.size for array in processors.step_args(batch, reqs)) < 4 * (500 + 199)
+
+
+def test_bad_words_have_a_limit_in_all() -> None:
+    many = SamplingParams(bad_words=[[1] * 1000] * 17)
+    with pytest.raises(InvalidRequestError, match="^bad_words: .*16384.*17000"):
+        make_req(UserMsg(1, [1], many), LIMITS)
 
 
 # ------------------------------------------------------------------------------ the whole engine

@@ -15,9 +15,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 
 def shown(value: object) -> str:
-    """A value for a message."""
+    """A value for a message, cut where it gets long."""
     try:
-        return repr(value)
+        return f"{value!r:.300}"
     except ValueError:  # Python prints no integer of more than 4,300 digits
         return "a number too long to print"
 

@@ -40,7 +40,7 @@ class LogitsParams:
     repetition: float = 1.0
     frequency: float = 0.0
     presence: float = 0.0
-    min_logit: float = -inf  # below the largest one, at temperature 1
+    min_logit: float = -inf  # of a token, as a difference to the largest logit
     bias: dict[int, float] = field(default_factory=dict)
     bans: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
     mask: IntArray | None = None
@@ -82,9 +82,12 @@ class BatchRules(NamedTuple):
     prompt_lens: Any  # [bs]
     mask_rows: Any  # [g]: rows of the batch that have a mask
     ban_rows: Any  # [k]
-    bans: Any  # [k, longest]: sequences of tokens, filled up with -1 on their left
+    ban_tokens: Any  # [k]: the last one of each, which is to be forbidden
     ban_lens: Any  # [k]
     ban_ends: Any  # [k]: tokens of the answer from which it is lifted
+    before_bans: Any  # [t]: for each token before a last one, whose it is,
+    before_tokens: Any  # [t]: which,
+    before_offsets: Any  # [t]: and where, counted from the end of the row
     bias_at: Any  # [b]: in the flattened logits
     bias: Any  # float32 [b]
     penalty_rows: Any  # [m]
@@ -99,8 +102,9 @@ class LogitsArgs(NamedTuple):
     mask_rows: Any  # [g]
     masks: Any  # int32 [g, ceil(vocab_size / 32)]
     ban_at: Any  # [k]: the token to forbid, in the flattened logits
-    ban_prefix: Any  # [k, longest - 1]: if these tokens, of which -1 fits any,
-    ban_ends: Any  # [k]: end here in the flattened token pool
+    before_bans: Any  # [t]: it is forbidden if all tokens of its ban
+    before_tokens: Any  # [t]: are these,
+    before_at: Any  # [t]: here in the flattened token pool
     bias_at: Any  # [b]
     bias: Any  # float32 [b]
     penalty_rows: Any  # [m]
@@ -115,6 +119,11 @@ class LogitsArgs(NamedTuple):
 def ints(values: Sequence[Any]) -> np.ndarray:
     """int64 [n]."""
     return np.array(values, np.int64)
+
+
+def tokens_before(ban: Sequence[int]) -> list[tuple[int, int]]:
+    """The tokens before the last one of a ban, and where: -1 is the newest of the answer."""
+    return list(zip(ban[:-1], range(1 - len(ban), 0)))
 
 
 class LogitsProcessors:
@@ -132,8 +141,9 @@ class LogitsProcessors:
         if not asked:
             return None
         bans = [(row, *ban) for row, wants in asked for ban in wants.bans]
-        longest = max((len(tokens) for _, tokens, _ in bans), default=1)
-        padded = [(-1,) * (longest - len(tokens)) + tokens for _, tokens, _ in bans]
+        before = [
+            (k, token, at) for k, ban in enumerate(bans) for token, at in tokens_before(ban[1])
+        ]
         bias = [(row * self.vocab_size + t, b) for row, w in asked for t, b in w.bias.items()]
         penal = [(row, w) for row, w in asked if w.penalizes]
         penalties = [(w.repetition, w.frequency, w.presence) for _, w in penal]
@@ -142,9 +152,12 @@ class LogitsProcessors:
             prompt_lens=ints([req.prompt_len for req in reqs]),
             mask_rows=ints([row for row, w in asked if w.mask is not None]),
             ban_rows=ints([row for row, _, _ in bans]),
-            bans=ints(padded).reshape(-1, longest),
+            ban_tokens=ints([tokens[-1] for _, tokens, _ in bans]),
             ban_lens=ints([len(tokens) for _, tokens, _ in bans]),
             ban_ends=ints([end for _, _, end in bans]),
+            before_bans=ints([k for k, _, _ in before]),
+            before_tokens=ints([token for _, token, _ in before]),
+            before_offsets=ints([offset for _, _, offset in before]),
             bias_at=ints([at for at, _ in bias]),
             bias=np.array([value for _, value in bias], np.float32),
             penalty_rows=ints([row for row, _ in penal]),
@@ -162,8 +175,8 @@ class LogitsProcessors:
         ends = ints([req.table_idx * self.width + req.device_len for req in reqs])
         lens = ints([req.device_len for req in reqs])
         said = (lens - batch.prompt_lens)[batch.ban_rows]
-        active = np.flatnonzero((batch.ban_lens - 1 <= said) & (said < batch.ban_ends))
-        ban_rows, bans = batch.ban_rows[active], batch.bans[active]
+        active = (batch.ban_lens - 1 <= said) & (said < batch.ban_ends)
+        before = active[batch.before_bans]
         rows = batch.penalty_rows
         prompts = np.where(batch.penalties[:, 0] != 1, batch.prompt_lens[rows], 0)
         counts = (lens - batch.prompt_lens)[rows] + prompts
@@ -172,9 +185,10 @@ class LogitsProcessors:
         return LogitsArgs(
             mask_rows=batch.mask_rows,
             masks=np.array(masks, np.int32).reshape(-1, words),
-            ban_at=ban_rows * self.vocab_size + bans[:, -1],
-            ban_prefix=bans[:, :-1],
-            ban_ends=ends[ban_rows],
+            ban_at=(batch.ban_rows * self.vocab_size + batch.ban_tokens)[active],
+            before_bans=(np.cumsum(active) - 1)[batch.before_bans[before]],
+            before_tokens=batch.before_tokens[before],
+            before_at=(ends[batch.ban_rows][batch.before_bans] + batch.before_offsets)[before],
             bias_at=batch.bias_at,
             bias=batch.bias,
             penalty_rows=rows,
@@ -193,7 +207,7 @@ class LogitsProcessors:
         if len(args.mask_rows):
             apply_masks(out, gpu.mask_rows, gpu.masks)
         if len(args.ban_at):
-            forbid(out, gpu.ban_at, self.ends_in(gpu.ban_prefix, gpu.ban_ends))
+            forbid(out, gpu.ban_at, self.answer_ends_in(gpu))
         if len(args.bias_at):
             out.view(-1).index_add_(0, gpu.bias_at, gpu.bias)
         if len(args.penalty_rows):
@@ -202,11 +216,10 @@ class LogitsProcessors:
             apply_min_p(out, gpu.min_p_rows, gpu.min_logits)
         return out
 
-    def ends_in(self, prefix: Tensor, ends: Tensor) -> Tensor:
-        """Whether the tokens before ends [k] of the pool are prefix [k, n], bool; -1 fits any."""
-        back = torch.arange(-prefix.shape[1], 0, device=ends.device)
-        before = self.tokens[(ends[:, None] + back).clamp_(min=0)]
-        return ((before == prefix) | (prefix < 0)).all(1)
+    def answer_ends_in(self, args: LogitsArgs) -> Tensor:
+        """Whether all tokens before the last one of each ban are there, bool [k]."""
+        wrong = (self.tokens[args.before_at] != args.before_tokens).long()
+        return torch.zeros_like(args.ban_at).index_add_(0, args.before_bans, wrong) == 0
 
     def penalize(self, out: Tensor, args: LogitsArgs, most: int) -> None:
         """Apply the penalties; no row counts more than `most` tokens."""

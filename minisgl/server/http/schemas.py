@@ -30,6 +30,7 @@ Count = Annotated[int, Field(lt=2**63)]  # what a message can hold; ranges are c
 Limit = Annotated[int, Field(gt=0, lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopText = Annotated[Text, Field(max_length=1024)]
+BadWord = Annotated[Text, Field(max_length=64)]  # the text worker spells each one twice
 MAX_ANSWERS = 1024  # of one HTTP request: prompts times n
 
 
@@ -91,10 +92,10 @@ class GenerationRequest(BaseModel, extra="allow"):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[TokenId, float] | None = None  # JSON's keys are strings of digits
+    logit_bias: Annotated[dict[TokenId, float], Field(max_length=1024)] | None = None
     min_tokens: Count | None = None
-    bad_words: Annotated[list[StopText], Field(max_length=1024)] | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=256)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(max_length=2**18)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None  # vLLM's
     stream: bool | None = None
