@@ -322,7 +322,8 @@ def test_what_the_model_cannot_do_is_refused(fields: dict[str, Any], message: st
         {"min_p": -0.1}, {"min_p": 1.1}, {"presence_penalty": 2.1}, {"frequency_penalty": -2.1},
         {"repetition_penalty": 0}, {"repetition_penalty": math.inf}, {"logit_bias": {1: 100.5}},
         {"logit_bias": {"1": 1.0}}, {"logit_bias": dict.fromkeys(range(1025), 0.0)},
-        {"min_tokens": -1}, {"min_tokens": 2**63}, {"bad_words": [""]}, {"bad_words": [[]]}, {"bad_words": [[-1]]},
+        {"min_tokens": -1}, {"min_tokens": 2**63}, {"bad_words": [""]}, {"bad_words": [[]]},
+        {"bad_words": [[-1]]},
         {"bad_words": [[1]] * 1025}, {"allowed_token_ids": []}, {"allowed_token_ids": [-1]},
     ],
     ids=str,
@@ -373,7 +374,7 @@ def test_one_long_word_does_not_widen_the_short_ones() -> None:
 
 def test_bad_words_have_a_limit_in_all() -> None:
     many = SamplingParams(bad_words=[[1] * 1000] * 17)
-    with pytest.raises(InvalidRequestError, match="^bad_words: .*16384.*17000"):
+    with pytest.raises(InvalidRequestError, match=r"^bad_words: .*16384.*17000"):
         make_req(UserMsg(1, [1], many), LIMITS)
 
 
