@@ -28,13 +28,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jupytext
-import nbformat
-from jupytext.config import load_jupytext_config
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
-from nbformat import NotebookNode
-from tqdm import tqdm
+try:
+    import jupytext
+    import nbformat
+    from jupytext.config import load_jupytext_config
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+    from nbformat import NotebookNode
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"error: build.py needs {error.name}; pip install -e '.[dev]' installs the authors' tools"
+    ) from None
 
 PACKAGE = "minisgl"
 CHAPTER = re.compile(r"(\d\d[a-z]?|[A-Z])_\w+")

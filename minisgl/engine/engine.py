@@ -154,7 +154,7 @@ class Engine:
         )
 
     def draw(self, fi: ForwardInput, logits: Tensor, scatter: Tensor) -> ForwardOutput:
-        """Draw now, or hand the draw over to whoever knows when."""
+        """Draw now, or hand the draw over until the step before it is known."""
         draw = partial(self.draw_now, fi, logits, scatter)
         return draw() if self.deferral is None else self.deferral.defer(fi, draw)
 

@@ -34,7 +34,7 @@ class LogitsParams:
 
     A ban is a sequence of tokens, whose last one is forbidden after the others, and the length of
     the answer from which it is lifted. `mask` has a bit for each token that is allowed, as from
-    `bitmask`; whoever owns it may replace it between two steps.
+    `bitmask`; its owner may replace it between two steps.
     """
 
     repetition: float = 1.0
