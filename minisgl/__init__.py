@@ -1,6 +1,6 @@
 """A small serving engine for language models, written as a book of notebooks.
 
-Generated from notebooks/09b_llm.ipynb: edit there.
+Generated from notebooks/09c_llm.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`python -m minisgl`: serve a model.
 
-Generated from notebooks/12e_command_line.ipynb: edit there.
+Generated from notebooks/12f_command_line.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The engine as a Python object: prompts in, dictionaries out.
 
-Generated from notebooks/09b_llm.ipynb: edit there.
+Generated from notebooks/09c_llm.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Engine:
         self.ring = StagingRing(self.device)
         self.dummy_req = dummy_request(self.tables.dummy_row)
         self.graph: GraphRunner | None = None
-        self.deferral: Deferral | None = None  # for grammars, from chapter 09b on
+        self.deferral: Deferral | None = None  # for grammars, from chapter 09a on
 
     def prepare(self, batch: Batch) -> ForwardInput:
         """Pad a decode batch to a captured size, if there is one, and lay the step out."""

@@ -1,6 +1,6 @@
 """An engine and everything that feeds it, from a config.
 
-Generated from notebooks/09b_llm.ipynb: edit there.
+Generated from notebooks/09c_llm.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What watches a scheduler from outside: an audit of its pages, a trace of its time.
 
-Generated from notebooks/09b_llm.ipynb: edit there.
+Generated from notebooks/09c_llm.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Take memory back from running requests when the next tokens do not fit.
 
-Generated from notebooks/09b_llm.ipynb: edit there.
+Generated from notebooks/09c_llm.ipynb: edit there.
 """
 
 from __future__ import annotations

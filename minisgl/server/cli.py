@@ -1,6 +1,6 @@
 """The command line: flags to a config, then serve over HTTP or chat in the terminal.
 
-Generated from notebooks/12e_command_line.ipynb: edit there.
+Generated from notebooks/12f_command_line.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One HTTP client of OpenAI-compatible servers, for the chat and for load generators.
 
-Generated from notebooks/12e_command_line.ipynb: edit there.
+Generated from notebooks/12f_command_line.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A chat in the terminal: an ordinary client, of this process's frontend or of a server.
 
-Generated from notebooks/12e_command_line.ipynb: edit there.
+Generated from notebooks/12f_command_line.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A server's life: load, serve, drain, leave with the right status.
 
-Generated from notebooks/12d_operations.ipynb: edit there.
+Generated from notebooks/12e_operations.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One line per HTTP request: an id, counts and times; text only if asked for.
 
-Generated from notebooks/12d_operations.ipynb: edit there.
+Generated from notebooks/12e_operations.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What Prometheus may ask: requests, tokens, latencies, and the state of the pool.
 
-Generated from notebooks/12d_operations.ipynb: edit there.
+Generated from notebooks/12e_operations.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A trace of requests, steps and streams in the format that Chrome and Perfetto read.
 
-Generated from notebooks/12d_operations.ipynb: edit there.
+Generated from notebooks/12e_operations.ipynb: edit there.
 """
 
 from __future__ import annotations
