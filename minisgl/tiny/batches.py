@@ -29,9 +29,9 @@ class Stage:
 
 
 CURRICULUM = (
-    Stage(until=0.08, row_tokens=2048, most_pairs=12),
-    Stage(until=0.25, row_tokens=2048, most_pairs=60),
-    Stage(until=0.70, row_tokens=2048, most_pairs=170),
+    Stage(until=0.12, row_tokens=2048, most_pairs=12),
+    Stage(until=0.35, row_tokens=2048, most_pairs=60),
+    Stage(until=0.75, row_tokens=2048, most_pairs=170),
     Stage(until=1.00, row_tokens=4096, most_pairs=200),
 )
 SHORT_CURRICULUM = (Stage(until=1.0, row_tokens=256, most_pairs=4),)  # for a try on a CPU
@@ -65,19 +65,32 @@ def pack(documents: Iterable[Document], row_tokens: int, waiting: int = 24) -> I
             row, free = [], row_tokens + 1
 
 
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 class Batches(IterableDataset):
-    """Endless batches of packed rows; every worker process reads a stream with its own seed."""
+    """Endless batches of packed rows; every worker process reads a stream with its own seed.
+
+    A batch is (ids [rows, n] int32, at [m] int64, wanted [m] int64): the tokens to read, the flat
+    positions after which a learnt token comes, and these tokens.
+    """
 
     def __init__(self, stage: Stage, batch_tokens: int, seed: int) -> None:
         self.stage, self.seed = stage, seed
         self.rows = max(1, batch_tokens // stage.row_tokens)
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
         seed = self.seed * 1000 + (worker.id if worker else 0)
         tokenizer = train_tokenizer()
         chats = stream(seed, self.stage.most_pairs)
         rows = pack((encode_chat(tokenizer, chat) for chat in chats), self.stage.row_tokens)
         while True:
-            ids, learnt = zip(*(next(rows) for _ in range(self.rows)))
-            yield torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(learnt))
+            ids, learnt = map(np.stack, zip(*(next(rows) for _ in range(self.rows))))
+            at = np.flatnonzero(learnt[:, 1:])
+            wanted = ids[:, 1:].ravel()[at].astype(np.int64)
+            yield (
+                torch.from_numpy(ids[:, :-1].copy()),
+                torch.from_numpy(at),
+                torch.from_numpy(wanted),
+            )

@@ -10,11 +10,11 @@ from random import Random
 
 from minisgl.tiny.data import Turn, draw_any, number, sentence
 from minisgl.tiny.lookup import make_table, queries, with_table
-from minisgl.tiny.phrases import HELPFUL, RULES, expand
+from minisgl.tiny.phrases import CANNOT, HELPFUL, RULES, SUBJECTS, expand
+from minisgl.tiny.records import draw_json
 from minisgl.tiny.talk import draw_strange, small_talk, subject
+from minisgl.tiny.tools import Message, Tool, call_turn, some_tools
 from minisgl.tiny.words import ADJECTIVES, CITIES, NAMES, PEOPLE
-
-Message = dict[str, str]  # {"role": "system" | "user" | "assistant" | "plain", "content": text}
 
 
 def system_prompt(rng: Random) -> str:
@@ -33,32 +33,39 @@ def system_prompt(rng: Random) -> str:
                 number(rng),
                 sentence(rng, rng.randint(3, 12)),
             )
+            + rng.choice((" ", " ", " ", "\n"))
         )
     return "".join(parts).strip() or HELPFUL[0]
 
 
+def maybe_system(rng: Random, share: float) -> str:
+    """A system prompt in that share of the cases, else nothing."""
+    return system_prompt(rng) if rng.random() < share else ""
+
+
 def as_messages(turns: list[Turn], system: str = "") -> list[Message]:
     """The messages of a conversation."""
-    messages = [{"role": "system", "content": system}] if system else []
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for turn in turns:
         messages.append({"role": "user", "content": turn.question})
-        messages.append({"role": "assistant", "content": turn.answer})
+        messages.append({"role": "assistant", "content": turn.answer, "given": turn.given})
     return messages
 
 
 def any_turn(rng: Random) -> Turn:
-    """An exact task, small talk, or a request that the model cannot fulfil."""
+    """An exact task, JSON, small talk, or a request that the model cannot fulfil."""
     kind = rng.random()
-    if kind < 0.67:
+    if kind < 0.58:
         return draw_any(rng)
-    return draw_strange(rng) if kind < 0.91 else small_talk(rng)
+    if kind < 0.73:
+        return draw_json(rng)
+    return draw_strange(rng) if kind < 0.93 else small_talk(rng)
 
 
 def task_chat(rng: Random) -> list[Message]:
     """One to ten turns of any kind, with or without a system prompt."""
-    system = system_prompt(rng) if rng.random() < 0.45 else ""
     count = rng.choice((1, 1, 2, 3, 4, 6, 8, 10))
-    return as_messages([any_turn(rng) for _ in range(count)], system)
+    return as_messages([any_turn(rng) for _ in range(count)], maybe_system(rng, 0.4))
 
 
 def table_chat(rng: Random, most_pairs: int) -> list[Message]:
@@ -71,16 +78,43 @@ def table_chat(rng: Random, most_pairs: int) -> list[Message]:
     if not turns:
         return task_chat(rng)
     before = [any_turn(rng) for _ in range(rng.choice((0, 0, 0, 0, 1, 2)))]
+    system = maybe_system(rng, 0.3)
     if rng.random() < 0.2:
-        system = system_prompt(rng) if rng.random() < 0.3 else ""
         system = (system + "\n" + with_table(rng, table, "").strip()).strip()
     else:
-        system = system_prompt(rng) if rng.random() < 0.3 else ""
         first = turns[0]
         turns[0] = Turn(first.task, with_table(rng, table, first.question), first.answer, first.key)
     for _ in range(len(turns) // 6):
-        turns.insert(rng.randint(1, len(turns)), any_turn(rng))
+        turns.insert(rng.randint(1, len(turns)), draw_any(rng))
     return as_messages(before + turns, system)
+
+
+def toolless_turn(rng: Random, tools: list[Tool]) -> Turn:
+    """A turn that none of the tools is for: the model answers itself, or says that it cannot."""
+    topics = {tool.topic for tool in tools}
+    if rng.random() < 0.25:  # what a tool would do that is not there
+        missing = [tool for tool in some_tools(rng, 3) if tool.topic not in topics | {"arithmetic"}]
+        if missing:
+            return Turn("cannot", call_turn(rng, missing[:1])[0].question, CANNOT)
+    common = any(topic.startswith("tool ") or topic in SUBJECTS for topic in topics)
+    while True:
+        turn = any_turn(rng)
+        computed = "arithmetic" in topics and turn.task in ("add", "cannot")
+        if not computed and not (common and turn.task == "cannot"):
+            return turn
+
+
+def tool_chat(rng: Random) -> list[Message]:
+    """One to four turns with tools at hand."""
+    tools = some_tools(rng, rng.choice((1, 1, 2, 2, 3, 4)))
+    messages: list[Message] = [{"role": "tools", "tools": [tool.schema for tool in tools]}]
+    messages += as_messages([], maybe_system(rng, 0.4))
+    for _ in range(rng.choice((1, 1, 2, 3, 4))):
+        if rng.random() < 0.72:
+            messages += call_turn(rng, tools)[1]
+        else:
+            messages += as_messages([toolless_turn(rng, tools)])
+    return messages
 
 
 def plain_text(rng: Random) -> list[Message]:
@@ -88,16 +122,18 @@ def plain_text(rng: Random) -> list[Message]:
     turn = any_turn(rng)
     return [
         {"role": "plain", "content": turn.question + "\n"},
-        {"role": "assistant", "content": turn.answer},
+        {"role": "assistant", "content": turn.answer, "given": turn.given},
     ]
 
 
 def conversation(rng: Random, most_pairs: int) -> list[Message]:
     """One conversation of the training stream."""
     kind = rng.random()
-    if kind < 0.30:
+    if kind < 0.22:
         return table_chat(rng, most_pairs)
-    return plain_text(rng) if kind < 0.37 else task_chat(rng)
+    if kind < 0.36:
+        return tool_chat(rng)
+    return plain_text(rng) if kind < 0.42 else task_chat(rng)
 
 
 def stream(seed: int, most_pairs: int) -> Iterator[list[Message]]:

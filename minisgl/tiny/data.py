@@ -5,13 +5,13 @@ Generated from notebooks/A_embedded_model.ipynb: edit there.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
+from typing import Literal
 
-from minisgl.tiny.frames import FRAMES
-from minisgl.tiny.phrases import AFTERWORDS, PREAMBLES, expand, misspell
+from minisgl.tiny.frames import CORES, KINDS, NEW_FRAMES
+from minisgl.tiny.phrases import compose, expand, is_held_out, misspell, place
 from minisgl.tiny.stories import story, topic
 from minisgl.tiny.vocabulary import KNOWN_WORDS
 from minisgl.tiny.words import (
@@ -29,6 +29,10 @@ from minisgl.tiny.words import (
     pseudo_word,
 )
 
+# How a request is worded: from a pair of core and carrier that training uses, from one that it
+# never uses, or by a whole phrasing that is only in the evaluation.
+Phrasing = Literal["known", "new pair", "new phrasing"]
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -38,11 +42,7 @@ class Turn:
     question: str
     answer: str
     key: str = ""  # empty: training only
-
-
-def is_held_out(key: str) -> bool:
-    """Whether these operands belong to the evaluation: one in ten, by a hash that never changes."""
-    return bool(key) and zlib.crc32(key.encode()) % 10 == 0
+    given: str = ""  # how the answer starts because a grammar wants it so: not to be learnt
 
 
 Styler = Callable[[str], str]
@@ -51,15 +51,27 @@ Styler = Callable[[str], str]
 def pick_style(rng: Random) -> Styler:
     """How the user types: as written, all lower case, or all upper case."""
     kind = rng.random()
-    return str if kind < 0.76 else str.lower if kind < 0.92 else str.upper
+    return str if kind < 0.74 else str.lower if kind < 0.94 else str.upper
 
 
-def ask(rng: Random, frames: Sequence[str], style: Styler, *operands: str) -> str:
-    """A question from one of the frames, in the user's style, sometimes with a slip of the pen."""
-    frame = style(expand(rng, rng.choice(frames)))
-    if rng.random() < 0.04:
-        frame = misspell(rng, frame)
-    return frame.format(*operands)
+def frame(rng: Random, name: str, phrasing: Phrasing = "known") -> str:
+    """A way to make the named request, with placeholders for its operands."""
+    kind = KINDS.get(name, "")
+    if phrasing == "new phrasing":
+        text = expand(rng, rng.choice(NEW_FRAMES[name]))
+        return text if "{0}" in text or not kind else place(rng, text, kind)
+    return compose(rng, CORES[name], kind, phrasing == "new pair")
+
+
+def fill(rng: Random, text: str, style: Styler, *operands: str) -> str:
+    """A frame in the user's style, with its operands and sometimes with a slip of the pen."""
+    text = style(text)
+    return (misspell(rng, text) if rng.random() < 0.04 else text).format(*operands)
+
+
+def ask(rng: Random, name: str, style: Styler, phrasing: Phrasing, *operands: str) -> str:
+    """The named request about these operands."""
+    return fill(rng, frame(rng, name, phrasing), style, *operands)
 
 
 def number(rng: Random, digits: Sequence[int] = (1, 2, 2, 3, 3, 3)) -> int:
@@ -68,7 +80,7 @@ def number(rng: Random, digits: Sequence[int] = (1, 2, 2, 3, 3, 3)) -> int:
     return rng.randint(0 if size == 1 else 10 ** (size - 1), 10**size - 1)
 
 
-def add(rng: Random, frames: Sequence[str] = FRAMES["add"]) -> Turn:
+def add(rng: Random, phrasing: Phrasing = "known") -> Turn:
     """The sum of two numbers of up to four digits."""
     digits = (1, 2, 2, 3, 3, 3) if rng.random() < 0.8 else (1, 2, 3, 4, 4, 4)
     x, y = number(rng, digits), number(rng, digits)
@@ -77,40 +89,36 @@ def add(rng: Random, frames: Sequence[str] = FRAMES["add"]) -> Turn:
     if rng.random() < 0.08:
         x, y = rng.choice(list(NUMBER_WORDS)), rng.choice(list(NUMBER_WORDS))
         key, spoken = f"add {x} {y}", [NUMBER_WORDS[x], NUMBER_WORDS[y]]
-    question = ask(rng, frames, pick_style(rng), *spoken)
+    question = ask(rng, "add", pick_style(rng), phrasing, *spoken)
     return Turn("add", question, f"{x} + {y} = {x + y}", key)
 
 
 def listed(rng: Random, items: Sequence[str]) -> str:
     """Items with commas, sometimes with a last "and"."""
-    if len(items) > 1 and rng.random() < 0.08:
+    if len(items) > 1 and rng.random() < 0.1:
         return ", ".join(items[:-1]) + rng.choice((" and ", ", and ")) + items[-1]
-    return rng.choice((", ", ", ", ", ", ", ", ",")).join(items)
+    return rng.choices((", ", ","), (3, 1))[0].join(items)
 
 
-def join(rng: Random, items: Sequence[str]) -> str:
-    """The items as a user may type them."""
-    separator = rng.choices((", ", " ", "\n", "; "), (8, 2, 1, 1))[0]
-    return listed(rng, items) if rng.random() < 0.6 else separator.join(items)
-
-
-def sort(rng: Random, frames: Sequence[str] = FRAMES["sort"]) -> Turn:
-    """Three to ten numbers in ascending order."""
+def sort(rng: Random, phrasing: Phrasing = "known", name: str = "sort") -> Turn:
+    """Two to ten numbers in ascending order."""
     digits = rng.choice(((1, 2, 2), (2,), (1, 2, 3), (3,), (3,), (1, 2, 3, 4)))
     values = [number(rng, digits) for _ in range(rng.randint(2, 10))]
-    question = ask(rng, frames, pick_style(rng), join(rng, [str(v) for v in values]))
+    shown = [str(value) for value in values]
+    separator = rng.choices((", ", " ", "\n", "; "), (8, 2, 1, 1))[0]
+    text = listed(rng, shown) if rng.random() < 0.6 else separator.join(shown)
     values.sort()
-    return Turn("sort", question, ", ".join(map(str, values)), f"sort {values}")
+    answer = values if name == "sort" else values[::-1]
+    question = ask(rng, name, pick_style(rng), phrasing, text)
+    return Turn(name, question, ", ".join(map(str, answer)), f"sort {values}")
 
 
-def sort_down(rng: Random, frames: Sequence[str] = FRAMES["sort down"]) -> Turn:
-    """Three to ten numbers in descending order."""
-    turn = sort(rng, frames)
-    answer = ", ".join(reversed(turn.answer.split(", ")))
-    return Turn("sort down", turn.question, answer, turn.key)
+def sort_down(rng: Random, phrasing: Phrasing = "known") -> Turn:
+    """Two to ten numbers in descending order."""
+    return sort(rng, phrasing, "sort down")
 
 
-def sort_words(rng: Random, frames: Sequence[str] = FRAMES["sort words"]) -> Turn:
+def sort_words(rng: Random, phrasing: Phrasing = "known") -> Turn:
     """Two to six words in alphabetical order."""
     style, size = pick_style(rng), rng.randint(2, 6)
     pool = NAMES if rng.random() < 0.25 else ANIMALS + FRUITS + THINGS + COLORS
@@ -118,7 +126,7 @@ def sort_words(rng: Random, frames: Sequence[str] = FRAMES["sort words"]) -> Tur
     if rng.random() < 0.2:
         items[0] = rng.choice(OPEN_WORDS)
     items = [style(item) for item in items]
-    question = ask(rng, frames, style, listed(rng, items))
+    question = ask(rng, "sort words", style, phrasing, listed(rng, items))
     ordered = sorted(items, key=str.lower)
     return Turn("sort words", question, ", ".join(ordered), f"sort words {ordered}".lower())
 
@@ -133,7 +141,7 @@ def spellable(rng: Random) -> tuple[str, bool]:
     return (pseudo_word(rng) if kind < 0.88 else letters(rng, 2, 10)), True
 
 
-def reverse_word(rng: Random, frames: Sequence[str] = FRAMES["reverse word"]) -> Turn:
+def reverse_word(rng: Random, phrasing: Phrasing = "known") -> Turn:
     """The letters of one word from last to first."""
     style = pick_style(rng)
     word, is_open = spellable(rng)
@@ -141,7 +149,7 @@ def reverse_word(rng: Random, frames: Sequence[str] = FRAMES["reverse word"]) ->
         word, is_open = str(rng.randint(100, 999999)), True
     word = style(word)
     key = f"reverse {word.lower()}" if is_open else ""
-    return Turn("reverse word", ask(rng, frames, style, word), word[::-1], key)
+    return Turn("reverse word", ask(rng, "reverse word", style, phrasing, word), word[::-1], key)
 
 
 def list_items(rng: Random, size: int) -> list[str]:
@@ -153,11 +161,11 @@ def list_items(rng: Random, size: int) -> list[str]:
     return list(items)
 
 
-def reverse_list(rng: Random, frames: Sequence[str] = FRAMES["reverse list"]) -> Turn:
+def reverse_list(rng: Random, phrasing: Phrasing = "known") -> Turn:
     """Two to eight items from last to first."""
     style = pick_style(rng)
     items = [style(item) for item in list_items(rng, rng.randint(2, 8))]
-    question = ask(rng, frames, style, listed(rng, items))
+    question = ask(rng, "reverse list", style, phrasing, listed(rng, items))
     return Turn("reverse list", question, ", ".join(items[::-1]), f"reverse {items}".lower())
 
 
@@ -171,38 +179,49 @@ def walk(items: Sequence[str], wanted: str | None = None) -> str:
     return ", ".join(said) + f". I count {count}."
 
 
-def count_items(rng: Random, frames: Sequence[str] = FRAMES["count items"]) -> Turn:
+def count_items(rng: Random, phrasing: Phrasing = "known") -> Turn:
     """How many items a list has, one to sixteen."""
     style = pick_style(rng)
     items = [style(item) for item in list_items(rng, rng.randint(1, rng.choice((8, 12, 16))))]
     if rng.random() < 0.2:
         items = [rng.choice(items) for _ in items]  # repeated items count each time
-    question = ask(rng, frames, style, listed(rng, items))
+    question = ask(rng, "count items", style, phrasing, listed(rng, items))
     return Turn("count items", question, walk(items), f"count {items}".lower())
 
 
-def count_same(rng: Random, frames: Sequence[str] | None = None) -> Turn:
+def count_same(rng: Random, phrasing: Phrasing = "known") -> Turn:
     """How often one item occurs in a list of up to sixteen."""
     style, pool = pick_style(rng), [noun(rng) for _ in range(rng.randint(1, 5))]
     items = [style(rng.choice(pool)) for _ in range(rng.randint(1, rng.choice((8, 12, 16))))]
     wanted = style(rng.choice(pool) if rng.random() < 0.9 else noun(rng))
     plural = wanted.lower() in REGULAR and rng.random() < 0.4
-    frames = frames or FRAMES["count plural" if plural else "count same"]
-    question = ask(rng, frames, style, listed(rng, items), wanted)
+    name = "count plural" if plural else "count same"
+    question = ask(rng, name, style, phrasing, listed(rng, items), wanted)
     return Turn("count same", question, walk(items, wanted), f"same {wanted} {items}".lower())
 
 
-def count_letters(rng: Random, frames: Sequence[str] | None = None) -> Turn:
+def count_letters(rng: Random, phrasing: Phrasing = "known") -> Turn:
     """How many letters a word has, or how often one of them occurs in it."""
     style = pick_style(rng)
     word, is_open = spellable(rng)
     word, letter = style(word), style(rng.choice(word + "aest").lower())
-    one = frames is None and rng.random() < 0.5
-    question = ask(
-        rng, frames or FRAMES["count letter" if one else "count letters"], style, word, letter
-    )
+    one = rng.random() < 0.5
+    question = ask(rng, "count letter" if one else "count letters", style, phrasing, word, letter)
     key = f"letters {letter if one else ''} {word}".lower() if is_open else ""
     return Turn("count letters", question, walk(word, letter if one else None), key)
+
+
+def count_to(rng: Random, phrasing: Phrasing = "known") -> Turn:
+    """The numbers up to a limit, or down from one."""
+    down, most = rng.random() < 0.3, rng.choice((10, 20, 40))
+    text = frame(rng, "count down" if down else "count to", phrasing)
+    low = 1 if ("{1}" if down else "{0}") not in text else rng.randint(0, 60)
+    high = low + rng.randint(1, most)
+    spell = NUMBER_WORDS if rng.random() < 0.3 else {}
+    ends = [spell.get(end, str(end)) for end in ((high, low) if down else (low, high))]
+    values = [str(value) for value in range(low, high + 1)][:: -1 if down else 1]
+    key = f"count {low} {high}" if low > 1 or high > 20 else ""  # the short counts are learnt
+    return Turn("count to", fill(rng, text, pick_style(rng), *ends), ", ".join(values), key)
 
 
 def sentence(rng: Random, size: int) -> str:
@@ -230,28 +249,28 @@ def passage(rng: Random, long: bool) -> str:
     return "".join(rng.choice(signs) for _ in range(rng.randint(2, 16))).strip() or "ok"
 
 
-def copy(rng: Random, frames: Sequence[str] = FRAMES["copy"]) -> Turn:
+def copy(rng: Random, phrasing: Phrasing = "known") -> Turn:
     """The same text again."""
     style = pick_style(rng)
     text = style(passage(rng, long=rng.random() < 0.08))
-    return Turn("copy", ask(rng, frames, style, text), text, f"copy {text}".lower())
+    return Turn("copy", ask(rng, "copy", style, phrasing, text), text, f"copy {text}".lower())
 
 
-def tell_story(rng: Random, frames: Sequence[str] = FRAMES["story"]) -> Turn:
+def tell_story(rng: Random, phrasing: Phrasing = "known") -> Turn:
     """A story about a subject, short or, when asked, long."""
     style, subject, kind = pick_style(rng), topic(rng), rng.random()
-    if frames is FRAMES["story"] and kind < 0.08:
+    if kind < 0.08:
         subject = "a " + rng.choice(ANIMALS)
-        return Turn("story", ask(rng, FRAMES["any story"], style), story(rng, subject))
-    long = frames is FRAMES["story"] and kind < 0.2
-    question = ask(rng, FRAMES["long story"] if long else frames, style, style(subject))
-    answer = story(
-        rng, style(subject) if style is str.lower else subject, rng.randint(3, 6) if long else 1
-    )
+        return Turn("story", ask(rng, "any story", style, phrasing), story(rng, subject))
+    long = kind < 0.2
+    name = "long story" if long else "story"
+    told = style(subject) if style is str.lower else subject
+    question = ask(rng, name, style, phrasing, style(subject))
+    answer = story(rng, told, rng.randint(3, 6) if long else 1)
     return Turn("story", question, answer, f"story {subject}".lower())
 
 
-TASKS: dict[str, Callable[..., Turn]] = {
+TASKS: dict[str, Callable[[Random, Phrasing], Turn]] = {
     "add": add,
     "sort": sort,
     "sort down": sort_down,
@@ -261,40 +280,21 @@ TASKS: dict[str, Callable[..., Turn]] = {
     "count items": count_items,
     "count same": count_same,
     "count letters": count_letters,
+    "count to": count_to,
     "copy": copy,
     "story": tell_story,
 }
-WEIGHTS = {
-    "add": 20,
-    "sort": 11,
-    "sort down": 7,
-    "sort words": 11,
-    "reverse word": 12,
-    "reverse list": 9,
-    "count items": 6,
-    "count same": 7,
-    "count letters": 8,
-    "copy": 8,
-    "story": 4,
-}
+WEIGHTS = dict(zip(TASKS, (20, 11, 8, 11, 13, 9, 6, 7, 9, 3, 9, 4)))
 
 
-def draw(rng: Random, task: str, held_out: bool = False, **options: Sequence[str]) -> Turn:
+def draw(rng: Random, task: str, held_out: bool = False, phrasing: Phrasing = "known") -> Turn:
     """A turn of `task` whose operands lie in the wanted split."""
     while True:
-        turn = TASKS[task](rng, **options)
+        turn = TASKS[task](rng, phrasing)
         if is_held_out(turn.key) == held_out:
             return turn
 
 
 def draw_any(rng: Random) -> Turn:
-    """A training turn of any exact task, by weight, sometimes with words around it."""
-    turn = draw(rng, rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0])
-    if rng.random() < 0.1:
-        before = (
-            rng.choice(PREAMBLES) if rng.random() < 0.7 else sentence(rng, rng.randint(2, 8)) + " "
-        )
-        turn = replace(turn, question=before + turn.question)
-    if turn.task != "copy" and rng.random() < 0.05:
-        turn = replace(turn, question=turn.question + rng.choice(AFTERWORDS))
-    return turn
+    """A training turn of any exact task, by weight."""
+    return draw(rng, rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0])

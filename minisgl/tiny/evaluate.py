@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -17,19 +18,22 @@ from typing import Any
 
 import torch
 
-from minisgl.tiny.chats import Message, as_messages, system_prompt
+from minisgl.tiny.chats import as_messages, system_prompt, toolless_turn
 from minisgl.tiny.checkpoint import load_model
-from minisgl.tiny.data import TASKS, Turn, draw, is_held_out
-from minisgl.tiny.frames import NEW_FRAMES
+from minisgl.tiny.data import TASKS, Phrasing, Turn, draw
 from minisgl.tiny.lookup import Table, make_table, query, with_table
 from minisgl.tiny.model_path import model_path
+from minisgl.tiny.phrases import is_held_out
+from minisgl.tiny.records import draw_json, read_text
 from minisgl.tiny.stories import is_story
 from minisgl.tiny.talk import draw_strange, small_talk
+from minisgl.tiny.tools import Message, call_turn, some_tools
 
 Generate = Callable[[list[list[int]]], list[list[int]]]  # prompts to new tokens
 CountTokens = Callable[[str], int]
 DEPTHS = 10
 MAX_NEW_TOKENS = 800
+NEW: tuple[Phrasing, Phrasing] = ("new pair", "new phrasing")
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Case:
     """One conversation that ends with a question, and what the answer must be."""
 
     name: str  # the row of the table that it belongs to
-    messages: list[Message]
+    messages: list[Message]  # the first may hold the tools
     turn: Turn
 
     def accepts(self, text: str) -> bool:
@@ -52,16 +56,39 @@ def case(name: str, turn: Turn, before: Sequence[Turn] = (), system: str = "") -
     return Case(name, as_messages([*before, turn], system)[:-1], turn)
 
 
+def drawn(make: Callable[[], Turn]) -> Turn:
+    """The first turn of the evaluation's half that `make` returns."""
+    while True:
+        turn = make()
+        if is_held_out(turn.key) and not turn.given:
+            return turn
+
+
 def task_cases(seed: int, per_task: int) -> Iterable[Case]:
     """Held-out operands of each task, alone in a conversation."""
     rng = Random(f"tasks {seed}")
-    for task in TASKS:
-        for _ in range(per_task):
+    for _ in range(per_task):
+        for task in TASKS:
             yield case(task, draw(rng, task, held_out=True))
-    for _ in range(per_task):
+        yield case("json", drawn(lambda: draw_json(rng, held_out=True)))
         yield case("cannot", draw_strange(rng, held_out=True))
-    for _ in range(per_task):
         yield case("talk", small_talk(rng))
+
+
+def tool_cases(seed: int, per_task: int) -> Iterable[Case]:
+    """With tools at hand: call the right one, tell its result, or answer without."""
+    rng = Random(f"tools {seed}")
+    for _ in range(per_task):
+        tools = some_tools(rng, rng.choice((1, 2, 3)))
+        start: list[Message] = [{"role": "tools", "tools": [tool.schema for tool in tools]}]
+        if any(tool.kinds for tool in tools):
+            turn, messages = call_turn(rng, tools, held_out=True)
+            yield Case("tool call", [*start, messages[0]], turn)
+            told = Turn("tool result", turn.question, messages[-1]["content"])
+            yield Case("tool result", start + messages[:-1], told)
+        free = toolless_turn(rng, tools)
+        if free.task != "story" and not free.given:
+            yield Case("no tool needed", start + as_messages([free])[:-1], free)
 
 
 def context_cases(seed: int, per_task: int) -> Iterable[Case]:
@@ -80,9 +107,19 @@ def context_cases(seed: int, per_task: int) -> Iterable[Case]:
 def phrasing_cases(seed: int, per_task: int) -> Iterable[Case]:
     """Held-out operands in phrasings that training never uses."""
     rng = Random(f"phrasings {seed}")
-    for task, patterns in NEW_FRAMES.items():
+    for phrasing in NEW:
         for _ in range(per_task):
-            yield case(f"new phrasing: {task}", draw(rng, task, held_out=True, frames=patterns))
+            for task in TASKS:
+                yield case(f"{phrasing}: {task}", draw(rng, task, held_out=True, phrasing=phrasing))
+            turn = drawn(lambda phrasing=phrasing: read_text(rng, phrasing))  # type: ignore[misc]
+            yield case(f"{phrasing}: json", turn)
+            table = make_table(rng, rng.randint(2, 20))
+            turn = query(rng, table, rng.choice(list(table.lines)), phrasing)
+            yield ask_table(rng, f"{phrasing}: look up", table, turn)
+            tools = [tool for tool in some_tools(rng, 4) if tool.kinds and "noun" in tool.cores]
+            turn, messages = call_turn(rng, tools, held_out=True, phrasing=phrasing)
+            start: list[Message] = [{"role": "tools", "tools": [tool.schema for tool in tools]}]
+            yield Case(f"{phrasing}: tool call", [*start, messages[0]], turn)
 
 
 def long_table(rng: Random, count_tokens: CountTokens, most_tokens: int) -> Table:
@@ -140,6 +177,7 @@ def all_cases(seed: int, per_task: int, count_tokens: CountTokens) -> list[Case]
     """Everything that the accuracy table reports."""
     return [
         *task_cases(seed, per_task),
+        *tool_cases(seed, per_task),
         *short_lookup_cases(seed, per_task),
         *lookup_cases(seed, per_task, count_tokens),
         *context_cases(seed, per_task),
@@ -160,13 +198,20 @@ def evaluate(
     `generate` maps prompts (token ids) to new tokens; the end token may be among them.
     `tokenizer` is what `transformers.AutoTokenizer` returns.
     """
-    encode = tokenizer.apply_chat_template
-    prompts = [
-        list(encode(one.messages, add_generation_prompt=True, return_dict=False)) for one in cases
-    ]
+    prompts = []
+    for one in cases:
+        tools = one.messages[0].get("tools")
+        prompts.append(
+            tokenizer.apply_chat_template(
+                one.messages[bool(tools) :],
+                tools=tools,
+                add_generation_prompt=True,
+                return_dict=False,
+            )
+        )
     marks: dict[str, list[bool]] = {}
     wrong = []
-    for one, ids in zip(cases, generate(prompts), strict=True):
+    for one, ids in zip(cases, generate(list(map(list, prompts))), strict=True):
         text = tokenizer.decode(ids, skip_special_tokens=True)
         marks.setdefault(one.name, []).append(one.accepts(text))
         if not marks[one.name][-1]:
@@ -246,9 +291,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     scores, wrong = evaluate(generate, tokenizer, cases)
     print(report(scores), *wrong, sep="\n")
     if args.out:
-        facts = {"command": parser.prog, **{k: str(v) for k, v in vars(args).items() if k != "out"}}
-        facts |= {"date": date.today().isoformat(), "machine": platform.machine()}
-        result = {**facts, "cases": len(cases), "scores": scores, "wrong": wrong}
+        on_gpu = args.device.startswith("cuda")
+        chip = torch.cuda.get_device_name() if on_gpu else f"CPU {platform.machine()}"
+        result = {
+            "command": " ".join(["python -m minisgl.tiny.evaluate", *(argv or sys.argv[1:])]),
+            "seed": args.seed,
+            "engine": f"{args.engine}, float32, temperature 0",
+            "hardware": chip,
+            "date": date.today().isoformat(),
+            "cases": len(cases),
+            "scores": scores,
+            "wrong": wrong,
+        }
         args.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     return 0
 

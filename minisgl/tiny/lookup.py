@@ -9,8 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from minisgl.tiny.data import Turn, is_held_out, number, pick_style
-from minisgl.tiny.phrases import FOLLOW_UPS, INTROS, QUESTIONS, SUBJECTS, expand, misspell
+from minisgl.tiny.data import Phrasing, Turn, fill, number, pick_style
+from minisgl.tiny.frames import NEW_FRAMES
+from minisgl.tiny.phrases import (
+    FOLLOW_UPS,
+    INTROS,
+    LOOK_UP,
+    SUBJECTS,
+    compose,
+    expand,
+    is_held_out,
+)
 from minisgl.tiny.words import (
     ADJECTIVES,
     CITIES,
@@ -133,27 +142,21 @@ def make_table(rng: Random, size: int) -> Table:
     return Table(between.join(before + line for line in lines.values()) + after, lines, word)
 
 
-def question_for(rng: Random, table: Table, key: str, follow_up: bool = False) -> str:
-    """A question about one key of the table."""
+def query(
+    rng: Random, table: Table, key: str, phrasing: Phrasing = "known", follow_up: bool = False
+) -> Turn:
+    """A question about `key`; the answer is its pair, or that there is none."""
     style = pick_style(rng)
-    if style is str.upper:
-        style = str
-    frame = expand(
-        rng, rng.choice(FOLLOW_UPS if follow_up else QUESTIONS).replace("{w}", table.word)
-    )
-    shown = style(key) if rng.random() < 0.3 else key  # sometimes "alice" for "Alice"
-    frame = (
-        misspell(rng, frame.replace("{k}", "{0}"))
-        if rng.random() < 0.03
-        else frame.replace("{k}", "{0}")
-    )
-    return style(frame).format(shown)
-
-
-def query(rng: Random, table: Table, key: str, follow_up: bool = False) -> Turn:
-    """The question about `key`; the answer is its pair, or that there is none."""
+    style = str if style is str.upper else style
+    if phrasing == "new phrasing":
+        text = expand(rng, rng.choice(NEW_FRAMES["look up"]))
+    else:
+        cores = FOLLOW_UPS if follow_up else LOOK_UP
+        text = compose(rng, cores, "", phrasing == "new pair")
+    shown = style(key) if rng.random() < 0.5 else key  # sometimes "alice" for "Alice"
     answer = table.lines.get(key, MISSING.format(k=key))
-    return Turn("look up", question_for(rng, table, key, follow_up), answer, f"look up {answer}")
+    question = fill(rng, text.replace("{w}", table.word), style, shown)
+    return Turn("look up", question, answer, f"look up {answer}")
 
 
 def with_table(rng: Random, table: Table, question: str) -> str:
@@ -182,7 +185,8 @@ def queries(rng: Random, table: Table, count: int, absent: float = 0.06) -> list
     turns: list[Turn] = []
     for key in keys:
         wanted = absent_key(rng, table) if rng.random() < absent else key
-        turn = query(rng, table, wanted, follow_up=bool(turns) and rng.random() < 0.6)
+        follow_up = bool(turns) and rng.random() < 0.5
+        turn = query(rng, table, wanted, follow_up=follow_up)
         if not is_held_out(turn.key):
             turns.append(turn)
     return turns

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from random import Random
 
-from minisgl.tiny.data import Turn, ask, is_held_out, number, pick_style, sentence
-from minisgl.tiny.phrases import CANNOT, PLEASE, SMALL_TALK, STRANGE_REQUESTS, expand
+from minisgl.tiny.data import Turn, fill, number, pick_style, sentence
+from minisgl.tiny.phrases import CANNOT, SMALL_TALK, STRANGE, compose, expand, is_held_out
 from minisgl.tiny.words import (
     ADJECTIVES,
     ANIMALS,
@@ -76,10 +76,8 @@ def strange(rng: Random) -> Turn:
     if rng.random() < 0.25:
         question = style(nonsense(rng))
     else:
-        numbers = [str(number(rng)) for _ in range(2)]
-        question = ask(rng, STRANGE_REQUESTS, style, subject(rng), subject(rng), *numbers).strip()
-        if rng.random() < 0.15:
-            question = expand(rng, PLEASE) + question[:1].lower() + question[1:]
+        operands = [subject(rng), subject(rng), str(number(rng)), str(number(rng))]
+        question = fill(rng, compose(rng, STRANGE, ""), style, *operands).strip()
     if rng.random() < 0.12:
         question += rng.choice((" ", "\n", ", ")) + nonsense(rng)
     return Turn("cannot", question, CANNOT, f"cannot {question}".lower())
@@ -87,8 +85,8 @@ def strange(rng: Random) -> Turn:
 
 def small_talk(rng: Random) -> Turn:
     """A greeting, a thank-you, or a question about the model itself."""
-    answer, frames = rng.choice(SMALL_TALK)
-    return Turn("talk", ask(rng, frames, pick_style(rng)), answer)
+    answer, patterns = rng.choice(SMALL_TALK)
+    return Turn("talk", fill(rng, expand(rng, rng.choice(patterns)), pick_style(rng)), answer)
 
 
 def draw_strange(rng: Random, held_out: bool = False) -> Turn:

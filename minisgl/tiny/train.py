@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import Qwen3ForCausalLM
 
-from minisgl.tiny.batches import CURRICULUM, SHORT_CURRICULUM, Batches, Stage
+from minisgl.tiny.batches import CURRICULUM, SHORT_CURRICULUM, Batch, Batches, Stage
 from minisgl.tiny.checkpoint import load_model, model_config, save_model
 from minisgl.tiny.evaluate import (
     evaluate,
@@ -33,18 +34,52 @@ from minisgl.tiny.evaluate import (
     short_lookup_cases,
     task_cases,
     token_counter,
+    tool_cases,
     transformers_generate,
 )
 
 
-def answer_loss(model: Qwen3ForCausalLM, ids: torch.Tensor, learnt: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of the next token, over the tokens that the assistant says.
+def answer_loss(model: Qwen3ForCausalLM, batch: Batch) -> torch.Tensor:
+    """Summed cross-entropy of the tokens that the assistant says, a scalar; see `Batches`."""
+    ids, at, wanted = batch
+    unmasked: Any = {"full_attention": None}  # plain causal attention
+    hidden = model.model(ids, attention_mask=unmasked, use_cache=False).last_hidden_state
+    logits = model.lm_head(hidden.flatten(0, 1).index_select(0, at))
+    return cross_entropy(logits.float(), wanted, reduction="sum")
 
-    ids [rows, n + 1] int64, learnt [rows, n + 1] bool; the result is a scalar.
-    """
-    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-    wanted = learnt[:, 1:]
-    return cross_entropy(model.lm_head(hidden[wanted]).float(), ids[:, 1:][wanted])
+
+def orthogonalized(updates: torch.Tensor) -> torch.Tensor:
+    """Nearly the closest matrices with equal singular values, [n, rows, columns], by Newton-Schulz."""
+    tall = updates.shape[1] > updates.shape[2]
+    x = updates if updates.device.type == "cpu" else updates.bfloat16()
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """`torch.optim.Muon`, for all matrices of one shape at once."""
+
+    def __init__(self, matrices: list[torch.nn.Parameter], lr: float) -> None:
+        shapes = {matrix.shape for matrix in matrices}
+        groups = [{"params": [m for m in matrices if m.shape == shape]} for shape in shapes]
+        super().__init__(groups, {"lr": lr, "momentum": 0.95, "weight_decay": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One update with Nesterov momentum and decoupled weight decay."""
+        for group in self.param_groups:
+            matrices, keep = group["params"], group["momentum"]
+            grads = torch.stack([matrix.grad for matrix in matrices])
+            speed = self.state[matrices[0]].setdefault("speed", torch.zeros_like(grads))
+            speed.lerp_(grads, 1 - keep)
+            update = orthogonalized(grads.lerp(speed, keep))
+            rate = group["lr"] * max(1, update.shape[1] / update.shape[2]) ** 0.5
+            torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(matrices, list(update.to(grads.dtype).unbind()), alpha=-rate)
 
 
 def make_optimizers(
@@ -56,15 +91,13 @@ def make_optimizers(
     for name, parameter in model.named_parameters():
         inside = parameter.ndim == 2 and ".layers." in name
         (matrices if inside else others).append(parameter)
-    return [
-        torch.optim.Muon(matrices, lr=muon_lr, momentum=0.95, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    adam = torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    return [Muon(matrices, muon_lr), adam]
 
 
-def learning_rate(progress: float) -> float:
-    """Factor on the peak rate: a short warm-up, then half a cosine down to zero."""
-    return min(1.0, progress / 0.02) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+def learning_rate(step: int, progress: float, warm_up: int = 100) -> float:
+    """Factor on the peak rate: up in `warm_up` steps, then half a cosine down to zero."""
+    return min(1.0, (step + 1) / warm_up) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
 
 
 def measure(folder: Path, device: str, per_task: int) -> tuple[dict[str, float], list[str]]:
@@ -72,10 +105,11 @@ def measure(folder: Path, device: str, per_task: int) -> tuple[dict[str, float],
     model, tokenizer = load_model(folder, device)
     cases = [
         *task_cases(1, per_task),
+        *tool_cases(1, per_task),
         *short_lookup_cases(1, per_task),
         *lookup_cases(1, max(1, per_task // 4), token_counter(tokenizer)),
     ]
-    generate = transformers_generate(model, tokenizer, batch_size=512, max_new_tokens=400)
+    generate = transformers_generate(model, tokenizer, batch_size=512, max_new_tokens=300)
     return evaluate(generate, tokenizer, cases)
 
 
@@ -110,6 +144,7 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace, argv: Sequence[str] = ()) -> None:
         torch.manual_seed(args.seed)
+        self.start = time.perf_counter()
         self.args = args
         self.device = torch.device(args.device)
         config = model_config() if args.size == "full" else model_config(128, 2, 256)
@@ -117,41 +152,46 @@ class Trainer:
         self.model: Qwen3ForCausalLM = model.to(self.device)
         self.optimizers = make_optimizers(self.model, args.muon_lr, args.adam_lr)
         if self.device.type == "cuda":
-            self.model.model.compile(dynamic=False)
+            for layer in self.model.model.layers:
+                layer.compile(dynamic=False)
         self.log = Log(run_facts(args, argv), [], [])
         self.log.facts["parameters"] = sum(p.numel() for p in self.model.parameters())
         self.step = self.tokens = 0
-        self.start = time.perf_counter()
 
     def progress(self) -> float:
-        """The share of the run that is done: of its steps, or of its minutes."""
+        """The share of the run that is done: of its steps, or of its seconds."""
         if self.args.steps:
             return float(self.step / self.args.steps)
-        return float((time.perf_counter() - self.start) / (60 * self.args.minutes))
+        return float((time.perf_counter() - self.start) / self.args.seconds)
 
-    def train_step(self, ids: torch.Tensor, learnt: torch.Tensor) -> torch.Tensor:
-        """One update of all weights; returns the loss without waiting for the device."""
-        ids = ids.to(self.device, torch.int64, non_blocking=True)
-        learnt = learnt.to(self.device, non_blocking=True)
-        factor = learning_rate(self.progress())
+    def train_step(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """One update from some batches; returns the mean loss without waiting for the device."""
+        factor = learning_rate(self.step, self.progress(), self.args.warm_up)
         for optimizer, peak in zip(self.optimizers, (self.args.muon_lr, self.args.adam_lr)):
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor
-        on_gpu = self.device.type == "cuda"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
-            loss = answer_loss(self.model, ids, learnt)
-        loss.backward()
+        count = sum(len(wanted) for *_, wanted in batches)
+        total = torch.zeros((), device=self.device)
+        for batch in batches:
+            ids, at, wanted = (part.to(self.device, non_blocking=True) for part in batch)
+            with torch.autocast(
+                self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"
+            ):
+                loss = answer_loss(self.model, (ids, at, wanted)) / count
+            loss.backward()
+            total += loss.detach()
+            self.tokens += ids.numel()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
         self.step += 1
-        self.tokens += ids.numel()
-        return loss.detach()
+        return total
 
-    def batches(self, stage: Stage, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def batches(self, stage: Stage, number: int) -> Iterator[Batch]:
         """Batches of one stage, made by worker processes where there are any."""
-        data = Batches(stage, self.args.batch_tokens, self.args.seed * 10 + number)
+        tokens = self.args.batch_tokens // self.args.accumulate
+        data = Batches(stage, tokens, self.args.seed * 10 + number)
         workers = self.args.workers
         ahead = 4 if workers else None
         pin = self.device.type == "cuda"
@@ -162,42 +202,43 @@ class Trainer:
 
     def run(self) -> Log:
         """Go through the curriculum; log the loss, store and measure the model on the way."""
-        marks = [k / self.args.evaluations for k in range(1, self.args.evaluations)]
-        bar = tqdm(total=self.args.steps or None, unit="step", disable=self.args.quiet)
-        losses: list[torch.Tensor] = []
+        every = 1 / self.args.checkpoints
+        due, losses = every, list[torch.Tensor]()
+        bar = tqdm(
+            total=self.args.steps or None, unit="step", disable=self.args.quiet, mininterval=5
+        )
         for index, stage in enumerate(
             SHORT_CURRICULUM if self.args.size == "small" else CURRICULUM
         ):
-            for ids, learnt in self.batches(stage, index):
-                losses.append(self.train_step(ids, learnt))
+            batches = self.batches(stage, index)
+            while self.progress() < stage.until:
+                losses.append(self.train_step(list(islice(batches, self.args.accumulate))))
                 bar.update()
                 if len(losses) == self.args.log_every:
                     mean = torch.stack(losses).mean().item()
                     losses.clear()
                     self.log.loss.append((self.step, self.tokens, round(mean, 5)))
                     bar.set_postfix(loss=f"{mean:.4f}", stage=index)
-                if marks and self.progress() >= marks[0]:
-                    marks.pop(0)
-                    self.checkpoint()
-                if self.progress() >= stage.until:
-                    break
+                if due <= self.progress() < 1:
+                    self.checkpoint(measured=round(due / every) % 3 == 0)
+                    due += every
         bar.close()
-        self.checkpoint()
+        self.checkpoint(measured=True)
         return self.log
 
-    def checkpoint(self) -> None:
+    def checkpoint(self, measured: bool) -> None:
         """Store the model and the log; measure held-out accuracy if asked to."""
         seconds = round(time.perf_counter() - self.start, 1)
         self.log.facts |= {"steps": self.step, "tokens": self.tokens, "seconds": seconds}
-        save_model(self.model, self.args.out / "model", self.log.facts)
-        if self.args.per_task:
-            folder, device = self.args.out / "model", self.args.device
-            scores, wrong = measure(folder, device, self.args.per_task)
+        folder = self.args.out / "model"
+        save_model(self.model, folder, self.log.facts)
+        tqdm.write(f"step {self.step}, {seconds} s, {self.tokens / seconds:,.0f} tokens/s, stored")
+        self.log.write(self.args.out / "tiny_training.json")
+        if measured and self.args.per_task:
+            scores, wrong = measure(folder, self.args.device, self.args.per_task)
             self.log.accuracy.append({"step": self.step, "seconds": seconds, "scores": scores})
-            rate = self.tokens / seconds
-            tqdm.write(f"step {self.step}, {seconds} s, {rate:,.0f} tokens/s\n{report(scores)}")
-            (self.args.out / "wrong.txt").write_text("\n".join(wrong) + "\n")
-        self.log.write(self.args.out / "training.json")
+            tqdm.write("\n".join([report(scores), *wrong[:20]]))
+            self.log.write(self.args.out / "tiny_training.json")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -208,19 +249,21 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     processes = min(14, max(0, (os.cpu_count() or 2) - 2))
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder for model/, training.json and wrong.txt")
+    add("--out", type=Path, required=True, help="folder for model/ and tiny_training.json")
     add("--device", default="cuda" if on_gpu else "cpu")
-    add("--minutes", type=float, default=14.5, help="length of the run unless --steps is given")
+    add("--seconds", type=float, default=870, help="length of the run unless --steps is given")
     add("--steps", type=int, default=0, help="length of the run in updates")
     add("--seed", type=int, default=0)
     add("--size", choices=("full", "small"), default="full", help="small: a try on a CPU")
     add("--batch-tokens", type=int, default=131_072, help="tokens per update")
+    add("--accumulate", type=int, default=2, help="parts of a batch, one after the other")
     add("--workers", type=int, default=processes, help="processes that make data")
+    add("--warm-up", type=int, default=100, help="updates until the full learning rate")
     add("--muon-lr", type=float, default=0.02)
     add("--adam-lr", type=float, default=0.003)
     add("--log-every", type=int, default=50, help="updates per entry of the loss curve")
-    add("--evaluations", type=int, default=5, help="checkpoints, the last one included")
-    add("--per-task", type=int, default=30, help="held-out cases per task at a checkpoint, or 0")
+    add("--checkpoints", type=int, default=9, help="how often to store; every third is measured")
+    add("--per-task", type=int, default=12, help="held-out cases per task when measured, or 0")
     add("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -72,6 +72,11 @@ COLORS = words(
     red blue green yellow black white brown pink purple gray orange golden silver
     """
 )
+WEEKDAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday today tomorrow")
+EVENTS = words("party meeting concert dinner wedding race lesson show picnic game exam lunch")
+ROOMS = words("kitchen bedroom bathroom garden office garage hall")
+LANGUAGES = words("French German Spanish Italian Chinese Japanese English Latin Greek Dutch")
+CURRENCIES = words("dollars euros pounds yen francs USD EUR")
 ADJECTIVES = words(
     """
     brave little clever kind lonely happy sad sleepy curious hungry shy proud gentle lazy busy
@@ -157,6 +162,11 @@ CLOSED_WORDS = (
     + THINGS
     + COLORS
     + ADJECTIVES
+    + WEEKDAYS
+    + EVENTS
+    + ROOMS
+    + LANGUAGES
+    + CURRENCIES
     + COMMON
     + list(NUMBER_WORDS.values())
 )
