@@ -27,6 +27,7 @@ from minisgl.tiny.words import (
     letters,
     noun,
     pseudo_word,
+    sentence,
 )
 
 # How a request is worded: from a pair of core and carrier that training uses, from one that it
@@ -222,13 +223,6 @@ def count_to(rng: Random, phrasing: Phrasing = "known") -> Turn:
     values = [str(value) for value in range(low, high + 1)][:: -1 if down else 1]
     key = f"count {low} {high}" if low > 1 or high > 20 else ""  # the short counts are learnt
     return Turn("count to", fill(rng, text, pick_style(rng), *ends), ", ".join(values), key)
-
-
-def sentence(rng: Random, size: int) -> str:
-    """Words without much sense, with a capital and a stop."""
-    words = [any_word(rng) for _ in range(size)]
-    text = " ".join(words)
-    return text[:1].upper() + text[1:] + rng.choice("...!?")
 
 
 def passage(rng: Random, long: bool) -> str:

@@ -58,11 +58,11 @@ CORES["add"] = {
 }
 CORES["sort"] = {
     "do": [
-        "[sort|order|arrange|rank|sort out] [these|the following|this list of|the|my|these few|"
+        "[sort|order|arrange|rank|sort out|rearrange] [these|the following|this list of|the|my|these few|"
         "some] [numbers|values|integers|scores]",
         "[sort|order|arrange|rank] [these|these numbers|the values|them|this|the list|it] [in "
         "ascending order|from smallest to largest|from low to high|in increasing order|smallest "
-        "first|by size|by value|upwards|from small to big]",
+        "first|lowest first|from the lowest to the highest|by size|by value|upwards|from small to big]",
         "[sort|order|arrange|rank] {0}[| from smallest to largest| in ascending order| by size]",
         "[put|bring|get|write|list|place] [these|the numbers|these numbers|the following|my numbers|"
         "this list] [in|into] [order|ascending order|the right order|increasing order|a sorted order]",
@@ -131,7 +131,7 @@ CORES["sort words"] = {
     "do": [
         "[sort|order|arrange] [these|the following|the|my|some] [words|names|items|things]",
         "[sort|order|arrange] [these|these words|the names|them|this list] [alphabetically|in "
-        "alphabetical order|from A to Z|by the alphabet|by letter]",
+        "alphabetical order|from A to Z|by the alphabet|by letter|as in the alphabet]",
         "[sort|order|alphabetize|arrange] {0}[|| alphabetically| in alphabetical order| from A to Z]",
         "[put|bring|get|write|list] [these|these words|the words|the names|these items] [in|into] "
         "alphabetical order",
@@ -283,7 +283,7 @@ CORES["count same"] = {
     "do": [
         "count [the word|how often you see|every|the number of times you see|all|each|] {1} in "
         "[this list|the list|the following|this]",
-        "[find|say] how often {1} [occurs|appears|comes up]",
+        "[find|say] how [often|frequently] {1} [occurs|appears|comes up|can be found]",
     ],
     "doing": ["counting [the word|every|] {1} in [this list|the list]"],
     "noun": ["the [number of times|count of|number of] {1} [in this list|in the list|here]"],

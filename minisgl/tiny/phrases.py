@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable
 from random import Random
 
-from minisgl.tiny.words import any_word
+from minisgl.tiny.words import any_word, sentence
 
 ALTERNATIVES = re.compile(r"\[([^\[\]]*)\]")
 
@@ -168,6 +168,24 @@ def lower_first(text: str) -> str:
     return text if text[:2] in ("I ", "I'") else text[:1].lower() + text[1:]
 
 
+def surround(rng: Random, text: str, kind: str) -> str:
+    """A request with other words before or behind it, where they cannot be taken for its data."""
+    around, begins, ends = rng.random(), text.lstrip('"')[:3] == "{0}", text.endswith("{0}")
+    if around < 0.22 and not (kind and begins):
+        if around < 0.11:
+            return choose(rng, rng.choice(OPENERS)) + lower_first(text)
+        if around < 0.18:  # words without sense: only the core counts
+            words = [any_word(rng) for _ in range(rng.randint(1, 4))]
+            return " ".join([*words, lower_first(text)])
+        return f"{sentence(rng, rng.randint(2, 7))} {text}"
+    if around > 0.92 and kind != "text":
+        if around < 0.97:
+            return text + choose(rng, rng.choice(CLOSERS))
+        if not (kind and ends):
+            return text + rng.choice((" ", "\n")) + sentence(rng, rng.randint(2, 7))
+    return text
+
+
 def compose(rng: Random, cores: dict[str, list[str]], kind: str, held_out: bool = False) -> str:
     """A request with the placeholder {0} for its `kind` of data, from a pair of the wanted half."""
     forms = [form for form, patterns in cores.items() for _ in patterns]
@@ -179,14 +197,7 @@ def compose(rng: Random, cores: dict[str, list[str]], kind: str, held_out: bool 
     text = expand(rng, carrier.replace("*", core))
     if "{0}" not in text and kind:
         text = place(rng, text, kind)
-    around = rng.random()
-    if around < 0.12:
-        text = choose(rng, rng.choice(OPENERS)) + lower_first(text)
-    elif around < 0.15:  # words without sense: only the core counts
-        text = " ".join(any_word(rng) for _ in range(rng.randint(1, 4))) + " " + lower_first(text)
-    elif around < 0.20 and kind != "text":
-        text += choose(rng, rng.choice(CLOSERS))
-    return text
+    return surround(rng, text, kind)
 
 
 ABILITIES = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from random import Random
 
-from minisgl.tiny.data import Turn, fill, number, pick_style, sentence
+from minisgl.tiny.data import Turn, fill, number, pick_style
 from minisgl.tiny.phrases import CANNOT, SMALL_TALK, STRANGE, compose, expand, is_held_out
 from minisgl.tiny.words import (
     ADJECTIVES,
@@ -22,6 +22,7 @@ from minisgl.tiny.words import (
     any_word,
     letters,
     pseudo_word,
+    sentence,
 )
 
 WORLD = """Hola, ¿cómo estás?|¿Qué hora es?|Cuéntame algo|¿Dónde está la biblioteca?

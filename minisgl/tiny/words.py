@@ -207,3 +207,9 @@ def any_word(rng: Random) -> str:
     if kind < 0.8:
         return rng.choice(OPEN_WORDS)
     return pseudo_word(rng) if kind < 0.95 else letters(rng)
+
+
+def sentence(rng: Random, size: int) -> str:
+    """Words without much sense, with a capital and a stop."""
+    text = " ".join(any_word(rng) for _ in range(size))
+    return text[:1].upper() + text[1:] + rng.choice("...!?")
