@@ -336,10 +336,10 @@ def test_tools_are_rendered_as_qwen3_renders_them(saved: Any) -> None:
     text = saved.apply_chat_template(messages, tools=[function], tokenize=False)
     written = '<tool_call>\n{"name": "f", "arguments": {"a": "<b>"}}\n</tool_call>'
     assert text == (
-        "<|system|>S\n\n# Tools\n\nYou may call one or more functions to assist with the user query."
-        "\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
-        '{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}\n</tools>'
-        "\n\nFor each function call, return a json object with function name and arguments within "
+        "<|system|>S\n\n# Tools\n\nYou may call one or more functions to assist with the user "
+        "query.\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+        '{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}'
+        "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
         '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": '
         "<args-json-object>}\n</tool_call><|end|><|user|>U<|end|>"
         f"<|assistant|>Wait.\n{written}\n{written}<|end|>"

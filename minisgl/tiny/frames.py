@@ -27,7 +27,8 @@ CORES["add"] = {
         "[sum|total|addition|the addition] of {0} and {1}",
     ],
     "clause": [
-        "what {0} [+|plus|and] {1} [is|makes|make|gives|equals|comes to|adds up to|will be|would be]",
+        "what {0} [+|plus|and] {1} [is|makes|make|gives|equals|comes to|adds up to|will be|would "
+        "be]",
         "how much {0} [and|plus|+] {1} [is|are|make|makes|gives|comes to]",
         "what [you get|we get|I get|comes out|happens] [when|if] [you|I|we] add {0} [and|to] {1}",
         "what the sum of {0} and {1} is",
@@ -58,14 +59,18 @@ CORES["add"] = {
 }
 CORES["sort"] = {
     "do": [
-        "[sort|order|arrange|rank|sort out|rearrange] [these|the following|this list of|the|my|these few|"
+        "[sort|order|arrange|rank|sort out|rearrange] [these|the following|this list "
+        "of|the|my|these few|"
         "some] [numbers|values|integers|scores]",
         "[sort|order|arrange|rank] [these|these numbers|the values|them|this|the list|it] [in "
         "ascending order|from smallest to largest|from low to high|in increasing order|smallest "
-        "first|lowest first|from the lowest to the highest|by size|by value|upwards|from small to big]",
+        "first|lowest first|from the lowest to the highest|by size|by value|upwards|from small "
+        "to big]",
         "[sort|order|arrange|rank] {0}[| from smallest to largest| in ascending order| by size]",
-        "[put|bring|get|write|list|place] [these|the numbers|these numbers|the following|my numbers|"
-        "this list] [in|into] [order|ascending order|the right order|increasing order|a sorted order]",
+        "[put|bring|get|write|list|place] [these|the numbers|these numbers|the following|my "
+        "numbers|"
+        "this list] [in|into] [order|ascending order|the right order|increasing order|a sorted "
+        "order]",
         "[put|bring|get] {0} [in|into] [order|ascending order|increasing order|the right order]",
         "[line up|go through] the numbers from smallest to largest",
     ],
@@ -116,7 +121,8 @@ CORES["sort down"] = {
     ],
     "noun": [
         "{0} [in descending order|from largest to smallest|sorted downwards|largest first]",
-        "[these|the numbers|my numbers] [in descending order|from largest to smallest|biggest first]",
+        "[these|the numbers|my numbers] [in descending order|from largest to smallest|biggest "
+        "first]",
         "the [descending|decreasing] order of {0}",
     ],
     "clause": ["how [these|the] numbers go from [largest to smallest|high to low]"],
@@ -132,7 +138,8 @@ CORES["sort words"] = {
         "[sort|order|arrange] [these|the following|the|my|some] [words|names|items|things]",
         "[sort|order|arrange] [these|these words|the names|them|this list] [alphabetically|in "
         "alphabetical order|from A to Z|by the alphabet|by letter|as in the alphabet]",
-        "[sort|order|alphabetize|arrange] {0}[|| alphabetically| in alphabetical order| from A to Z]",
+        "[sort|order|alphabetize|arrange] {0}[|| alphabetically| in alphabetical order| from A "
+        "to Z]",
         "[put|bring|get|write|list] [these|these words|the words|the names|these items] [in|into] "
         "alphabetical order",
         "[put|bring] {0} [in|into] alphabetical order",
@@ -198,7 +205,8 @@ CORES["reverse word"] = {
         'how do you [spell|write|say|read] [|the word ][{0}|"{0}"] [backwards|in reverse]',
         'how [does|would|will] [|the word ][{0}|"{0}"] [look|read|sound|go] [backwards|reversed|in '
         "reverse|from right to left|from the end]",
-        'what [does|would|do] [|the word |the letters of ][{0}|"{0}"] [become|look like|spell|read] '
+        'what [does|would|do] [|the word |the letters of ][{0}|"{0}"] [become|look '
+        "like|spell|read] "
         "[backwards|reversed|in reverse|from the back]",
         'what do [you|I|we] get [when|if] [you|I|we] reverse [|the word ][{0}|"{0}"]',
     ],
@@ -226,7 +234,8 @@ CORES["reverse list"] = {
     "noun": [
         "[this list|the list|these items|the items|my list] [backwards|in reverse|reversed|in "
         "reverse order|from last to first]",
-        "the [reverse|reverse order|reversed order] of [this list|the list|these items|the list {0}]",
+        "the [reverse|reverse order|reversed order] of [this list|the list|these items|the list "
+        "{0}]",
         "the [reversed|backwards] list",
     ],
     "clause": [
@@ -247,7 +256,8 @@ CORES["count items"] = {
     "do": [
         "count [these|the items|the things|the items in this list|the entries|the elements|the "
         "words|how many there are|them|how many items there are|all items|everything in this list]",
-        "[find|determine|compute|work out|give] the [number|count] of [items|things|entries|elements]",
+        "[find|determine|compute|work out|give] the [number|count] of "
+        "[items|things|entries|elements]",
         "count the [items|things|entries|elements] in {0}",
         "[find|give] the length of [this|the|my] list",
     ],
@@ -322,7 +332,8 @@ CORES["count letters"] = {
         'count the letters [in|of] [|the word |the name |the term ][{0}|"{0}"]',
         "count [the letters|the letters in this word|how many letters there are|the letters of "
         "this word|all letters]",
-        "[find|determine|compute|give|get] the [number of letters|letter count] [in|of] [|the word ]"
+        "[find|determine|compute|give|get] the [number of letters|letter count] [in|of] [|the "
+        "word ]"
         '[{0}|"{0}"]',
     ],
     "doing": ['counting the letters [in|of] [|the word ][{0}|"{0}"]'],
@@ -363,7 +374,8 @@ CORES["count letter"] = {
         'how many {1}\'s [there are|are] in [|the word ][{0}|"{0}"]',
     ],
     "question": [
-        "how many times [does the letter {1} appear|is the letter {1}|does {1} occur] in [|the word ]"
+        "how many times [does the letter {1} appear|is the letter {1}|does {1} occur] in [|the "
+        "word ]"
         '[{0}|"{0}"]',
         'how many [|letters ]{1}[\'s|s|] are [|there ]in [|the word ][{0}|"{0}"]',
         "how many [letter {1}|{1}'s] does [|the word ]{0} have",
@@ -402,7 +414,8 @@ CORES["copy"] = {
         "[answer|reply|respond|come back] with [these words|this text|the same text|the same words|"
         "exactly this|nothing but this|my words]",
         "[give|send|hand|read] [me back|me] [this text|the same text|these words|this]",
-        "[act like|be like|play] [a|the|my] [parrot|echo|copy machine|mirror] and [repeat|say] this",
+        "[act like|be like|play] [a|the|my] [parrot|echo|copy machine|mirror] and [repeat|say] "
+        "this",
     ],
     "doing": [
         "[repeating|saying|copying|echoing|printing] [this|the following|these words|after me]",
@@ -413,11 +426,14 @@ CORES["copy"] = {
         "[the same text|the same words|this text|these words] [again|once more|back]",
     ],
     "bare": [
-        "[Repeat|Say|Copy|Echo|Repeat after me|Say after me|Repeat this|Copy this|Print|Write|Parrot|"
+        "[Repeat|Say|Copy|Echo|Repeat after me|Say after me|Repeat this|Copy "
+        "this|Print|Write|Parrot|"
         "Echo this|Copy that]: {0}",
-        "[Repeat after me|Say after me|Copy this text|Repeat the following|Write this down|Echo]:\n{0}",
+        "[Repeat after me|Say after me|Copy this text|Repeat the following|Write this "
+        "down|Echo]:\n{0}",
         "{0}\n[Repeat the text above|Repeat that|Copy the text above|Say that again|Echo that][.|]",
-        "[I say something, you say it again|I speak and you repeat it|You are my echo|My words, your "
+        "[I say something, you say it again|I speak and you repeat it|You are my echo|My words, "
+        "your "
         "words|You are a parrot|I write, you copy it]: {0}",
     ],
 }
@@ -444,7 +460,8 @@ CORES["story"] = {
 }
 CORES["long story"] = {
     "do": [
-        "[tell me|write|write me|make up|give me|tell] a [long|very long|longer|really long] [story|"
+        "[tell me|write|write me|make up|give me|tell] a [long|very long|longer|really long] "
+        "[story|"
         "tale] [about|of|with] {0}",
     ],
     "noun": ["a [long|very long|really long] [story|tale] about {0}"],
@@ -461,13 +478,17 @@ CORES["any story"] = {
 
 CORES["json"] = {  # {0} is the text, {1} the keys, {2} a schema or an example
     "do": [
-        "[answer|reply|respond] [in|with|using|as] JSON[ and use|, with|, keys:| with| with the keys|"
+        "[answer|reply|respond] [in|with|using|as] JSON[ and use|, with|, keys:| with| with the "
+        "keys|"
         " with the fields] {1}",
-        "[extract|find|get|collect|read|take] {1} [as JSON|and answer in JSON|in JSON format|into JSON|"
+        "[extract|find|get|collect|read|take] {1} [as JSON|and answer in JSON|in JSON "
+        "format|into JSON|"
         "from this text as JSON|and return JSON]",
-        "[return|give me|write|output|print|make|create|produce|build|send] [a JSON object|JSON|valid "
+        "[return|give me|write|output|print|make|create|produce|build|send] [a JSON "
+        "object|JSON|valid "
         "JSON|a JSON] with [|the keys |the fields |keys |fields |only ]{1}",
-        "[turn|convert|put|change|transform] [this|the text|this text|the following] into [JSON|a JSON "
+        "[turn|convert|put|change|transform] [this|the text|this text|the following] into "
+        "[JSON|a JSON "
         "object] with [|the keys |the fields |keys ]{1}",
     ],
     "doing": [
@@ -491,7 +512,8 @@ CORES["json"] = {  # {0} is the text, {1} the keys, {2} a schema or an example
 }
 CORES["json schema"] = {
     "do": [
-        "[answer|reply|respond] [in|with] JSON [that matches|that fits|for|with] [the|this] schema: {2}",
+        "[answer|reply|respond] [in|with] JSON [that matches|that fits|for|with] [the|this] "
+        "schema: {2}",
         "use this [JSON schema|schema|format]: {2}",
         "fill [this|in this|out this] JSON: {2}",
         "[extract|return] the data as JSON [like this|in this format|with this schema]: {2}",
@@ -515,7 +537,8 @@ CORES["json all"] = {
 }
 CORES["json list"] = {
     "do": [
-        "[put|turn|write|convert|list] [these|the items|this list|them] [as|into|in] a JSON [array|list]",
+        "[put|turn|write|convert|list] [these|the items|this list|them] [as|into|in] a JSON "
+        "[array|list]",
         "[return|give me|make|build] a JSON [array|list] of [these|these items|the items]",
     ],
     "noun": [
@@ -529,11 +552,14 @@ CORES["json unasked"] = {  # only a grammar asks for JSON
         "{0}",
         "{0}",
         "[Extract the data|Who is it|Extract the information|What does it say|Parse this|"
-        "Extract it|Read this|Find the facts|Extract the event information|Get the details][:|.\n|:\n] {0}",
+        "Extract it|Read this|Find the facts|Extract the event information|Get the "
+        "details][:|.\n|:\n] {0}",
         "{0}\n[Extract the data|Who is it?|What is it?|Parse it.|Extract the information.]",
     ],
 }
-KINDS |= dict.fromkeys(("json", "json schema", "json all"), "text") | {"json list": "list"}
+KINDS |= dict.fromkeys(("json", "json schema", "json all", "json unasked"), "text") | {
+    "json list": "list"
+}
 
 # What a text may say: field -> its names, the kind of its value, and ways to say it.
 FIELDS: dict[str, tuple[str, str, list[str]]] = {
@@ -599,15 +625,19 @@ SUBJECTS_OF_TEXTS: list[tuple[str, str, str, list[str]]] = [
 
 # Tools: name, description, parameters with the kind of their values, and what a user says.
 TOOLS: list[tuple[str, str, dict[str, str], dict[str, list[str]]]] = [
-    ("[get_|fetch_|check_|current_|get_current_|]weather", "the [current |]weather [in|for|of] a city",
+    ("[get_|fetch_|check_|current_|get_current_|]weather", "the [current |]weather [in|for|of] a "
+        "city",
      {"[city|location|place|town]": "city"},
      {"noun": ["the [|current ]weather [in|for|at] {0}", "the temperature in {0}"],
-      "clause": ["[how|what] the weather [is|is like|will be] in {0}", "if it [rains|snows] in {0}"],
-      "question": ["[what is|what's|how is|how's] the weather [|like ]in {0}", "how [warm|cold|hot] is "
+      "clause": ["[how|what] the weather [is|is like|will be] in {0}", "if it [rains|snows] in "
+      "{0}"],
+      "question": ["[what is|what's|how is|how's] the weather [|like ]in {0}", "how "
+      "[warm|cold|hot] is "
                    "it in {0}", "[is it|will it be] [warm|cold|sunny|windy] in {0}"]}),
     ("[get_|current_|get_local_|]time", "the [current |local ]time in a city",
      {"[city|location|place]": "city"},
-     {"noun": ["the [|current |local ]time in {0}"], "clause": ["[what time|how late] it is in {0}"],
+     {"noun": ["the [|current |local ]time in {0}"], "clause": ["[what time|how late] it is in "
+         "{0}"],
       "question": ["what time is it in {0}", "how late is it in {0}"]}),
     ("[get_|today_|current_|]date", "today's date", {},
      {"noun": ["[today's date|the date|the date of today]"], "clause": ["what day it is today"],
@@ -616,24 +646,32 @@ TOOLS: list[tuple[str, str, dict[str, str], dict[str, list[str]]]] = [
      "[b|y|second|right]": "number"}, CORES["add"]),
     ("[subtract|minus|difference]", "the difference of two numbers",
      {"[a|x|first|left]": "number", "[b|y|second|right]": "number"},
-     {"do": ["subtract {1} from {0}", "take {1} away from {0}"], "noun": ["the difference of {0} and "
-      "{1}", "{0} [minus|-] {1}"], "question": ["what is {0} [minus|-] {1}"], "bare": ["{0} - {1}"]}),
+     {"do": ["subtract {1} from {0}", "take {1} away from {0}"], "noun": ["the difference of {0} "
+         "and "
+      "{1}", "{0} [minus|-] {1}"], "question": ["what is {0} [minus|-] "
+      "{1}"], "bare": ["{0} - {1}"]}),
     ("[multiply|times|product|mul]", "the product of two numbers",
      {"[a|x|first|left]": "number", "[b|y|second|right]": "number"},
-     {"do": ["multiply {0} [by|with|and] {1}"], "noun": ["the product of {0} and {1}", "{0} [times|*|x] "
-      "{1}"], "question": ["[what|how much] is {0} [times|*|x|multiplied by] {1}"], "bare": ["{0} * {1}"]}),
+     {"do": ["multiply {0} [by|with|and] {1}"], "noun": ["the product of {0} and {1}", "{0} "
+         "[times|*|x] "
+      "{1}"], "question": ["[what|how much] is {0} [times|*|x|multiplied by] "
+      "{1}"], "bare": ["{0} * {1}"]}),
     ("[divide|division|div]", "one number divided by another",
      {"[a|x|first|left]": "number", "[b|y|second|right]": "number"},
      {"do": ["divide {0} by {1}"], "noun": ["{0} [divided by|/] {1}"],
       "question": ["what is {0} [divided by|/] {1}"], "bare": ["{0} / {1}"]}),
     ("[calculate|calculator|evaluate|calc|math]", "the value of an expression",
      {"[expression|formula|input]": "expression"},
-     {"do": ["[calculate|compute|evaluate|solve|work out] {0}"], "noun": ["{0}", "the [value|result] of "
-      "{0}"], "clause": ["what {0} is"], "question": ["[what|how much] is {0}"], "bare": ["{0}[| =]"]}),
-    ("[lookup|look_up|find|find_person|get_contact|get_person|find_user]", "[what is known|the entry|the "
+     {"do": ["[calculate|compute|evaluate|solve|work out] {0}"], "noun": ["{0}", "the "
+         "[value|result] of "
+      "{0}"], "clause": ["what {0} is"], "question": ["[what|how much] is "
+      "{0}"], "bare": ["{0}[| =]"]}),
+    ("[lookup|look_up|find|find_person|get_contact|get_person|find_user]", "[what is known|the "
+        "entry|the "
      "data] about a person", {"[name|person|user]": "name"},
      {"do": ["[look up|find|search for|get] {0}", "[look up|find] the [entry|contact] of {0}"],
-      "clause": ["who {0} is"], "noun": ["[all|everything] about {0}", "the [entry|contact] of {0}"],
+      "clause": ["who {0} is"], "noun": ["[all|everything] about {0}", "the [entry|contact] of "
+      "{0}"],
       "question": ["who is {0}", "what do [you|we] know about {0}"]}),
     ("[get_|find_|check_|]price", "the price of an item", {"[item|product|article]": "thing"},
      {"noun": ["the price of [a|the] {0}"], "clause": ["[how much|what] [a|the] {0} costs"],
@@ -651,14 +689,16 @@ TOOLS += [
       "noun": ['the {1} [word|translation] [for|of] "{0}"'], "question": ['what is "{0}" in {1}']}),
     ("[send_message|message|send_text|send_mail]", "[a message to somebody|a note to a person]",
      {"[to|recipient|name]": "name", "[text|message|body]": "quoted"},
-     {"do": ['send "{1}" to {0}', 'write {0}: "{1}"', 'tell {0} "{1}"', 'send {0} the message "{1}"']}),
+     {"do": ['send "{1}" to {0}', 'write {0}: "{1}"', 'tell {0} "{1}"', 'send {0} the message '
+         '"{1}"']}),
     ("[set_timer|timer|start_timer]", "a timer for some minutes", {"minutes": "int"},
      {"do": ["[set|start] a timer for {0} minutes", "[wake|call] me in {0} minutes"],
       "noun": ["a timer [for|of] {0} minutes"]}),
     ("[play_|start_|]music", "music by [a singer|somebody]", {"[artist|singer|name]": "name"},
      {"do": ["play [music|a song|something] [by|from|of] {0}"], "noun": ["[music|a song] by {0}"]}),
     ("[convert_|exchange_|]currency", "an amount of money in another currency",
-     {"amount": "int", "[from|source|from_currency]": "currency", "[to|target|to_currency]": "currency"},
+     {"amount": "int", "[from|source|from_currency]": "currency", "[to|target|"
+         "to_currency]": "currency"},
      {"do": ["[convert|change|exchange] {0} {1} [to|into] {2}"], "noun": ["{0} {1} in {2}"],
       "question": ["how [much|many {2}] [is|are] {0} {1} in {2}"]}),
     ("[book_|find_|search_]flight", "a flight between two cities",
@@ -667,7 +707,8 @@ TOOLS += [
       "noun": ["a [flight|ticket] from {0} to {1} on {2}"]}),
     ("[get_|compute_|]distance", "the distance between two cities",
      {"[from|origin|a]": "city", "[to|destination|b]": "city"},
-     {"noun": ["the distance [from {0} to {1}|between {0} and {1}]"], "clause": ["how far {1} is from "
+     {"noun": ["the distance [from {0} to {1}|between {0} and {1}]"], "clause": ["how far {1} is "
+         "from "
       "{0}"], "question": ["how far is it from {0} to {1}"]}),
     ("[create|add|new|make]_event", "an event in the calendar",
      {"[title|name|event]": "event", "[day|date]": "day"},
@@ -677,12 +718,14 @@ TOOLS += [
      {"[room|place]": "room", "color": "color"},
      {"do": ["[make|turn|set] the light in the {0} {1}", "set the {0} light to {1}"],
       "noun": ["{1} light in the {0}"]}),
-    ("[random_number|random|roll_dice|dice]", "a random number up to a limit", {"[limit|max|sides]": "int"},
+    ("[random_number|random|roll_dice|dice]", "a random number up to a limit", {"[limit|max|"
+        "sides]": "int"},
      {"do": ["[roll a dice with {0} sides|pick a random number up to {0}]"],
       "noun": ["a random number [up to|below] {0}"]}),
     ("[get|find|load]_[user|order|customer|ticket]", "a record with a number",
      {"[id|number]": "int"},
-     {"do": ["[get|find|load|show me] [number|record|the record] {0}"], "noun": ["the record [|with the "
+     {"do": ["[get|find|load|show me] [number|record|the record] {0}"], "noun": ["the record "
+         "[|with the "
       "number ]{0}", "record [|number ]{0}"], "question": ["what is in record {0}"]}),
     ("[read|open|load]_file", "the content of a file", {"[path|file|name|filename]": "file"},
      {"do": ["[read|open|load|show me] [|the file ]{0}"], "noun": ["the content of {0}"],
@@ -691,13 +734,16 @@ TOOLS += [
 # A tool for anything: {w} is a noun that its name, its description and the question share.
 ANY_TOOL = (
     "[get|find|fetch|query|read|show]_{w}", "the {w} of [a|an] {p}",
-    {"noun": ["the {w} [of|for] {0}", "{0}'s {w}"], "clause": ["what the {w} of {0} is", "[what|which] "
-     "{w} {0} has"], "question": ["what is the {w} [of|for] {0}", "what is {0}'s {w}", "[which|what] {w} "
+    {"noun": ["the {w} [of|for] {0}", "{0}'s {w}"], "clause": ["what the {w} of {0} "
+        "is", "[what|which] "
+     "{w} {0} has"], "question": ["what is the {w} [of|for] {0}", "what is {0}'s {w}", "[which|"
+     "what] {w} "
      "does {0} have"], "do": ["[look up|find|get|show me|check] the {w} [of|for] {0}"],
      "bare": ["{w} [of|for] {0}[|?]"]},
 )  # fmt: skip
 RESULTS = [  # of a tool, in words
-    "[sunny|cloudy|rainy|windy|warm and dry|cold and wet|18 degrees and sunny|light rain, 12 degrees]",
+    "[sunny|cloudy|rainy|windy|warm and dry|cold and wet|18 degrees and sunny|light rain, 12 "
+    "degrees]",
     "[done|ok|success|sent|saved|booked|not found|true|false|yes|no|nothing|open|closed]",
 ]
 

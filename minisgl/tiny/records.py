@@ -50,6 +50,11 @@ def decimal(rng: Random) -> float:
     return number(rng, (1, 2, 3)) + rng.randint(1, 99) / 100
 
 
+def iso_day(rng: Random) -> str:
+    """A date such as "2031-10-16"."""
+    return f"20{number(rng, (2,))}-{rng.randint(10, 12)}-{rng.randint(10, 28)}"
+
+
 VALUES: dict[str, Callable[[Random], Any]] = {
     "name": one_of(NAMES),
     "city": one_of(CITIES),
@@ -62,8 +67,7 @@ VALUES: dict[str, Callable[[Random], Any]] = {
     "room": lambda rng: rng.choice(ROOMS),
     "language": lambda rng: rng.choice(LANGUAGES),
     "currency": lambda rng: rng.choice(CURRENCIES),
-    "day": lambda rng: rng.choice((rng.choice(WEEKDAYS), f"May {number(rng, (1,)) + 1}",
-                                   f"20{number(rng, (2,))}-{rng.randint(10, 12)}-{rng.randint(10, 28)}")),
+    "day": lambda rng: rng.choice((rng.choice(WEEKDAYS), f"May {rng.randint(1, 31)}", iso_day(rng))),
     "int": lambda rng: number(rng, (1, 2, 2, 3)),
     "number": lambda rng: number(rng, (1, 2, 2, 3)) if rng.random() < 0.9 else decimal(rng),
     "money": lambda rng: number(rng, (1, 2, 3)) if rng.random() < 0.7 else decimal(rng),
@@ -203,7 +207,8 @@ def wrapped(rng: Random, held_out: bool = False) -> Turn:
         value = turn.answer
     names = KEYS.get(task, ("items", "list", "numbers", "values"))
     key = rng.choice(names if rng.random() < 0.4 else ("answer", "result", "output", "value"))
-    wish = choose(rng, "[Answer|Reply|Respond|Return the result] [in|as] JSON with [the key |key |the "
+    wish = choose(rng, "[Answer|Reply|Respond|Return the result] [in|as] JSON with [the key |key "
+        "|the "
                   f"field |]{key}.")  # fmt: skip
     given = '{"' if task != "copy" and rng.random() < 0.3 else ""
     question = (

@@ -30,6 +30,7 @@ from minisgl.tiny.checkpoint import load_model, model_config, save_model
 from minisgl.tiny.evaluate import (
     evaluate,
     lookup_cases,
+    phrasing_cases,
     report,
     short_lookup_cases,
     task_cases,
@@ -49,7 +50,7 @@ def answer_loss(model: Qwen3ForCausalLM, batch: Batch) -> torch.Tensor:
 
 
 def orthogonalized(updates: torch.Tensor) -> torch.Tensor:
-    """Nearly the closest matrices with equal singular values, [n, rows, columns], by Newton-Schulz."""
+    """Nearly the closest orthogonal matrices, [n, rows, columns], by Newton and Schulz's method."""
     tall = updates.shape[1] > updates.shape[2]
     x = updates if updates.device.type == "cpu" else updates.bfloat16()
     x = x.mT if tall else x
@@ -69,7 +70,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "momentum": 0.95, "weight_decay": 0.01})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update with Nesterov momentum and decoupled weight decay."""
         for group in self.param_groups:
             matrices, keep = group["params"], group["momentum"]
@@ -104,12 +105,13 @@ def measure(folder: Path, device: str, per_task: int) -> tuple[dict[str, float],
     """Held-out accuracy of a stored model, through transformers in float32."""
     model, tokenizer = load_model(folder, device)
     cases = [
-        *task_cases(1, per_task),
+        *(one for one in task_cases(1, per_task) if one.name != "story"),  # too long to wait for
         *tool_cases(1, per_task),
         *short_lookup_cases(1, per_task),
         *lookup_cases(1, max(1, per_task // 4), token_counter(tokenizer)),
+        *phrasing_cases(1, max(1, per_task // 4)),
     ]
-    generate = transformers_generate(model, tokenizer, batch_size=512, max_new_tokens=300)
+    generate = transformers_generate(model, tokenizer, batch_size=512, max_new_tokens=400)
     return evaluate(generate, tokenizer, cases)
 
 

@@ -16,8 +16,8 @@ PLACEHOLDER = re.compile(r"\{\w+\}")
 TEMPLATE_WORDS = """
 Tools You may call one or more functions to assist with the user query are provided with function
 signatures within XML tags For each function call return a json object with function name and
-arguments within XML tags name arguments type function description parameters object properties string
-integer number boolean array items required strict additionalProperties title enum result error The
+arguments within XML tags name arguments type function description parameters object properties
+string integer number boolean array items required strict additionalProperties title enum result error The
 answer is answers failed I count is not in the list null true false
 """
 
