@@ -537,13 +537,13 @@ def present_files(root: Path) -> set[Path]:
 
 
 def model_data_problems(root: Path) -> tuple[set[Path], list[str]]:
-    """Data files that the manifest of the shipped model allows, and those that do not fit it."""
+    """The shipped model's files and the tables of its data, and the files that do not fit."""
     folder = root / PACKAGE / MODEL_DATA
     manifest = folder / "MANIFEST.json"
     if not manifest.exists():
         return set(), []
     listed: dict[str, str] = json.loads(manifest.read_text(encoding="utf-8")).get("sha256", {})
-    allowed = {MODEL_DATA / "MANIFEST.json"}
+    allowed = {MODEL_DATA / "MANIFEST.json", MODEL_DATA.parent / "tables.toml"}
     problems = []
     for name, expected in listed.items():
         allowed.add(MODEL_DATA / name)

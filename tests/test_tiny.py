@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl.tiny import data, evaluate, frames, phrases, records, talk, tools
+from minisgl.tiny import data, evaluate, phrases, records, talk, tools
 from minisgl.tiny.batches import CURRICULUM, Batches, pack
 from minisgl.tiny.chats import stream, system_prompt
 from minisgl.tiny.lookup import make_table, queries, query, with_table
@@ -195,7 +195,7 @@ def test_conversations_fit_the_window_and_differ() -> None:
 def test_pairs_of_core_and_carrier_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     carriers = {"do": ["*", *(f"c{index} *" for index in range(60))]}
     monkeypatch.setattr(phrases, "CARRIERS", carriers)
-    monkeypatch.setattr(phrases, "OPENERS", ["Hello. "])
+    monkeypatch.setattr(phrases, "AROUND", phrases.AROUND | {"openers": ["Hello. "]})
     rng = Random(0)
     known, new = (
         {re.findall(r"c\d+|$", phrases.compose(rng, {"do": ["sort {0}"]}, "", side).lower())[0]
@@ -208,10 +208,10 @@ def test_pairs_of_core_and_carrier_are_split(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_phrasings_of_the_evaluation_are_not_trained_on() -> None:
     rng = Random(1)
-    for name in frames.CORES:
-        if name in frames.NEW_FRAMES:
+    for name in phrases.CORES:
+        if name in phrases.NEW_PHRASINGS:
             seen = {data.frame(rng, name).lower() for _ in range(600)}
-            assert not seen & {text.lower() for text in frames.NEW_FRAMES[name]}
+            assert not seen & {text.lower() for text in phrases.NEW_PHRASINGS[name]}
 
 
 def test_lookup_answers_stand_in_the_list() -> None:
@@ -337,10 +337,11 @@ def test_tools_are_rendered_as_qwen3_renders_them(saved: Any) -> None:
     written = '<tool_call>\n{"name": "f", "arguments": {"a": "<b>"}}\n</tool_call>'
     assert text == (
         "<|system|>S\n\n# Tools\n\nYou may call one or more functions to assist with the user "
-        "query.\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+        "query.\n\nYou are provided with function signatures within <tools></tools> XML tags:\n"
+        "<tools>\n"
         '{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}'
-        "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
-        '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": '
+        "\n</tools>\n\nFor each function call, return a json object with function name and "
+        'arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": '
         "<args-json-object>}\n</tool_call><|end|><|user|>U<|end|>"
         f"<|assistant|>Wait.\n{written}\n{written}<|end|>"
     )

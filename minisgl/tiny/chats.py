@@ -10,8 +10,9 @@ from random import Random
 
 from minisgl.tiny.data import Turn, draw_any, number
 from minisgl.tiny.lookup import make_table, queries, with_table
-from minisgl.tiny.phrases import CANNOT, HELPFUL, RULES, SUBJECTS, expand
+from minisgl.tiny.phrases import CANNOT, SUBJECTS, expand
 from minisgl.tiny.records import draw_json
+from minisgl.tiny.tables import TABLES
 from minisgl.tiny.talk import draw_strange, small_talk, subject
 from minisgl.tiny.tools import Message, Tool, call_turn, some_tools
 from minisgl.tiny.words import ADJECTIVES, CITIES, NAMES, PEOPLE, sentence
@@ -20,11 +21,11 @@ from minisgl.tiny.words import ADJECTIVES, CITIES, NAMES, PEOPLE, sentence
 def system_prompt(rng: Random) -> str:
     """Instructions of up to about 500 tokens; the tasks are the same under all of them."""
     if rng.random() < 0.35:
-        return rng.choice(HELPFUL)
+        return rng.choice(TABLES["system"]["helpful"])
     parts = []
     for _ in range(min(40, 1 + int(rng.expovariate(0.16)))):
         parts.append(
-            expand(rng, rng.choice(RULES)).format(
+            expand(rng, rng.choice(TABLES["system"]["rules"])).format(
                 rng.choice(ADJECTIVES),
                 rng.choice(PEOPLE),
                 rng.choice(NAMES),
@@ -35,7 +36,7 @@ def system_prompt(rng: Random) -> str:
             )
             + rng.choice((" ", " ", " ", "\n"))
         )
-    return "".join(parts).strip() or HELPFUL[0]
+    return "".join(parts).strip() or TABLES["system"]["helpful"][0]
 
 
 def maybe_system(rng: Random, share: float) -> str:

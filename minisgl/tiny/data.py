@@ -10,8 +10,16 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from minisgl.tiny.frames import CORES, KINDS, NEW_FRAMES
-from minisgl.tiny.phrases import compose, expand, is_held_out, misspell, place
+from minisgl.tiny.phrases import (
+    CORES,
+    KINDS,
+    NEW_PHRASINGS,
+    compose,
+    expand,
+    is_held_out,
+    misspell,
+    place,
+)
 from minisgl.tiny.stories import story, topic
 from minisgl.tiny.vocabulary import KNOWN_WORDS
 from minisgl.tiny.words import (
@@ -59,7 +67,7 @@ def frame(rng: Random, name: str, phrasing: Phrasing = "known") -> str:
     """A way to make the named request, with placeholders for its operands."""
     kind = KINDS.get(name, "")
     if phrasing == "new phrasing":
-        text = expand(rng, rng.choice(NEW_FRAMES[name]))
+        text = expand(rng, rng.choice(NEW_PHRASINGS[name]))
         return text if "{0}" in text or not kind else place(rng, text, kind)
     return compose(rng, CORES[name], kind, phrasing == "new pair")
 

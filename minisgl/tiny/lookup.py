@@ -8,18 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from minisgl.tiny.data import Phrasing, Turn, fill, number, pick_style
-from minisgl.tiny.frames import NEW_FRAMES
-from minisgl.tiny.phrases import (
-    FOLLOW_UPS,
-    INTROS,
-    LOOK_UP,
-    SUBJECTS,
-    compose,
-    expand,
-    is_held_out,
-)
+from minisgl.tiny.phrases import NEW_PHRASINGS, SUBJECTS, compose, expand, is_held_out
+from minisgl.tiny.tables import TABLES
 from minisgl.tiny.words import (
     ADJECTIVES,
     CITIES,
@@ -32,36 +25,7 @@ from minisgl.tiny.words import (
 )
 
 Maker = Callable[[Random], str]
-# (what joins key and value, what comes before each pair, what joins the pairs, after the last)
-FORMATS = [
-    ("{k}: {v}", "", "\n", ""),
-    ("{k}: {v}", "", "\n", ""),
-    ("{k}: {v}", "", ", ", ""),
-    ("{k} = {v}", "", "\n", ""),
-    ("{k} = {v}", "", ", ", ""),
-    ("{k}={v}", "", ", ", ""),
-    ("{k}={v}", "", "\n", ""),
-    ("{k} -> {v}", "", "\n", ""),
-    ("{k} -> {v}", "", ", ", ""),
-    ("{k}: {v}", "- ", "\n", ""),
-    ("{k} - {v}", "", "\n", ""),
-    ("{k}: {v}", "", "; ", ""),
-    ("{k} is {v}", "", ", ", "."),
-    ("{k} has {v}", "", "\n", ""),
-    ("{k} is {v}.", "", " ", ""),
-    ("{k},{v}", "", "\n", ""),
-    ("{k} {v}", "", "\n", ""),
-    ('"{k}": {v}', "", ", ", ""),
-    ("The {w} of {k} is {v}.", "", " ", ""),
-    ("{k}: {v}", "* ", "\n", ""),
-    ("{k} | {v}", "", "\n", ""),
-    ("The {k} is {v}.", "", " ", ""),
-    ("{k} has {v} {w}s.", "", " ", ""),
-    ("{k} {v}", "", ", ", ""),
-    ("{k} has {v}.", "", " ", ""),
-    ("{k}={v}", "", " ", ""),
-    ("{k} = {v}", "", "; ", ""),
-]
+LISTS: dict[str, Any] = TABLES["look_up"]
 MISSING = "{k} is not in the list."
 
 
@@ -135,7 +99,7 @@ def make_keys(rng: Random, size: int) -> list[str]:
 
 def make_table(rng: Random, size: int) -> Table:
     """A list of about `size` pairs in one of many formats."""
-    pair, before, between, after = rng.choice(FORMATS)
+    pair, before, between, after = rng.choice(LISTS["formats"])
     word = rng.choice(SUBJECTS) if rng.random() < 0.7 else noun(rng)
     make = rng.choice(VALUE_KINDS)
     lines = {k: pair.format(k=k, v=make(rng), w=word) for k in make_keys(rng, size)}
@@ -149,9 +113,9 @@ def query(
     style = pick_style(rng)
     style = str if style is str.upper else style
     if phrasing == "new phrasing":
-        text = expand(rng, rng.choice(NEW_FRAMES["look up"]))
+        text = expand(rng, rng.choice(NEW_PHRASINGS["look up"]))
     else:
-        cores = FOLLOW_UPS if follow_up else LOOK_UP
+        cores = LISTS["follow_ups" if follow_up else "cores"]
         text = compose(rng, cores, "", phrasing == "new pair")
     shown = style(key) if rng.random() < 0.5 else key  # sometimes "alice" for "Alice"
     answer = table.lines.get(key, MISSING.format(k=key))
@@ -162,7 +126,9 @@ def query(
 def with_table(rng: Random, table: Table, question: str) -> str:
     """One message that holds the list and the question, in either order."""
     gap = rng.choice(("\n", "\n", " "))
-    intro = expand(rng, rng.choice(INTROS).replace("{w}", table.word)).replace("{gap}", gap)
+    intro = expand(rng, rng.choice(LISTS["intros"]).replace("{w}", table.word)).replace(
+        "{gap}", gap
+    )
     if rng.random() < 0.12:
         link = rng.choice(("\n", " ", " in this list: ", " in the list: ", " in: "))
         if link.startswith(" in"):

@@ -12,8 +12,8 @@ from random import Random
 from typing import Any
 
 from minisgl.tiny.data import Phrasing, Turn, ask, draw, list_items, listed, number, pick_style
-from minisgl.tiny.frames import FIELDS, SUBJECTS_OF_TEXTS
 from minisgl.tiny.phrases import choose, is_held_out
+from minisgl.tiny.tables import TABLES
 from minisgl.tiny.talk import subject
 from minisgl.tiny.words import (
     ANIMALS,
@@ -67,7 +67,7 @@ VALUES: dict[str, Callable[[Random], Any]] = {
     "room": lambda rng: rng.choice(ROOMS),
     "language": lambda rng: rng.choice(LANGUAGES),
     "currency": lambda rng: rng.choice(CURRENCIES),
-    "day": lambda rng: rng.choice((rng.choice(WEEKDAYS), f"May {rng.randint(1, 31)}", iso_day(rng))),
+    "day": lambda rng: rng.choice((rng.choice(WEEKDAYS), iso_day(rng))),
     "int": lambda rng: number(rng, (1, 2, 2, 3)),
     "number": lambda rng: number(rng, (1, 2, 2, 3)) if rng.random() < 0.9 else decimal(rng),
     "money": lambda rng: number(rng, (1, 2, 3)) if rng.random() < 0.7 else decimal(rng),
@@ -120,12 +120,12 @@ Facts = dict[str, tuple[str, Any]]  # name of a field: the kind of its value, an
 
 def make_text(rng: Random) -> tuple[str, Facts]:
     """A text about a person, a product or an event, and what it says."""
-    name, kind, head, fields = rng.choice(SUBJECTS_OF_TEXTS)
+    name, kind, head, fields = rng.choice(TABLES["texts"]["subjects"]).values()
     value = VALUES[kind](rng)
     facts: Facts = {choose(rng, name): (kind, value)}
     clauses = []
     for field in rng.sample(fields, rng.randint(1, min(4, len(fields)))):
-        names, field_kind, ways = FIELDS[field]
+        names, field_kind, ways = TABLES["texts"]["fields"][field].values()
         key, found = choose(rng, names), VALUES[field_kind](rng)
         if key not in facts:
             facts[key] = (field_kind, found)

@@ -12,9 +12,18 @@ from random import Random
 from typing import Any
 
 from minisgl.tiny.data import Phrasing, Turn, fill, number, pick_style
-from minisgl.tiny.frames import ANY_TOOL, NEW_FRAMES, RESULTS, TOOLS
-from minisgl.tiny.phrases import SUBJECTS, choose, compose, expand, is_held_out
+from minisgl.tiny.phrases import (
+    CORES,
+    NEW_PHRASINGS,
+    SUBJECTS,
+    Patterns,
+    choose,
+    compose,
+    expand,
+    is_held_out,
+)
 from minisgl.tiny.records import VALUES, as_json, object_schema
+from minisgl.tiny.tables import TABLES
 from minisgl.tiny.words import any_word, noun, pseudo_word
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
@@ -29,7 +38,7 @@ class Tool:
     name: str
     schema: dict[str, Any]  # as clients send it
     kinds: dict[str, str]  # parameter: kind of its value
-    cores: dict[str, list[str]]
+    cores: Patterns
 
 
 def make_schema(rng: Random, name: str, about: str, kinds: dict[str, str]) -> dict[str, Any]:
@@ -58,13 +67,15 @@ def camel(name: str) -> str:
 def make_tool(rng: Random) -> Tool:
     """One of the common tools, or one that is named after a noun."""
     if rng.random() < 0.6:
-        index = rng.randrange(len(TOOLS))
-        names, about, parameters, cores = TOOLS[index]
-        topic, kinds = f"tool {index}", {choose(rng, key): kind for key, kind in parameters.items()}
-        if "number" in parameters.values() or "expression" in parameters.values():
-            topic = "arithmetic"
+        index = rng.randrange(len(TABLES["tools"]["common"]))
+        found = TABLES["tools"]["common"][index]
+        kinds = {choose(rng, key): kind for key, kind in found["parameters"]}
+        names, about = found["name"], found["about"]
+        cores = CORES[found["cores_of"]] if "cores_of" in found else found["cores"]
+        computes = {"number", "expression"} & set(kinds.values())
+        topic = "arithmetic" if computes else f"tool {index}"
     else:
-        names, about, cores = ANY_TOOL
+        names, about, cores = TABLES["tools"]["any"].values()
         word = rng.choice((noun(rng), rng.choice(SUBJECTS), pseudo_word(rng))).split()[0]
         parameter = rng.choice(("name", "city", "item", "user", "key", "animal"))
         kind = {"item": "thing", "user": "name", "key": "topic"}.get(parameter, parameter)
@@ -100,7 +111,7 @@ def request(rng: Random, tool: Tool, phrasing: Phrasing = "known") -> tuple[str,
     values = {key: VALUES[kind](rng) for key, kind in tool.kinds.items()}
     if phrasing == "new phrasing" and "noun" in tool.cores:
         core = expand(rng, rng.choice(tool.cores["noun"]))
-        text = rng.choice(NEW_FRAMES["tool"]).replace("*", core[:1].lower() + core[1:])
+        text = rng.choice(NEW_PHRASINGS["tool"]).replace("*", core[:1].lower() + core[1:])
     else:
         text = compose(rng, tool.cores, "", phrasing == "new pair")
     style = pick_style(rng)
@@ -113,7 +124,7 @@ def request(rng: Random, tool: Tool, phrasing: Phrasing = "known") -> tuple[str,
 def result(rng: Random) -> str:
     """What a tool may answer: a number, words, JSON, or an error."""
     kind = rng.random()
-    text = choose(rng, rng.choice(RESULTS))
+    text = choose(rng, rng.choice(TABLES["tools"]["results"]["words"]))
     if kind < 0.3:
         return str(VALUES["number"](rng))
     if kind < 0.55:

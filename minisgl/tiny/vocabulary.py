@@ -10,43 +10,43 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from minisgl.tiny import frames, phrases, stories, words
+from minisgl.tiny.phrases import CANNOT
+from minisgl.tiny.tables import TABLES
+from minisgl.tiny.words import CLOSED_WORDS, OPEN_WORDS
 
+UNREAD = ("words", "nonsense", "new_phrasings")  # tables whose words stay out
 PLACEHOLDER = re.compile(r"\{\w+\}")
-TEMPLATE_WORDS = """
+CODE_WORDS = """
 Tools You may call one or more functions to assist with the user query are provided with function
 signatures within XML tags For each function call return a json object with function name and
-arguments within XML tags name arguments type function description parameters object properties
-string integer number boolean array items required strict additionalProperties title enum result error The
-answer is answers failed I count is not in the list null true false
-"""
+arguments type function description parameters properties string integer number boolean array items
+required additionalProperties title enum unit celsius fahrenheit null true false result error phone
+email country year value temperature status time The answer is The tool failed I count is not in the
+list Once upon a time there was a child named who dreamed about lived and loved to Get Return Gives
+"""  # what stands in no table: the template's words and those of our own answers
 
 
 def sentences(table: Any) -> Iterator[str]:
-    """All texts of a table, which may be a text itself, a list, a tuple or a dictionary."""
+    """All texts of a table, which may be a text itself, a list or a dictionary."""
     if isinstance(table, str):
         yield table
-    elif isinstance(table, dict):
-        yield from sentences(list(table))
-        yield from sentences(list(table.values()))
-    elif isinstance(table, list | tuple):
-        for part in table:
+    else:
+        for part in table.values() if isinstance(table, dict) else table:
             yield from sentences(part)
 
 
 def known_words() -> list[str]:
     """The words of all tables and closed lists, most frequent first, two letters or more."""
     found = Counter[str]()
-    tables = [vars(part)[name] for part in (frames, phrases, stories) for name in vars(part)
-              if name.isupper() and name not in ("NEW_FRAMES", "ALTERNATIVES")]  # fmt: skip
-    for line in sentences([tables, TEMPLATE_WORDS]):
+    tables = [table for name, table in TABLES.items() if name not in UNREAD]
+    for line in sentences([tables, CANNOT, CODE_WORDS]):
         plain = PLACEHOLDER.sub(" ", line)
         found.update(re.findall(r"[^\W\d_]{2,}", plain))
         found.update(re.findall(r"[^\W\d_]{2,}", plain.lower()))
-    found.update(words.CLOSED_WORDS)
-    for word in words.OPEN_WORDS:
+    found.update([*CLOSED_WORDS, *map(str.lower, CLOSED_WORDS)])
+    for word in OPEN_WORDS:
         found.pop(word, None)
-    return [word for word, _ in found.most_common() if word.isascii()]
+    return [word for word, _ in found.most_common() if len(word) > 1 and word.isascii()]
 
 
 KNOWN_WORDS = known_words()
