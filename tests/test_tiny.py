@@ -341,8 +341,8 @@ def test_tools_are_rendered_as_qwen3_renders_them(saved: Any) -> None:
         "<tools>\n"
         '{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}'
         "\n</tools>\n\nFor each function call, return a json object with function name and "
-        'arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": '
-        "<args-json-object>}\n</tool_call><|end|><|user|>U<|end|>"
+        'arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{"name": '
+        '<function-name>, "arguments": <args-json-object>}\n</tool_call><|end|><|user|>U<|end|>'
         f"<|assistant|>Wait.\n{written}\n{written}<|end|>"
     )
 

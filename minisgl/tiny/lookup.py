@@ -126,9 +126,8 @@ def query(
 def with_table(rng: Random, table: Table, question: str) -> str:
     """One message that holds the list and the question, in either order."""
     gap = rng.choice(("\n", "\n", " "))
-    intro = expand(rng, rng.choice(LISTS["intros"]).replace("{w}", table.word)).replace(
-        "{gap}", gap
-    )
+    intro = expand(rng, rng.choice(LISTS["intros"]).replace("{w}", table.word))
+    intro = intro.replace("{gap}", gap)
     if rng.random() < 0.12:
         link = rng.choice(("\n", " ", " in this list: ", " in the list: ", " in: "))
         if link.startswith(" in"):

@@ -21,9 +21,14 @@ REGULAR = {
     for word in ANIMALS + FRUITS + THINGS
     if not word.endswith(("s", "x", "sh", "ch", "y", "f", "fe", "o"))
 } - {"mouse", "goose", "sheep", "fish", "deer"}
-CLOSED_WORDS = [word for kind, some in WORDS.items() if kind != "open_words" for word in some]
+CLOSED_WORDS = [
+    word
+    for kind, some in WORDS.items()
+    if kind not in ("open_words", "syllable_starts")
+    for word in some
+]
 
-SYLLABLE_STARTS = ["b", "bl", "br", "c", "ch", "cl", "d", "dr", "f", "fl", "g", "gl", "gr", "h", "j", "k", "l", "m", "n", "p", "pl", "pr", "qu", "r", "s", "sh", "sl", "st", "t", "tr", "v", "w", "y", "z"]
+SYLLABLE_STARTS = WORDS["syllable_starts"]
 SYLLABLE_ENDS = ["", "", "", "n", "r", "l", "m", "t", "s", "k", "x", "nd", "rt", "p"]
 
 
