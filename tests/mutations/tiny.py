@@ -50,8 +50,8 @@ MUTATIONS = [
     Mutation(
         "pairs of core and carrier are not split",
         module="minisgl.tiny.phrases",
-        old="is_held_out(f\"{carrier} {core}\")",
-        new="is_held_out(f\"{carrier}\")",
+        old='is_held_out(f"{carrier} {core}")',
+        new='is_held_out(f"{carrier}")',
         test="tests/test_tiny.py::test_pairs_of_core_and_carrier_are_split",
     ),
     Mutation(
