@@ -23,7 +23,7 @@ from minisgl.server.cli import Operations
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.api import create_app
 from minisgl.server.http.fields import HARMLESS, RESERVED
-from minisgl.server.http.responses import sse
+from minisgl.server.http.formats import sse
 from minisgl.server.http.schemas import FORMS, ChatRequest, CompletionRequest
 from minisgl.server.http.settings import ApiSettings
 from minisgl.server.workers.channels import LocalQueue

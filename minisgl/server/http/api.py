@@ -9,7 +9,7 @@ import asyncio
 import time
 import traceback
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,8 +26,8 @@ from minisgl.core import SamplingParams
 from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.http.access import BEARER, keyed_route
 from minisgl.server.http.errors import FAILED, ApiError, api_error
+from minisgl.server.http.formats import ChatFormatter, Completion, CompletionFormatter, sse, usage
 from minisgl.server.http.limits import ConcurrencyLimiter
-from minisgl.server.http.responses import ChatFormatter, Completion, CompletionFormatter, sse, usage
 from minisgl.server.http.schemas import (
     MAX_ANSWERS,
     ChatRequest,
@@ -371,6 +371,7 @@ def create_app(
     settings: ApiSettings,
     limiter: ConcurrencyLimiter | None = None,
     middleware: Sequence[Middleware] = (),
+    more_routes: Sequence[Callable[[APIRouter, Service], None]] = (),
 ) -> FastAPI:
     """The HTTP application over one frontend; `middleware` lies around all of its routes."""
 
@@ -389,6 +390,7 @@ def create_app(
     bearer, route = [Security(BEARER)], keyed_route(settings.api_key)
     keyed = APIRouter(route_class=route, dependencies=bearer, responses=FAILED)
     add_info_routes(app, keyed, service)
-    add_generation_routes(keyed, service)
+    for add_routes in (add_generation_routes, *more_routes):
+        add_routes(keyed, service)
     app.include_router(keyed)
     return app
