@@ -759,3 +759,49 @@ def test_sdk_raises_the_right_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="", prompt="x", top_p=3)
     assert caught.value.param == "top_p" and caught.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, ""),
+        ({"structured_outputs": {"regex": "(("}}, "structured_outputs"),
+        ({"guided_regex": "(("}, "guided_regex"),
+        ({"ebnf": "root ::= ??"}, "ebnf"),
+        ({"regex": "(("}, "regex"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens"),
+        ({"guided_choice": ["a"], "guided_regex": "b"}, "guided_choice"),
+    ],
+)
+def test_a_bad_grammar_is_named_as_it_was_sent(
+    live: Live, fields: dict[str, Any], param: str
+) -> None:
+    param = param or "response_format"
+    for stream in (False, True):
+        response = complete(live, stream=stream, **fields)
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["param"] == param, error
+        assert error["message"].startswith(f"{param}:"), error
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("temperature", "0.5"), ("temperature", True), ("max_tokens", "8"), ("max_tokens", True),
+        ("max_tokens", 8.0), ("top_p", "1"), ("seed", "1"), ("seed", 1.5), ("top_k", "5"),
+        ("ignore_eos", "true"), ("ignore_eos", 1), ("min_p", "0"), ("logprobs", "1"),
+        ("stop_token_ids", ["5"]), ("presence_penalty", "1"),
+    ],
+)  # fmt: skip
+def test_types_are_those_of_llm(live: Live, field: str, wrong: Any) -> None:
+    """No text is a number, neither in JSON nor in Python; an integer is a number in both."""
+    error = complete(live, **{field: wrong}).json()["error"]
+    assert error["param"] == field, error
+    with pytest.raises(ValueError, match=f"^{field}"):
+        SamplingParams(**{field: wrong})
+    assert complete(live, temperature=1, min_p=0, logit_bias={"5": 1}).status_code == 200
+
+
+def test_too_many_stop_strings_are_told_their_limit(live: Live) -> None:
+    error = complete(live, stop=["x"] * 65).json()["error"]
+    assert error["param"] == "stop" and "at most 64 items" in error["message"], error

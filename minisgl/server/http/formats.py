@@ -40,12 +40,9 @@ def usage(answers: list[Completion], prompts: int = 1) -> dict[str, Any]:
     prompt_tokens = sum(answer.prompt_tokens for answer in answers[::per_prompt])
     completion_tokens = sum(answer.completion_tokens for answer in answers)
     cached = sum(answer.cached_tokens for answer in answers[::per_prompt])
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    counts = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+    total, details = prompt_tokens + completion_tokens, {"cached_tokens": cached}
+    return {**counts, "total_tokens": total, "prompt_tokens_details": details}
 
 
 def finite(logprob: float) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
@@ -14,21 +15,14 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from minisgl.core import GRAMMARS, MAX_LOGPROBS, SamplingParams
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import HARMLESS, template_variables
+from minisgl.tokenizer import check_unicode
 
-
-def valid_unicode(text: str) -> str:
-    """JSON can hold half of a character, an unpaired surrogate; no message of ours can."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"unpaired surrogate at character {error.start}") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(valid_unicode)]
+# JSON can hold half of a character, an unpaired surrogate; no message of ours can.
+Text = Annotated[str, AfterValidator(partial(check_unicode, "text"))]
 Count = Annotated[int, Field(lt=2**63)]  # what a message can hold; ranges are checked later
 Limit = Annotated[int, Field(gt=0, lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenKey = Annotated[TokenId, Field(strict=False)]  # the keys of a JSON object are strings
 StopText = Annotated[Text, Field(max_length=1024)]
 BadWord = Annotated[Text, Field(max_length=64)]  # the text worker spells each one twice
 MAX_ANSWERS = 1024  # of one HTTP request: prompts times n
@@ -56,7 +50,7 @@ class ChatMessage(BaseModel):
         return {"role": self.role, "content": self.content or ""}
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(BaseModel, strict=True):
     """What a stream tells beside its text."""
 
     include_usage: bool | None = None
@@ -75,7 +69,7 @@ class ResponseFormat(BaseModel):
     json_schema: NamedSchema | None = None
 
 
-class GenerationRequest(BaseModel, extra="allow"):
+class GenerationRequest(BaseModel, extra="allow", strict=True):
     """What all requests share. Unknown fields are ignored, null means the default."""
 
     model: str | None = None
@@ -92,7 +86,7 @@ class GenerationRequest(BaseModel, extra="allow"):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[TokenId, float], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[TokenKey, float], Field(max_length=1024)] | None = None
     min_tokens: Count | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=256)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(max_length=2**18)] | None = None
@@ -142,6 +136,18 @@ class GenerationRequest(BaseModel, extra="allow"):
                 raise ApiError(400, why, code="unsupported", param=param)
         return form
 
+    def client_name(self, ours: str | None) -> str | None:
+        """What the client called one of our fields."""
+        if ours not in GRAMMARS:
+            return ours
+        extra = self.model_extra or {}
+        given = [
+            name for name in [*FORMS, ours] if FORMS.get(name, name) == ours and extra.get(name)
+        ]
+        return next(
+            iter(given), "structured_outputs" if self.structured_outputs else "response_format"
+        )
+
     def sampling_params(self, defaults: Mapping[str, Any], index: int = 0) -> SamplingParams:
         """The engine's params: what the client set, else what the model advises, else ours.
 
@@ -158,8 +164,9 @@ class GenerationRequest(BaseModel, extra="allow"):
             return SamplingParams(**chosen)
         except (ValueError, TypeError) as error:
             # Our messages begin with the field: "top_p: must be in (0, 1], got 3".
-            param = str(error).split(":", 1)[0]
-            raise ApiError(400, str(error), code="invalid_value", param=param) from error
+            ours, why = str(error).split(":", 1)
+            param = self.client_name(ours)
+            raise ApiError(400, f"{param}:{why}", code="invalid_value", param=param) from error
 
 
 FORMS = {  # other engines' names of our fields
