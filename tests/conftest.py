@@ -15,6 +15,9 @@ import build  # notebooks/build.py
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from tests.forks import ForkedProvisioner
+
+pytest_plugins = ["nbval.plugin"]  # not as pytest would: after `build`, which makes it start faster
 GPU = build.has_gpu()
 # Without a GPU those files are not even imported; chapters' `gpu` cells are skipped one by one.
 collect_ignore_glob = [] if GPU else ["gpu/*"]
@@ -86,6 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     rules = getattr(config.option, "nbval_sanitize_with", None)
     if rules:
+        ForkedProvisioner.use()
         config.option.nbval_sanitize_with = str(config.rootpath / rules)
 
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import compileall
 import importlib
-import json
 import os
 import pkgutil
 import shutil
 import signal
-import subprocess
-import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import mutations
+from tests.forks import Forked
 from tests.mutations import Mutation
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,39 +73,23 @@ def applied(mutation: Mutation, root: Path) -> Iterator[None]:
 
 
 class Runner:
-    """Talks to `tests/mutations/runner.py` about a copy of the project at `root`."""
+    """Runs tests in a copy of the project at `root`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        paths = [str(ROOT / "notebooks"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "mutations" / "runner.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd="/",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        )
 
     def run(self, tests: list[str], seconds: int = SECONDS) -> tuple[int, str]:
         """Exit status and output of pytest on tests of the copy."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        job = {"root": str(self.root), "tests": tests, "seconds": seconds}
-        print(json.dumps(job), file=self.process.stdin, flush=True)
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return answer["code"], answer["output"]
-
-    def close(self) -> None:
-        """End the helper process."""
-        self.process.communicate()
+        with tempfile.NamedTemporaryFile("r") as file:
+            fields = {"root": str(self.root), "tests": tests, "seconds": seconds}
+            code = Forked("tests", output=file.name, **fields).wait(3 * seconds)
+            return code, file.read()[-4000:]
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    """One copy of the project and one helper process for all mutations of a file."""
-    runner = Runner(copy_project(tmp_path_factory.mktemp("copy")))
-    yield runner
-    runner.close()
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    """One copy of the project for all mutations of a file."""
+    return Runner(copy_project(tmp_path_factory.mktemp("copy")))
 
 
 def test_names_are_unique() -> None:
