@@ -87,7 +87,7 @@ class Live:
             settings,
             self.limiter,
             self.watchers,
-            self.operations.max_body_size,
+            self.operations,
         )
         self.app = app
         protocol = patient_http(stall, head)

@@ -484,7 +484,7 @@ def test_a_form_that_cannot_be_had_is_refused(
 
 @pytest.mark.parametrize("field", ["prompt", "stop"])
 def test_half_a_character_is_no_text(field: str) -> None:
-    with pytest.raises(ValueError, match="unpaired surrogate .* at character 1"):
+    with pytest.raises(ValueError, match=r"unpaired surrogate .* at character 1"):
         CompletionRequest.model_validate({"prompt": "x", field: "a\ud800"})
 
 

@@ -19,11 +19,12 @@ from minisgl import LLM
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import GRAMMARS, SamplingParams
 from minisgl.scheduler.messages import TokenReply, UserMsg
-from minisgl.server.cli import Operations
+from minisgl.server.cli import Operations, Watchers, build_app
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.api import create_app
 from minisgl.server.http.fields import HARMLESS, RESERVED
 from minisgl.server.http.formats import sse
+from minisgl.server.http.limits import ConcurrencyLimiter
 from minisgl.server.http.schemas import FORMS, ChatRequest, CompletionRequest
 from minisgl.server.http.settings import ApiSettings
 from minisgl.server.workers.channels import LocalQueue
@@ -602,6 +603,30 @@ def test_key_comes_before_the_body() -> None:
     assert asyncio.run(ask()).status_code == 401
     for scheme in ("bearer", "BEARER"):
         assert asyncio.run(ask(authorization=f"{scheme} clé")).status_code == 400
+
+
+@pytest.mark.parametrize("for_all", [False, True])
+def test_the_key_for_what_operators_read(for_all: bool) -> None:
+    operations = Operations(log_format="none", key_for_all=for_all)
+    frontend, watchers = Frontend([LocalQueue()], LocalQueue()), Watchers(operations)
+    settings = ApiSettings("m", 9, api_key="key")
+    app = build_app(frontend, settings, ConcurrencyLimiter(), watchers, operations)
+
+    async def statuses(path: str) -> list[int]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+            given = [{}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer key"}]
+            return [(await client.get(path, headers=headers)).status_code for headers in given]
+
+    for path in ("/metrics", "/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect"):
+        assert asyncio.run(statuses(path)) == [401 if for_all else 200] * 2 + [200], path
+    assert asyncio.run(statuses("/health")) == [200] * 3
+    assert asyncio.run(statuses("/v1/models")) == [401, 401, 200]
+
+
+def test_a_drain_ends_before_kubernetes_kills() -> None:
+    """30 s from SIGTERM to SIGKILL; closing, asking, terminating and killing take 10 at most."""
+    assert Operations().drain_timeout + 2 + 5 + 1 + 2 < 30
 
 
 def test_late_answers_are_not_asked_for_again(live: Live) -> None:

@@ -10,12 +10,14 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from minisgl.config.paths import resolve_model_path
 from minisgl.server.chat.client import ApiClient, ServerError, base_url
+from minisgl.server.chat.shell import Shell
 from tests.serving import Live
 
 ASK, ANSWER = "What is 12 + 30?", "12 + 30 = 42"
@@ -126,6 +128,47 @@ def test_a_stream_that_goes_wrong_says_how(data: str, status: int, kind: str) ->
     with pytest.raises(ServerError) as caught:
         read(data, status)
     assert caught.value.kind == kind
+
+
+# The shell, connected to a server elsewhere
+
+
+def connected(data: str) -> tuple[Shell, str, list[dict[str, Any]]]:
+    """A shell after one turn with a server that plays `data`; what it wrote, what it sent."""
+    sent, said = [], list[str]()
+
+    def played(request: httpx.Request) -> httpx.Response:
+        sent.append(json.loads(request.content))
+        return httpx.Response(
+            200, headers={"content-type": "text/event-stream"}, content=data.encode()
+        )
+
+    async def run() -> Shell:
+        async with ApiClient("host:1", transport=httpx.MockTransport(played)) as client:
+            shell = Shell(lambda messages: client.chat("their-model", messages), said.append)
+            await shell.turn("hello")
+            return shell
+
+    return asyncio.run(run()), "".join(said), sent
+
+
+def test_shell_follows_any_server() -> None:
+    """It names the model, and reads over comments, named events and chunks without a choice."""
+    usage = json.dumps({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}})
+    role = json.dumps({"choices": [{"delta": {"role": "assistant"}, "finish_reason": None}]})
+    lines = [": OPENROUTER PROCESSING", "", "event: message", f"data: {role}", ""]
+    lines += [f"data: {chunk('two ')}", "", ": ping", "", "event: message", "id: 1"]
+    lines += [f"data: {chunk('words', 'stop')}", "", f"data: {usage}", "", "data: [DONE]", "", ""]
+    shell, said, (sent,) = connected("\n".join(lines))
+    assert said == "two words\n" and shell.history[-1]["content"] == "two words"
+    assert sent["model"] == "their-model" and "7 tokens" in shell.stats
+
+
+@pytest.mark.parametrize("end", ["", 'data: {"error": {"message": "the engine died"}}\n\n'])
+def test_a_cut_answer_is_shown_as_cut_and_forgotten(end: str) -> None:
+    shell, said, _ = connected(f"data: {chunk('half an ans')}\n\n{end}")
+    assert said.startswith("half an ans[") and shell.history == []
+    assert ("the engine died" if end else "cut off") in said
 
 
 def test_urls_with_and_without_v1() -> None:
