@@ -42,6 +42,7 @@ from minisgl.server.observe.lifecycle import Lifecycle, Server
 from minisgl.server.observe.logs import LogRequests, RequestLog, as_json, as_text
 from minisgl.server.observe.metrics import Metrics, add_metrics_route
 from minisgl.server.observe.trace import TraceFile
+from minisgl.server.responses.routes import add_responses_routes
 from minisgl.server.workers.channels import ZmqInbox, ZmqOutbox
 from minisgl.server.workers.messages import UserReply
 from minisgl.server.workers.processes import WorkerGroup, address
@@ -226,7 +227,7 @@ def build_app(
     middleware = [Middleware(BodyLimit, max_bytes=operations.max_body_size)]
     if watchers.log is not None:
         middleware.insert(0, Middleware(LogRequests, log=watchers.log))
-    app = create_app(frontend, settings, limiter, middleware)
+    app = create_app(frontend, settings, limiter, middleware, [add_responses_routes])
     add_metrics_route(app, watchers.metrics)
     told = ("/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc")
     for route in app.routes:
