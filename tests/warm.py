@@ -21,7 +21,7 @@ import psutil
 
 OPTIONS = ["-q", "-x", "--tb=short", "-o", "addopts=", "-p", "no:xdist", "-p", "no:nbval.plugin"]
 OPTIONS += ["-p", "no:cacheprovider", "--timeout-method=signal", "--disable-warnings"]
-OPTIONS += ["-p", "no:rerunfailures", "-p", "no:schemathesis"]
+OPTIONS += ["-p", "no:rerunfailures", "-p", "no:schemathesis", "-p", "no:unraisableexception"]
 # What chapters, tests, the package and pytest's plugins import, but for the package itself: copies
 # of it are mutated. None of them starts a thread when it is imported: threads do not survive forks.
 LIBRARIES = [
@@ -46,10 +46,14 @@ def become_kernel(command: list[str], env: dict[str, str], folder: str) -> None:
     sys.modules["ipykernel.kernelapp"].launch_new_instance(arguments)
 
 
-def become_tests(root: str, tests: list[str], seconds: int) -> None:
-    """A run of pytest, with the copy of the project at `root` first on the path."""
+def become_tests(root: str, tests: list[str], seconds: int, compiled: bool) -> None:
+    """A run of pytest, with the copy of the project at `root` first on the path.
+
+    It leaves compiled forms only if it is told to: the next mutation of a module may have the same
+    size and second.
+    """
     os.chdir(root)
-    sys.dont_write_bytecode = True  # the next mutation of this module may have its size and second
+    sys.dont_write_bytecode = not compiled
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     os.environ.update(PYTHONPATH=root, HYPOTHESIS_PROFILE="mutation")
     sys.path.insert(0, root)
