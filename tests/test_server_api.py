@@ -28,9 +28,9 @@ from minisgl.server.http.limits import ConcurrencyLimiter
 from minisgl.server.http.schemas import FORMS, ChatRequest, CompletionRequest
 from minisgl.server.http.settings import ApiSettings
 from minisgl.server.workers.channels import LocalQueue
-from minisgl.server.workers.logprobs import TokenBytes
 from minisgl.server.workers.messages import TokenizeMsg
 from minisgl.server.workers.text_process import build_text_worker
+from minisgl.token_bytes import TokenBytes
 from minisgl.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.serving import WINDOW, Live, metric, random_model
@@ -356,7 +356,7 @@ def test_stop_strings_never_leak(live: Live, stream: bool) -> None:
         ({"bad_words": ["ok", ""]}, "bad_words"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"best_of": 2}, "best_of"),
-        ({"echo": True}, "echo"),
+        ({"echo": "yes"}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"min_p": 1.5}, "min_p"),
@@ -830,3 +830,68 @@ def test_types_are_those_of_llm(live: Live, field: str, wrong: Any) -> None:
 def test_too_many_stop_strings_are_told_their_limit(live: Live) -> None:
     error = complete(live, stop=["x"] * 65).json()["error"]
     assert error["param"] == "stop" and "at most 64 items" in error["message"], error
+
+
+# Echo
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+def test_echo_tells_the_prompt_first(
+    live: Live, checkpoint: Path, max_tokens: int, stream: bool
+) -> None:
+    prompt, options = "hello wide 🙂 world", {"max_tokens": max_tokens, "logprobs": 2}
+    tokenizer = Tokenizer(checkpoint)
+    ids = tokenizer.encode(prompt).tolist()
+    with LLM(checkpoint, num_pages=64) as llm:
+        params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=2)
+        expected = llm.generate(ids, params)[0]
+    for given in (prompt, ids):
+        response = complete(live, prompt=given, echo=True, stream=stream, **options)
+        choices = [e["choices"][0] for e in chunks_of(response)] if stream else None
+        choices = choices or response.json()["choices"]
+        text = "".join(choice["text"] for choice in choices)
+        parts = [choice["logprobs"] for choice in choices]
+        told = {name: [x for part in parts for x in part[name]] for name in parts[0]}
+        assert text == prompt + expected["text"]
+        assert len(told["tokens"]) == len(ids) + max_tokens
+        assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+        ours = [entry["logprob"] for entry in expected["prompt_logprobs"][1:]]
+        assert told["token_logprobs"][1 : len(ids)] == pytest.approx(ours, abs=1e-4)
+        for name, offset in zip(told["tokens"], told["text_offset"]):
+            assert "\ufffd" in name or text[offset:].startswith(name), (name, offset, text)
+    assert choices[-1]["finish_reason"] == "length"
+
+
+def test_an_echo_ends_with_the_token_that_was_not_wanted(live: Live, checkpoint: Path) -> None:
+    """Harnesses cut the last entry off: an end token has one, too, though it is no text."""
+    eos = Tokenizer(checkpoint).eos_token_ids[0]
+    forced = complete(live, prompt=[5, 6, 7], echo=True, logprobs=0, allowed_token_ids=[eos])
+    choice = forced.json()["choices"][0]
+    assert choice["finish_reason"] == "stop" and len(choice["logprobs"]["tokens"]) == 4
+    bare = complete(live, prompt=[5, 6, 7], logprobs=0, allowed_token_ids=[eos]).json()
+    assert bare["choices"][0]["logprobs"]["tokens"] == []
+
+
+def test_echo_without_log_probabilities(live: Live) -> None:
+    plain = complete(live, n=2).json()["choices"][0]["text"]
+    reply = complete(live, n=2, echo=True).json()
+    for choice in reply["choices"]:
+        assert choice["text"] == "hello" + plain and choice["logprobs"] is None
+    assert reply["usage"]["completion_tokens"] == 16
+    assert complete(live, max_tokens=0).json()["error"]["param"] == "max_tokens"
+    assert chat(live, echo=True).json()["error"]["param"] == "echo"
+    live.assert_pages_home()
+
+
+def test_scores_as_lm_eval_reads_them(live: Live) -> None:
+    """Its request, and its arithmetic on the reply (lm_eval/models/openai_completions.py)."""
+    context, continuation = [5, 6, 7, 8], [9, 10]
+    body = {"prompt": [[*context, *continuation]] * 2, "temperature": 0, "max_tokens": 1}
+    reply = complete(live, **body, logprobs=1, seed=1234, echo=True).json()
+    for choice in reply["choices"]:
+        told = choice["logprobs"]
+        tokens = told["token_logprobs"][len(context) : -1]
+        tops = told["top_logprobs"][len(context) : -1]
+        assert len(tokens) == len(continuation) and all(x < 0 for x in tokens)
+        assert all(value <= max(top.values()) + 1e-6 for value, top in zip(tokens, tops))

@@ -45,15 +45,15 @@ def usage(answers: list[Completion], prompts: int = 1) -> dict[str, Any]:
     return {**counts, "total_tokens": total, "prompt_tokens_details": details}
 
 
-def finite(logprob: float) -> float:
+def finite(logprob: float | None) -> float | None:
     """A number that JSON can hold, also for a token of probability zero."""
-    return max(logprob, -9999.0)
+    return None if logprob is None else max(logprob, -9999.0)
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
     """Log probabilities as a chat has them: an object for each token."""
 
-    def one(text: str, data: bytes, logprob: float) -> dict[str, Any]:
+    def one(text: str, data: bytes, logprob: float | None) -> dict[str, Any]:
         return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
 
     content = [
@@ -69,7 +69,7 @@ def completion_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
     return {
         "tokens": [e.text for e in entries],
         "token_logprobs": [finite(e.logprob) for e in entries],
-        "top_logprobs": tops,
+        "top_logprobs": [None if e.logprob is None else top for e, top in zip(entries, tops)],
         "text_offset": [e.offset for e in entries],
     }
 

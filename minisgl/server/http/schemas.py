@@ -96,6 +96,7 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
     stream_options: StreamOptions | None = None
     timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # seconds
     user: Annotated[Text, Field(max_length=1024)] | None = None  # for whom the caller asks
+    echo: Literal[False] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -156,8 +157,8 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
         asked = self.model_dump(include={field.name for field in fields(SamplingParams)})
         asked["max_tokens"], asked["logprobs"] = self.token_limit(), self.wanted_logprobs()
         asked["seed"] = None if self.seed is None else (self.seed + index) % 2**63
-        if self.top_k == 0:  # many clients spell "off" so
-            asked["top_k"] = -1
+        asked["prompt_logprobs"] = (asked["logprobs"] or 0) if self.echo else None
+        asked["top_k"] = -1 if self.top_k == 0 else self.top_k  # many clients spell "off" so
         asked |= self.answer_form()
         chosen = {**defaults, **{name: value for name, value in asked.items() if value is not None}}
         try:
@@ -224,12 +225,10 @@ class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`: one prompt or several, as text or as token ids."""
 
     prompt: Text | list[TokenId] | list[Text] | list[list[TokenId]]
+    max_tokens: Annotated[Count | None, BeforeValidator(lambda v: 16 if v is None else v)] = 16
+    echo: bool | None = None  # type: ignore[assignment]
     logprobs: Annotated[int | None, BeforeValidator(lambda v: None if v is False else v)] = None
     add_special_tokens: Literal[True] | None = None
-
-    def token_limit(self) -> int:
-        """OpenAI's default."""
-        return 16 if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt. An empty list is one empty prompt, and is refused later as such."""

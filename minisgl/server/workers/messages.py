@@ -30,7 +30,7 @@ class TokenLogprob(msgspec.Struct, array_like=True):
 
     text: str  # of this token alone; a part of a character reads as U+FFFD
     data: bytes  # exactly what the token stands for
-    logprob: float  # natural logarithm
+    logprob: float | None  # natural logarithm; None for the first token of a prompt
     offset: int  # characters of the answer before it
     top: list[tuple[str, bytes, float]] = []  # the most likely tokens: text, bytes, logprob
 

@@ -16,10 +16,12 @@ from minisgl.engine.heap import frozen_heap
 from minisgl.runtime.supervisor import WorkerContext
 from minisgl.scheduler.messages import ErrorReply
 from minisgl.server.workers.channels import Outbox, ZmqInbox, ZmqOutbox
-from minisgl.server.workers.logprobs import HeldLogprobs, TokenBytes
+from minisgl.server.workers.echo import EchoWorker
+from minisgl.server.workers.logprobs import HeldLogprobs
 from minisgl.server.workers.messages import TokenizeMsg
 from minisgl.server.workers.processes import address
 from minisgl.server.workers.text_worker import TextWorker, characters, run_text_worker
+from minisgl.token_bytes import TokenBytes
 from minisgl.tokenizer import Tokenizer
 
 
@@ -46,13 +48,8 @@ def build_text_worker(
 ) -> TextWorker:
     """A text worker that refuses what cannot fit `window` tokens and keeps log probabilities."""
     spell = TokenBytes(tokenizer)
-    return TextWorker(
-        tokenizer,
-        to_scheduler,
-        to_frontend,
-        check=PromptLimit(tokenizer, window),
-        logprobs=lambda status: HeldLogprobs(status, spell),
-    )
+    limit, held = PromptLimit(tokenizer, window), lambda status: HeldLogprobs(status, spell)
+    return EchoWorker(tokenizer, to_scheduler, to_frontend, limit, held)
 
 
 def text_process(config: ServerConfig, folder: Path, part: str, context: WorkerContext) -> None:
