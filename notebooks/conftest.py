@@ -4,12 +4,6 @@ from tests.conftest import (
     pytest_collection_modifyitems,
     pytest_configure,
     pytest_ignore_collect,
-    pytest_plugins,
 )
 
-__all__ = [
-    "pytest_collection_modifyitems",
-    "pytest_configure",
-    "pytest_ignore_collect",
-    "pytest_plugins",
-]
+__all__ = ["pytest_collection_modifyitems", "pytest_configure", "pytest_ignore_collect"]

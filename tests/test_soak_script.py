@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from minisgl.core import SamplingParams
 from tests.fakes import record_on_a_cpu
+from tests.forks import Forked
 from tests.gpu import report, soak
 from tests.gpu.soak import Asked, Crowd, Round, compare, run_round, verdict
 
@@ -67,14 +67,14 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert stored["results"]["passed"] and stored["hardware"]["cpu"]
 
 
-def test_the_kernels_that_memcheck_sees_are_there() -> None:
+def test_the_kernels_that_memcheck_sees_are_there(tmp_path: Path) -> None:
     """The report names cases of tests by their ids, which change when a test does."""
     files = sorted({name.partition("::")[0] for name in report.CHECKED})
-    light = ["-p", "no:nbval", "-p", "no:schemathesis", "--collect-only"]
-    command = [sys.executable, *report.PYTEST, *light, *files]
-    done = subprocess.run(command, cwd=report.ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout
-    assert not set(report.CHECKED) - set(done.stdout.splitlines())
+    ids = tmp_path / "ids.txt"
+    ids.touch()
+    fields = {"root": str(report.ROOT), "tests": ["--collect-only", *files], "seconds": 120}
+    assert Forked("tests", output=str(ids), compiled=True, **fields).wait(120) == 0
+    assert not set(report.CHECKED) - set(ids.read_text().splitlines())
 
 
 def test_scores_are_compared_by_row_and_in_all() -> None:
