@@ -221,6 +221,7 @@ class SamplingParams(Validated):
     choice: Annotated[Sequence[str], tuple_of(Text, max_length=MAX_RULES)] = ()
     grammar: Text | None = None
     json_object: bool = False
+    structural_tag: Annotated[str | Mapping[str, Any] | None, PlainValidator(schema_text)] = None
 
     def __post_init__(self) -> None:
         """Check all fields, then that a grammar stands alone."""
@@ -238,5 +239,5 @@ class SamplingParams(Validated):
         return self.temperature == 0.0 or self.top_k == 1
 
 
-GRAMMARS = ("json_schema", "regex", "choice", "grammar", "json_object")
+GRAMMARS = ("json_schema", "regex", "choice", "grammar", "json_object", "structural_tag")
 NOT_BESIDE = ("ignore_eos", "min_tokens", "bad_words", "allowed_token_ids")

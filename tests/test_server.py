@@ -469,7 +469,7 @@ def test_the_form_of_an_answer(live: Live, name: str) -> None:
         ({"guided_json": {"type": "foo"}}, "guided_json"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+        ({"structured_outputs": {"whitespace_pattern": "x"}}, "structured_outputs"),
         ({"structured_outputs": ["a"]}, "structured_outputs"),
         ({"response_format": {"type": "yaml"}}, "response_format"),
     ],

@@ -66,7 +66,6 @@ class RequestHandler:
     ) -> None:
         settings = service.settings
         check_model(body.model, settings)
-        body.refuse_unsupported()
         self.service, self.formatter, self.prompts = service, formatter, len(prompts)
         self.body = body
         self.tasks = tasks_for(body, prompts, settings.sampling_defaults)
@@ -142,10 +141,8 @@ class RequestHandler:
                 first = answer.completion_tokens == 0
                 answer.add(reply)
                 answer.text, answer.logprobs = "", []  # only counts are wanted here
-                if not (reply.text or reply.finished or reply.logprobs or first):
-                    continue  # half a character: nothing to show yet
-                delta = self.formatter.delta(task.index, reply, first)
-                yield sse({**head, "choices": [delta]})
+                for choice in self.formatter.deltas(task.index, reply, first):
+                    yield sse({**head, "choices": [choice]})
         if include_usage:
             yield sse({**head, "choices": [], "usage": usage(answers, self.prompts)})
         yield sse("[DONE]")
@@ -320,12 +317,14 @@ def add_generation_routes(keyed: APIRouter, service: Service) -> None:
 
     @keyed.post("/v1/chat/completions", responses=STREAMED)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
-        formatter = ChatFormatter(logprobs=body.wanted_logprobs() is not None)
+        body.prepare(service.settings.can)
+        formatter = ChatFormatter(body.wanted_logprobs() is not None, body.parser)
         handler = RequestHandler(service, request, body, [body.prompt()], formatter)
         return await respond(request, body, handler)
 
     @keyed.post("/v1/completions", responses=STREAMED)
     async def completions(request: Request, body: CompletionRequest) -> Response:
+        body.prepare(service.settings.can)
         prompts = [as_prompt(prompt) for prompt in body.prompts()]
         formatter = CompletionFormatter(logprobs=body.wanted_logprobs() is not None)
         handler = RequestHandler(service, request, body, prompts, formatter)
@@ -333,6 +332,7 @@ def add_generation_routes(keyed: APIRouter, service: Service) -> None:
 
     @keyed.post("/generate", responses=STREAMED)
     async def generate(request: Request, body: GenerateRequest) -> Response:
+        body.prepare(service.settings.can)
         prompts, gone = [as_prompt(body.prompt)], Response(status_code=499)
         handler = RequestHandler(service, request, body, prompts, CompletionFormatter())
         if body.stream is not False:

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from minisgl.core import GRAMMARS, MAX_LOGPROBS, SamplingParams
+from minisgl.server.http.calls import ChatAbilities
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import HARMLESS, template_variables
-from minisgl.tokenizer import check_unicode
+from minisgl.server.http.tools import ChatMessage, ResponseFormat, Text, ToolFields
 
-# JSON can hold half of a character, an unpaired surrogate; no message of ours can.
-Text = Annotated[str, AfterValidator(partial(check_unicode, "text"))]
 Count = Annotated[int, Field(lt=2**63)]  # what a message can hold; ranges are checked later
 Limit = Annotated[int, Field(gt=0, lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -28,45 +26,10 @@ BadWord = Annotated[Text, Field(max_length=64)]  # the text worker spells each o
 MAX_ANSWERS = 1024  # of one HTTP request: prompts times n
 
 
-class TextPart(BaseModel):
-    """One text part of a message; images and sound are refused by their type."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class ChatMessage(BaseModel):
-    """One turn of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    function_call: None = None
-
-    def as_template_input(self) -> dict[str, str]:
-        """Plain role and string, the only shape that every chat template understands."""
-        if isinstance(self.content, list):
-            return {"role": self.role, "content": "".join(part.text for part in self.content)}
-        return {"role": self.role, "content": self.content or ""}
-
-
 class StreamOptions(BaseModel, strict=True):
     """What a stream tells beside its text."""
 
     include_usage: bool | None = None
-
-
-class NamedSchema(BaseModel):
-    """OpenAI gives a schema a name, which changes nothing."""
-
-    content: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(BaseModel):
-    """OpenAI's way to ask for structured output."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: NamedSchema | None = None
 
 
 class GenerationRequest(BaseModel, extra="allow", strict=True):
@@ -110,7 +73,7 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
         """How many likely tokens to tell beside each chosen one; None if nothing is asked for."""
         return None
 
-    def refuse_unsupported(self) -> None:
+    def prepare(self, can: ChatAbilities) -> None:
         """Say no to what would change the answer; let pass what would not."""
         best_of = ("best_of", self.n)
         for name, value in (self.model_extra or {}).items():
@@ -176,7 +139,7 @@ FORMS = {  # other engines' names of our fields
 }  # fmt: skip
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(ToolFields, GenerationRequest):
     """Body of `POST /v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=16384)
@@ -187,8 +150,6 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: Annotated[Text, Field(max_length=64)] | None = None
     enable_thinking: bool | None = None
     add_special_tokens: Literal[False] | None = None  # the template writes them
-    tools: list[Any] | None = None
-    tool_choice: Any = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
@@ -203,22 +164,27 @@ class ChatRequest(GenerationRequest):
         names = ("add_generation_prompt", "continue_final_message")
         given = self.model_dump(include={*names, "reasoning_effort", "enable_thinking"})
         variables = {name: value for name, value in given.items() if value is not None}
+        if self.shown_tools:
+            variables["tools"] = [tool.as_template_input() for tool in self.shown_tools]
         return {
             "messages": [message.as_template_input() for message in self.messages],
             "template_kwargs": {**(self.chat_template_kwargs or {}), **variables},
         }
 
-    def refuse_unsupported(self) -> None:
-        super().refuse_unsupported()
-        reason, param = "", ""
-        if self.tools and self.tool_choice != "none":
-            reason, param = "calling tools is not supported", "tools"
-        elif self.tool_choice not in (None, "none", "auto"):
-            reason, param = "needs tools, and calling them is not supported", "tool_choice"
-        elif self.top_logprobs and not self.logprobs:
-            reason, param = "needs logprobs to be true", "top_logprobs"
-        if param:
-            raise ApiError(400, f"{param}: {reason}", code="unsupported", param=param)
+    def prepare(self, can: ChatAbilities) -> None:
+        """Also decide, by what the model can do, what its answer may call and must look like."""
+        GenerationRequest.prepare(self, can)
+        if self.top_logprobs and not self.logprobs:
+            why = "top_logprobs: needs logprobs to be true"
+            raise ApiError(400, why, code="unsupported", param="top_logprobs")
+        try:
+            self.decide(can, GenerationRequest.answer_form(self))
+        except ValueError as error:
+            param = str(error).split(":", 1)[0]
+            raise ApiError(400, str(error), code="invalid_value", param=param) from None
+
+    def answer_form(self) -> dict[str, Any]:
+        return self._form or GenerationRequest.answer_form(self)
 
 
 class CompletionRequest(GenerationRequest):

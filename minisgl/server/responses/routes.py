@@ -129,6 +129,7 @@ class ResponsesHandler(RequestHandler):
         before, own = conversation(store, body)
         with renamed_errors():
             self.chat = body.as_chat(before + own)
+            self.chat.prepare(service.settings.can)
             super().__init__(service, request, self.chat, [self.chat.prompt()], ChatFormatter())
         response = empty_response(body, self)
         self._store = store

@@ -12,7 +12,8 @@ from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter, model_va
 
 from minisgl.core import MAX_LOGPROBS
 from minisgl.server.http.errors import ApiError
-from minisgl.server.http.schemas import ChatRequest, Limit, Text
+from minisgl.server.http.schemas import ChatRequest, Limit
+from minisgl.server.http.tools import Text
 
 
 class Part(BaseModel):
