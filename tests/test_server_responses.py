@@ -21,9 +21,9 @@ from minisgl.server.cli import Operations
 from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.http.api import RequestHandler, create_app
 from minisgl.server.http.fields import HARMLESS
-from minisgl.server.http.formats import Completion
 from minisgl.server.http.schemas import ChatRequest
 from minisgl.server.http.settings import ApiSettings
+from minisgl.server.http.tool_parser import CallArguments, CallStart, Content, Piece, Reasoning
 from minisgl.server.responses.events import ResponseBuilder
 from minisgl.server.responses.routes import add_responses_routes
 from minisgl.server.responses.schemas import (
@@ -35,8 +35,9 @@ from minisgl.server.responses.schemas import (
 )
 from minisgl.server.responses.store import ResponseStore, Turn
 from minisgl.server.workers.channels import LocalQueue
-from minisgl.server.workers.messages import TokenLogprob
+from minisgl.server.workers.messages import TokenLogprob, UserReply
 from tests.serving import Live
+from tests.test_tools import THINKS_TEMPLATE, save_model, say
 
 ASK, ANSWER = "What is 12 + 30?", "12 + 30 = 42"
 read_event = TypeAdapter(ResponseStreamEvent).validate_python
@@ -203,7 +204,29 @@ SUITE: dict[str, tuple[dict[str, Any], str]] = {  # by the suite's name: what is
     "multi-turn": ({"input": [HELLO, {"role": "assistant", "content": "Hi!"}, ASKED]}, ""),
     "image-input": ({"input": [{"role": "user", "content": PICTURE}]}, "input"),  # text models
 }
-# Not there: compaction (two tests) and everything over a WebSocket (seven).
+NOT_THERE = {  # another route, another transport
+    "compact-response": ("POST", "/responses/compact"),
+    "compact-missing-model": ("POST", "/responses/compact"),
+    **dict.fromkeys(
+        [
+            "websocket-response",
+            "websocket-sequential-responses",
+            "websocket-continuation",
+            "websocket-reconnect-store-false-recovery",
+            "websocket-previous-response-not-found",
+            "websocket-failed-continuation-evicts-cache",
+            "websocket-compact-new-chain",
+        ],
+        ("GET", "/responses"),
+    ),
+}
+# "tool-calling" is below, with a model that calls; "response-output-phase-schema" asks no server.
+
+
+def test_what_is_not_there_says_so(http: httpx.Client) -> None:
+    for method, path in set(NOT_THERE.values()):
+        answer = http.request(method, path)
+        assert answer.status_code == 405 and answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", SUITE)
@@ -227,6 +250,106 @@ def test_open_responses(http: httpx.Client, name: str) -> None:
     assert response["output"][0]["status"] == "completed"
     listed = http.get(f"/responses/{response['id']}/input_items").json()
     ResponseItemList.model_validate(listed)
+
+
+# Thoughts and calls
+
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 4}}},
+}
+CALLS = """<think>
+hm, Oslo
+</think>
+
+So:
+<tool_call>
+{"name": "weather", "arguments": {"city": "Oslo"}}
+</tool_call>
+<tool_call>
+{"name": "weather", "arguments": {}}
+</tool_call>"""
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server with a random model whose template knows thoughts and tools."""
+    folder = save_model(tmp_path_factory.mktemp("calls"), THINKS_TEMPLATE)
+    with Live(folder, num_page_override=1024, served_model_name="calls") as live:
+        yield live
+        live.assert_pages_home()
+
+
+def test_thoughts_and_calls_are_items(calling: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = openai.OpenAI(base_url=f"{calling.url}/v1", api_key="any", max_retries=0)
+    ask: Any = {"model": "calls", "input": "Is it warm?", "tools": [WEATHER]}
+    ask |= {"extra_body": {"ignore_eos": True}, "max_output_tokens": len(CALLS) // 7 + 1}
+    with monkeypatch.context() as patch:
+        say(calling, patch, CALLS)
+        whole = client.responses.create(**ask)
+        with client.responses.stream(**ask) as stream:
+            heard = [event.type for event in stream]
+    thought, _, *calls = whole.output
+    assert thought.type == "reasoning" and thought.content is not None
+    assert thought.content[0].text == "hm, Oslo" and whole.output_text == "So:"
+    assert [call.arguments for call in calls if call.type == "function_call"] == [
+        '{"city": "Oslo"}', "{}",
+    ]  # fmt: skip
+    assert whole.usage is not None
+    assert 0 < whole.usage.output_tokens_details.reasoning_tokens < whole.usage.output_tokens
+    for kind in ("reasoning_text", "output_text", "function_call_arguments"):
+        assert f"response.{kind}.delta" in heard and f"response.{kind}.done" in heard
+    # The client answers the calls: both turns are one conversation for the template.
+    outputs: Any = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": "31"}
+        for call in calls
+        if call.type == "function_call"
+    ]
+    short: Any = {"model": "calls", "tools": [WEATHER], "max_output_tokens": 2}
+    after = client.responses.create(**short, input=outputs, previous_response_id=whole.id)
+    given: Any = [{"role": "user", "content": "Is it warm?"}, *whole.output, *outputs]
+    by_hand = client.responses.create(**short, input=given)
+    assert after.usage is not None and by_hand.usage is not None
+    assert after.usage.input_tokens == by_hand.usage.input_tokens
+    listed = list(client.responses.input_items.list(after.id, order="asc"))
+    assert [item.type for item in listed] == [
+        "message", "reasoning", "message", "function_call", "function_call",
+        "function_call_output", "function_call_output",
+    ]  # fmt: skip
+
+
+def test_streamed_calls_add_up(calling: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(calling, monkeypatch, CALLS)
+    body = {"input": "x", "tools": [WEATHER], "ignore_eos": True, "stream": True}
+    body |= {"max_output_tokens": len(CALLS) // 7 + 1}
+    answer = httpx.post(f"{calling.url}/v1/responses", json=body, timeout=30)
+    assert assemble(events_of(answer)) == [
+        ("reasoning", "hm, Oslo"), ("message", "So:"),
+        ("function_call", '{"city": "Oslo"}'), ("function_call", "{}"),
+    ]  # fmt: skip
+
+
+def test_a_call_can_be_demanded(calling: Live) -> None:
+    """Open Responses' "tool-calling", of a model that would not call by itself."""
+    for choice in ("required", {"type": "function", "name": "weather"}):
+        strict = {**WEATHER, "strict": True}
+        strict["parameters"] = {
+            **WEATHER["parameters"], "required": ["city"], "additionalProperties": False,
+        }  # fmt: skip
+        body = {"input": "x", "tools": [strict], "tool_choice": choice, "max_output_tokens": 250,
+                "parallel_tool_calls": False, "seed": 1}  # fmt: skip
+        answer = httpx.post(f"{calling.url}/v1/responses", json=body, timeout=60).json()
+        Response.model_validate(answer)
+        assert answer["tool_choice"] == choice and answer["parallel_tool_calls"] is False
+        calls = [item for item in answer["output"] if item["type"] == "function_call"]
+        if answer["status"] == "completed":
+            assert len(json.loads(calls[0]["arguments"])["city"]) <= 4 and len(calls) == 1
+
+
+def test_a_model_without_tools_says_so(http: httpx.Client) -> None:
+    error = post(http, tools=[WEATHER]).json()["error"]
+    assert error["param"] == "tools" and error["message"].startswith("tools: ")
 
 
 # Fields: each is honoured, refused by name, or cannot change the answer
@@ -445,67 +568,116 @@ def test_what_does_not_fit_drives_nothing_before_it_out() -> None:
 # The tree that grows
 
 
-def assemble(events: list[dict[str, Any]]) -> list[str]:
-    """The texts that a client hears; every opened thing must be closed with what it has become."""
-    texts: list[str] = []
+STREAMS = {
+    "message": "output_text",
+    "reasoning": "reasoning_text",
+    "function_call": "function_call_arguments",
+}
+
+
+def said_in(item: dict[str, Any]) -> str:
+    """The text of a message or a thought, the arguments of a call."""
+    return item["arguments"] if "arguments" in item else item["content"][0]["text"]
+
+
+def assemble(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """What a client hears; every opened thing must be closed as what it has become."""
+    heard: list[tuple[str, str]] = []
     begun = ["response.created", "response.in_progress"]
     assert [event["type"] for event in events[:2]] == begun
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     item: dict[str, Any] = {}
     for event in events:
         read_event(event)
-        match event["type"]:
-            case "response.output_item.added":
-                assert event["output_index"] == len(texts) and not item
-                item = event["item"]
-                texts.append("")
-            case "response.output_text.delta":
-                assert event["item_id"] == item["id"]
-                texts[event["output_index"]] += event["delta"]
-            case "response.output_text.done":
-                assert event["text"] == texts[-1]
-            case "response.output_item.done":
-                assert event["item"]["id"] == item["id"]
-                assert event["item"]["content"][0]["text"] == texts[-1]
-                item = {}
-    last = events[-1]["response"]
-    assert not item and [i["content"][0]["text"] for i in last["output"]] == texts
-    return texts
+        what = event["type"].removeprefix("response.")
+        assert event.get("output_index", len(heard)) == len(heard)
+        assert event.get("item_id", item.get("id")) == item.get("id")
+        if what == "output_item.added":
+            assert not item and event["item"]["status"] == "in_progress"
+            item, text = event["item"], ""
+        elif what.endswith(".delta"):
+            assert what == f"{STREAMS[item['type']]}.delta"
+            text += event["delta"]
+        elif what == f"{STREAMS.get(item.get('type', ''))}.done":
+            assert event["arguments" if "arguments" in event else "text"] == text
+        elif what == "output_item.done":
+            assert event["item"]["id"] == item["id"] and said_in(event["item"]) == text
+            heard.append((item["type"], text))
+            item = {}
+    output = events[-1]["response"]["output"]
+    assert not item and [(i["type"], said_in(i)) for i in output] == heard
+    return heard
 
 
-@settings(max_examples=50, deadline=None)
-@given(
-    st.lists(st.tuples(st.text(max_size=5), st.integers(0, 2))),
-    st.sampled_from(["stop", "length"]),
-)
-def test_pieces_add_up(pieces: list[tuple[str, int]], reason: str) -> None:
-    """Whatever the pieces are: what is streamed adds up to the response in one piece."""
-    entry = TokenLogprob("a", b"a", -0.5, 0)
-    empty = Response.model_construct(id="resp_1", object="response", output=[]).to_dict()
-    empty |= {
-        "created_at": 0, "model": "m", "parallel_tool_calls": True, "tool_choice": "auto",
-        "tools": [],
+def reply_of(count: int = 0, **fields: Any) -> UserReply:
+    entries = [TokenLogprob("a", b"a", -0.5, 0)] * count
+    return UserReply(uid=0, text="", token_ids=[], logprobs=entries, **fields)
+
+
+segments = st.tuples(st.sampled_from(list(STREAMS)), st.lists(st.text(min_size=1, max_size=5)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(segments, max_size=6), st.sampled_from(["stop", "length"]), st.integers(1, 4))
+def test_pieces_add_up(said: list[tuple[str, list[str]]], reason: str, size: int) -> None:
+    """Whatever is said, in whatever pieces: the events add up to it, and to the response."""
+    pieces: list[Piece] = []
+    expected: list[tuple[str, str]] = []
+    for call, (kind, texts) in enumerate(said):
+        if kind == "function_call":
+            pieces.append(CallStart(call, f"call_{call}", "f"))
+            pieces += [CallArguments(call, text) for text in texts]
+        else:
+            pieces += [(Content if kind == "message" else Reasoning)(text) for text in texts]
+        if not texts and kind != "function_call":
+            continue
+        if expected and expected[-1][0] == kind != "function_call":
+            kind, text = expected.pop()
+            texts = [text, *texts]
+        expected.append((kind, "".join(texts)))
+    base = {
+        "id": "resp_1", "object": "response", "created_at": 0, "model": "m", "tools": [],
+        "parallel_tool_calls": True, "tool_choice": "auto", "status": "in_progress",
     }  # fmt: skip
-    answer = Completion("", reason, 5, 2, len(pieces))
     ends = []
-    for split in (True, False):
-        builder, events = ResponseBuilder({**empty, "output": []}, 1), list[dict[str, Any]]()
-        whole = [("".join(text for text, _ in pieces), sum(n for _, n in pieces))]
-        for text, count in pieces if split else whole:
-            events += builder.add(text, [entry] * count)
-        if pieces or not split:
-            events += builder.finish(answer, now=7)
-            seen = json.loads(json.dumps(events))
-            assert assemble(seen) == [whole[0][0]]
-            if pieces:
-                assert events[0]["response"]["output"] == []  # what was told stays as it was
-            ends.append(builder.response)
-    assert all(end == ends[0] for end in ends)
+    for step in (size, len(pieces) + 1):  # in several replies, and in one
+        builder, events = ResponseBuilder({**base, "output": []}, 1), list[dict[str, Any]]()
+        for start in range(0, max(1, len(pieces)), step):
+            reply = reply_of(1, completion_tokens=start + 1)
+            events += builder.add(pieces[start : start + step], reply)
+        events += builder.finish(reply_of(finish_reason=reason, prompt_tokens=5), now=7)
+        assert events[0]["response"]["output"] == []  # what was told stays as it was
+        assert assemble(json.loads(json.dumps(events))) == (expected or [("message", "")])
+        output = builder.response["output"]
+        assert [item["id"].rpartition("_")[2] for item in output] == [
+            str(number) for number in range(1, 1 + len(output))
+        ]
+        assert {item["status"] for item in output[:-1]} <= {"completed"}
+        assert output[-1]["status"] == builder.response["status"]
+        for part in [part for item in output for part in item.get("content", [])]:
+            part.pop("logprobs", None)  # by reply
+        del builder.response["usage"]
+        ends.append(builder.response)
+    assert ends[0] == ends[1]
     assert ends[0]["status"] == {"stop": "completed", "length": "incomplete"}[reason]
-    assert ends[0]["usage"]["input_tokens_details"]["cached_tokens"] == 2
-    (message,) = ends[0]["output"]
-    assert message["status"] == ends[0]["status"] and message["id"] == "msg_1_1"
-    assert len(message["content"][0]["logprobs"]) == sum(n for _, n in pieces)
+
+
+def test_log_probabilities_and_counts_of_a_thoughtful_answer() -> None:
+    builder = ResponseBuilder({"id": "resp_1", "output": []}, first=0)
+    told = [
+        ([Reasoning("hm")], 3),
+        ([], 4),
+        ([Reasoning("."), Content("So")], 6),
+        ([Content("!")], 7),
+    ]
+    for pieces, tokens in told:
+        list(builder.add(pieces, reply_of(1, completion_tokens=tokens)))
+    list(builder.finish(reply_of(completion_tokens=7, prompt_tokens=5, cached_tokens=2), now=7))
+    usage = builder.response["usage"]
+    assert usage["output_tokens_details"]["reasoning_tokens"] == 4 and usage["total_tokens"] == 12
+    assert usage["input_tokens_details"] == {"cached_tokens": 2, "cache_write_tokens": 3}
+    thought, message = builder.response["output"]
+    assert "logprobs" not in thought["content"][0] and len(message["content"][0]["logprobs"]) == 2
 
 
 @pytest.mark.parametrize("limit", [1, 4, 20])
@@ -518,7 +690,7 @@ def test_streamed_and_whole_are_the_same(http: httpx.Client, limit: int) -> None
     whole = post(http, **fields).json()
     events = events_of(post(http, **fields, stream=True))
     streamed = events[-1]["response"]
-    assert assemble(events) == [whole["output"][0]["content"][0]["text"]]
+    assert assemble(events) == [("message", said_in(whole["output"][0]))]
     for response in (whole, streamed):
         for name in ("id", "created_at", "completed_at"):
             del response[name]

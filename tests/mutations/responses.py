@@ -12,8 +12,8 @@ MUTATIONS = [
     Mutation(
         name="responses: an event that was told changes later",
         module=EVENTS,
-        old='self.response = {**self.response, "output": [*self.response["output"], item]}',
-        new='self.response["output"].append(item)',
+        old='self.response = {**self.response, "output": [*self.response["output"], self._item]}',
+        new='self.response["output"].append(self._item)',
         test=TEST + "test_pieces_add_up",
     ),
     Mutation(
@@ -22,6 +22,20 @@ MUTATIONS = [
         old='"".join(self._text)',
         new='"".join(self._text[1:])',
         test=TEST + "test_pieces_add_up",
+    ),
+    Mutation(
+        name="responses: a thought goes on as a message",
+        module=EVENTS,
+        old='if self._item.get("type") != new["type"]:',
+        new="if not self._item:",
+        test=TEST + "test_pieces_add_up",
+    ),
+    Mutation(
+        name="responses: thoughts are not counted",
+        module=EVENTS,
+        old="        self._thought = reply.completion_tokens\n",
+        new="        pass\n",
+        test=TEST + "test_log_probabilities_and_counts_of_a_thoughtful_answer",
     ),
     Mutation(
         name="responses: events have no numbers",

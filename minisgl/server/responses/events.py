@@ -13,8 +13,9 @@ import msgspec
 from fastapi.sse import format_sse_event
 
 from minisgl.server.http.errors import ApiError
-from minisgl.server.http.formats import Completion, chat_logprobs
-from minisgl.server.workers.messages import TokenLogprob, UserReply
+from minisgl.server.http.formats import chat_logprobs
+from minisgl.server.http.tool_parser import CallArguments, CallStart, Content, Piece, Reasoning
+from minisgl.server.workers.messages import UserReply
 
 Event = dict[str, Any]
 PREFIXES = {
@@ -35,20 +36,27 @@ def event_bytes(event: Event) -> bytes:
     return format_sse_event(data_str=msgspec.json.encode(event).decode(), event=event["type"])
 
 
-def usage_of(answer: Completion | UserReply) -> dict[str, Any]:
+def usage_of(last: UserReply, thought: int) -> dict[str, Any]:
     """Token counts; what the prefix cache did not have was computed and is written to it."""
-    given, cached = answer.prompt_tokens, answer.cached_tokens
+    given, cached = last.prompt_tokens, last.cached_tokens
     return {
         "input_tokens": given,
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": given - cached},
-        "output_tokens": answer.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": given + answer.completion_tokens,
+        "output_tokens": last.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": thought},
+        "total_tokens": given + last.completion_tokens,
     }
 
 
+NEW_ITEMS: dict[type, dict[str, Any]] = {
+    Content: {"type": "message", "role": "assistant", "content": []},
+    Reasoning: {"type": "reasoning", "summary": [], "content": []},
+}
+STREAMS = {"message": "output_text", "reasoning": "reasoning_text"}
+
+
 class ResponseBuilder:
-    """Makes a response from pieces of text; what its methods yield are the events of a stream.
+    """Makes a response from the pieces of an answer; what its methods yield are its events.
 
     `response` is replaced and never changed, so an event keeps what it was made of. The items of
     the answer are numbered from `first`: those of the input come before.
@@ -60,63 +68,94 @@ class ResponseBuilder:
         self._item: dict[str, Any] = {}  # what is being said
         self._text: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
+        self._thought = 0  # tokens
 
-    def _event(self, name: str, **fields: Any) -> Event:
-        return {"type": f"response.{name}", "sequence_number": next(self._numbers), **fields}
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields}
 
-    def _item_event(self, name: str, item: dict[str, Any]) -> Event:
-        return self._event(name, output_index=len(self.response["output"]), item=item)
+    @property
+    def _stream(self) -> str:
+        """What the events of the open item's text are called."""
+        return STREAMS.get(self._item["type"], "function_call_arguments")
 
-    def _part_event(self, name: str, item: dict[str, Any], **fields: Any) -> Event:
-        place = {"item_id": item["id"], "output_index": len(self.response["output"])}
-        return self._event(name, **place, content_index=0, **fields)
+    def _item_event(self, name: str) -> Event:
+        place = len(self.response["output"])
+        return self._event(f"output_item.{name}", output_index=place, item=self._item)
 
-    def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[Event]:
-        """A piece of the answer's text, with the entries of its tokens."""
+    def _part_event(self, kind: str, **fields: Any) -> Event:
+        place = {"item_id": self._item["id"], "output_index": len(self.response["output"])}
+        part = {"content_index": 0} if "content" in self._item else {}
+        return self._event(kind, **place, **part, **fields)
+
+    def _part(self) -> dict[str, Any]:
+        """What has been said of an item: its one part, or the arguments of a call."""
+        text, kind = "".join(self._text), self._stream
+        if kind == "function_call_arguments":
+            return {"name": self._item["name"], "arguments": text}
+        more = {"annotations": [], "logprobs": self._logprobs} if kind == "output_text" else {}
+        return {"type": kind, "text": text, **more}
+
+    def add(self, pieces: Sequence[Piece], reply: UserReply) -> Iterator[Event]:
+        """The pieces that a reply completes; its log probabilities go with a message's text."""
         if not self.begun:
             self.begun = True
             yield self._event("created", response=self.response)
             yield self._event("in_progress", response=self.response)
-        if not text and not logprobs:
-            return  # half a character: nothing to show yet
-        if not self._item:
-            yield from self._open()
-        entries = chat_logprobs(logprobs)["content"]
-        self._text.append(text)
-        self._logprobs += entries
-        more = {"delta": text, "logprobs": entries}
-        yield self._part_event("output_text.delta", self._item, **more)
+        entries = chat_logprobs(reply.logprobs)["content"]
+        for piece in pieces:
+            if isinstance(piece, CallStart):
+                call = {"call_id": piece.id, "name": piece.name, "arguments": ""}
+                yield from self._open({"type": "function_call", **call})
+                continue
+            if not isinstance(piece, CallArguments):
+                new = NEW_ITEMS[type(piece)]
+                if self._item.get("type") != new["type"]:
+                    yield from self._open(new)
+            more: dict[str, Any] = {}
+            if isinstance(piece, Content):
+                more, entries = {"logprobs": entries}, []
+                self._logprobs += more["logprobs"]
+            self._text.append(piece.text)
+            yield self._part_event(f"{self._stream}.delta", delta=piece.text, **more)
+        if self._item.get("type") == "reasoning":
+            self._thought = reply.completion_tokens
 
-    def _open(self) -> Iterator[Event]:
-        """A message with one part, both empty."""
+    def _open(self, new: dict[str, Any]) -> Iterator[Event]:
+        """The next item, empty; the one before is complete."""
+        if self._item:
+            yield from self._close("completed")
         self._text, self._logprobs = [], []
         number = self._first + len(self.response["output"])
-        about = {"id": item_id("message", self.response["id"], number), "type": "message"}
-        self._item = {**about, "role": "assistant", "status": "in_progress", "content": []}
-        yield self._item_event("output_item.added", self._item)
-        yield self._part_event("content_part.added", self._item, part=text_part("", []))
+        name = item_id(new["type"], self.response["id"], number)
+        self._item = {"id": name, **new, "status": "in_progress"}
+        yield self._item_event("added")
+        if "content" in new:
+            yield self._part_event("content_part.added", part=self._part())
 
     def _close(self, status: str) -> Iterator[Event]:
-        """The part and the message as they have become."""
-        part = text_part("".join(self._text), self._logprobs)
-        said = {"text": part["text"], "logprobs": part["logprobs"]}
-        yield self._part_event("output_text.done", self._item, **said)
-        yield self._part_event("content_part.done", self._item, part=part)
-        item = {**self._item, "status": status, "content": [part]}
-        yield self._item_event("output_item.done", item)
-        self.response = {**self.response, "output": [*self.response["output"], item]}
+        """The part and the item as they have become."""
+        part = self._part()
+        said = {k: part[k] for k in ("text", "logprobs", "name", "arguments") if k in part}
+        yield self._part_event(f"{self._stream}.done", **said)
+        if "content" in self._item:
+            yield self._part_event("content_part.done", part=part)
+            part = {"content": [part]}
+        self._item = {**self._item, **part, "status": status}
+        yield self._item_event("done")
+        self.response = {**self.response, "output": [*self.response["output"], self._item]}
         self._item = {}
 
-    def finish(self, answer: Completion | UserReply, now: int) -> Iterator[Event]:
-        """The end: `answer` has the reason and the counts, `now` is in seconds since 1970."""
-        cut = answer.finish_reason == "length"
+    def finish(self, last: UserReply, now: int) -> Iterator[Event]:
+        """The end: `last` has the reason and the counts, `now` is in seconds since 1970."""
+        cut = last.finish_reason == "length"
         status = "incomplete" if cut else "completed"
         if not self._item:  # an empty answer is an answer
-            yield from self._open()
+            yield from self._open(NEW_ITEMS[Content])
         yield from self._close(status)
         why = {"reason": "max_output_tokens"} if cut else None
         end = {"status": status, "incomplete_details": why, "completed_at": None if cut else now}
-        self.response = {**self.response, **end, "usage": usage_of(answer)}
+        usage = usage_of(last, self._thought)
+        self.response = {**self.response, **end, "usage": usage}
         yield self._event(status, response=self.response)
 
     def fail(self, error: ApiError) -> Event:
@@ -125,7 +164,3 @@ class ResponseBuilder:
         why = {"code": code, "message": error.detail}
         self.response = {**self.response, "status": "failed", "error": why}
         return self._event("failed", response=self.response)
-
-
-def text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

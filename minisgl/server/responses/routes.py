@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from minisgl.server.http.api import STREAMED, RequestHandler, Service, invalid, respond
 from minisgl.server.http.errors import ApiError, api_error
-from minisgl.server.http.formats import ChatFormatter, Completion, sse
+from minisgl.server.http.formats import ChatFormatter, sse
 from minisgl.server.responses.events import Event, ResponseBuilder, event_bytes, item_id
 from minisgl.server.responses.schemas import (
     RENAMED,
@@ -30,7 +30,6 @@ from minisgl.server.responses.schemas import (
     read_items,
 )
 from minisgl.server.responses.store import ResponseStore, Turn
-from minisgl.server.workers.messages import UserReply
 
 
 @contextmanager
@@ -55,9 +54,9 @@ def looking_up(param: str) -> Iterator[None]:
     try:
         yield
     except KeyError as error:
-        code = "previous_response_not_found" if param == "previous_response_id" else "not_found"
         why = f"{param}: {error.args[0]!r:.80} is not stored here, or not any more"
         status = 404 if param == "response_id" else 400
+        code = f"{param.removesuffix('_id')}_not_found"
         raise ApiError(status, why, code=code, param=param) from error
 
 
@@ -136,38 +135,40 @@ class ResponsesHandler(RequestHandler):
         self._items = [as_stored(item, response["id"], n) for n, item in enumerate(own)]
         self.builder = ResponseBuilder(response, first=len(own))
 
-    def _end(self, answer: Completion | UserReply) -> list[Event]:
-        """Finish the response, and keep it before its client learns of the end."""
-        events = list(self.builder.finish(answer, int(time.time())))
+    async def _told(self) -> AsyncGenerator[Event, None]:
+        """All events; the response is kept before its client learns of the end."""
+        parser = self.chat.parser()
+        with renamed_errors():
+            async with aclosing(self._replies()) as replies:
+                async for _, reply in replies:
+                    pieces = parser.push(reply.text, reply.finished, reply.thinking)
+                    for event in self.builder.add(pieces, reply):
+                        yield event
+        last = list(self.builder.finish(reply, int(time.time())))
         if self.builder.response["store"]:
             self._store.put(Turn(self._items, self.builder.response))
-        return events
+        for event in last:
+            yield event
 
     async def whole(self) -> dict[str, Any]:
         """The response in one piece."""
-        with renamed_errors():
-            (answer,) = await self.answers()
-        list(self.builder.add(answer.text, answer.logprobs))
-        self._end(answer)
+        async with aclosing(self._told()) as events:
+            async for _ in events:
+                pass
         return self.builder.response
 
     async def events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events; the last one has the usage, asked for or not."""
         try:
-            with renamed_errors():
-                async with aclosing(self._replies()) as replies:
-                    async for _, reply in replies:
-                        for event in self.builder.add(reply.text, reply.logprobs):
-                            yield event_bytes(event)
+            async with aclosing(self._told()) as events:
+                async for event in events:
+                    yield event_bytes(event)
         except Exception as failure:
             if not self.builder.begun:
                 raise
             if not isinstance(failure, ApiError):
                 traceback.print_exc()
             yield event_bytes(self.builder.fail(api_error(failure)))
-        else:
-            for event in self._end(reply):
-                yield event_bytes(event)
         yield sse("[DONE]")
 
 

@@ -31,7 +31,7 @@ class Message(BaseModel):
     content: Text | list[Part]
 
 
-class Reasoning(BaseModel):
+class ReasoningItem(BaseModel):
     """What a model thought before it spoke or called."""
 
     type: Literal["reasoning"]
@@ -73,7 +73,7 @@ def kind_of(item: Any) -> str | None:
 
 Item = Annotated[
     Annotated[Message, Tag("message")]
-    | Annotated[Reasoning, Tag("reasoning")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[FunctionCall, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")]
     | Annotated[ItemReference, Tag("item_reference")],
@@ -94,7 +94,7 @@ def as_message(item: Item) -> dict[str, Any]:
             # Few templates know the role that OpenAI put in the place of `system`.
             role = "system" if item.role == "developer" else item.role
             return {"role": role, "content": text_of(item.content)}
-        case Reasoning():
+        case ReasoningItem():
             thoughts = text_of(item.content or item.summary)
             return {"role": "assistant", "reasoning_content": thoughts}
         case FunctionCall():
@@ -236,48 +236,30 @@ class ResponsesRequest(Fields, extra="allow"):
             [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         )
         form, effort, choice = self.text.format, self.reasoning.effort, self.tool_choice
-        same = {"model", "temperature", "top_p", "top_logprobs", "stream", "user"}
+        schema = form.content and {"schema": form.content}
         chat = {
+            "enable_thinking": False if effort == "none" else None,
             **(self.model_extra or {}),
-            **self.model_dump(include=same),
+            "reasoning_effort": effort,
+            **self.model_dump(include=set(SAME.split())),
             "messages": said + as_messages(items),
             "max_completion_tokens": self.max_output_tokens,
             "logprobs": bool(self.top_logprobs) or LOGPROBS in self.include,
-            "response_format": {
-                "type": form.type,
-                "json_schema": form.content and {"schema": form.content},
-            },
+            "response_format": {"type": form.type, "json_schema": schema},
+            "tools": [tool.as_chat() for tool in self.tools],
+            "tool_choice": choice if isinstance(choice, str) else choice.as_chat(),
         }
-        if effort is not None:
-            chat |= {"reasoning_effort": effort}
-        if effort == "none":
-            chat |= {"enable_thinking": False}
-        if self.tools:
-            chat |= {
-                "tools": [tool.as_chat() for tool in self.tools],
-                "tool_choice": choice.as_chat() if isinstance(choice, NamedTool) else choice,
-                "parallel_tool_calls": self.parallel_tool_calls,
-            }
-        elif choice not in ("none", "auto"):
-            raise ApiError(
-                400, "tool_choice: needs tools", code="invalid_value", param="tool_choice"
-            )
         return ChatRequest.model_validate(chat)
 
 
+SAME = "model temperature top_p top_logprobs stream user parallel_tool_calls"  # as in a chat
 REFUSED = """
 access_programs background_options context_management conversation enable_response_messages image
-moderation previous_input_messages
+moderation n previous_input_messages
 """
-RENAMED = {  # what other routes call it, and what to say here
-    "json_object": "text",
-    "json_schema": "text",
-    "logprobs": "include",
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-    "n": "one request for each answer",
-    "prompt": "input",
-    "reasoning_effort": "reasoning",
-    "response_format": "text",
-}
+CHAT_NAMES = """
+include=logprobs input=messages input=prompt reasoning=reasoning_effort text=response_format
+text=json_object text=json_schema max_output_tokens=max_tokens
+max_output_tokens=max_completion_tokens
+"""
+RENAMED = {there: here for here, there in (pair.split("=") for pair in CHAT_NAMES.split())}
