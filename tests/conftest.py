@@ -27,7 +27,7 @@ SLOW = [
     "test_tensor_parallel", "test_structured_output", "test_online", "test_sampler", "test_build",
     "test_fused", "test_soak_script", "test_benchmark", "test_server_api", "test_tiny",
     "test_paged_equals_dense", "test_decode_path", "test_server", "test_graph",
-    "test_server_clients",
+    "test_server_clients", "test_openai",
 ]  # fmt: skip
 THIRDS = ("1", "2", "3")
 # Before anything imports torch or triton: threads, no network, Triton's interpreter on a CPU.

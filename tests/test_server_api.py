@@ -32,6 +32,7 @@ from minisgl.server.workers.messages import TokenizeMsg
 from minisgl.server.workers.text_process import build_text_worker
 from minisgl.token_bytes import TokenBytes
 from minisgl.tokenizer import Tokenizer
+from tests import bodies
 from tests.checkpoints import make_checkpoint
 from tests.serving import WINDOW, Live, metric, random_model
 from tests.test_tokenizer import byte_fallback, save
@@ -895,3 +896,12 @@ def test_scores_as_lm_eval_reads_them(live: Live) -> None:
         tops = told["top_logprobs"][len(context) : -1]
         assert len(tokens) == len(continuation) and all(x < 0 for x in tokens)
         assert all(value <= max(top.values()) + 1e-6 for value, top in zip(tokens, tops))
+
+
+# Tools and schemas, mutated
+
+
+def test_mutated_tools_and_schemas_are_answered(checkpoint: Path) -> None:
+    """A share of `python -m tests.bodies`, which sends 10,000."""
+    found = bodies.check(120, seed=1, path=checkpoint)
+    assert sum(found.values()) == 120 and found[400] > 40 and found[200] > 3, found
