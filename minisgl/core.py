@@ -20,7 +20,6 @@ from minisgl.config.rules import (
     STRICT,
     Count,
     Number,
-    Positive,
     PositiveNumber,
     Text,
     Validated,
@@ -41,7 +40,8 @@ class Req:
 
     __slots__ = ("_ids", "cache_handle", "cached_len", "client", "device_len", "host_len",
                  "logits_params", "matched_len", "matcher", "max_device_len", "prefill_len",
-                 "prompt_len", "retracted", "sampling_params", "table_idx", "uid")  # fmt: skip
+                 "prompt_len", "retracted", "sampling_params", "scores", "table_idx",
+                 "uid")  # fmt: skip
 
     def __init__(
         self, *, uid: int, input_ids: IntArray, sampling_params: SamplingParams,
@@ -59,6 +59,7 @@ class Req:
         self.cached_len = self.matched_len = 0  # matched: came from the prefix cache at admission
         self.retracted = False  # True once it had to give its memory back
         self.logits_params: Any = None  # what changes its logits before the draw (chapter 06d)
+        self.scores: list[Any] = []  # what steps found out about its prompt (chapter 08a)
         self.matcher: Any = None  # follows its answer through a grammar (chapter 09a)
         self._ids = np.empty(self.max_device_len, dtype=np.int32)
         self._ids[: self.prompt_len] = prompt
@@ -109,6 +110,12 @@ class Req:
         """True if the next pass ends before `prefill_len`, so that nothing is sampled from it."""
         return self.device_len < self.prefill_len
 
+    @property
+    def scores_prompt(self) -> bool:
+        """True while its prompt has to be computed in full, for its log probabilities (08a)."""
+        asked = self.sampling_params.prompt_logprobs is not None
+        return asked and self.host_len == self.prompt_len
+
     def __repr__(self) -> str:
         """The three integers at a glance."""
         lengths = f"{self.cached_len}, {self.device_len}, {self.max_device_len}"
@@ -155,6 +162,7 @@ MAX_RULES = 1024  # biases, bad words, tokens of a bad word, choices
 
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
 Bias = Annotated[Number, Field(ge=-100, le=100)]
+Biases = Annotated[dict[Count, Bias], Field(max_length=MAX_RULES)]
 WordIds = Annotated[tuple[Count, ...], Field(min_length=1, max_length=MAX_RULES)]
 BadWord = Annotated[Text | WordIds, BeforeValidator(as_tuple)]
 
@@ -187,25 +195,24 @@ class SamplingParams(Validated):
     """How one request chooses its tokens and when it stops.
 
     temperature 0 is greedy; top_k below 1 and top_p 1 are off; max_tokens None is up to the window;
-    logprobs n gives the n most likely tokens besides the chosen one; bad words are text or ids.
+    logprobs n tells the n most likely tokens, too, prompt_logprobs n those of the prompt.
     """
 
     temperature: Annotated[Number, Field(ge=0)] = 0.0
     top_k: Annotated[int, BeforeValidator(plain_number), Field(ge=-1)] = -1
     top_p: Annotated[PositiveNumber, Field(le=1)] = 1.0
-    max_tokens: Positive | None = None
+    max_tokens: Count | None = None
     ignore_eos: bool = False
     stop: Annotated[str | Sequence[str], tuple_of(Text)] = ()
     stop_token_ids: Annotated[Sequence[int], tuple_of(Count)] = ()
     seed: Annotated[Count, Field(le=MAX_SEED)] | None = None
     logprobs: Annotated[Count, Field(le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[Count, Field(le=MAX_LOGPROBS)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: PositiveNumber = 1.0
-    logit_bias: Annotated[dict[Count, Bias], Field(max_length=MAX_RULES)] | None = field(
-        default=None, hash=False
-    )
+    logit_bias: Biases | None = field(default=None, hash=False)
     min_tokens: Annotated[Count, Field(le=MAX_SEED)] = 0
     bad_words: BadWords = ()
     allowed_token_ids: Annotated[Sequence[int], tuple_of(Count, min_length=1)] | None = None
@@ -214,11 +221,14 @@ class SamplingParams(Validated):
     choice: Annotated[Sequence[str], tuple_of(Text, max_length=MAX_RULES)] = ()
     grammar: Text | None = None
     json_object: bool = False
+    structural_tag: Annotated[str | Mapping[str, Any] | None, PlainValidator(schema_text)] = None
 
     def __post_init__(self) -> None:
         """Check all fields, then that a grammar stands alone."""
         Validated.__post_init__(self)
         given = [name for name in GRAMMARS if getattr(self, name)]
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise refuse("max_tokens", "a positive integer without prompt_logprobs", 0)
         clash = given[1:] or (given and [name for name in NOT_BESIDE if getattr(self, name)])
         if clash:
             raise refuse(clash[0], f"left out beside {given[0]}", getattr(self, clash[0]))
@@ -229,5 +239,5 @@ class SamplingParams(Validated):
         return self.temperature == 0.0 or self.top_k == 1
 
 
-GRAMMARS = ("json_schema", "regex", "choice", "grammar", "json_object")
+GRAMMARS = ("json_schema", "regex", "choice", "grammar", "json_object", "structural_tag")
 NOT_BESIDE = ("ignore_eos", "min_tokens", "bad_words", "allowed_token_ids")

@@ -53,6 +53,9 @@ class OutputBuilder:
         self.out["cached_tokens"] = reply.cached_tokens
         if reply.notice is not None:
             self.out["notice"] = reply.notice
+        if reply.prompt_logprobs:
+            names = ("token_id", "logprob", "top_logprobs")
+            self.out["prompt_logprobs"] = [dict(zip(names, told)) for told in reply.prompt_logprobs]
         ended = reply.finish_reason == "stop"  # by an end token, which is not text
         if reply.token is not None:
             self.out["token_ids"].append(reply.token)
@@ -172,8 +175,8 @@ class LLM:
         """Answer prompts, all at once; a dictionary for each, in their order.
 
         Keys: text, token_ids, finish_reason ("stop" or "length"), prompt_tokens, cached_tokens;
-        logprobs if asked for; notice if `max_tokens` was clamped, or why it is an "abort". Raises
-        ValueError for the first prompt that cannot be answered, before anything runs.
+        logprobs, prompt_logprobs if asked for; notice if `max_tokens` was clamped, or the cause of
+        an "abort". ValueError for the first prompt that cannot be answered, before anything runs.
         """
         listed = as_prompts(prompts)
         params = as_params(sampling_params, len(listed))

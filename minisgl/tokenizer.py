@@ -5,7 +5,9 @@ Generated from notebooks/06b_tokenizer.ipynb: edit there.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,22 @@ def check_unicode(name: str, text: object) -> str:
     return text
 
 
+THINK = "<think>"  # where a reasoning model begins to think, be it in the prompt
+MARKERS = {THINK, "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"}
+MARKERS |= {"[TOOL_CALLS]", "[ARGS]"}
+
+
+def with_markers(backend: Any) -> Any:
+    """The same tokenizer, to which the markers of thoughts and calls are no special tokens."""
+    added = backend.get_added_tokens_decoder().values()
+    if not any(token.special and token.content in MARKERS for token in added):
+        return backend
+    about = json.loads(backend.to_str())
+    for token in about["added_tokens"]:
+        token["special"] &= token["content"] not in MARKERS
+    return type(backend).from_str(json.dumps(about))
+
+
 class Tokenizer:
     """A model's tokenizer, read from its folder: encode, render a chat, decode."""
 
@@ -40,6 +58,7 @@ class Tokenizer:
         self.backend: Any = getattr(self.hf, "backend_tokenizer", None)
         if self.backend is None:
             raise ValueError(f"tokenizer: {path} has no tokenizer.json that can be used")
+        self.backend = with_markers(self.backend)
         self.vocab_size: int = len(self.hf)  # ids are below it, added tokens included
         eos = self.hf.eos_token_id
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (int(eos),)
@@ -63,6 +82,8 @@ class Tokenizer:
         checked = check_messages(messages)
         if not self.hf.chat_template:
             raise ValueError("messages: this model's tokenizer has no chat template")
+        if variables.get("tools") and "tools" not in str(self.hf.chat_template):
+            raise ValueError("tools: this model's chat template does not know any")
         open_end = {"add_generation_prompt": not variables.get("continue_final_message")}
         try:
             text = self.hf.apply_chat_template(checked, tokenize=False, **{**open_end, **variables})
@@ -93,12 +114,35 @@ class Tokenizer:
         return replace(params, bad_words=tuple(ids for ids in dict.fromkeys(found) if ids))
 
 
+def text_size(value: object) -> int:
+    """Characters of all texts in a message, a tool or a list of them."""
+    todo, size = [value], 0
+    while todo:
+        match todo.pop():
+            case str(text):
+                size += len(text)
+            case Mapping() as mapping:
+                todo += [*mapping, *mapping.values()]
+            case list() | tuple() as values:
+                todo += values
+    return size
+
+
 def text_of(name: str, content: object) -> str:
     """A message's content as one string: text parts are joined, None is empty."""
     if not isinstance(content, list | tuple):
         return check_unicode(name, "" if content is None else content)
     texts = [p.get("text") if isinstance(p, Mapping) and "text" in p else p for p in content]
     return "".join(check_unicode(f"{name}[{index}]", text) for index, text in enumerate(texts))
+
+
+def parsed(call: Any) -> Any:
+    """A call of a tool as templates want it: its arguments, if they are an object, as a dict."""
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        arguments = json.loads(call["function"]["arguments"])
+        if isinstance(arguments, dict):
+            return {**call, "function": {**call["function"], "arguments": arguments}}
+    return call
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -113,6 +157,8 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         check_unicode(f"messages[{index}].role", message.get("role"))
         content = text_of(f"messages[{index}].content", message.get("content"))
         checked.append({**message, "content": content})
+        if isinstance(calls := message.get("tool_calls"), list | tuple):
+            checked[-1]["tool_calls"] = [parsed(call) for call in calls]
     return checked
 
 
@@ -207,6 +253,7 @@ class DecodeStatus:
         self.skipped = frozenset(tokenizer.eos_token_ids)
         self.stream = IncrementalDetokenizer(tokenizer, prompt_ids)
         self.filter = StopFilter(stop)
+        self.thinking = self.stream.prefix_text.rstrip().endswith(THINK)  # since the prompt
 
     @property
     def stopped(self) -> bool:

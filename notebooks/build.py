@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 try:
+    # jsonschema, which nbformat imports, would take 2 s to compile a grammar of IRIs, for nothing.
+    sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     import jupytext
     import nbformat
     from jupytext.config import load_jupytext_config

@@ -15,17 +15,20 @@ import build  # notebooks/build.py
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from tests.forks import ForkedProvisioner
+
 GPU = build.has_gpu()
 # Without a GPU those files are not even imported; chapters' `gpu` cells are skipped one by one.
 collect_ignore_glob = [] if GPU else ["gpu/*"]
 # What `pytest -m quick` leaves out: whole processes, the interpreter of Triton, long random runs.
-SLOW = {
-    "test_mutations", "test_mutations_odd", "test_server", "test_server_faults",
-    "test_server_operations", "test_server_clients", "test_server_api", "test_tensor_parallel",
-    "test_soak_script", "test_online", "test_benchmark", "test_fused", "test_build",
-    "test_paged_equals_dense", "test_graph", "test_sampler", "test_tiny", "test_decode_path",
-    "test_structured_output",
-}  # fmt: skip
+# The longest comes first; so it is run, too.
+SLOW = [
+    "test_server_operations", "test_mutations", "test_mutations_odd", "test_server_faults",
+    "test_tensor_parallel", "test_structured_output", "test_online", "test_sampler", "test_build",
+    "test_fused", "test_soak_script", "test_benchmark", "test_server_api", "test_tiny",
+    "test_paged_equals_dense", "test_decode_path", "test_server", "test_graph",
+    "test_server_clients", "test_openai",
+]  # fmt: skip
 THIRDS = ("1", "2", "3")
 # Before anything imports torch or triton: threads, no network, Triton's interpreter on a CPU.
 build.run_environment(Path(__file__).resolve().parents[1], GPU)
@@ -86,6 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     rules = getattr(config.option, "nbval_sanitize_with", None)
     if rules:
+        ForkedProvisioner.use()
         config.option.nbval_sanitize_with = str(config.rootpath / rules)
 
 
@@ -95,12 +99,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.option.markexpr == "quick" and left_out else None
 
 
+def turn(item: pytest.Item) -> int:
+    """Slow files begin, chapters follow, quick files end: no process works on when others rest."""
+    if item.path.stem in SLOW:
+        return SLOW.index(item.path.stem)
+    return len(SLOW) + (item.path.suffix != ".ipynb")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark quick tests; leave mutations out; without a GPU, skip what is marked or tagged `gpu`.
 
     Tests marked `clock` are run again when they fail: the machine may have been busy with something
     else. The summary says which (R).
     """
+    items.sort(key=turn)
     left_out = [item for item in items if is_left_out(item, config.getoption("mutations"))]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

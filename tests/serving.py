@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+import build  # notebooks/build.py
 import httpx
 import psutil
 import pytest
@@ -87,7 +88,7 @@ class Live:
             settings,
             self.limiter,
             self.watchers,
-            self.operations.max_body_size,
+            self.operations,
         )
         self.app = app
         protocol = patient_http(stall, head)
@@ -148,9 +149,10 @@ class Served:
         self.folder = folder
         self.started = time.monotonic()
         port = [] if "--port" in flags else ["--port", "0"]
+        device = [] if build.has_gpu() else ["--device", "cpu"]  # spares it to ask torch for a GPU
         start = ["-m", "minisgl"] if script is None else [str(script)]
         self.process = subprocess.Popen(
-            [sys.executable, *start, *port, *flags],
+            [sys.executable, *start, *port, *device, *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -440,3 +440,87 @@ def test_shutdown_gives_the_memory_back() -> None:
     llm.shutdown()  # twice is once
     with pytest.raises(RuntimeError, match="shut down"):
         llm.generate("hello")
+
+
+# Log probabilities of prompts
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def expected_logprobs(reference: Any, ids: list[int]) -> torch.Tensor:
+    """All log probabilities after each prefix of the prompt but the whole, [n - 1, vocab]."""
+    return reference(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+
+
+@pytest.mark.parametrize("fields", [{}, {"overlap": True}, {"max_extend_tokens": 7}])
+def test_prompt_logprobs_are_those_of_transformers(
+    folder: Path, reference: Any, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is cached, cut into chunks, or beside them; few rows through the head at once."""
+    monkeypatch.setattr("minisgl.engine.prompt_logprobs.LOGITS_AT_ONCE", 1000)
+    rng = np.random.default_rng(0)
+    shared = rng.integers(3, 100, 20).tolist()
+    prompts = [shared + rng.integers(3, 100, n).tolist() for n in (1, 13, 5)] + [[7], shared]
+    asked = SamplingParams(max_tokens=3, prompt_logprobs=2, temperature=1.0, top_k=3, seed=1)
+    free = SamplingParams(max_tokens=3)
+    with LLM(folder, device="cpu", page_size=4, num_pages=200, **fields) as llm:
+        alone = llm.generate(shared, free)[0]  # now it is cached
+        outs = llm.generate([*prompts, shared], [asked] * len(prompts) + [free])
+        assert llm.scheduler.engine.scorer.rows < 20
+    assert outs[-1]["token_ids"] == alone["token_ids"] and "prompt_logprobs" not in outs[-1]
+    for ids, out in zip(prompts, outs):
+        told = out["prompt_logprobs"]
+        assert [entry["token_id"] for entry in told] == ids and out["cached_tokens"] == 0
+        assert told[0]["logprob"] is None and len(out["token_ids"]) == 3
+        if len(ids) == 1:
+            continue
+        rows = expected_logprobs(reference, ids)
+        for entry, row in zip(told[1:], rows, strict=True):
+            assert entry["logprob"] == pytest.approx(float(row[entry["token_id"]]), abs=2e-4)
+            best = row.topk(2)
+            assert [v for _, v in entry["top_logprobs"]] == pytest.approx(
+                best.values.tolist(), abs=2e-4
+            )
+
+
+def test_scores_alone_cost_no_token(folder: Path) -> None:
+    with LLM(folder, device="cpu", page_size=4, num_pages=100) as llm:
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        (out,) = llm.generate([[5, 6, 7]], params)
+        assert (out["token_ids"], out["text"], out["finish_reason"]) == ([], "", "length")
+        assert len(out["prompt_logprobs"]) == 3
+        assert out["prompt_logprobs"][1]["top_logprobs"] == []
+    with pytest.raises(ValueError, match="max_tokens: must be a positive integer without"):
+        SamplingParams(max_tokens=0)
+
+
+def test_many_scored_prompts_share_a_step(folder: Path) -> None:
+    """They do not wait for one another's prefix, which they would not use."""
+    prompts = [[9] * 40 + [uid] for uid in range(10, 15)]
+    with LLM(folder, device="cpu", page_size=4, num_pages=200) as llm:
+        llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0))
+        assert llm.scheduler.step_count == 1
+
+
+def test_retracted_scores_are_whole(folder: Path, reference: Any) -> None:
+    """A half-scored prompt that gives its pages back begins again."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, 100, n).tolist() for n in (20, 30, 40, 25)]
+    params = [SamplingParams(max_tokens=30, ignore_eos=True)] * 2
+    params += [SamplingParams(max_tokens=20, prompt_logprobs=0, ignore_eos=True)] * 2
+    with LLM(
+        folder, device="cpu", page_size=4, num_pages=30, max_extend_tokens=8, reserve_tokens=1
+    ) as llm:
+        outs = llm.generate(prompts, params)
+        assert llm.scheduler.retractions > 0
+    for ids, out in list(zip(prompts, outs))[2:]:
+        rows = expected_logprobs(reference, ids)
+        told = [entry["logprob"] for entry in out["prompt_logprobs"][1:]]
+        wanted = rows.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        assert told == pytest.approx(wanted, abs=2e-4)

@@ -465,11 +465,11 @@ def test_the_form_of_an_answer(live: Live, name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"guided_regex": "(("}, "regex"),
-        ({"guided_json": {"type": "foo"}}, "json_schema"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "choice"),
+        ({"guided_regex": "(("}, "guided_regex"),
+        ({"guided_json": {"type": "foo"}}, "guided_json"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+        ({"structured_outputs": {"whitespace_pattern": "x"}}, "structured_outputs"),
         ({"structured_outputs": ["a"]}, "structured_outputs"),
         ({"response_format": {"type": "yaml"}}, "response_format"),
     ],
@@ -484,7 +484,7 @@ def test_a_form_that_cannot_be_had_is_refused(
 
 @pytest.mark.parametrize("field", ["prompt", "stop"])
 def test_half_a_character_is_no_text(field: str) -> None:
-    with pytest.raises(ValueError, match="unpaired surrogate at character 1"):
+    with pytest.raises(ValueError, match=r"unpaired surrogate .* at character 1"):
         CompletionRequest.model_validate({"prompt": "x", field: "a\ud800"})
 
 

@@ -19,18 +19,20 @@ from minisgl import LLM
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import GRAMMARS, SamplingParams
 from minisgl.scheduler.messages import TokenReply, UserMsg
-from minisgl.server.cli import Operations
+from minisgl.server.cli import Operations, Watchers, build_app
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.api import create_app
 from minisgl.server.http.fields import HARMLESS, RESERVED
-from minisgl.server.http.responses import sse
+from minisgl.server.http.formats import sse
+from minisgl.server.http.limits import ConcurrencyLimiter
 from minisgl.server.http.schemas import FORMS, ChatRequest, CompletionRequest
 from minisgl.server.http.settings import ApiSettings
 from minisgl.server.workers.channels import LocalQueue
-from minisgl.server.workers.logprobs import TokenBytes
 from minisgl.server.workers.messages import TokenizeMsg
 from minisgl.server.workers.text_process import build_text_worker
+from minisgl.token_bytes import TokenBytes
 from minisgl.tokenizer import Tokenizer
+from tests import bodies
 from tests.checkpoints import make_checkpoint
 from tests.serving import WINDOW, Live, metric, random_model
 from tests.test_tokenizer import byte_fallback, save
@@ -355,7 +357,7 @@ def test_stop_strings_never_leak(live: Live, stream: bool) -> None:
         ({"bad_words": ["ok", ""]}, "bad_words"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"best_of": 2}, "best_of"),
-        ({"echo": True}, "echo"),
+        ({"echo": "yes"}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"min_p": 1.5}, "min_p"),
@@ -574,7 +576,7 @@ def test_defaults_of_completions_and_of_logprobs(live: Live) -> None:
 
 
 def test_routes_that_are_missing_say_which_exist(live: Live) -> None:
-    for path in ("responses", "embeddings", "messages"):
+    for path in ("embeddings", "messages"):
         response = httpx.post(f"{live.url}/v1/{path}", json={})
         message = response.json()["error"]["message"]
         assert response.status_code == 404 and message.startswith(f"/v1/{path}: ")
@@ -602,6 +604,30 @@ def test_key_comes_before_the_body() -> None:
     assert asyncio.run(ask()).status_code == 401
     for scheme in ("bearer", "BEARER"):
         assert asyncio.run(ask(authorization=f"{scheme} clé")).status_code == 400
+
+
+@pytest.mark.parametrize("for_all", [False, True])
+def test_the_key_for_what_operators_read(for_all: bool) -> None:
+    operations = Operations(log_format="none", key_for_all=for_all)
+    frontend, watchers = Frontend([LocalQueue()], LocalQueue()), Watchers(operations)
+    settings = ApiSettings("m", 9, api_key="key")
+    app = build_app(frontend, settings, ConcurrencyLimiter(), watchers, operations)
+
+    async def statuses(path: str) -> list[int]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+            given = [{}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer key"}]
+            return [(await client.get(path, headers=headers)).status_code for headers in given]
+
+    for path in ("/metrics", "/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect"):
+        assert asyncio.run(statuses(path)) == [401 if for_all else 200] * 2 + [200], path
+    assert asyncio.run(statuses("/health")) == [200] * 3
+    assert asyncio.run(statuses("/v1/models")) == [401, 401, 200]
+
+
+def test_a_drain_ends_before_kubernetes_kills() -> None:
+    """30 s from SIGTERM to SIGKILL; closing, asking, terminating and killing take 10 at most."""
+    assert Operations().drain_timeout + 2 + 5 + 1 + 2 < 30
 
 
 def test_late_answers_are_not_asked_for_again(live: Live) -> None:
@@ -759,3 +785,123 @@ def test_sdk_raises_the_right_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="", prompt="x", top_p=3)
     assert caught.value.param == "top_p" and caught.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, ""),
+        ({"structured_outputs": {"regex": "(("}}, "structured_outputs"),
+        ({"guided_regex": "(("}, "guided_regex"),
+        ({"ebnf": "root ::= ??"}, "ebnf"),
+        ({"regex": "(("}, "regex"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens"),
+        ({"guided_choice": ["a"], "guided_regex": "b"}, "guided_choice"),
+    ],
+)
+def test_a_bad_grammar_is_named_as_it_was_sent(
+    live: Live, fields: dict[str, Any], param: str
+) -> None:
+    param = param or "response_format"
+    for stream in (False, True):
+        response = complete(live, stream=stream, **fields)
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["param"] == param, error
+        assert error["message"].startswith(f"{param}:"), error
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("temperature", "0.5"), ("temperature", True), ("max_tokens", "8"), ("max_tokens", True),
+        ("max_tokens", 8.0), ("top_p", "1"), ("seed", "1"), ("seed", 1.5), ("top_k", "5"),
+        ("ignore_eos", "true"), ("ignore_eos", 1), ("min_p", "0"), ("logprobs", "1"),
+        ("stop_token_ids", ["5"]), ("presence_penalty", "1"),
+    ],
+)  # fmt: skip
+def test_types_are_those_of_llm(live: Live, field: str, wrong: Any) -> None:
+    """No text is a number, neither in JSON nor in Python; an integer is a number in both."""
+    error = complete(live, **{field: wrong}).json()["error"]
+    assert error["param"] == field, error
+    with pytest.raises(ValueError, match=f"^{field}"):
+        SamplingParams(**{field: wrong})
+    assert complete(live, temperature=1, min_p=0, logit_bias={"5": 1}).status_code == 200
+
+
+def test_too_many_stop_strings_are_told_their_limit(live: Live) -> None:
+    error = complete(live, stop=["x"] * 65).json()["error"]
+    assert error["param"] == "stop" and "at most 64 items" in error["message"], error
+
+
+# Echo
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+def test_echo_tells_the_prompt_first(
+    live: Live, checkpoint: Path, max_tokens: int, stream: bool
+) -> None:
+    prompt, options = "hello wide 🙂 world", {"max_tokens": max_tokens, "logprobs": 2}
+    tokenizer = Tokenizer(checkpoint)
+    ids = tokenizer.encode(prompt).tolist()
+    with LLM(checkpoint, num_pages=64) as llm:
+        params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=2)
+        expected = llm.generate(ids, params)[0]
+    for given in (prompt, ids):
+        response = complete(live, prompt=given, echo=True, stream=stream, **options)
+        choices = [e["choices"][0] for e in chunks_of(response)] if stream else None
+        choices = choices or response.json()["choices"]
+        text = "".join(choice["text"] for choice in choices)
+        parts = [choice["logprobs"] for choice in choices]
+        told = {name: [x for part in parts for x in part[name]] for name in parts[0]}
+        assert text == prompt + expected["text"]
+        assert len(told["tokens"]) == len(ids) + max_tokens
+        assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+        ours = [entry["logprob"] for entry in expected["prompt_logprobs"][1:]]
+        assert told["token_logprobs"][1 : len(ids)] == pytest.approx(ours, abs=1e-4)
+        for name, offset in zip(told["tokens"], told["text_offset"]):
+            assert "\ufffd" in name or text[offset:].startswith(name), (name, offset, text)
+    assert choices[-1]["finish_reason"] == "length"
+
+
+def test_an_echo_ends_with_the_token_that_was_not_wanted(live: Live, checkpoint: Path) -> None:
+    """Harnesses cut the last entry off: an end token has one, too, though it is no text."""
+    eos = Tokenizer(checkpoint).eos_token_ids[0]
+    forced = complete(live, prompt=[5, 6, 7], echo=True, logprobs=0, allowed_token_ids=[eos])
+    choice = forced.json()["choices"][0]
+    assert choice["finish_reason"] == "stop" and len(choice["logprobs"]["tokens"]) == 4
+    bare = complete(live, prompt=[5, 6, 7], logprobs=0, allowed_token_ids=[eos]).json()
+    assert bare["choices"][0]["logprobs"]["tokens"] == []
+
+
+def test_echo_without_log_probabilities(live: Live) -> None:
+    plain = complete(live, n=2).json()["choices"][0]["text"]
+    reply = complete(live, n=2, echo=True).json()
+    for choice in reply["choices"]:
+        assert choice["text"] == "hello" + plain and choice["logprobs"] is None
+    assert reply["usage"]["completion_tokens"] == 16
+    assert complete(live, max_tokens=0).json()["error"]["param"] == "max_tokens"
+    assert chat(live, echo=True).json()["error"]["param"] == "echo"
+    live.assert_pages_home()
+
+
+def test_scores_as_lm_eval_reads_them(live: Live) -> None:
+    """Its request, and its arithmetic on the reply (lm_eval/models/openai_completions.py)."""
+    context, continuation = [5, 6, 7, 8], [9, 10]
+    body = {"prompt": [[*context, *continuation]] * 2, "temperature": 0, "max_tokens": 1}
+    reply = complete(live, **body, logprobs=1, seed=1234, echo=True).json()
+    for choice in reply["choices"]:
+        told = choice["logprobs"]
+        tokens = told["token_logprobs"][len(context) : -1]
+        tops = told["top_logprobs"][len(context) : -1]
+        assert len(tokens) == len(continuation) and all(x < 0 for x in tokens)
+        assert all(value <= max(top.values()) + 1e-6 for value, top in zip(tokens, tops))
+
+
+# Tools and schemas, mutated
+
+
+def test_mutated_tools_and_schemas_are_answered(checkpoint: Path) -> None:
+    """A share of `python -m tests.bodies`, which sends 10,000."""
+    found = bodies.check(120, seed=1, path=checkpoint)
+    assert sum(found.values()) == 120 and found[400] > 40 and found[200] > 3, found

@@ -1,76 +1,17 @@
-"""Our own client, and clients that people use, where they are installed."""
+"""Our own client; those of others are in tests/clients."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
 
-from minisgl.config.paths import resolve_model_path
 from minisgl.server.chat.client import ApiClient, ServerError, base_url
-from tests.serving import Live
-
-ASK, ANSWER = "What is 12 + 30?", "12 + 30 = 42"
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with Live(resolve_model_path(None), num_page_override=1024, served_model_name="tiny") as live:
-        yield f"{live.url}/v1"
-        live.assert_pages_home()
-
-
-def test_langchain(url: str) -> None:
-    langchain = pytest.importorskip("langchain_openai")
-    chat = langchain.ChatOpenAI(
-        base_url=url, api_key="x", model="tiny", temperature=0, max_tokens=16
-    )
-    whole = chat.invoke(ASK)
-    assert whole.content == ANSWER and whole.usage_metadata["total_tokens"] > 16
-    assert "".join(chunk.content for chunk in chat.stream(ASK)) == ANSWER
-    assert [reply.content for reply in chat.batch([ASK, ASK])] == [ANSWER, ANSWER]
-    assert chat.invoke(ASK, stop=["="]).content == ANSWER.split("=")[0]
-    told = chat.bind(logprobs=True, top_logprobs=2).invoke(ASK).response_metadata["logprobs"]
-    assert "".join(entry["token"] for entry in told["content"]) == ANSWER
-    plain = langchain.OpenAI(base_url=url, api_key="x", model="tiny", temperature=0, max_tokens=5)
-    assert plain.invoke("Once upon a time")
-
-
-def test_litellm(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    litellm = pytest.importorskip("litellm")
-    where = {"model": "openai/tiny", "api_base": url, "api_key": "x"}
-    ask = {"messages": [{"role": "user", "content": ASK}], "max_tokens": 16, "temperature": 0}
-    assert litellm.completion(**where, **ask).choices[0].message.content == ANSWER
-    chunks = litellm.completion(**where, **ask, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
-    with pytest.raises(litellm.ContextWindowExceededError):
-        litellm.completion(**where, messages=[{"role": "user", "content": "and " * 5000}])
-
-
-def test_llm(url: str, tmp_path: Path) -> None:
-    if find_spec("llm") is None:
-        pytest.skip("llm is not installed")
-    models = f"- model_id: here\n  model_name: tiny\n  api_base: {url}\n"
-    (tmp_path / "extra-openai-models.yaml").write_text(models)
-    for flags in ([], ["--no-stream"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "llm", "--key", "x", "-m", "here", *flags, ASK],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={**os.environ, "LLM_USER_PATH": str(tmp_path)},
-        )
-        assert done.returncode == 0 and done.stdout.strip() == ANSWER, done.stderr
-
+from minisgl.server.chat.shell import Shell
 
 # Our own client
 
@@ -126,6 +67,47 @@ def test_a_stream_that_goes_wrong_says_how(data: str, status: int, kind: str) ->
     with pytest.raises(ServerError) as caught:
         read(data, status)
     assert caught.value.kind == kind
+
+
+# The shell, connected to a server elsewhere
+
+
+def connected(data: str) -> tuple[Shell, str, list[dict[str, Any]]]:
+    """A shell after one turn with a server that plays `data`; what it wrote, what it sent."""
+    sent, said = [], list[str]()
+
+    def played(request: httpx.Request) -> httpx.Response:
+        sent.append(json.loads(request.content))
+        return httpx.Response(
+            200, headers={"content-type": "text/event-stream"}, content=data.encode()
+        )
+
+    async def run() -> Shell:
+        async with ApiClient("host:1", transport=httpx.MockTransport(played)) as client:
+            shell = Shell(lambda messages: client.chat("their-model", messages), said.append)
+            await shell.turn("hello")
+            return shell
+
+    return asyncio.run(run()), "".join(said), sent
+
+
+def test_shell_follows_any_server() -> None:
+    """It names the model, and reads over comments, named events and chunks without a choice."""
+    usage = json.dumps({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}})
+    role = json.dumps({"choices": [{"delta": {"role": "assistant"}, "finish_reason": None}]})
+    lines = [": OPENROUTER PROCESSING", "", "event: message", f"data: {role}", ""]
+    lines += [f"data: {chunk('two ')}", "", ": ping", "", "event: message", "id: 1"]
+    lines += [f"data: {chunk('words', 'stop')}", "", f"data: {usage}", "", "data: [DONE]", "", ""]
+    shell, said, (sent,) = connected("\n".join(lines))
+    assert said == "two words\n" and shell.history[-1]["content"] == "two words"
+    assert sent["model"] == "their-model" and "7 tokens" in shell.stats
+
+
+@pytest.mark.parametrize("end", ["", 'data: {"error": {"message": "the engine died"}}\n\n'])
+def test_a_cut_answer_is_shown_as_cut_and_forgotten(end: str) -> None:
+    shell, said, _ = connected(f"data: {chunk('half an ans')}\n\n{end}")
+    assert said.startswith("half an ans[") and shell.history == []
+    assert ("the engine died" if end else "cut off") in said
 
 
 def test_urls_with_and_without_v1() -> None:

@@ -216,6 +216,8 @@ def test_served_processes_answer_and_leave_nothing(
     two = httpx.post(f"{url}/completions", json=body, timeout=30).json()
     one = httpx.post(f"{live.url}/v1/completions", json=body, timeout=30).json()
     assert two["choices"] == one["choices"] and two["usage"]["completion_tokens"] == 12
+    maps = ["".join(m.path for m in worker.memory_maps()) for worker in served.workers()]
+    assert sum("libtorch" in paths for paths in maps) == 2  # the ranks; texts are little work
     os.killpg(served.process.pid, signal.SIGINT)  # Ctrl-C reaches the whole group
     served.ended(children)
 

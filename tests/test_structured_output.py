@@ -28,6 +28,7 @@ from minisgl.scheduler.grammar import Grammars, Matcher, compile_grammar, load_g
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, InvalidRequestError, UserMsg
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.validation import Limits
+from tests import schemas
 from tests.fakes import record_on_a_cpu
 
 FOLDER = resolve_model_path(None)
@@ -176,7 +177,7 @@ def check_is_free(params: SamplingParams) -> bool:
 
 
 def test_every_loop_gives_the_same_constrained_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, answers = mixed(seed=9, count=4), []
+    asked, answers = mixed(seed=9, count=2), []
     for kind in ("plain", "overlap", "recorded", "retracted"):
         if "cuda_graph_bs" in KINDS[kind]:
             record_on_a_cpu(monkeypatch)
@@ -507,3 +508,12 @@ def test_every_rank_follows_the_answer_itself() -> None:
         scheduler = build_scheduler(config, ranks.channel(channel), ranks.comm)
         assert run(scheduler, channel) == one
         assert ranks.alive()
+
+
+def test_schemas_of_every_kind_are_refused_or_obeyed() -> None:
+    """A share of `python -m tests.schemas`, which runs 500 and the public test suite."""
+    rng = random.Random(5)
+    with LLM(device="cpu", num_pages=2000, page_size=16) as llm:
+        found = schemas.check(llm, [schemas.random_schema(rng) for _ in range(20)], max_tokens=60)
+    assert sum(found.values()) == 20 and found["valid"] >= 10, found
+    assert set(found) <= {"valid", "cut", "refused"}, found

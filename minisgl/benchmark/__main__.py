@@ -126,7 +126,7 @@ def profiles(llm: LLM, args: argparse.Namespace) -> list[dict[str, Any]]:
     return [
         latency.profile_decode(
             llm, batch, path.with_name(f"{path.stem}-bs{batch}-{name}{path.suffix}"),
-            prompt_len=args.prompt_len, steps=args.profile_steps, sampling=name,
+            prompt_len=args.prompt_len, steps=20, sampling=name,
         )
         for batch in args.batch_sizes for name in args.sampling
     ]  # fmt: skip
@@ -208,8 +208,6 @@ def status_of(runs: list[dict[str, Any]]) -> int:
 
 def run_online(args: argparse.Namespace) -> Result:
     """One run, or one for each rate."""
-    if args.url is None:
-        raise ValueError("url: must be given, like http://127.0.0.1:1919")
     runs: list[dict[str, Any]] = []
     for asked in args.rate or [math.inf]:
         rate = asked if math.isfinite(asked) else None
@@ -219,44 +217,27 @@ def run_online(args: argparse.Namespace) -> Result:
         terms = {"rate": rate, "concurrency": args.concurrency}
         run = measured(args, requests, terms, args.concurrency)
         runs.append(run)
-        if (run["cached_tokens"] or 0) > 0.1 * run["input_tokens"]:  # random prompts share nothing
-            why = f"{run['cached_tokens']} of {run['input_tokens']} prompt tokens were cached"
-            print(f"notice: {why}, perhaps of a run with the same --seed", file=sys.stderr)
         if run["interrupted"]:
             break
     workload = chosen(args, "requests", "input_len", "output_len", "seed", "timeout", "chat")
     return {"workload": workload, "runs": runs}, status_of(runs)
 
 
-def lines_for(args: argparse.Namespace) -> list[trace.TraceLine]:
-    """The trace that the flags name."""
-    if args.trace is not None and args.synthesize is not None:
-        raise ValueError("synthesize: writes a synthetic trace, so it does not go with --trace")
-    if args.trace is not None:
-        return trace.read_trace(args.trace, args.requests)
-    lines = trace.synthesize(seed=args.seed)[: args.requests]
-    if args.synthesize is not None:
-        trace.write_trace(args.synthesize, lines)
-        print(f"{len(lines)} requests written to {args.synthesize}")
-    return lines
-
-
 def run_trace(args: argparse.Namespace) -> Result:
-    """Write a trace, replay one, or both."""
-    if args.url is None and args.synthesize is None:
-        raise ValueError("url: must be given to replay a trace (or --synthesize FILE to write one)")
-    lines = lines_for(args)
+    """Replay a trace, or chats that a seed makes up."""
+    if args.trace is None:
+        lines = trace.synthesize(seed=args.seed)[: args.requests]
+    else:
+        lines = trace.read_trace(args.trace, args.requests)
     tokens, known = sum(line.input_length for line in lines), sum(trace.reusable_tokens(lines))
     about = {"requests": len(lines), "input_tokens": tokens, "reusable_tokens": known}
     about["output_tokens"] = sum(line.output_length for line in lines)
     about["chats"] = sum(line.parent_chat_id < 0 for line in lines)
     print(named(about))
-    results = {"trace": about, "scale": args.scale, "seed": args.seed}
-    if args.url is None:
-        return results, 0
     run = measured(args, trace.requests_of(lines, args.scale), {"rate": None, "scale": args.scale})
     print(f"the trace allows {known / tokens:.1%} of the prompt tokens from a cache")
-    return {**results, "runs": [run]}, status_of([run])
+    results = {"trace": about, "scale": args.scale, "seed": args.seed, "runs": [run]}
+    return results, status_of([run])
 
 
 def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -289,18 +270,14 @@ def run_overhead(args: argparse.Namespace) -> Result:
             how = (args.temperature, args.repeats, args.seed + 1)
             row = overhead.measure_overhead(llm, child, requests, *how)
     print(overhead.overhead_text(row))
-    about: dict[str, Any] = {
-        "model": options.known_name(args.model) or args.model or "the embedded model"
-    }
+    model = options.known_name(args.model) or args.model or "the embedded model"
     names = ("input_len", "output_len", "temperature", "repeats", "seed", "dummy_weight")
-    about |= {"tokenizer": tokenizer, "engine": fields, "workload": chosen(args, *names)}
-    return about | row, 0
+    about = {"model": model, "tokenizer": tokenizer, "engine": fields}
+    return {**about, "workload": chosen(args, *names), **row}, 0
 
 
 def run_compare(args: argparse.Namespace) -> Result:
     """Our engine and `transformers.generate` on the same chats."""
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     chats = chat_workload(args.requests, args.seed)
     results = compare_hf.compare(chats, resolve_model_path(args.model), args.repeats)
     print(compare_hf.comparison_text(results))
@@ -320,16 +297,6 @@ def shown(given: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "minisgl.benchmark", *words])
 
 
-def require_writable(path: Path) -> None:
-    """Raise `OSError` now, and not after the run, if results could not be written there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a"):
-        pass
-    if new:
-        path.unlink()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m minisgl.benchmark`; returns the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
@@ -337,7 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options.check_ranges(args)
         if args.json is not None:
-            require_writable(args.json)
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.open("a").close()  # if it cannot be written, say so now, not after the run
         results, status = RUNS[args.command](args)
         if args.json is not None:
             save(args.json, {"benchmark": args.command, **results}, shown(given))

@@ -69,13 +69,10 @@ class Record:
             self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
 
-TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
-
-
 def has_text(choice: dict[str, Any]) -> bool:
     """Whether one choice of a chunk has text, in whichever of the usual fields."""
-    delta = choice.get("delta") or {}
-    return bool(choice.get("text") or any(delta.get(name) for name in TEXT_FIELDS))
+    delta, names = choice.get("delta") or {}, ("content", "reasoning_content", "reasoning")
+    return bool(choice.get("text") or any(delta.get(name) for name in names))
 
 
 Clock = Callable[[], float]

@@ -141,9 +141,8 @@ def add_latency(parser: argparse.ArgumentParser) -> None:
     how = f"greedy, or temperature {SAMPLING['sampled']} (default both)"
     group.add_argument("--sampling", nargs="+", choices=names, default=names, help=how)
     add_size(group, "--repeats", "timed runs, of which the median counts")
-    trace = "Chrome trace of steady steps; a file for each batch and sampling"
+    trace = "Chrome trace of 20 steady steps; a file for each batch and sampling"
     group.add_argument("--profile", metavar="FILE", type=Path, default=None, help=trace)
-    add_integer(group, "--profile-steps", "steps in it (default 20)", default=20)
 
 
 def add_kernels(parser: argparse.ArgumentParser) -> None:
@@ -174,14 +173,13 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", default=None, help="model folder; none: the embedded model")
     add_integer(group, "--requests", "chats at once (default 64)", default=64)
     add_integer(group, "--repeats", "timed runs of each side (default 3)", default=3)
-    add_integer(group, "--threads", "torch threads; none: torch's own")
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Which server, and how to speak with it."""
     group = parser.add_argument_group("server")
     add = group.add_argument
-    add("--url", default=None, help="like http://127.0.0.1:1919, with /v1 or not")
+    add("--url", required=True, help="like http://127.0.0.1:1919, with /v1 or not")
     add("--model", metavar="NAME", default=None, help="default: the first of /v1/models")
     flags.add_key_flag(group, "bearer token")
     add("--timeout", metavar="S", type=positive, default=600.0, help="for one answer (600)")
@@ -209,8 +207,6 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("trace")
     what = "JSON lines in the Qwen format; default: synthetic chats"
     group.add_argument("--trace", metavar="FILE", type=Path, default=None, help=what)
-    what = "write the synthetic trace; without --url nothing is sent"
-    group.add_argument("--synthesize", metavar="FILE", type=Path, default=None, help=what)
     what = "of the time between requests: below 1 is more load (default 1)"
     group.add_argument("--scale", metavar="S", type=positive, default=1.0, help=what)
     add_integer(group, "--requests", "only the first N; default: all")

@@ -69,9 +69,6 @@ async def flood(url: str, bodies: Sequence[Mapping[str, Any]]) -> Timed:
     return timed
 
 
-SIDES = ("engine", "engine and text", "server")
-
-
 def run_engine(llm: LLM, requests: Sequence[RandomRequest], temperature: float) -> Timed:
     """All requests at once, offline."""
     cpu = time.process_time()
@@ -111,11 +108,11 @@ def measure_overhead(
         "engine and text": lambda fresh: run_engine(llm, fresh, temperature),
         "server": lambda fresh: run_server(child, fresh, temperature),
     }
-    found: dict[str, list[Timed]] = {side: [] for side in SIDES}
+    found: dict[str, list[Timed]] = {side: [] for side in runs}
     with frozen_heap():  # a pause of ours would look like one of the server's
         for index in tqdm(range(repeats + 1), desc="repetitions", disable=None):
-            for number, side in list(enumerate(SIDES))[:: -1 if index % 2 else 1]:
-                fresh = redraw(requests, vocab, seed + len(SIDES) * index + number)
+            for number, side in list(enumerate(runs))[:: -1 if index % 2 else 1]:
+                fresh = redraw(requests, vocab, seed + len(runs) * index + number)
                 found[side].append(runs[side](fresh))
     return overhead_row(requests, {side: timed[1:] for side, timed in found.items()})
 

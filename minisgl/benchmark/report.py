@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shlex
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -40,19 +38,18 @@ def versions() -> dict[str, str]:
 
 
 def circumstances() -> dict[str, Any]:
-    """Hardware, versions, date (UTC) and the command line of this process."""
+    """Hardware, versions and date (UTC)."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "hardware": {"cpu": processor_name(), "cores": os.cpu_count(), "gpus": gpus},
         "threads": torch.get_num_threads(),
         "versions": versions(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
 
-def save(path: Path, results: Mapping[str, Any], command: str | None = None) -> None:
+def save(path: Path, results: Mapping[str, Any], command: str) -> None:
     """Write results with their circumstances as JSON; makes the folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    about = circumstances() | ({"command": command} if command else {})
+    about = circumstances() | {"command": command}
     path.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")

@@ -54,12 +54,8 @@ def served(folder: Path | None, flags: Sequence[str], patience: float = 600.0) -
     command = [sys.executable, "-m", "minisgl", "--port", "0", *flags]
     command += [] if folder is None else ["--model", str(folder)]
     with TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for us; we stop the server ourselves
+        process = subprocess.Popen(  # in a session of its own: Ctrl-C is for us, we stop it
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
         )
         late = threading.Timer(patience, process.terminate)
         late.start()

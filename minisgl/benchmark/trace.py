@@ -1,27 +1,19 @@
-"""Recorded traffic in the public Qwen format: read, write, invent, and make prompts of it.
+"""Recorded traffic in the public Qwen format: read, invent, and make prompts of it.
 
 Generated from notebooks/13c_online.ipynb: edit there.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from pydantic import (
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
+import pydantic
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo
 from pydantic.dataclasses import dataclass
 
 from minisgl.benchmark.load import SAFE_VOCAB
@@ -45,7 +37,7 @@ class TraceLine:
     turn: Positive
     hash_ids: list[Count]  # one for each block of 16 prompt tokens, the last may be partly filled
 
-    @field_validator("hash_ids")
+    @pydantic.field_validator("hash_ids")
     @classmethod
     def cover_the_prompt(cls, blocks: list[int], info: ValidationInfo) -> list[int]:
         """As many ids as the prompt has blocks; the last one may be missing if it is not full."""
@@ -77,12 +69,6 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceLine]:
     return sorted(lines, key=lambda line: line.timestamp)
 
 
-def write_trace(path: Path, lines: Sequence[TraceLine]) -> None:
-    """One JSON object a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(asdict(line)) + "\n" for line in lines), encoding="utf-8")
-
-
 def block_tokens(block: int) -> IntArray:
     """Token ids of one block, int32 [16], always the same for the same id."""
     return np.random.default_rng(block).integers(0, SAFE_VOCAB, BLOCK, dtype=np.int32)
@@ -91,9 +77,7 @@ def block_tokens(block: int) -> IntArray:
 def prompt_ids(line: TraceLine) -> IntArray:
     """Token ids of a prompt, int32 [input_length]: equal blocks are equal tokens."""
     blocks = list(line.hash_ids)
-    if (
-        len(blocks) * BLOCK < line.input_length
-    ):  # a last block without an id is shared with no other prompt
+    if len(blocks) * BLOCK < line.input_length:  # a last block without an id: no other has it
         blocks.append(line.chat_id + (1 << 64))
     return np.concatenate([block_tokens(block) for block in blocks])[: line.input_length]
 

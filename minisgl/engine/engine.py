@@ -102,6 +102,7 @@ class Engine:
         self.dummy_req = dummy_request(self.tables.dummy_row)
         self.graph: GraphRunner | None = None
         self.deferral: Deferral | None = None  # for grammars, from chapter 09a on
+        self.scorer: Callable[[ForwardInput, ForwardBatch], Tensor] | None = None  # 08a
 
     def prepare(self, batch: Batch) -> ForwardInput:
         """Pad a decode batch to a captured size, if there is one, and lay the step out."""
@@ -140,7 +141,8 @@ class Engine:
             out_loc=out_loc, last_idx=None if len(last) == len(gather) else last,
             attn=self.backend.plan(fi.meta, out_loc),
         )  # fmt: skip
-        return self.draw(fi, self.forward_pass(fb)[: len(fi.sampled)], scatter)
+        logits = self.forward_pass(fb) if self.scorer is None else self.scorer(fi, fb)
+        return self.draw(fi, logits[: len(fi.sampled)], scatter)
 
     def run_recorded(self, fi: ForwardInput) -> ForwardOutput:
         """Replay a recorded step; rows with filters or log probabilities are drawn again."""

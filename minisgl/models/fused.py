@@ -119,15 +119,17 @@ class FusedModel:
 
     def __call__(self, fb: ForwardBatch) -> Tensor:
         """Logits, in `fb.logits` if that is given."""
+        logits: Tensor = self.model.lm_head(self.hidden(fb), fb.logits)
+        return logits
+
+    def hidden(self, fb: ForwardBatch) -> Tensor:
+        """What the head reads, [rows wanted, hidden]."""
         embedding = self.model.model.embed_tokens
         x = self.comm.all_reduce(embed(fb.input_ids, embedding.weight, embedding.start))
         done = self.all_one_row(x, fb) if len(x) == 1 and self.comm.size == 1 else None
         if done is None:
-            y = self.all_rows(x, fb)
-        else:
-            y = add_norm(None, done, self.final_norm, self.eps)[0]
-        logits: Tensor = self.model.lm_head(y, fb.logits)
-        return logits
+            return self.all_rows(x, fb)
+        return add_norm(None, done, self.final_norm, self.eps)[0]
 
     def all_one_row(self, x: Tensor, fb: ForwardBatch) -> Tensor | None:
         """The layers over a single token."""

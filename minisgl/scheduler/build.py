@@ -11,6 +11,7 @@ from functools import partial
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.engine.engine import Engine, build_engine
+from minisgl.engine.prompt_logprobs import score_prompts
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.naive_cache import make_cache
 from minisgl.parallel.comm import Comm
@@ -61,7 +62,7 @@ def build_scheduler(
     engine = build_engine(config, comm, progress=progress)
     limits, folder = limits_of(engine, eos_token_ids), resolve_model_path(config.model_path)
     grammars = load_grammars(folder, limits.vocab_size, limits.eos_token_ids)
-    engine.deferral = grammars
+    engine.deferral, engine.scorer = grammars, score_prompts(engine)
     cache = CacheManager(
         engine.num_pages, engine.tables, make_cache(config.cache_type, engine.page_size)
     )

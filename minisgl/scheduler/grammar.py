@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Collection
 from functools import cache, lru_cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from minisgl.engine.logits_processors import LogitsParams
 from minisgl.engine.step import ForwardInput, ForwardOutput, SampledTokens
 from minisgl.scheduler.messages import InvalidRequestError, UserMsg
 from minisgl.scheduler.validation import Limits, make_req
+from minisgl.tokenizer import THINK
 
 MAX_BYTES = 16 * 1024  # of a grammar's text
 MAX_MULTIPLES = 1000  # sum of all `multipleOf` of a schema: each takes as many states
@@ -33,12 +35,17 @@ ONE_LINE: Any = {  # else a model may answer with spaces for ever
 }  # fmt: skip
 
 
-def schema_grammar(schema: str) -> str:
-    """A JSON schema in llguidance's form."""
+def check_multiples(schema: str) -> None:
+    """Raise `ValueError` if all `multipleOf` together take too many states."""
     multiples = re.findall(r'"multipleOf": ([0-9.]+)', schema)
     digits = [number.replace(".", "").strip("0") for number in multiples]
     if sum(map(int, filter(None, digits))) > MAX_MULTIPLES:
         raise ValueError(f"the digits of all multipleOf must add up to {MAX_MULTIPLES} at most")
+
+
+def schema_grammar(schema: str) -> str:
+    """A JSON schema in llguidance's form."""
+    check_multiples(schema)
     return LLMatcher.grammar_from_json_schema(schema, defaults=ONE_LINE)
 
 
@@ -59,6 +66,109 @@ FORMS: dict[str, Callable[[str], str]] = {
 }
 
 
+def tag_of(text: str) -> dict[str, Any]:
+    """A structural tag: its `format` is the tree, its `name` stands for it in errors."""
+    try:
+        given = json.loads(text)
+    except RecursionError:
+        given = None
+    return given if isinstance(given, dict) else {}
+
+
+class TagCompiler:
+    """A structural tag in Lark's notation for one tokenizer, whose special tokens are no text."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.rules = [r"TEXT: /(.|\n)*/"]
+
+    def lark(self, text: str) -> str:
+        """The whole grammar; `ValueError` names the node that cannot be used."""
+        check_multiples(text)
+        start = self.expression(tag_of(text).get("format"))
+        return "\n".join([f"start: {start}", *self.rules])
+
+    def define(self, body: str, kind: str = "part_{}") -> str:
+        """A rule, or a terminal, of its own; its name."""
+        name = kind.format(len(self.rules))
+        self.rules.append(f"{name}: {body}")
+        return name.partition("[")[0]
+
+    def literal(self, text: str) -> str:
+        """A fixed text: special tokens by their numbers, the rest quoted."""
+        ids = self.tokenizer.tokenize_str(text, parse_special=True)
+        parts = [] if ids else ['""']
+        for special, run in groupby(ids, self.tokenizer.is_special_token):
+            if special:
+                parts += [f"<[{token}]>" for token in run]
+            else:
+                parts.append(json.dumps(self.tokenizer.decode_str(list(run)), ensure_ascii=False))
+        return " ".join(parts)
+
+    def without(self, marker: str) -> str:
+        """Any text that does not hold the marker."""
+        pattern = re.escape(marker).replace("/", r"\/").replace("\n", "n")
+        return self.define(rf"TEXT & ~/(.|\n)*{pattern}(.|\n)*/", "TEXT_{}")
+
+    def until(self, marker: str) -> str:
+        """Any text up to the first marker, and the marker."""
+        literal = self.literal(marker)
+        if "<[" in literal:
+            return f"{self.without(marker)} {literal}"
+        return self.define(f"TEXT {literal}", "part_{}[lazy]")
+
+    def expression(self, node: Any) -> str:
+        """One node of the tree; raises `ValueError` if it is of no known form."""
+        match node:
+            case {"type": "const_string", "value": str(text)}:
+                return self.literal(text)
+            case {"type": "any_text"}:
+                return "TEXT"
+            case {"type": "json_schema", "json_schema": dict(schema)}:
+                return self.define("%json " + json.dumps({**schema, "x-guidance": ONE_LINE}))
+            case {"type": "sequence", "elements": [_, *_] as parts}:
+                return " ".join(map(self.expression, parts))
+            case {"type": "or", "elements": [_, *_] as parts}:
+                return self.either(parts)
+            case {
+                "type": "tag",
+                "begin": str(begin),
+                "content": {"type": "any_text"},
+                "end": str(end),
+            }:
+                return f"{self.literal(begin)} {self.until(end)}"
+            case {"type": "tag", "begin": str(begin), "content": content, "end": str(end)}:
+                return f"{self.literal(begin)} {self.expression(content)} {self.literal(end)}"
+            case {
+                "type": "tags_with_separator",
+                "tags": [_, *_] as tags,
+                "separator": str(between),
+            }:
+                return self.repeated(node, self.either(tags), f"{self.literal(between)} ", "")
+            case {"type": "triggered_tags", "triggers": [str(trigger)], "tags": [_, *_] as tags}:
+                return self.triggered(node, trigger, tags)
+        raise ValueError(f"no node of a structural tag that is supported: {node!r:.80}")
+
+    def either(self, nodes: list[Any]) -> str:
+        """One of several."""
+        return self.define(" | ".join(map(self.expression, nodes)))
+
+    def repeated(self, node: dict[str, Any], one: str, between: str, end: str) -> str:
+        """One or more, if not limited to one; or none, if that is allowed."""
+        many = one if node.get("stop_after_first") else f"{one} ({between}{one})* {end}"
+        empty = end or '""'
+        return many if node.get("at_least_one") else f"({many} | {empty})"
+
+    def triggered(self, node: dict[str, Any], trigger: str, tags: list[Any]) -> str:
+        """Text, and a tag wherever the trigger is said."""
+        for tag in tags:
+            if not (isinstance(tag, dict) and str(tag.get("begin")).startswith(trigger)):
+                raise ValueError(f"a tag must begin with its trigger {trigger!r}, got {tag!r:.80}")
+        rest = [{**tag, "begin": tag["begin"][len(trigger) :]} for tag in tags]
+        call = self.define(f"{self.until(trigger)} {self.either(rest)}")
+        return self.repeated(node, call, "", self.without(trigger))
+
+
 def asked_for(params: SamplingParams) -> tuple[str, str] | None:
     """The field that constrains an answer, and its grammar as text; None for a free answer."""
     texts: dict[str, Any] = {
@@ -67,6 +177,7 @@ def asked_for(params: SamplingParams) -> tuple[str, str] | None:
         "regex": params.regex,
         "choice": json.dumps(params.choice) if params.choice else None,
         "grammar": params.grammar,
+        "structural_tag": params.structural_tag,
     }
     return next(((field, text) for field, text in texts.items() if text is not None), None)
 
@@ -76,13 +187,17 @@ def compile_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> LLMa
     try:
         if isinstance(tokenizer, str):
             raise ValueError(tokenizer)
-        if len(text.encode()) > MAX_BYTES:
-            raise ValueError(f"must have at most {MAX_BYTES} bytes, got {len(text.encode())}")
-        matcher = LLMatcher(tokenizer, FORMS[field](text), log_level=0, limits=LIMITS)
+        largest = MAX_BYTES * (4 if field == "structural_tag" else 1)  # a tag holds many schemas
+        if len(text.encode()) > largest:
+            raise ValueError(f"must have at most {largest} bytes, got {len(text.encode())}")
+        tag = field == "structural_tag"
+        source = TagCompiler(tokenizer).lark(text) if tag else FORMS[field](text)
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
         if matcher.is_error():  # it never raises
             raise ValueError(matcher.get_error())
-    except ValueError as error:
-        raise InvalidRequestError(f"{field}: {error}", param=field) from None
+    except (ValueError, RecursionError) as error:
+        name = str(tag_of(text).get("name", field)) if field == "structural_tag" else field
+        raise InvalidRequestError(f"{name}: {error}", param=name) from None
     return matcher
 
 
@@ -130,9 +245,21 @@ class Grammars:
         req, asked = make_req(msg, limits), asked_for(msg.sampling_params)
         if asked is not None:
             req.matcher = Matcher(self.compile(*asked), asked[0])
+            if asked[0] == "structural_tag":
+                self.begin(req.matcher, req.input_ids)
             req.logits_params = req.logits_params or LogitsParams()
             req.logits_params.mask = np.full(-(-limits.vocab_size // 32), -1, np.int32)
         return req
+
+    def begin(self, matcher: Matcher, prompt: IntArray) -> None:
+        """Accept the `<think>` with which a prompt ends, if the grammar begins so too."""
+        assert isinstance(self.tokenizer, LLTokenizer)
+        for length in range(1, 9):  # tokens that a marker may take where it is no special one
+            tail = prompt[-length:].tolist()
+            if self.tokenizer.decode_str(tail).strip() == THINK:
+                if matcher.ll.validate_tokens(tail) == len(tail):
+                    matcher.ll.consume_tokens(tail)
+                return
 
     def fill_masks(self, fi: ForwardInput) -> None:
         """Write the masks of a step: what each constrained request may say next."""

@@ -32,6 +32,10 @@ class ExitMsg(msgspec.Struct, tag=True):
     """Stop: what is still running is aborted."""
 
 
+# Token id; its log probability, None for the first; what else was likely: ids, log probabilities.
+PromptToken = tuple[int, float | None, list[tuple[int, float]]]
+
+
 class TokenReply(msgspec.Struct, tag=True, kw_only=True):
     """One token of a request. The last reply of a request, and no other, has `finished` set."""
 
@@ -46,6 +50,7 @@ class TokenReply(msgspec.Struct, tag=True, kw_only=True):
     notice: str | None = None  # what the caller should know; with the first token only
     stop: tuple[str, ...] = ()  # the request's stop strings; with the first token only
     prompt_tail: tuple[int, ...] = ()  # the prompt's last tokens; with the first token only
+    prompt_logprobs: list[PromptToken] = []  # if asked for; with the first token only
 
 
 class ErrorReply(msgspec.Struct, tag=True, kw_only=True):

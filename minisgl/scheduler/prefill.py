@@ -73,7 +73,7 @@ class PrefillAdder:
         """
         if self.budget <= 0 or self.cache.tables.free_rows == 0:
             return False
-        handle = self.cache.match_req(req.input_ids)
+        handle = self.cache.match_req(req.input_ids[:1] if req.scores_prompt else req.input_ids)
         tokens = req.host_len - handle.cached_len
         room = self.room(tokens)
         if (
@@ -112,8 +112,8 @@ class PrefillAdder:
 
     def is_in_batch_prefix(self, req: Req, matched_len: int) -> bool:
         """True if a request of this very step computes a prefix that `req` could soon match."""
-        long_enough = req.prompt_len - 1 - matched_len >= self.min_shared > 0
-        return long_enough and self.prefix_key(req, matched_len) in self.prefixes
+        rest = 0 if req.scores_prompt else req.prompt_len - 1 - matched_len
+        return rest >= self.min_shared > 0 and self.prefix_key(req, matched_len) in self.prefixes
 
 
 class PrefillManager:

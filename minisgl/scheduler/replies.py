@@ -6,6 +6,7 @@ Generated from notebooks/08d_messages.ipynb: edit there.
 from __future__ import annotations
 
 from minisgl.core import Req
+from minisgl.engine.prompt_logprobs import prompt_logprobs
 from minisgl.engine.step import SampledTokens
 from minisgl.scheduler.messages import TokenReply
 
@@ -60,6 +61,9 @@ def token_reply(req: Req, reason: str | None, tokens: SampledTokens, index: int)
     if req.host_len == req.prompt_len + 1:
         reply.notice, reply.stop = clamp_notice(req), tuple(req.sampling_params.stop)
         reply.prompt_tail = tuple(req.input_ids[: req.prompt_len][-PROMPT_TAIL:].tolist())
+        reply.prompt_logprobs = prompt_logprobs(req)
+    if req.sampling_params.max_tokens == 0:  # one was computed, none is wanted
+        reply.token, reply.finish_reason, wanted = None, "length", None
     if reason == "abort":
         reply.notice = req.matcher.error
     if wanted is not None and tokens.logprobs is not None:

@@ -91,7 +91,7 @@ def make_req(msg: UserMsg, limits: Limits) -> Req:
         uid=msg.uid,
         input_ids=ids,
         sampling_params=params,
-        max_new_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+        max_new_tokens=room if params.max_tokens is None else max(1, min(room, params.max_tokens)),
         client=msg.client,
     )
     req.logits_params = logits_params(params, limits.vocab_size, limits.eos_token_ids)

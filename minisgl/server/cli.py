@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.middleware import Middleware
+from starlette.types import Receive, Scope, Send
 
 from minisgl.config import flags
 from minisgl.config.engine import ServerConfig, TPInfo
@@ -33,6 +34,7 @@ from minisgl.runtime.supervisor import WorkerFailed, one_line
 from minisgl.server.chat.client import ApiClient, ServerError
 from minisgl.server.chat.shell import Conversation, run_shell
 from minisgl.server.frontend import Frontend, Observer
+from minisgl.server.http.access import check_access
 from minisgl.server.http.api import create_app
 from minisgl.server.http.limits import BodyLimit, ConcurrencyLimiter, patient_http
 from minisgl.server.http.settings import ApiSettings, settings_for
@@ -40,6 +42,7 @@ from minisgl.server.observe.lifecycle import Lifecycle, Server
 from minisgl.server.observe.logs import LogRequests, RequestLog, as_json, as_text
 from minisgl.server.observe.metrics import Metrics, add_metrics_route
 from minisgl.server.observe.trace import TraceFile
+from minisgl.server.responses.routes import add_responses_routes
 from minisgl.server.workers.channels import ZmqInbox, ZmqOutbox
 from minisgl.server.workers.messages import UserReply
 from minisgl.server.workers.processes import WorkerGroup, address
@@ -105,12 +108,13 @@ class Operations(Validated):
     max_body_size: Positive = 8 * 2**20
     request_timeout: PositiveNumber | None = None
     stall_timeout: PositiveNumber = 30.0
-    drain_timeout: NotNegative = 30.0
+    drain_timeout: NotNegative = 18.0  # Kubernetes kills after 30, and leaving takes up to 10
     worker_timeout: NotNegative = 60.0
     step_timeout: NotNegative = 600.0
     log_format: Literal["text", "json", "none"] = "text"
     log_prompts: bool = False
     trace: Text | None = None
+    key_for_all: bool = False
     debug: bool = False
 
 
@@ -125,6 +129,7 @@ OPERATION_FLAGS: tuple[Setting, ...] = (
     ("log_format", "NAME", str, "text, json or none"),
     ("log_prompts", "", bool, "prompts and answers in the log, in full"),
     ("trace", "FILE", str, "write a Chrome/Perfetto trace of requests, steps and streams"),
+    ("key_for_all", "", bool, "the API key is asked for /metrics and /docs, too"),
     ("debug", "", bool, "tracebacks of parts that fail"),
 )
 
@@ -200,19 +205,34 @@ class Watchers:
             self.trace.close()
 
 
+def lock(route: Any, api_key: str | None) -> None:
+    """Ask for the key before a route that needs none answers."""
+    open_app = route.app
+
+    async def keyed(scope: Scope, receive: Receive, send: Send) -> None:
+        await check_access(Request(scope), api_key)
+        await open_app(scope, receive, send)
+
+    route.app = keyed
+
+
 def build_app(
     frontend: Frontend,
     settings: ApiSettings,
     limiter: ConcurrencyLimiter,
     watchers: Watchers,
-    max_body: int,
+    operations: Operations,
 ) -> FastAPI:
     """The application with its limits, its log and its metrics."""
-    middleware = [Middleware(BodyLimit, max_bytes=max_body)]
+    middleware = [Middleware(BodyLimit, max_bytes=operations.max_body_size)]
     if watchers.log is not None:
         middleware.insert(0, Middleware(LogRequests, log=watchers.log))
-    app = create_app(frontend, settings, limiter, middleware)
+    app = create_app(frontend, settings, limiter, middleware, [add_responses_routes])
     add_metrics_route(app, watchers.metrics)
+    told = ("/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc")
+    for route in app.routes:
+        if operations.key_for_all and getattr(route, "path", "") in told:
+            lock(route, settings.api_key)
     return app
 
 
@@ -224,7 +244,7 @@ async def serve(
     limiter = ConcurrencyLimiter(
         config.max_running_req + operations.max_queue, reason="the model is loading"
     )
-    app = build_app(frontend, settings, limiter, watchers, operations.max_body_size)
+    app = build_app(frontend, settings, limiter, watchers, operations)
     server = Server(
         uvicorn.Config(
             app, http=patient_http(operations.stall_timeout), ws="none", log_level="warning",

@@ -149,7 +149,7 @@ class Trainer:
         self.start = time.perf_counter()
         self.args = args
         self.device = torch.device(args.device)
-        config = model_config() if args.size == "full" else model_config(128, 2, 256)
+        config = model_config() if args.size == "full" else model_config(64, 1, 128)
         model: Any = Qwen3ForCausalLM(config)
         self.model: Qwen3ForCausalLM = model.to(self.device)
         self.optimizers = make_optimizers(self.model, args.muon_lr, args.adam_lr)

@@ -9,6 +9,34 @@ OPERATIONS = "tests/test_server_operations.py::"
 
 MUTATIONS = [
     Mutation(
+        name="server: a text passes for a number",
+        module="minisgl.server.http.schemas",
+        old='class GenerationRequest(BaseModel, extra="allow", strict=True):',
+        new='class GenerationRequest(BaseModel, extra="allow"):',
+        test=API + "test_types_are_those_of_llm",
+    ),
+    Mutation(
+        name="server: a bad grammar is named as we call it",
+        module="minisgl.server.http.api",
+        old="body.client_name(failure.param)",
+        new="failure.param",
+        test=API + "test_a_bad_grammar_is_named_as_it_was_sent",
+    ),
+    Mutation(
+        name="server: metrics ask for no key although they should",
+        module="minisgl.server.cli",
+        old="            lock(route, settings.api_key)",
+        new="            pass",
+        test=API + "test_the_key_for_what_operators_read",
+    ),
+    Mutation(
+        name="shell: a cut answer ends as if it were complete",
+        module="minisgl.server.chat.client",
+        old="        if not complete:",
+        new="        if False:",
+        test="tests/test_server_clients.py::test_a_cut_answer_is_shown_as_cut_and_forgotten",
+    ),
+    Mutation(
         name="server: a client that leaves is not aborted",
         module="minisgl.server.frontend",
         old='if outcome == "left" and stream.error is None:',

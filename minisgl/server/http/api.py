@@ -9,8 +9,8 @@ import asyncio
 import time
 import traceback
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,8 +26,8 @@ from minisgl.core import SamplingParams
 from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.http.access import BEARER, keyed_route
 from minisgl.server.http.errors import FAILED, ApiError, api_error
+from minisgl.server.http.formats import ChatFormatter, Completion, CompletionFormatter, sse, usage
 from minisgl.server.http.limits import ConcurrencyLimiter
-from minisgl.server.http.responses import ChatFormatter, Completion, CompletionFormatter, sse, usage
 from minisgl.server.http.schemas import (
     MAX_ANSWERS,
     ChatRequest,
@@ -66,8 +66,8 @@ class RequestHandler:
     ) -> None:
         settings = service.settings
         check_model(body.model, settings)
-        body.refuse_unsupported()
         self.service, self.formatter, self.prompts = service, formatter, len(prompts)
+        self.body = body
         self.tasks = tasks_for(body, prompts, settings.sampling_defaults)
         name = request.scope.get("request_id") or uuid.uuid4().hex
         about = {"created": int(time.time()), "model": settings.model_name}
@@ -82,12 +82,9 @@ class RequestHandler:
     async def answers(self) -> list[Completion]:
         """All answers, whole. If one task fails or the client leaves, all are aborted."""
         answers = [Completion() for _ in self.tasks]
-        try:
-            async with aclosing(self._replies()) as replies:
-                async for task, reply in replies:
-                    answers[task.index].add(reply)
-        except RequestFailed as failure:
-            raise api_error(failure) from failure
+        async with aclosing(self._replies()) as replies:
+            async for task, reply in replies:
+                answers[task.index].add(reply)
         return answers
 
     async def whole(self) -> dict[str, Any]:
@@ -99,7 +96,7 @@ class RequestHandler:
 
     async def _replies(self) -> AsyncGenerator[tuple[Task, UserReply], None]:
         """Replies of all tasks as they come. Closing this generator cancels every task."""
-        with self.service.limiter.acquire(len(self.tasks)):
+        with self.service.limiter.acquire(len(self.tasks)), failing_as_sent(self.body):
             if len(self.tasks) == 1:
                 async with aclosing(self._generate(self.tasks[0])) as replies:
                     async for reply in replies:
@@ -136,7 +133,7 @@ class RequestHandler:
     async def events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events."""
         head = {**self.head, "object": self.formatter.chunk}
-        no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
+        head |= {"usage": None} if include_usage else {}
         answers = [Completion() for _ in self.tasks]
         async with aclosing(self._replies()) as replies:
             async for task, reply in replies:
@@ -144,13 +141,10 @@ class RequestHandler:
                 first = answer.completion_tokens == 0
                 answer.add(reply)
                 answer.text, answer.logprobs = "", []  # only counts are wanted here
-                if not (reply.text or reply.finished or reply.logprobs or first):
-                    continue  # half a character: nothing to show yet
-                delta = self.formatter.delta(task.index, reply, first)
-                yield sse({**head, "choices": [delta], **no_usage})
+                for choice in self.formatter.deltas(task.index, reply, first):
+                    yield sse({**head, "choices": [choice]})
         if include_usage:
-            total = usage(answers, self.prompts)
-            yield sse({**head, "choices": [], "usage": total})
+            yield sse({**head, "choices": [], "usage": usage(answers, self.prompts)})
         yield sse("[DONE]")
 
     async def texts(self) -> AsyncGenerator[bytes, None]:
@@ -169,6 +163,18 @@ async def cancel(running: Sequence[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*running, return_exceptions=True)
 
 
+@contextmanager
+def failing_as_sent(body: GenerationRequest) -> Iterator[None]:
+    """What fails in the block is an `ApiError`, which names the field as the client did."""
+    try:
+        yield
+    except RequestFailed as failure:
+        error, name = api_error(failure), body.client_name(failure.param)
+        error.detail = error.detail.replace(f"{error.param}:", f"{name}:", 1)
+        error.param = name
+        raise error from failure
+
+
 class EventStream(StreamingResponse):
     """Events whose generator is closed with the response, sent or not."""
 
@@ -184,7 +190,7 @@ class EventStream(StreamingResponse):
             async for event in self._events:
                 yield event
         except Exception as failure:
-            if not isinstance(failure, RequestFailed | ApiError):
+            if not isinstance(failure, ApiError):
                 traceback.print_exc()
             yield sse(api_error(failure).body())
 
@@ -197,10 +203,7 @@ class EventStream(StreamingResponse):
 
 async def stream_response(events: AsyncGenerator[bytes, None]) -> EventStream:
     """Start a stream once its first event is there, so that a refused request is a 400."""
-    try:
-        return EventStream(await anext(events), events)
-    except RequestFailed as failure:
-        raise api_error(failure) from failure
+    return EventStream(await anext(events), events)
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T | None:
@@ -229,7 +232,8 @@ async def respond(request: Request, body: GenerationRequest, handler: RequestHan
 
 def invalid(error: RequestValidationError) -> ApiError:
     """What pydantic found wrong, as one sentence that begins with the field."""
-    first = max(error.errors(), key=lambda found: len(found["loc"]))
+    # Of two that went equally far, the one that found the right type.
+    first = max(error.errors(), key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
     place = [str(part) for part in first["loc"] if part not in ("body", "str")]
     place = [part for part in place if "[" not in part]  # the name of a type that was tried
     if first["type"] == "json_invalid":
@@ -285,9 +289,7 @@ def tasks_for(
         raise ApiError(400, what, code="invalid_value", param="prompt")
     params = [body.sampling_params(defaults, index=k) for k in range(n)]
     return [
-        Task(index=i * n + k, params=params[k], prompt=prompt)
-        for i, prompt in enumerate(prompts)
-        for k in range(n)
+        Task(i * n + k, params[k], prompt) for i, prompt in enumerate(prompts) for k in range(n)
     ]
 
 
@@ -315,12 +317,14 @@ def add_generation_routes(keyed: APIRouter, service: Service) -> None:
 
     @keyed.post("/v1/chat/completions", responses=STREAMED)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
-        formatter = ChatFormatter(logprobs=body.wanted_logprobs() is not None)
+        body.prepare(service.settings.can)
+        formatter = ChatFormatter(body.wanted_logprobs() is not None, body.parser)
         handler = RequestHandler(service, request, body, [body.prompt()], formatter)
         return await respond(request, body, handler)
 
     @keyed.post("/v1/completions", responses=STREAMED)
     async def completions(request: Request, body: CompletionRequest) -> Response:
+        body.prepare(service.settings.can)
         prompts = [as_prompt(prompt) for prompt in body.prompts()]
         formatter = CompletionFormatter(logprobs=body.wanted_logprobs() is not None)
         handler = RequestHandler(service, request, body, prompts, formatter)
@@ -328,6 +332,7 @@ def add_generation_routes(keyed: APIRouter, service: Service) -> None:
 
     @keyed.post("/generate", responses=STREAMED)
     async def generate(request: Request, body: GenerateRequest) -> Response:
+        body.prepare(service.settings.can)
         prompts, gone = [as_prompt(body.prompt)], Response(status_code=499)
         handler = RequestHandler(service, request, body, prompts, CompletionFormatter())
         if body.stream is not False:
@@ -339,13 +344,8 @@ def add_generation_routes(keyed: APIRouter, service: Service) -> None:
 def add_info_routes(app: FastAPI, keyed: APIRouter, service: Service) -> None:
     """What tools ask before they trust a server."""
     settings = service.settings
-    card = {
-        "id": settings.model_name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "minisgl",
-        "max_model_len": settings.max_model_len,
-    }
+    card = {"id": settings.model_name, "max_model_len": settings.max_model_len}
+    card |= {"object": "model", "created": int(time.time()), "owned_by": "minisgl"}
 
     @app.get("/health")
     @app.head("/health", include_in_schema=False)
@@ -371,6 +371,7 @@ def create_app(
     settings: ApiSettings,
     limiter: ConcurrencyLimiter | None = None,
     middleware: Sequence[Middleware] = (),
+    more_routes: Sequence[Callable[[APIRouter, Service], None]] = (),
 ) -> FastAPI:
     """The HTTP application over one frontend; `middleware` lies around all of its routes."""
 
@@ -389,6 +390,7 @@ def create_app(
     bearer, route = [Security(BEARER)], keyed_route(settings.api_key)
     keyed = APIRouter(route_class=route, dependencies=bearer, responses=FAILED)
     add_info_routes(app, keyed, service)
-    add_generation_routes(keyed, service)
+    for add_routes in (add_generation_routes, *more_routes):
+        add_routes(keyed, service)
     app.include_router(keyed)
     return app

@@ -38,23 +38,17 @@ class ApiError(HTTPException):
     """An error that becomes `{"error": {message, type, param, code}}` with an HTTP status."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str,
-        param: str | None = None,
+        self, status: int, message: str, *, code: str, param: str | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(status, message, {**HEADERS.get(status, {}), **(headers or {})})
         self.code, self.param = code, param
 
     def body(self) -> dict[str, Any]:
         kind = {429: "rate_limit_error"}.get(self.status_code, "invalid_request_error")
         kind = kind if self.status_code < 500 else "server_error"
-        return {
-            "error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
-        }
+        about = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+        return {"error": about}
 
 
 def api_error(failure: Exception) -> ApiError:

@@ -11,37 +11,32 @@ from typing import Any
 from minisgl.server.workers.messages import encode
 
 REFUSED = """
-audio functions moderation suffix web_search_options
-chat_template custom_logit_processor custom_params documents echo input_ids lora_path
-cache_salt ec_transfer_params guided_decoding guided_whitespace_pattern include_stop_str_in_output
-kv_transfer_params logprob_token_ids no_stop_trim prompt_embeds repetition_detection
-return_cached_tokens_details return_hidden_states return_prompt_text return_routed_experts
-return_token_ids return_tokens_as_token_ids sampling_params session_params stop_regex
-structural_tag use_beam_search vllm_xargs watermarking
+audio functions moderation suffix web_search_options chat_template custom_logit_processor
+custom_params documents input_ids lora_path cache_salt ec_transfer_params guided_decoding
+guided_whitespace_pattern include_stop_str_in_output kv_transfer_params logprob_token_ids
+no_stop_trim prompt_embeds repetition_detection return_cached_tokens_details return_hidden_states
+return_prompt_text return_routed_experts return_token_ids return_tokens_as_token_ids sampling_params
+session_params stop_regex use_beam_search vllm_xargs watermarking
 """
 PASSED = """
-metadata parallel_tool_calls prediction prompt_cache_key prompt_cache_options
-prompt_cache_retention safety_identifier service_tier store
-bootstrap_host bootstrap_port bootstrap_room custom_labels data_parallel_rank
+metadata prediction prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier
+service_tier store bootstrap_host bootstrap_port bootstrap_room custom_labels data_parallel_rank
 disagg_prefill_dp_rank extra_key guided_decoding_backend images_config media_io_kwargs
 mm_processor_kwargs ngram_corpus_id priority request_id return_mm_kwargs return_token_offsets rid
-routed_dp_rank routed_experts_prompt_start routed_experts_start_len separate_reasoning session_id
+routed_dp_rank routed_experts_prompt_start routed_experts_start_len session_id
 spaces_between_special_tokens stream_interval stream_reasoning truncation_side
 """
+ALWAYS_REFUSED = "max_new_tokens prompt_logprobs thinking_token_budget truncate_prompt_tokens"
 HARMLESS: Mapping[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(REFUSED.split(), (False, 0, "", [], {})),  # each asks for nothing
     **dict.fromkeys(PASSED.split()),
+    **dict.fromkeys(ALWAYS_REFUSED.split(), ()),
     "best_of": (1,),
     "function_call": ("none", "auto"),
-    "include_reasoning": (True,),
     "length_penalty": (1,),
-    "max_new_tokens": (),
     "min_new_tokens": (0,),
     "modalities": (["text"],),
-    "prompt_logprobs": (),
     "skip_special_tokens": (True,),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
     "verbosity": ("medium",),
 }
 

@@ -12,70 +12,27 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from minisgl.core import GRAMMARS, MAX_LOGPROBS, SamplingParams
+from minisgl.server.http.calls import ChatAbilities
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import HARMLESS, template_variables
+from minisgl.server.http.tools import ChatMessage, ResponseFormat, Text, ToolFields
 
-
-def valid_unicode(text: str) -> str:
-    """JSON can hold half of a character, an unpaired surrogate; no message of ours can."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"unpaired surrogate at character {error.start}") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(valid_unicode)]
 Count = Annotated[int, Field(lt=2**63)]  # what a message can hold; ranges are checked later
 Limit = Annotated[int, Field(gt=0, lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenKey = Annotated[TokenId, Field(strict=False)]  # the keys of a JSON object are strings
 StopText = Annotated[Text, Field(max_length=1024)]
 BadWord = Annotated[Text, Field(max_length=64)]  # the text worker spells each one twice
 MAX_ANSWERS = 1024  # of one HTTP request: prompts times n
 
 
-class TextPart(BaseModel):
-    """One text part of a message; images and sound are refused by their type."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class ChatMessage(BaseModel):
-    """One turn of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    function_call: None = None
-
-    def as_template_input(self) -> dict[str, str]:
-        """Plain role and string, the only shape that every chat template understands."""
-        if isinstance(self.content, list):
-            return {"role": self.role, "content": "".join(part.text for part in self.content)}
-        return {"role": self.role, "content": self.content or ""}
-
-
-class StreamOptions(BaseModel):
+class StreamOptions(BaseModel, strict=True):
     """What a stream tells beside its text."""
 
     include_usage: bool | None = None
 
 
-class NamedSchema(BaseModel):
-    """OpenAI gives a schema a name, which changes nothing."""
-
-    content: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(BaseModel):
-    """OpenAI's way to ask for structured output."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: NamedSchema | None = None
-
-
-class GenerationRequest(BaseModel, extra="allow"):
+class GenerationRequest(BaseModel, extra="allow", strict=True):
     """What all requests share. Unknown fields are ignored, null means the default."""
 
     model: str | None = None
@@ -92,7 +49,7 @@ class GenerationRequest(BaseModel, extra="allow"):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[TokenId, float], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[TokenKey, float], Field(max_length=1024)] | None = None
     min_tokens: Count | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=256)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(max_length=2**18)] | None = None
@@ -102,6 +59,7 @@ class GenerationRequest(BaseModel, extra="allow"):
     stream_options: StreamOptions | None = None
     timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # seconds
     user: Annotated[Text, Field(max_length=1024)] | None = None  # for whom the caller asks
+    echo: Literal[False] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -115,7 +73,7 @@ class GenerationRequest(BaseModel, extra="allow"):
         """How many likely tokens to tell beside each chosen one; None if nothing is asked for."""
         return None
 
-    def refuse_unsupported(self) -> None:
+    def prepare(self, can: ChatAbilities) -> None:
         """Say no to what would change the answer; let pass what would not."""
         best_of = ("best_of", self.n)
         for name, value in (self.model_extra or {}).items():
@@ -142,6 +100,18 @@ class GenerationRequest(BaseModel, extra="allow"):
                 raise ApiError(400, why, code="unsupported", param=param)
         return form
 
+    def client_name(self, ours: str | None) -> str | None:
+        """What the client called one of our fields."""
+        if ours not in GRAMMARS:
+            return ours
+        extra = self.model_extra or {}
+        given = [
+            name for name in [*FORMS, ours] if FORMS.get(name, name) == ours and extra.get(name)
+        ]
+        return next(
+            iter(given), "structured_outputs" if self.structured_outputs else "response_format"
+        )
+
     def sampling_params(self, defaults: Mapping[str, Any], index: int = 0) -> SamplingParams:
         """The engine's params: what the client set, else what the model advises, else ours.
 
@@ -150,16 +120,17 @@ class GenerationRequest(BaseModel, extra="allow"):
         asked = self.model_dump(include={field.name for field in fields(SamplingParams)})
         asked["max_tokens"], asked["logprobs"] = self.token_limit(), self.wanted_logprobs()
         asked["seed"] = None if self.seed is None else (self.seed + index) % 2**63
-        if self.top_k == 0:  # many clients spell "off" so
-            asked["top_k"] = -1
+        asked["prompt_logprobs"] = (asked["logprobs"] or 0) if self.echo else None
+        asked["top_k"] = -1 if self.top_k == 0 else self.top_k  # many clients spell "off" so
         asked |= self.answer_form()
         chosen = {**defaults, **{name: value for name, value in asked.items() if value is not None}}
         try:
             return SamplingParams(**chosen)
         except (ValueError, TypeError) as error:
             # Our messages begin with the field: "top_p: must be in (0, 1], got 3".
-            param = str(error).split(":", 1)[0]
-            raise ApiError(400, str(error), code="invalid_value", param=param) from error
+            ours, why = str(error).split(":", 1)
+            param = self.client_name(ours)
+            raise ApiError(400, f"{param}:{why}", code="invalid_value", param=param) from error
 
 
 FORMS = {  # other engines' names of our fields
@@ -168,7 +139,7 @@ FORMS = {  # other engines' names of our fields
 }  # fmt: skip
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(ToolFields, GenerationRequest):
     """Body of `POST /v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=16384)
@@ -179,8 +150,6 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: Annotated[Text, Field(max_length=64)] | None = None
     enable_thinking: bool | None = None
     add_special_tokens: Literal[False] | None = None  # the template writes them
-    tools: list[Any] | None = None
-    tool_choice: Any = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
@@ -195,34 +164,37 @@ class ChatRequest(GenerationRequest):
         names = ("add_generation_prompt", "continue_final_message")
         given = self.model_dump(include={*names, "reasoning_effort", "enable_thinking"})
         variables = {name: value for name, value in given.items() if value is not None}
+        if self.shown_tools:
+            variables["tools"] = [tool.as_template_input() for tool in self.shown_tools]
         return {
             "messages": [message.as_template_input() for message in self.messages],
             "template_kwargs": {**(self.chat_template_kwargs or {}), **variables},
         }
 
-    def refuse_unsupported(self) -> None:
-        super().refuse_unsupported()
-        reason, param = "", ""
-        if self.tools and self.tool_choice != "none":
-            reason, param = "calling tools is not supported", "tools"
-        elif self.tool_choice not in (None, "none", "auto"):
-            reason, param = "needs tools, and calling them is not supported", "tool_choice"
-        elif self.top_logprobs and not self.logprobs:
-            reason, param = "needs logprobs to be true", "top_logprobs"
-        if param:
-            raise ApiError(400, f"{param}: {reason}", code="unsupported", param=param)
+    def prepare(self, can: ChatAbilities) -> None:
+        """Also decide, by what the model can do, what its answer may call and must look like."""
+        GenerationRequest.prepare(self, can)
+        if self.top_logprobs and not self.logprobs:
+            why = "top_logprobs: needs logprobs to be true"
+            raise ApiError(400, why, code="unsupported", param="top_logprobs")
+        try:
+            self.decide(can, GenerationRequest.answer_form(self))
+        except ValueError as error:
+            param = str(error).split(":", 1)[0]
+            raise ApiError(400, str(error), code="invalid_value", param=param) from None
+
+    def answer_form(self) -> dict[str, Any]:
+        return self._form or GenerationRequest.answer_form(self)
 
 
 class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`: one prompt or several, as text or as token ids."""
 
     prompt: Text | list[TokenId] | list[Text] | list[list[TokenId]]
+    max_tokens: Annotated[Count | None, BeforeValidator(lambda v: 16 if v is None else v)] = 16
+    echo: bool | None = None  # type: ignore[assignment]
     logprobs: Annotated[int | None, BeforeValidator(lambda v: None if v is False else v)] = None
     add_special_tokens: Literal[True] | None = None
-
-    def token_limit(self) -> int:
-        """OpenAI's default."""
-        return 16 if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt. An empty list is one empty prompt, and is refused later as such."""

@@ -14,6 +14,7 @@ from typing import Any
 from minisgl.config.engine import ServerConfig, max_seq_len, resolve
 from minisgl.config.model import ModelConfig
 from minisgl.core import SamplingParams
+from minisgl.server.http.calls import ChatAbilities, chat_abilities, read_template
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class ApiSettings:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     api_key: str | None = None
     request_timeout: float | None = None  # seconds for one answer; a request may ask for less
+    can: ChatAbilities = field(
+        default_factory=ChatAbilities
+    )  # what the model's chat template knows
 
 
 def sampling_defaults(path: Path) -> dict[str, Any]:
@@ -49,8 +53,8 @@ def settings_for(
 ) -> ApiSettings:
     """What the routes say of the model in the folder `path`."""
     name = config.served_model_name or (path.name if config.model_path else "minisgl-tiny")
-    model = ModelConfig.from_path(path)
+    model, can = ModelConfig.from_path(path), chat_abilities(read_template(path))
     window = max_seq_len(config, model)
     if config.num_page_override is not None:  # a KV cache smaller than the window
         window = min(window, config.num_page_override * (resolve(config, model).page_size or 1))
-    return ApiSettings(name, window, sampling_defaults(path), config.api_key, request_timeout)
+    return ApiSettings(name, window, sampling_defaults(path), config.api_key, request_timeout, can)

@@ -1,40 +1,15 @@
-"""Log probabilities of one answer: the bytes of its tokens, held until their text goes out.
+"""Log probabilities of one answer, held until the text of their tokens goes out.
 
 Generated from notebooks/12b_running.ipynb: edit there.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from minisgl.scheduler.messages import TokenReply
 from minisgl.server.workers.messages import TokenLogprob
-from minisgl.tokenizer import DecodeStatus, Tokenizer
-
-BYTE_OF = {char: byte for byte, char in bytes_to_unicode().items()}  # of a byte-level vocabulary
-
-
-class TokenBytes:
-    """Looks up the bytes of a token. Ids that the tokenizer does not know stand for none."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._backend = tokenizer.backend
-        self._byte_level = "ByteLevel" in repr(self._backend.decoder)
-        added = self._backend.get_added_tokens_decoder()
-        self._added = {token: str(entry.content).encode() for token, entry in added.items()}
-
-    def __call__(self, token: int) -> bytes:
-        if token in self._added:
-            return self._added[token]
-        piece = self._backend.id_to_token(token) or ""
-        if self._byte_level:
-            return bytes(BYTE_OF.get(char, 63) for char in piece)  # 63 is "?"
-        if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
-            return bytes([int(piece[3:5], 16)])
-        return piece.replace("\u2581", " ").encode()  # SentencePiece writes a space so
+from minisgl.tokenizer import DecodeStatus
 
 
 class HeldLogprobs:
@@ -43,6 +18,7 @@ class HeldLogprobs:
     def __init__(self, status: DecodeStatus, spell: Callable[[int], bytes]) -> None:
         self._status, self._spell = status, spell
         self._sent = 0  # characters that have gone out
+        self.echoes = False  # the text begins with the prompt, and each token has its entry
         self._entries: list[TokenLogprob] = []
         self._ends: list[int] = []  # where their text ends, as far as it is known
 
@@ -55,13 +31,19 @@ class HeldLogprobs:
         return data.decode(errors="replace"), data
 
     def add(self, reply: TokenReply) -> None:
-        """A token that is about to be detokenized; end tokens have no entry."""
+        """A token that is about to be detokenized; end tokens have no entry, except for an echo."""
         token, value = reply.token, reply.logprob
-        if value is None or token is None or token in self._status.skipped:
+        if value is None or token is None or (token in self._status.skipped and not self.echoes):
             return
         top = [(*self._named(other), logprob) for other, logprob in reply.top_logprobs or []]
         entry = TokenLogprob(*self._named(token), logprob=value, offset=self._offset(), top=top)
         self._entries.append(entry)
+
+    def echo(self, length: int) -> None:
+        """So many characters of a prompt go before the answer, of which none has gone out."""
+        self.echoes, self._sent = True, self._sent + length
+        for entry in self._entries:
+            entry.offset += length
 
     def take(self, text: str, finished: bool) -> list[TokenLogprob]:
         """The entries whose text has gone out with `text`, the next piece of the answer."""

@@ -30,7 +30,7 @@ class TokenLogprob(msgspec.Struct, array_like=True):
 
     text: str  # of this token alone; a part of a character reads as U+FFFD
     data: bytes  # exactly what the token stands for
-    logprob: float  # natural logarithm
+    logprob: float | None  # natural logarithm; None for the first token of a prompt
     offset: int  # characters of the answer before it
     top: list[tuple[str, bytes, float]] = []  # the most likely tokens: text, bytes, logprob
 
@@ -43,6 +43,7 @@ class UserReply(msgspec.Struct, tag=True, kw_only=True):
     token_ids: list[int]
     finished: bool = False
     finish_reason: str | None = None
+    thinking: bool = False  # the prompt ended with an open `<think>`
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -75,6 +76,5 @@ StatsEvent = StatsMsg | TraceMsg
 
 Message = Msg | Reply | TokenizeMsg | UserReply | StatsEvent
 
-# Messages to bytes and back; one that does not fit raises `msgspec.ValidationError`.
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(list[Message]).decode
+decode = msgspec.msgpack.Decoder(list[Message]).decode  # or raises `msgspec.ValidationError`

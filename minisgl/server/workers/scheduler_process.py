@@ -34,13 +34,9 @@ class SchedulerChannel:
     """
 
     def __init__(
-        self,
-        inbox: Inbox,
-        outbox: Outbox,
-        alive: Callable[[], bool] = lambda: True,
-        beat: Callable[[], None] = lambda: None,
-        report_every: float = 0.5,
-    ) -> None:
+        self, inbox: Inbox, outbox: Outbox, alive: Callable[[], bool] = lambda: True,
+        beat: Callable[[], None] = lambda: None, report_every: float = 0.5,
+    ) -> None:  # fmt: skip
         self._inbox, self._outbox, self.alive, self._beat = inbox, outbox, alive, beat
         self.report: Callable[[], Sequence[StatsEvent]] = list
         self._report_every, self._report_at = report_every, 0.0  # seconds; time of the next one
@@ -83,15 +79,11 @@ def stats_of(scheduler: Scheduler) -> StatsMsg:
     free = cache.allocator.free_pages
     cached = cache.prefix_cache.evictable_tokens // engine.page_size
     return StatsMsg(
-        running=running,
-        waiting=len(scheduler.reqs) - running,
-        free_pages=free,
-        cached_pages=cached,
-        used_pages=engine.num_pages - free - cached,
-        steps=scheduler.step_count,
-        graph_replays=getattr(engine.graph, "replays", 0),
+        running=running, waiting=len(scheduler.reqs) - running, free_pages=free,
+        cached_pages=cached, used_pages=engine.num_pages - free - cached,
+        steps=scheduler.step_count, graph_replays=getattr(engine.graph, "replays", 0),
         retractions=scheduler.retractions,
-    )
+    )  # fmt: skip
 
 
 class Reporter:

@@ -5,6 +5,8 @@ Generated from notebooks/12b_running.ipynb: edit there.
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 from minisgl.config.engine import ServerConfig, max_seq_len
@@ -14,10 +16,12 @@ from minisgl.engine.heap import frozen_heap
 from minisgl.runtime.supervisor import WorkerContext
 from minisgl.scheduler.messages import ErrorReply
 from minisgl.server.workers.channels import Outbox, ZmqInbox, ZmqOutbox
-from minisgl.server.workers.logprobs import HeldLogprobs, TokenBytes
+from minisgl.server.workers.echo import EchoWorker
+from minisgl.server.workers.logprobs import HeldLogprobs
 from minisgl.server.workers.messages import TokenizeMsg
 from minisgl.server.workers.processes import address
 from minisgl.server.workers.text_worker import TextWorker, characters, run_text_worker
+from minisgl.token_bytes import TokenBytes
 from minisgl.tokenizer import Tokenizer
 
 
@@ -44,17 +48,15 @@ def build_text_worker(
 ) -> TextWorker:
     """A text worker that refuses what cannot fit `window` tokens and keeps log probabilities."""
     spell = TokenBytes(tokenizer)
-    return TextWorker(
-        tokenizer,
-        to_scheduler,
-        to_frontend,
-        check=PromptLimit(tokenizer, window),
-        logprobs=lambda status: HeldLogprobs(status, spell),
-    )
+    limit, held = PromptLimit(tokenizer, window), lambda status: HeldLogprobs(status, spell)
+    return EchoWorker(tokenizer, to_scheduler, to_frontend, limit, held)
 
 
 def text_process(config: ServerConfig, folder: Path, part: str, context: WorkerContext) -> None:
     """Text worker: `part` is "text", the one that detokenizes, or an extra tokenizer."""
+    # Only to read a tokenizer, transformers would import torch: two seconds and 190 MB.
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    sys.modules["torch"] = None  # type: ignore[assignment]
     inbox = ZmqInbox(address(folder, part))
     to_scheduler, to_frontend = (ZmqOutbox(address(folder, p)) for p in ("scheduler", "frontend"))
     path = resolve_model_path(config.model_path)

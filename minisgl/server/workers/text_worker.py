@@ -20,7 +20,7 @@ from minisgl.server.workers.messages import (
     TraceMsg,
     UserReply,
 )
-from minisgl.tokenizer import DecodeStatus, Tokenizer
+from minisgl.tokenizer import DecodeStatus, Tokenizer, text_size
 
 
 class LogprobBuffer(Protocol):
@@ -125,14 +125,14 @@ class TextWorker:
             self._frontend.append(self._reply(msg, entry, text))
 
     def _reply(self, msg: TokenReply, entry: OpenText, text: str) -> UserReply:
-        stopped = entry.status.stopped
-        finished = msg.finished or stopped
+        status, finished = entry.status, msg.finished or entry.status.stopped
         return UserReply(
             uid=msg.uid,
             text=text,
             token_ids=[] if msg.token is None else [msg.token],
             finished=finished,
-            finish_reason="stop" if stopped else msg.finish_reason,
+            finish_reason="stop" if status.stopped else msg.finish_reason,
+            thinking=status.thinking,
             prompt_tokens=msg.prompt_tokens,
             cached_tokens=msg.cached_tokens,
             completion_tokens=entry.completion_tokens,
@@ -142,8 +142,7 @@ class TextWorker:
 
 def characters(msg: TokenizeMsg) -> int:
     """How much text there is to encode."""
-    texts = [msg.text] if msg.messages is None else [m.get("content") for m in msg.messages]
-    return max(1, sum(len(text) for text in texts if isinstance(text, str)))
+    return max(1, text_size([msg.text, msg.messages, msg.template_kwargs]))
 
 
 class PromptQueue:

@@ -5,13 +5,14 @@ Generated from notebooks/12c_http.ipynb: edit there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from fastapi.sse import format_sse_event
 
+from minisgl.server.http.answers import AnswerParser, as_delta, as_message
 from minisgl.server.workers.messages import TokenLogprob, UserReply
 
 
@@ -25,10 +26,11 @@ class Completion:
     cached_tokens: int = 0
     completion_tokens: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    thinking: bool = False
 
     def add(self, reply: UserReply) -> None:
         self.text += reply.text
-        self.finish_reason = reply.finish_reason
+        self.finish_reason, self.thinking = reply.finish_reason, reply.thinking
         self.prompt_tokens, self.cached_tokens = reply.prompt_tokens, reply.cached_tokens
         self.completion_tokens = reply.completion_tokens
         self.logprobs += reply.logprobs
@@ -40,23 +42,20 @@ def usage(answers: list[Completion], prompts: int = 1) -> dict[str, Any]:
     prompt_tokens = sum(answer.prompt_tokens for answer in answers[::per_prompt])
     completion_tokens = sum(answer.completion_tokens for answer in answers)
     cached = sum(answer.cached_tokens for answer in answers[::per_prompt])
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    counts = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+    total, details = prompt_tokens + completion_tokens, {"cached_tokens": cached}
+    return {**counts, "total_tokens": total, "prompt_tokens_details": details}
 
 
-def finite(logprob: float) -> float:
+def finite(logprob: float | None) -> float | None:
     """A number that JSON can hold, also for a token of probability zero."""
-    return max(logprob, -9999.0)
+    return None if logprob is None else max(logprob, -9999.0)
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
     """Log probabilities as a chat has them: an object for each token."""
 
-    def one(text: str, data: bytes, logprob: float) -> dict[str, Any]:
+    def one(text: str, data: bytes, logprob: float | None) -> dict[str, Any]:
         return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
 
     content = [
@@ -72,7 +71,7 @@ def completion_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
     return {
         "tokens": [e.text for e in entries],
         "token_logprobs": [finite(e.logprob) for e in entries],
-        "top_logprobs": tops,
+        "top_logprobs": [None if e.logprob is None else top for e, top in zip(entries, tops)],
         "text_offset": [e.offset for e in entries],
     }
 
@@ -88,24 +87,21 @@ class CompletionFormatter:
     def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return completion_logprobs(entries)
 
-    def content(self, text: str, role: bool, whole: bool) -> dict[str, Any]:
-        """The text in its field; `role` asks for the speaker beside it."""
-        return {"text": text}
-
     def choice(self, index: int, answer: Completion) -> dict[str, Any]:
         """A whole answer."""
-        return self._entry(index, answer, self.content(answer.text, role=True, whole=True))
+        return self._entry(index, {"text": answer.text}, answer, answer.finish_reason)
 
-    def delta(self, index: int, reply: UserReply, first: bool) -> dict[str, Any]:
-        """One chunk of a stream."""
-        return self._entry(index, reply, self.content(reply.text, role=first, whole=False))
+    def deltas(self, index: int, reply: UserReply, first: bool) -> list[dict[str, Any]]:
+        """The chunks of a stream that a reply gives: none while a character is incomplete."""
+        if not (reply.text or reply.finished or reply.logprobs or first):
+            return []
+        return [self._entry(index, {"text": reply.text}, reply, reply.finish_reason)]
 
     def _entry(
-        self, index: int, part: Completion | UserReply, content: dict[str, Any]
+        self, index: int, content: dict[str, Any], part: Completion | UserReply, reason: str | None
     ) -> dict[str, Any]:
         logprobs = self.logprobs(part.logprobs) if self._logprobs else None
-        end = {"logprobs": logprobs, "finish_reason": part.finish_reason}
-        return {"index": index, **content, **end}
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
 class ChatFormatter(CompletionFormatter):
@@ -113,14 +109,35 @@ class ChatFormatter(CompletionFormatter):
 
     prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
+    def __init__(
+        self, logprobs: bool = False, parser: Callable[[], AnswerParser] = AnswerParser
+    ) -> None:
+        super().__init__(logprobs)
+        self._parser, self._parsers = parser, dict[int, AnswerParser]()
+
     def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return chat_logprobs(entries)
 
-    def content(self, text: str, role: bool, whole: bool) -> dict[str, Any]:
-        speaker = {"role": "assistant"} if role else {}
-        if whole:
-            return {"message": {**speaker, "content": text, "refusal": None}}
-        return {"delta": {**speaker, "content": text}}
+    def choice(self, index: int, answer: Completion) -> dict[str, Any]:
+        parser = self._parser()
+        message = as_message(parser.push(answer.text, True, answer.thinking))
+        return self._entry(index, {"message": message}, answer, parser.reason(answer.finish_reason))
+
+    def deltas(self, index: int, reply: UserReply, first: bool) -> list[dict[str, Any]]:
+        if first:
+            self._parsers[index] = self._parser()
+        parser = self._parsers[index]
+        pieces = parser.push(reply.text, reply.finished, reply.thinking)
+        found = [as_delta(piece) for piece in pieces]
+        if first:
+            found[:1] = [{"role": "assistant", **(found[0] if found else {"content": ""})}]
+        if (reply.finished and "tool_calls" in (found or [{}])[-1]) or not found:
+            found.append({})
+        if not (found[0] or reply.finished or reply.logprobs):
+            return []
+        entries = [{"index": index, "delta": delta, "logprobs": None} for delta in found]
+        last = self._entry(index, {"delta": found[-1]}, reply, parser.reason(reply.finish_reason))
+        return [*({**entry, "finish_reason": None} for entry in entries[:-1]), last]
 
 
 def sse(payload: Mapping[str, Any] | str) -> bytes:

@@ -1,0 +1,79 @@
+"""Log probabilities of a prompt: the head at every position, a few rows at a time.
+
+Generated from notebooks/08a_prompt_logprobs.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minisgl.attention.base import ForwardBatch
+from minisgl.core import Phase, Req
+from minisgl.engine.engine import Engine
+from minisgl.engine.sampler import with_logprobs
+from minisgl.engine.step import ForwardInput, ForwardOutput
+
+LOGITS_AT_ONCE = 2**23  # 55 rows of a vocabulary of 152,000; 300 MB with what is made of them
+
+
+@dataclass(frozen=True)
+class PromptScorer:
+    """The forward pass of a step, with the log probabilities of prompts that ask for them."""
+
+    forward: Callable[[ForwardBatch], Tensor]  # to logits [rows wanted, vocab_size]
+    hidden: Callable[[ForwardBatch], Tensor]  # to what the head reads [rows wanted, hidden]
+    head: Callable[[Tensor], Tensor]  # from there to logits
+    rows: int  # through the head at once
+
+    def score(self, req: Req, x: Tensor) -> None:
+        """Add the scores of the tokens that follow the new ones; x [new tokens, hidden]."""
+        first, last = req.cached_len + 1, min(req.device_len + 1, req.prompt_len)
+        targets = torch.from_numpy(req.input_ids[first:last].astype("int64")).to(x.device)
+        top = req.sampling_params.prompt_logprobs or 0
+        for ids, part in zip(targets.split(self.rows), x[: len(targets)].split(self.rows)):
+            every = torch.arange(len(ids), device=x.device)
+            out = with_logprobs(self.head(part), ids, every, top)
+            req.scores.append(ForwardOutput(out))
+
+    def __call__(self, fi: ForwardInput, fb: ForwardBatch) -> Tensor:
+        """Logits of the rows wanted; the scores go to their requests."""
+        reqs = fi.batch.reqs
+        if fi.batch.phase is Phase.DECODE or not any(req.scores_prompt for req in reqs):
+            return self.forward(fb)
+        x = self.hidden(replace(fb, last_idx=None))
+        for req, part in zip(reqs, x.split([req.extend_len for req in reqs])):
+            if req.scores_prompt:
+                if req.cached_len == 0:  # it starts, perhaps again
+                    req.scores.clear()
+                self.score(req, part)
+        return self.head(x if fb.last_idx is None else x[fb.last_idx])
+
+
+def score_prompts(engine: Engine) -> PromptScorer:
+    """The scorer of an engine, over the model that it runs, fused or not."""
+    model: Any = engine.model
+    hidden = getattr(engine.forward_pass, "hidden", model.model)
+    rows = max(1, LOGITS_AT_ONCE // engine.model_config.vocab_size)
+    return PromptScorer(engine.forward_pass, hidden, model.lm_head, rows)
+
+
+Scored = tuple[int, float | None, list[tuple[int, float]]]
+
+
+def prompt_logprobs(req: Req) -> list[Scored]:
+    """Each token of the prompt: its id, its log probability, and the most likely ones there."""
+    if req.sampling_params.prompt_logprobs is None:
+        return []
+    found: list[Scored] = [(int(req.input_ids[0]), None, [])]
+    for output in req.scores:
+        step = output.wait()
+        tops = zip(step.top_ids, step.top_logprobs)
+        every = zip(step.ids, step.logprobs, (list(zip(*top)) for top in tops))
+        found += every
+    req.scores.clear()
+    return found

@@ -1,0 +1,143 @@
+"""How families of models write calls of tools, and the grammar that makes them do so.
+
+Generated from notebooks/12a_tools.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minisgl.tokenizer import THINK
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How models write calls: `opening`, calls with a `separator` between them, `closing`."""
+
+    name: str
+    markers: tuple[str, ...]  # a call may follow one; the first is that of the grammar
+    begin: str  # of one call, up to its arguments; NAME stands for the function's name
+    end: str
+    separator: str
+    opening: str = ""
+    closing: str = ""
+
+    def tag(self, name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """One call as a node of a structural tag."""
+        content = {"type": "json_schema", "json_schema": schema}
+        begin = self.begin.replace("NAME", name)
+        return {"type": "tag", "begin": begin, "content": content, "end": self.end}
+
+    @property
+    def after(self) -> list[str]:
+        """What may follow a call that is no content: a separator, an end marker."""
+        closing = self.end.removeprefix("}") + self.closing
+        return [text for text in (self.separator.strip(), closing.strip()) if text]
+
+
+def as_object(arguments: str) -> str:
+    """The beginning of a call that is one JSON object."""
+    return f'{{"name": "NAME", "{arguments}": '
+
+
+MARK, TOOL_CALLS = "<tool_call>", "[TOOL_CALLS]"
+HERMES = CallFormat("hermes", (MARK,), f"{MARK}\n{as_object('arguments')}", "}\n</tool_call>", "\n")
+LLAMA = CallFormat(
+    "llama", ('{"name"', '{"type"', "<|python_tag|>"), as_object("parameters"), "}", "; "
+)
+MISTRAL = CallFormat(
+    "mistral", (TOOL_CALLS,), as_object("arguments"), "}", ", ", f"{TOOL_CALLS}[", "]"
+)
+MISTRAL_NAMED = CallFormat("mistral", (TOOL_CALLS,), f"{TOOL_CALLS}NAME[ARGS]", "", "")
+
+
+@dataclass(frozen=True)
+class ChatAbilities:
+    """What a chat template says of its model: whether it thinks first, and how it calls tools."""
+
+    reasoning: bool = False
+    calls: CallFormat | None = None
+    refusal: str = "this model's chat template does not know any"  # why there are no calls
+
+
+def call_format(template: str) -> CallFormat | None:
+    """The notation whose markers are in the template; None if it is none that we read."""
+    plain = template.replace('\\"', '"')
+    if TOOL_CALLS in plain:
+        return MISTRAL_NAMED if "[ARGS]" in plain else MISTRAL
+    if MARK in plain and not re.search("<function=|<arg_key>", plain):
+        return HERMES
+    return LLAMA if '"name":' in plain and '"parameters":' in plain else None
+
+
+def chat_abilities(template: str) -> ChatAbilities:
+    """What a model can do, by the text of its chat template."""
+    reasoning = THINK in template or "</think>" in template
+    if not re.search(r"\btools\b", template):
+        return ChatAbilities(reasoning)
+    calls = call_format(template)
+    return ChatAbilities(reasoning, calls, "the form of this model's calls is not supported")
+
+
+def read_template(folder: Path) -> str:
+    """Text of all chat templates of a model; empty if it has none."""
+    files = [folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")]
+    texts = [file.read_text("utf-8") for file in files if file.is_file()]
+    config = folder / "tokenizer_config.json"
+    if config.is_file():
+        found = json.loads(config.read_text("utf-8")).get("chat_template") or ""
+        several = found if isinstance(found, list) else [{"template": found}]
+        texts += [template["template"] for template in several]
+    return "\n".join(texts)
+
+
+def constraint(
+    form: CallFormat, schemas: Mapping[str, Mapping[str, Any]], required: bool, single: bool,
+    reasoning: bool = False, answer: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """A structural tag for an answer that calls these functions.
+
+    required: calls and nothing else; single: one at most. reasoning: it may think before. answer:
+    the schema of what it may say instead of calling.
+    """
+    tags = [form.tag(name, schema) for name, schema in schemas.items()]
+    if required or answer is not None:
+        many: dict[str, Any] = {"type": "tags_with_separator", "tags": tags}
+        calls = {
+            **many,
+            "separator": form.separator,
+            "at_least_one": True,
+            "stop_after_first": single,
+        }
+        node = sequence(fixed(form.opening), calls, fixed(form.closing))
+        if not required:
+            node = either(node, {"type": "json_schema", "json_schema": answer})
+        return after_thoughts(node, "\n\n") if reasoning else node
+    begin, end = form.opening, form.closing
+    tags = [{**tag, "begin": begin + tag["begin"], "end": tag["end"] + end} for tag in tags]
+    free: dict[str, Any] = {"type": "triggered_tags", "triggers": [form.markers[0]], "tags": tags}
+    free["stop_after_first"] = single
+    return after_thoughts(free, "") if reasoning else free
+
+
+def fixed(text: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": text}
+
+
+def sequence(*nodes: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": list(nodes)}
+
+
+def either(*nodes: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "or", "elements": list(nodes)}
+
+
+def after_thoughts(node: dict[str, Any], gap: str) -> dict[str, Any]:
+    """The same behind a thought, or without one."""
+    thought = {"type": "tag", "begin": THINK, "content": {"type": "any_text"}, "end": "</think>"}
+    return sequence(either(sequence(thought, fixed(gap)), fixed("")), node)

@@ -1,0 +1,211 @@
+"""Calls of tools in a text that grows: what is certain is given out at once.
+
+Generated from notebooks/12a_tools.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from minisgl.server.http.calls import CallFormat
+from minisgl.tokenizer import overlap
+
+
+class Reasoning(NamedTuple):
+    """What the model thinks before it answers."""
+
+    text: str
+
+
+class Content(NamedTuple):
+    """What it says."""
+
+    text: str
+
+
+class CallStart(NamedTuple):
+    """It calls a function; `call` counts the calls of an answer."""
+
+    call: int
+    id: str
+    name: str
+
+
+class CallArguments(NamedTuple):
+    """More of the arguments of that call: JSON, as the model writes it."""
+
+    call: int
+    text: str
+
+
+Piece = Reasoning | Content | CallStart | CallArguments
+
+
+def new_call_id() -> str:
+    """Nine letters and digits: Mistral's templates refuse any other id."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+class ObjectEnd:
+    """Finds where a JSON object ends that comes in pieces."""
+
+    def __init__(self) -> None:
+        self.depth, self.quoted, self.escaped = 0, False, False
+
+    def find(self, text: str) -> int:
+        """How much of the next piece belongs to it; -1 if all does and the end is not there."""
+        for at, char in enumerate(text):
+            if self.escaped:
+                self.escaped = False
+            elif self.quoted:
+                self.escaped, self.quoted = char == "\\", char != '"'
+            elif char == '"':
+                self.quoted = True
+            elif char == "<":  # no JSON: a marker came too early
+                return at
+            else:
+                self.depth += (char in "{[") - (char in "}]")
+                if self.depth <= 0 and char in "}]":
+                    return at + 1
+        return -1
+
+
+ARGUMENTS = r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
+HEAD = re.compile(r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*' + ARGUMENTS)
+NAMED = re.compile(r"(?P<name>[\w.:/-]{1,64})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
+NO_HEAD = re.compile(  # a key that no call has, or no JSON object at all
+    r'\{\s*(?:[^\s"}]|"(?!(?:name|type|function|arguments|parameters)")[^"]*")'
+    r"|(?!\{|[\w.:/-]{1,64}(?:\[\w*\]?\w*)*\s*$)"
+)
+
+
+class ToolParser:
+    """Finds the calls in an answer that comes in pieces; the rest is content.
+
+    `names` are the functions that may be called.
+    """
+
+    def __init__(self, form: CallFormat, names: Collection[str]) -> None:
+        self.form, self.names = form, frozenset(names)
+        self.buffer, self.blank, self.marker = "", "", ""
+        self.calls = 0
+        self.pieces: list[Piece] = []
+        self.state = self._content
+
+    def push(self, text: str, last: bool = False) -> list[Piece]:
+        """Take more of the answer; what has become certain. `last`: nothing follows."""
+        self.buffer += text
+        while self.state(last):
+            pass
+        if last and not self.calls and self.blank:
+            self.pieces.append(Content(self.blank))
+        pieces, self.pieces = self.pieces, []
+        return pieces
+
+    def _say(self, text: str) -> None:
+        """Content, but for white space at its end, which may stand before a call."""
+        text = self.blank + text
+        certain = text.rstrip()
+        self.blank = text[len(certain) :]
+        if certain:
+            self.pieces.append(Content(certain))
+
+    def _content(self, last: bool) -> bool:
+        """Text up to a marker; what may be the beginning of one is held back."""
+        text = self.buffer
+        found = [(at, mark) for mark in self.form.markers if (at := text.find(mark)) >= 0]
+        if found:
+            at, mark = min(found)
+            self._say(text[:at])
+            self.marker = "" if mark.startswith("{") else mark  # a brace is a part of the call
+            self.buffer = text[at + len(self.marker) :]
+            return self._enter_head()
+        held = 0 if last else max(overlap(text, mark) for mark in self.form.markers)
+        self._say(text[: len(text) - held])
+        self.buffer = text[len(text) - held :]
+        return False
+
+    def _enter_head(self) -> bool:
+        self.object, self.seen, self.state = ObjectEnd(), 0, self._head
+        return True
+
+    def _head(self, last: bool) -> bool:
+        """Behind a marker: a call begins, or it is none, or more text will tell."""
+        body = self.buffer.lstrip(" \t\r\n[" if "]" in self.form.after else None)
+        self.marker += self.buffer[: len(self.buffer) - len(body)]
+        self.buffer = body
+        if match := HEAD.match(body) or NAMED.match(body):
+            if match["name"] not in self.names:
+                return self._give_up()
+            self._begin(match["name"], match.end())
+            self.object, self.state = ObjectEnd(), self._arguments
+            self.closing = ["}", *self.form.after] if match.re is HEAD else []
+            return True
+        if body.startswith("{"):
+            end = self.object.find(body[self.seen :])
+            if end >= 0:
+                call = read_call(body[: self.seen + end])
+                if call is None or call[0] not in self.names:
+                    return self._give_up()
+                self._begin(call[0], self.seen + end)
+                self.pieces.append(CallArguments(self.calls - 1, call[1]))
+                self.closing, self.state = self.form.after, self._tail
+                return True
+            self.seen = len(body)
+        return self._give_up() if last or (body and NO_HEAD.match(body)) else False
+
+    def _give_up(self) -> bool:
+        """No call: the marker, or else the first character, is content; look on behind it."""
+        text = self.marker or self.buffer[:1]
+        self.buffer = self.buffer[len(text) - len(self.marker) :]
+        self.state = self._content
+        self._say(text)
+        return True
+
+    def _begin(self, name: str, size: int) -> None:
+        """A call of a function; so many characters of the buffer are done with."""
+        self.pieces.append(CallStart(self.calls, new_call_id(), name))
+        self.calls, self.blank, self.buffer = self.calls + 1, "", self.buffer[size:]
+
+    def _arguments(self, last: bool) -> bool:
+        end = self.object.find(self.buffer)
+        text = self.buffer if end < 0 else self.buffer[:end]
+        if text:
+            self.pieces.append(CallArguments(self.calls - 1, text))
+        self.buffer = self.buffer[len(text) :]
+        self.state = self._arguments if end < 0 else self._tail
+        return end >= 0
+
+    def _tail(self, last: bool) -> bool:
+        """What closes a call is no content; behind a separator the next one follows."""
+        while self.closing:
+            rest = self.buffer.lstrip()
+            if not last and self.closing[0].startswith(rest) and rest != self.closing[0]:
+                return False  # it may still come
+            expected, *self.closing = self.closing
+            if rest.startswith(expected):
+                self.buffer = rest[len(expected) :]
+                if expected == self.form.separator.strip():
+                    self.marker = expected
+                    return self._enter_head()
+        self.state = self._content
+        return True
+
+
+def read_call(text: str) -> tuple[str, str] | None:
+    """Name and arguments of a call that is a complete JSON object; None if it is no call."""
+    try:
+        given: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    given = given["function"] if isinstance(given.get("function"), dict) else given
+    name = given.get("name", given.get("function"))
+    arguments = given.get("arguments", given.get("parameters", {}))
+    if not (isinstance(name, str) and isinstance(arguments, dict)):
+        return None
+    return name, json.dumps(arguments, ensure_ascii=False)

@@ -1,0 +1,269 @@
+"""Conversations with tools as clients send them, and what is asked of an answer's calls.
+
+Generated from notebooks/12a_tools.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, Field, PrivateAttr, model_validator
+
+from minisgl.server.http.answers import AnswerParser
+from minisgl.server.http.calls import CallFormat, ChatAbilities, after_thoughts, constraint
+from minisgl.server.http.tool_parser import ToolParser
+from minisgl.server.workers.messages import encode
+from minisgl.tokenizer import check_unicode
+
+# JSON can hold half of a character, an unpaired surrogate; no message of ours can.
+Text = Annotated[str, AfterValidator(partial(check_unicode, "text"))]
+
+
+class TextPart(BaseModel):
+    """One text part of a message; images and sound are refused by their type."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class CalledFunction(BaseModel):
+    """What the model called, with its arguments as the text that it wrote."""
+
+    name: Text
+    arguments: Text | None = None
+
+
+class ToolCall(BaseModel):
+    """A call in an assistant's message."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(BaseModel):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[TextPart] | None = None
+    reasoning_content: Text | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_call_id: Text | None = None
+    name: Text | None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def check_role(self) -> Self:
+        """Only an assistant calls, and a result says which call it answers."""
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls: only an assistant has some, not role {self.role!r}")
+        if self.role == "tool" and not self.tool_call_id:
+            raise ValueError("tool_call_id: a tool's message must name the call that it answers")
+        return self
+
+    def as_template_input(self) -> dict[str, Any]:
+        """Role and string, the shape that every chat template knows, and calls if there are any."""
+        names = {"reasoning_content", "tool_calls", "tool_call_id"}
+        names |= {"name"} if self.role == "tool" else set()
+        found = self.model_dump(include=names, exclude_none=True)
+        for call in found.get("tool_calls", ()):
+            call["function"].setdefault("arguments", "{}")
+        parts = self.content if isinstance(self.content, list) else []
+        text = "".join(part.text for part in parts) if parts else self.content or ""
+        return {"role": self.role, "content": text, **{k: v for k, v in found.items() if v}}
+
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,64}$")]
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+def object_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Arguments are an object, whatever a schema leaves open."""
+    if schema.get("type", "object") != "object":
+        raise ValueError(f"must describe an object, got type {schema['type']!r:.80}")
+    return {**schema, **ANY_OBJECT}
+
+
+class FunctionSpec(BaseModel):
+    """A function that the model may call."""
+
+    name: Name
+    description: Text | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(object_schema)] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """The one kind of tool that there is."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+    def as_template_input(self) -> dict[str, Any]:
+        """As models have seen tools in training: name, description, parameters."""
+        about = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        about.setdefault("parameters", {**ANY_OBJECT, "properties": {}})
+        return {"type": "function", "function": about}
+
+
+class FunctionName(BaseModel):
+    name: Text
+
+
+class FunctionChoice(BaseModel):
+    """This function and no other."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(BaseModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=128)]
+
+
+class AllowedChoice(BaseModel):
+    """The model sees all tools and may call some of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice
+
+MAX_TOOL_BYTES = 256 * 1024  # of all tools of a request together
+
+
+def as_tag(node: dict[str, Any], field: str) -> str:
+    """A structural tag whose errors name the field that it was made of."""
+    return json.dumps({"type": "structural_tag", "name": field, "format": node})
+
+
+@dataclass(frozen=True)
+class ToolRules:
+    """What an answer may call. `tools` are shown to the model, `callable` may be called."""
+
+    form: CallFormat | None = None
+    tools: tuple[Tool, ...] = ()
+    callable: tuple[Tool, ...] = ()
+    required: bool = False
+    single: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return [tool.function.name for tool in self.callable]
+
+    def structural_tag(self, reasoning: bool, answer: dict[str, Any] | None = None) -> str | None:
+        """A grammar that keeps what was promised; None if nothing was.
+
+        `answer` is the schema of an answer that calls nothing, if it must have one.
+        """
+        if self.form is None:
+            node = {"type": "json_schema", "json_schema": answer}
+            node = after_thoughts(node, "\n\n")
+            return as_tag(node, "response_format") if reasoning and answer else None
+        fewer = len(self.callable) < len(self.tools)
+        strict = any(tool.function.strict for tool in self.callable)
+        if not (self.required or self.single or fewer or strict or answer):
+            return None
+        schemas = {
+            tool.function.name: tool.function.parameters or ANY_OBJECT
+            if self.required or tool.function.strict
+            else ANY_OBJECT
+            for tool in self.callable
+        }
+        node = constraint(self.form, schemas, self.required, self.single, reasoning, answer)
+        return as_tag(node, "tools")
+
+
+def choose(choice: ToolChoice | None, tools: list[Tool]) -> tuple[list[Tool], bool, bool]:
+    """Which tools may be called, whether one must be, and whether only one may."""
+    if isinstance(choice, str | None):
+        return tools, choice == "required", False
+    named = isinstance(choice, FunctionChoice)
+    wanted = [choice] if isinstance(choice, FunctionChoice) else choice.allowed_tools.tools
+    names = {one.function.name for one in wanted}
+    if unknown := names - {tool.function.name for tool in tools}:
+        raise ValueError(f"tool_choice: {min(unknown)!r:.80} is none of the tools")
+    required = isinstance(choice, FunctionChoice) or choice.allowed_tools.mode == "required"
+    return [tool for tool in tools if tool.function.name in names], required, named
+
+
+def tool_rules(
+    tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None, can: ChatAbilities
+) -> ToolRules:
+    """The rules of one request. Raises `ValueError` that begins with the field at fault."""
+    if not tools and choice not in (None, "none", "auto"):
+        raise ValueError("tool_choice: needs tools, and none are given")
+    if not tools or choice == "none":
+        return ToolRules()
+    if can.calls is None:
+        raise ValueError(f"tools: {can.refusal}")
+    try:
+        size = len(encode([tool.model_dump() for tool in tools]))
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"tools: no message can hold them ({error})") from None
+    if size > MAX_TOOL_BYTES:
+        raise ValueError(f"tools: at most {MAX_TOOL_BYTES} bytes in all, got {size}")
+    names = [tool.function.name for tool in tools]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"tools: more than one function is called {min(twice)!r}")
+    callable_, required, named = choose(choice, tools)
+    single = named or parallel is False
+    return ToolRules(can.calls, tuple(tools), tuple(callable_), required, single)
+
+
+class NamedSchema(BaseModel):
+    """OpenAI gives a schema a name, which changes nothing."""
+
+    content: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's way to ask for structured output."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: NamedSchema | None = None
+
+
+class ToolFields(BaseModel):
+    """What a chat asks of the calls and the thoughts in its answer."""
+
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None  # SGLang's: false leaves thoughts in the content
+    include_reasoning: bool | None = None  # vLLM's: false drops them
+    _rules: ToolRules = PrivateAttr(ToolRules())
+    _form: dict[str, Any] = PrivateAttr({})
+    _thinks: bool = PrivateAttr(False)
+
+    @property
+    def shown_tools(self) -> tuple[Tool, ...]:
+        """What the model is to see."""
+        return self._rules.tools
+
+    def decide(self, can: ChatAbilities, form: dict[str, Any]) -> None:
+        """Settle what may be called, and what the answer must look like: `_form`.
+
+        `form` is what else is asked of it, as fields of `SamplingParams`. Call it first. Raises
+        `ValueError` that begins with the field at fault.
+        """
+        self._rules = tool_rules(self.tools, self.tool_choice, self.parallel_tool_calls, can)
+        schema = {"type": "object"} if form.get("json_object") else form.get("json_schema")
+        schema = schema if isinstance(schema, dict) else None
+        tag = self._rules.structural_tag(can.reasoning, schema)
+        if tag and form and schema is None:
+            raise ValueError(f"{min(form)}: not together with what is asked of the tools")
+        self._form = form if tag is None else {"structural_tag": tag}
+        self._thinks = can.reasoning and not self._form.keys() - {"structural_tag"}
+
+    def parser(self) -> AnswerParser:
+        """What takes one answer apart."""
+        rules = self._rules
+        tools = None if rules.form is None else ToolParser(rules.form, rules.names)
+        thinks = self._thinks and self.separate_reasoning is not False
+        return AnswerParser(thinks, tools, tell=self.include_reasoning is not False)

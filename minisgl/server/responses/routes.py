@@ -1,0 +1,217 @@
+"""`/v1/responses`: one more formatter over the tasks and replies of chapter 12c.
+
+Generated from notebooks/12d_responses.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import traceback
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from pydantic import ValidationError
+
+from minisgl.server.http.api import STREAMED, RequestHandler, Service, invalid, respond
+from minisgl.server.http.errors import ApiError, api_error
+from minisgl.server.http.formats import ChatFormatter, sse
+from minisgl.server.responses.events import Event, ResponseBuilder, event_bytes, item_id
+from minisgl.server.responses.schemas import (
+    RENAMED,
+    Item,
+    ItemReference,
+    Message,
+    ResponsesRequest,
+    read_items,
+)
+from minisgl.server.responses.store import ResponseStore, Turn
+
+
+@contextmanager
+def renamed_errors() -> Iterator[None]:
+    """What a chat finds wrong is said with the name that the field has here."""
+    try:
+        yield
+    except (ApiError, ValidationError) as failure:
+        if isinstance(failure, ApiError):
+            error = failure
+        else:
+            error = invalid(RequestValidationError(failure.errors()))
+        if error.param in RENAMED:
+            error.detail = error.detail.replace(error.param, RENAMED[error.param], 1)
+            error.param = RENAMED[error.param]
+        raise error from failure
+
+
+@contextmanager
+def looking_up(param: str) -> Iterator[None]:
+    """404 where the path names what is not stored, 400 where a field does."""
+    try:
+        yield
+    except KeyError as error:
+        why = f"{param}: {error.args[0]!r:.80} is not stored here, or not any more"
+        status = 404 if param == "response_id" else 400
+        code = f"{param.removesuffix('_id')}_not_found"
+        raise ApiError(status, why, code=code, param=param) from error
+
+
+def find_item(store: ResponseStore, wanted: str) -> Item:
+    """The stored item of this id, which names its response, too."""
+    response_id = "resp_" + wanted.partition("_")[2].partition("_")[0]
+    for item in store.get(response_id).all_items:
+        if item["id"] == wanted:
+            return read_items([item])[0]
+    raise KeyError(wanted)
+
+
+def conversation(store: ResponseStore, body: ResponsesRequest) -> tuple[list[Item], list[Item]]:
+    """The items before this request, and its own."""
+    with looking_up("previous_response_id"):
+        turns = store.conversation(body.previous_response_id)
+    before = read_items([item for turn in turns for item in turn.all_items])
+    if isinstance(body.input, str):
+        return before, [Message(role="user", content=body.input)]
+    with looking_up("input"):
+        return before, [
+            find_item(store, item.id) if isinstance(item, ItemReference) else item
+            for item in body.input
+        ]
+
+
+def as_stored(item: Item, response_id: str, number: int) -> dict[str, Any]:
+    """An item of the input as the API shows it."""
+    shown = item.model_dump(exclude_none=True)
+    if isinstance(item, Message):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        if isinstance(item.content, str):
+            shown["content"] = [{"type": kind, "text": item.content}]
+        if item.role == "assistant":
+            shown["content"] = [{**part, "annotations": []} for part in shown["content"]]
+    return {**shown, "id": item_id(item.type, response_id, number), "status": "completed"}
+
+
+def empty_response(body: ResponsesRequest, handler: RequestHandler) -> dict[str, Any]:
+    """A response that says nothing yet: what was asked for, as it was understood."""
+    params, form = handler.tasks[0].params, body.text.format
+    echoed = ResponsesRequest.model_fields.keys() - {"input", "include", "stream", "stream_options"}
+    return {
+        **body.model_dump(include=set(echoed)),
+        **dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")),
+        "id": f"resp_{secrets.token_hex(16)}",
+        "object": "response",
+        "created_at": handler.head["created"],
+        "status": "in_progress",
+        "model": handler.head["model"],
+        "output": [],
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_logprobs": body.top_logprobs or 0,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "text": {"format": form.model_dump(exclude_none=form.type != "json_schema")},
+        "service_tier": "default",
+    }
+
+
+class ResponsesHandler(RequestHandler):
+    """Runs a response as the one task of a chat, and tells of it in items and events."""
+
+    def __init__(
+        self, service: Service, request: Request, body: ResponsesRequest, store: ResponseStore
+    ) -> None:
+        body.refuse_unsupported()
+        before, own = conversation(store, body)
+        with renamed_errors():
+            self.chat = body.as_chat(before + own)
+            self.chat.prepare(service.settings.can)
+            super().__init__(service, request, self.chat, [self.chat.prompt()], ChatFormatter())
+        response = empty_response(body, self)
+        self._store = store
+        self._items = [as_stored(item, response["id"], n) for n, item in enumerate(own)]
+        self.builder = ResponseBuilder(response, first=len(own))
+
+    async def _told(self) -> AsyncGenerator[Event, None]:
+        """All events; the response is kept before its client learns of the end."""
+        parser = self.chat.parser()
+        with renamed_errors():
+            async with aclosing(self._replies()) as replies:
+                async for _, reply in replies:
+                    pieces = parser.push(reply.text, reply.finished, reply.thinking)
+                    for event in self.builder.add(pieces, reply):
+                        yield event
+        last = list(self.builder.finish(reply, int(time.time())))
+        if self.builder.response["store"]:
+            self._store.put(Turn(self._items, self.builder.response))
+        for event in last:
+            yield event
+
+    async def whole(self) -> dict[str, Any]:
+        """The response in one piece."""
+        async with aclosing(self._told()) as events:
+            async for _ in events:
+                pass
+        return self.builder.response
+
+    async def events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
+        """The response as server-sent events; the last one has the usage, asked for or not."""
+        try:
+            async with aclosing(self._told()) as events:
+                async for event in events:
+                    yield event_bytes(event)
+        except Exception as failure:
+            if not self.builder.begun:
+                raise
+            if not isinstance(failure, ApiError):
+                traceback.print_exc()
+            yield event_bytes(self.builder.fail(api_error(failure)))
+        yield sse("[DONE]")
+
+
+def add_responses_routes(
+    keyed: APIRouter, service: Service, store: ResponseStore | None = None
+) -> None:
+    """Make a response, look at it and at what went in, forget it."""
+    kept = ResponseStore() if store is None else store
+
+    @keyed.post("/v1/responses", responses=STREAMED)
+    async def create_response(request: Request, body: ResponsesRequest) -> Response:
+        handler = ResponsesHandler(service, request, body, kept)
+        return await respond(request, handler.chat, handler)
+
+    @keyed.get("/v1/responses/{response_id}")
+    async def get_response(response_id: str, stream: bool = False) -> dict[str, Any]:
+        if stream:
+            raise ApiError(400, "stream: only when it is made", code="unsupported", param="stream")
+        with looking_up("response_id"):
+            return kept.get(response_id).response
+
+    @keyed.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str) -> dict[str, Any]:
+        with looking_up("response_id"):
+            kept.delete(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @keyed.get("/v1/responses/{response_id}/input_items")
+    async def input_items(
+        response_id: str, limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc", after: str | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        with looking_up("response_id"):
+            *before, last = kept.conversation(response_id)
+        items = [item for turn in before for item in turn.all_items] + last.items
+        with looking_up("after"):
+            return page(items if order == "asc" else items[::-1], limit, after)
+
+
+def page(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
+    """At most `limit` of these, from the one behind `after`, as OpenAI hands out lists."""
+    places = {item["id"]: place for place, item in enumerate(items)}
+    start = 0 if after is None else places[after] + 1
+    data = items[start : start + limit]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+    return {"object": "list", "data": data, **ends, "has_more": start + limit < len(items)}

@@ -1,0 +1,265 @@
+"""What a client may send to `/v1/responses`, and the chat that it means.
+
+Generated from notebooks/12d_responses.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter, model_validator
+
+from minisgl.core import MAX_LOGPROBS
+from minisgl.server.http.errors import ApiError
+from minisgl.server.http.schemas import ChatRequest, Limit
+from minisgl.server.http.tools import Text
+
+
+class Part(BaseModel):
+    """A piece of text; pictures, files and sound are refused by their type."""
+
+    type: Literal["input_text", "output_text", "summary_text", "reasoning_text"]
+    text: Text
+
+
+class Message(BaseModel):
+    """Something said."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text | list[Part]
+
+
+class ReasoningItem(BaseModel):
+    """What a model thought before it spoke or called."""
+
+    type: Literal["reasoning"]
+    summary: list[Part] = []
+    content: list[Part] | None = None
+    encrypted_content: None = None
+
+
+class FunctionCall(BaseModel):
+    """A function that the model wants called; `arguments` is JSON as text."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Text
+
+
+class FunctionCallOutput(BaseModel):
+    """What a called function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Text | list[Part]
+
+
+class ItemReference(BaseModel):
+    """An item of a stored response, by its id."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: Text
+
+
+def kind_of(item: Any) -> str | None:
+    """The type of an item; a message and a reference may leave it out."""
+    if not isinstance(item, Mapping):
+        return None
+    return item.get("type") or ("message" if "role" in item else "item_reference")
+
+
+Item = Annotated[
+    Annotated[Message, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[ItemReference, Tag("item_reference")],
+    Discriminator(kind_of),
+]
+read_items = TypeAdapter(list[Item]).validate_python
+
+
+def text_of(parts: str | list[Part]) -> str:
+    """Parts as one text."""
+    return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
+def as_message(item: Item) -> dict[str, Any]:
+    """One item as a message of a chat."""
+    match item:
+        case Message():
+            # Few templates know the role that OpenAI put in the place of `system`.
+            role = "system" if item.role == "developer" else item.role
+            return {"role": role, "content": text_of(item.content)}
+        case ReasoningItem():
+            thoughts = text_of(item.content or item.summary)
+            return {"role": "assistant", "reasoning_content": thoughts}
+        case FunctionCall():
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            return {"role": "assistant", "tool_calls": [call]}
+        case FunctionCallOutput():
+            content = text_of(item.output)
+            return {"role": "tool", "tool_call_id": item.call_id, "content": content}
+    raise TypeError(f"item: a reference must be looked up before, got {item!r:.80}")
+
+
+def as_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """The messages of a chat: what the assistant thought, said and called in a row is one."""
+    messages: list[dict[str, Any]] = []
+    for message in map(as_message, items):
+        last = messages[-1] if messages else {}
+        if not last.get("role") == message["role"] == "assistant":
+            messages.append(message)
+        elif "tool_calls" in message:
+            last["tool_calls"] = last.get("tool_calls", []) + message["tool_calls"]
+        elif last.keys() == {"role", "reasoning_content"}:
+            last.update(message)
+        else:
+            messages.append(message)
+    return messages
+
+
+class Fields(BaseModel, serialize_by_alias=True):
+    """Fields of a request, for which a null means the default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class Strict(Fields, extra="forbid"):
+    """Options in which an unknown name is an error."""
+
+
+class TextFormat(Strict):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Text | None = None
+    description: Text | None = None
+    content: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    """What is asked of the text."""
+
+    format: TextFormat = TextFormat()
+    verbosity: Literal["medium"] | None = None
+
+
+class NamedTool(Strict):
+    """A function by its name."""
+
+    type: Literal["function"]
+    name: Text
+
+    def as_chat(self) -> dict[str, Any]:
+        """A chat writes it one level deeper."""
+        function = self.model_dump(exclude={"type"}, exclude_none=True)
+        return {"type": "function", "function": function}
+
+
+class FunctionTool(NamedTool):
+    """A function of the client's that the model may ask for."""
+
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+Short = Annotated[Text, Field(max_length=64)]
+Value = Annotated[Text, Field(max_length=512)]
+LOGPROBS = "message.output_text.logprobs"
+
+
+class ReasoningOptions(Strict):
+    """How long to think; nothing here can sum thoughts up."""
+
+    effort: Short | None = None
+    summary: Literal["auto"] | None = None
+
+
+class StreamOptions(Strict):
+    """Padding, against those who learn from the lengths of events, is not there."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesRequest(Fields, extra="allow"):
+    """Body of `POST /v1/responses`; a field that is not listed means what it means in a chat."""
+
+    input: Text | list[Item]
+    instructions: Text | None = None
+    previous_response_id: Text | None = None
+    model: str | None = None
+    max_output_tokens: Limit | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = []
+    text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
+    tools: list[FunctionTool] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    store: bool = True
+    user: Annotated[Text, Field(max_length=1024)] | None = None
+    metadata: Annotated[dict[Short, Value], Field(max_length=16)] = {}
+    max_tool_calls: Limit | None = None  # of tools that run at the server: there are none
+    safety_identifier: Value | None = None
+    prompt_cache_key: Value | None = None
+    truncation: Literal["disabled"] = "disabled"
+    background: Literal[False] = False
+
+    def refuse_unsupported(self) -> None:
+        """Say no to what is not there, and to other names of what is."""
+        for name, value in (self.model_extra or {}).items():
+            why = f"not supported, leave it out; got {value!r:.80}"
+            if name in RENAMED:
+                why = f"belongs to another route; say {RENAMED[name]} here"
+            if (name in RENAMED or name in REFUSED.split()) and value not in (False, [], {}):
+                raise ApiError(400, f"{name}: {why}", code="unsupported", param=name)
+
+    def as_chat(self, items: Iterable[Item]) -> ChatRequest:
+        """The chat that asks for the same, with these items as the conversation."""
+        said = (
+            [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        )
+        form, effort, choice = self.text.format, self.reasoning.effort, self.tool_choice
+        schema = form.content and {"schema": form.content}
+        chat = {
+            "enable_thinking": False if effort == "none" else None,
+            **(self.model_extra or {}),
+            "reasoning_effort": effort,
+            **self.model_dump(include=set(SAME.split())),
+            "messages": said + as_messages(items),
+            "max_completion_tokens": self.max_output_tokens,
+            "logprobs": bool(self.top_logprobs) or LOGPROBS in self.include,
+            "response_format": {"type": form.type, "json_schema": schema},
+            "tools": [tool.as_chat() for tool in self.tools],
+            "tool_choice": choice if isinstance(choice, str) else choice.as_chat(),
+        }
+        return ChatRequest.model_validate(chat)
+
+
+SAME = "model temperature top_p top_logprobs stream user parallel_tool_calls"  # as in a chat
+REFUSED = """
+access_programs background_options context_management conversation enable_response_messages image
+moderation n previous_input_messages
+"""
+CHAT_NAMES = """
+include=logprobs input=messages input=prompt reasoning=reasoning_effort text=response_format
+text=json_object text=json_schema max_output_tokens=max_tokens
+max_output_tokens=max_completion_tokens
+"""
+RENAMED = {there: here for here, there in (pair.split("=") for pair in CHAT_NAMES.split())}

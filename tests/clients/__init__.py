@@ -1,0 +1,1 @@
+"""Clients that people use, against one server; each test is skipped where its client is missing."""

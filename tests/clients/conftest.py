@@ -1,0 +1,28 @@
+"""One server for all clients, with the model that the package ships."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from minisgl.config.paths import resolve_model_path
+from tests.serving import Live
+
+ASK, ANSWER = "What is 12 + 30?", "12 + 30 = 42"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="session")
+def url() -> Iterator[str]:
+    with Live(resolve_model_path(None), num_page_override=1024, served_model_name="tiny") as live:
+        yield f"{live.url}/v1"
+        live.assert_pages_home()

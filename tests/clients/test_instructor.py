@@ -1,0 +1,31 @@
+"""instructor: typed answers by JSON schema, in one piece and streamed."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel
+
+from tests.clients.conftest import ASK
+
+instructor = pytest.importorskip("instructor")
+openai = pytest.importorskip("openai")
+
+
+class Person(BaseModel):
+    """No bounds: instructor sends none, and a small model may write digits for ever."""
+
+    name: Literal["Tom", "Anna"]
+    age: Literal[7, 42]
+
+
+def test_structured_output(url: str) -> None:
+    plain = openai.OpenAI(base_url=url, api_key="x", max_retries=0)
+    client = instructor.from_openai(plain, mode=instructor.Mode.JSON_SCHEMA)
+    ask: Any = {"model": "tiny", "messages": [{"role": "user", "content": ASK}], "max_tokens": 60}
+    ask["temperature"] = 0
+    person = client.chat.completions.create(response_model=Person, max_retries=0, **ask)
+    assert person.age in (7, 42)
+    *_, last = client.chat.completions.create_partial(response_model=Person, **ask)
+    assert last.age in (7, 42)

@@ -1,0 +1,131 @@
+"""Faults of `/v1/responses` that a test must notice."""
+
+from tests.mutations import Mutation
+
+TEST = "tests/test_server_responses.py::"
+EVENTS = "minisgl.server.responses.events"
+ROUTES = "minisgl.server.responses.routes"
+SCHEMAS = "minisgl.server.responses.schemas"
+STORE = "minisgl.server.responses.store"
+
+MUTATIONS = [
+    Mutation(
+        name="responses: an event that was told changes later",
+        module=EVENTS,
+        old='self.response = {**self.response, "output": [*self.response["output"], self._item]}',
+        new='self.response["output"].append(self._item)',
+        test=TEST + "test_pieces_add_up",
+    ),
+    Mutation(
+        name="responses: the first piece is not in the whole",
+        module=EVENTS,
+        old='"".join(self._text)',
+        new='"".join(self._text[1:])',
+        test=TEST + "test_pieces_add_up",
+    ),
+    Mutation(
+        name="responses: a thought goes on as a message",
+        module=EVENTS,
+        old='if self._item.get("type") != new["type"]:',
+        new="if not self._item:",
+        test=TEST + "test_pieces_add_up",
+    ),
+    Mutation(
+        name="responses: thoughts are not counted",
+        module=EVENTS,
+        old="        self._thought = reply.completion_tokens\n",
+        new="        pass\n",
+        test=TEST + "test_log_probabilities_and_counts_of_a_thoughtful_answer",
+    ),
+    Mutation(
+        name="responses: events have no numbers",
+        module=EVENTS,
+        old="next(self._numbers)",
+        new="0",
+        test=TEST + "test_pieces_add_up",
+    ),
+    Mutation(
+        name="responses: an answer that was cut counts as complete",
+        module=EVENTS,
+        old='status = "incomplete" if cut else "completed"',
+        new='status = "completed"',
+        test=TEST + "test_pieces_add_up",
+    ),
+    Mutation(
+        name="responses: to use a response is to use its last turn alone",
+        module=STORE,
+        old='self._entries.move_to_end(response_id or "")',
+        new='found or self._entries.move_to_end(response_id or "")',
+        test=TEST + "test_what_is_kept_can_be_continued",
+    ),
+    Mutation(
+        name="responses: the store has no bound",
+        module=STORE,
+        old=" and self.size <= self._max_bytes",
+        new="",
+        test=TEST + "test_what_is_kept_can_be_continued",
+    ),
+    Mutation(
+        name="responses: time runs from the first use",
+        module=STORE,
+        old="            entry.expires = now + self._seconds\n",
+        new="",
+        test=TEST + "test_time_runs_from_the_last_use",
+    ),
+    Mutation(
+        name="responses: a deleted response still counts",
+        module=STORE,
+        old="    self.size -= len(self._entries.pop(response_id).data)\n",
+        new="    self._entries.pop(response_id)\n",
+        test=TEST + "test_what_is_kept_can_be_continued",
+    ),
+    Mutation(
+        name="responses: store=false is stored",
+        module=ROUTES,
+        old='if self.builder.response["store"]:',
+        new="if True:",
+        test=TEST + "test_create_and_continue_with_the_sdk",
+    ),
+    Mutation(
+        name="responses: a failure in the middle ends without its event",
+        module=ROUTES,
+        old="if not self.builder.begun:",
+        new="if True:",
+        test=TEST + "test_a_failure_in_the_middle_is_told",
+    ),
+    Mutation(
+        name="responses: ids are short",
+        module=ROUTES,
+        old="secrets.token_hex(16)",
+        new="secrets.token_hex(4)",
+        test=TEST + "test_ids_cannot_be_guessed",
+    ),
+    Mutation(
+        name="responses: errors speak of a chat's fields",
+        module=ROUTES,
+        old="if error.param in RENAMED:",
+        new="if False:",
+        test=TEST + "test_what_is_refused_is_named",
+    ),
+    Mutation(
+        name="responses: what is not supported is dropped",
+        module=SCHEMAS,
+        old="(name in RENAMED or name in REFUSED.split())",
+        new="name in RENAMED",
+        test=TEST + "test_fields_are_treated_as_the_tables_say",
+    ),
+    Mutation(
+        name="responses: templates see the role developer",
+        module=SCHEMAS,
+        old='"system" if item.role == "developer" else item.role',
+        new="item.role",
+        test=TEST + "test_items_become_messages",
+    ),
+    Mutation(
+        name="responses: two calls of one turn are two turns",
+        module=SCHEMAS,
+        old='elif "tool_calls" in message:',
+        new="elif False:",
+        test=TEST + "test_items_become_messages",
+    ),
+]
