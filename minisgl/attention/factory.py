@@ -46,8 +46,10 @@ BACKENDS = {
     "triton": "minisgl.attention.triton_backend:TritonBackend",
     "fi": "minisgl.attention.flashinfer_backend:FlashInferBackend",
     "fused": "minisgl.attention.fused_backend:FusedBackend",  # decode only
+    "store_first": "minisgl.attention.fused_backend:StoreFirstBackend",  # "fused" with drafts
 }
-LIBRARIES = {"torch": [], "triton": ["triton"], "fi": ["triton", "flashinfer"], "fused": ["triton"]}
+LIBRARIES = {"torch": [], "triton": ["triton"], "fi": ["triton", "flashinfer"],
+             "fused": ["triton"], "store_first": ["triton"]}  # fmt: skip
 
 
 def parts_of(name: str) -> tuple[str, str]:
@@ -92,13 +94,17 @@ def create_backend(
     tables: TableManager,
     num_qo_heads: int,
     sm_scale: float | None = None,
+    drafts: bool = False,
 ) -> AttentionBackend:
     """The backend `name`, or `"prefill,decode"` for a pair; `sm_scale` defaults to head_dim^-0.5.
 
+    With `drafts` rows of a decode step may be of one request: all are stored before one attends.
     Raises ValueError for an unknown name and ImportError when a backend's library is missing.
     """
     prefill, decode = parts_of(name)
     recorded = "fused" if decode == "fi" else decode
+    if drafts:
+        decode, recorded = (part.replace("fused", "store_first") for part in (decode, recorded))
     scale = pool.head_dim**-0.5 if sm_scale is None else sm_scale
     built: dict[str, AttentionBackend] = {
         part: load(part)(pool, tables, num_qo_heads, scale)
@@ -107,5 +113,5 @@ def create_backend(
     if len(built) == 1:
         return built[prefill]
     if recorded != decode:
-        logger.info("attention_backend: FlashInfer decodes eager steps, 'fused' recorded ones")
+        logger.info("attention_backend: FlashInfer decodes eager steps, %r recorded ones", recorded)
     return PairBackend(name, built[prefill], built[decode], built[recorded])

@@ -72,6 +72,7 @@ class EngineConfig(Validated):
     max_seq_len_override: Annotated[Count, Field(ge=2)] | None = None
     num_page_override: Positive | None = None
     kernels: Literal["auto", "torch", "triton"] = "auto"
+    num_speculative_tokens: Annotated[Count, Field(le=31)] = 0
     seed: Annotated[Count, Field(le=MAX_SEED)] = 0
 
 

@@ -60,6 +60,8 @@ ENGINE_FLAGS = (
     Flag("--reserve-tokens", "reserve_tokens",
          "tokens of an answer whose pages are promised ahead; all: the longest possible one",
          {"type": count_or_all}),
+    Flag("--num-speculative-tokens", "num_speculative_tokens",
+         "tokens that n-gram look-up may guess per request and step; 0: none"),
     Flag("--cuda-graph-max-bs", "cuda_graph_max_bs",
          "largest captured batch; 0: none (default: 256)"),
     Flag("--disable-overlap", "overlap", "schedule and compute in turns",

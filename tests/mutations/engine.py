@@ -155,8 +155,8 @@ MUTATIONS = [
     Mutation(
         "engine_pads_with_a_real_row",
         ENGINE,
-        "self.dummy_req = dummy_request(self.tables.dummy_row)",
-        "self.dummy_req = dummy_request(0)",
+        "dummy_request(self.tables.dummy_row)",
+        "dummy_request(0)",
         TESTS + "test_only_real_rows_are_sampled",
     ),
     Mutation(
