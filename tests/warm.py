@@ -84,8 +84,9 @@ def main(folder: Path, owner: int) -> None:
     """Answer job after job."""
     sys.path[0] = str(Path(__file__).resolve().parents[1] / "notebooks")
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(folder / "socket"))
+    listener.bind(str(folder / "unheard"))
     listener.listen()
+    (folder / "unheard").rename(folder / "socket")  # seen only once it listens
     for name in LIBRARIES:
         importlib.import_module(name)
     gc.collect()
