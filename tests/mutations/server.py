@@ -9,6 +9,20 @@ OPERATIONS = "tests/test_server_operations.py::"
 
 MUTATIONS = [
     Mutation(
+        name="scores: a scored prompt takes what is cached",
+        module="minisgl.scheduler.prefill",
+        old="req.input_ids[:1] if req.scores_prompt else req.input_ids",
+        new="req.input_ids",
+        test="tests/test_llm.py::test_prompt_logprobs_are_those_of_transformers",
+    ),
+    Mutation(
+        name="scores: no token beyond the chunk is looked at",
+        module="minisgl.engine.prompt_logprobs",
+        old="min(req.device_len + 1, req.prompt_len)",
+        new="min(req.device_len, req.prompt_len)",
+        test="tests/test_llm.py::test_prompt_logprobs_are_those_of_transformers",
+    ),
+    Mutation(
         name="server: a text passes for a number",
         module="minisgl.server.http.schemas",
         old='class GenerationRequest(BaseModel, extra="allow", strict=True):',
