@@ -64,6 +64,7 @@ ENGINE_FLAGS = (
          "tokens that n-gram look-up may guess per request and step; 0: none"),
     Flag("--cuda-graph-max-bs", "cuda_graph_max_bs",
          "largest captured batch; 0: none (default: 256)"),
+    Flag("--deterministic", "deterministic", "same bits in every batch", {"action": "store_true"}),
     Flag("--disable-overlap", "overlap", "schedule and compute in turns",
          {"action": "store_const", "const": False}),
 )  # fmt: skip

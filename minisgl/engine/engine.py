@@ -90,8 +90,8 @@ class Engine:
         self.pool, self.tables = allocate_memory(config, model_config, num_pages)
         self.max_seq_len = max_seq_len(config, model_config)
         self.backend = create_backend(
-            config.attention_backend, pool=self.pool, tables=self.tables,
-            num_qo_heads=model_config.num_qo_heads // config.tp.size,
+            config.attention_backend, deterministic=config.deterministic, pool=self.pool,
+            tables=self.tables, num_qo_heads=model_config.num_qo_heads // config.tp.size,
             drafts=config.num_speculative_tokens > 0,
         )  # fmt: skip
         kernel, vocab_size = load_sample_kernel(self.device), model_config.vocab_size
@@ -226,7 +226,7 @@ def load_model(
 ) -> nn.Module:
     """The model with its weights on the device: shapes first, values afterwards."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    model = build_model(model_config, comm, dtype=dtype, device="meta")
+    model = build_model(model_config, comm, dtype=dtype, deterministic=config.deterministic)
     if config.use_dummy_weight:
         load_dummy_weights(model, device=device, dtype=dtype, seed=config.seed)
     else:
