@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-OPTIONS = ["-q", "-x", "--tb=short", "-o", "addopts=", "-p", "no:xdist", "-p", "no:nbval.plugin"]
+OPTIONS = ["-q", "-x", "--tb=short", "-o", "addopts=", "-p", "no:xdist", "-p", "no:nbval"]
 OPTIONS += ["-p", "no:cacheprovider", "--timeout-method=signal", "--disable-warnings"]
 OPTIONS += ["-p", "no:rerunfailures", "-p", "no:schemathesis", "-p", "no:unraisableexception"]
 # What chapters, tests, the package and pytest's plugins import, but for the package itself: copies
