@@ -162,8 +162,8 @@ MUTATIONS = [
     Mutation(
         "engine_samples_the_padding",
         ENGINE,
-        "self.draw(fi, self.forward_pass(fb)[: len(fi.sampled)], scatter)",
-        "self.draw(fi, self.forward_pass(fb), scatter)",
+        "self.draw(fi, logits[: len(fi.sampled)], scatter)",
+        "self.draw(fi, logits, scatter)",
         TESTS + "test_only_real_rows_are_sampled",
     ),
     Mutation(

@@ -355,7 +355,7 @@ MUTATIONS = [
     Mutation(
         "prefill_computes_a_common_beginning_many_times",
         PREFILL,
-        "return long_enough and",
+        "return rest >= self.min_shared > 0 and",
         "return False and",
         TESTS + "test_a_beginning_that_is_being_computed_is_waited_for",
     ),
