@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionPlan, DecodeBuffers
 from minisgl.attention.metadata import AttentionMetadata, ragged_arange
-from minisgl.kvcache.page_table import TableManager
+from minisgl.attention.torch_backend import TorchBackend
 from minisgl.kvcache.pool import KVPool
 
 TILE_Q, TILE_KV = 8, 64  # positions of a query block, and of a tile of keys
@@ -85,16 +85,8 @@ class InvariantTorchPlan(AttentionPlan):
         return [part.reshape(-1, *part.shape[2:]) for part in found]
 
 
-class InvariantTorchBackend:
+class InvariantTorchBackend(TorchBackend):
     """One way to compute a position, for prefill, decode and recorded steps."""
-
-    name = "torch"
-
-    def __init__(
-        self, pool: KVPool, tables: TableManager, num_qo_heads: int, sm_scale: float
-    ) -> None:
-        """`num_qo_heads` is for other backends; this one reads it from q."""
-        self.pool, self.tables, self.scale = pool, tables, sm_scale
 
     def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> AttentionPlan:
         """Cut each request's new tokens at multiples of TILE_Q; the longest blocks come first."""
