@@ -235,11 +235,13 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[dict[str, Any]]:
         """Answer one conversation, or a list of them; each is a list of role and content.
 
-        `chat_template_kwargs` are variables of the model's chat template.
+        The model sees `tools`; what it calls is in the text. `chat_template_kwargs` are variables
+        of its chat template.
         """
         if self.tokenizer is None:
             raise ValueError(f"messages: {self.config.model_path} has no tokenizer")
@@ -247,9 +249,8 @@ class LLM:
             raise ValueError(f"messages: must be a list of role and content, got {messages!r}")
         single = len(messages) > 0 and isinstance(messages[0], Mapping)
         talks: Sequence[Any] = [messages] if single else messages
-        prompts = [
-            self.tokenizer.apply_chat(talk, **(chat_template_kwargs or {})) for talk in talks
-        ]
+        variables = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
+        prompts = [self.tokenizer.apply_chat(talk, **variables) for talk in talks]
         return self.generate(prompts, sampling_params, progress=progress)
 
     def shutdown(self) -> None:

@@ -131,6 +131,7 @@ class Driver:
         policy: str = "fcfs",
         reserve: int | None = None,
         mixed_prefill_threshold: int = 16,
+        scheduler: Callable[..., Scheduler] = Scheduler,
         **sizes: int,
     ) -> None:
         self.engine = FakeEngine(**sizes) if engine is None else engine
@@ -146,7 +147,7 @@ class Driver:
         prefill = PrefillManager(self.cache, decode, limits, waiting)
         self.channel = InProcessChannel()
         self.limits = Limits(self.engine.max_seq_len, pages * page_size, VOCAB)
-        self.scheduler = Scheduler(
+        self.scheduler = scheduler(
             self.engine,
             self.cache,
             prefill,

@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
 from minisgl.attention.base import DecodeBuffers, ForwardBatch
-from minisgl.attention.fused_backend import FusedBackend
+from minisgl.attention.fused_backend import FusedBackend, StoreFirstBackend
 from minisgl.attention.metadata import AttentionMetadata, build_metadata
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.config.model import ModelConfig
@@ -239,6 +239,66 @@ def check_model(model: CausalLM, lens: list[int], extend: list[int] | None) -> N
         got = run(FusedModel(model), backend)
         close(got, want, 2 * limit_of(weight.dtype))
         close(world.pool.buffer, kept, limit_of(weight.dtype))
+
+
+def drafted(extend: list[int], world: World) -> tuple[torch.Tensor, DecodeBuffers]:
+    """The last tokens of each request as rows of one decode step, in reverse order: who stores
+    what a row reads comes after it."""
+    positions, out_loc = world.places(extend)
+    order = torch.arange(len(positions) - 1, -1, -1, device=world.device)
+    rows = torch.tensor(np.repeat(world.rows, extend), dtype=torch.int64, device=world.device)
+    return order, DecodeBuffers(rows[order], positions[order], out_loc[order])
+
+
+def check_drafts(backend: Any, *, qo: int, kv: int, dim: int, **where: Any) -> None:
+    """Rows of one request see each other's keys and values, as in a prefill."""
+    extend = [4, 1]
+    world = World([12, 3], kv=kv, dim=dim, qo=qo, **where)
+    order, buffers = drafted(extend, world)
+    q, k, v = (world.random(sum(extend), h, dim, seed=i) for i, h in enumerate((qo, kv, kv)))
+    before = world.pool.buffer.clone()
+    out_loc = world.places(extend)[1]
+    meta = world.meta(Phase.PREFILL, extend)
+    want = world.backend(TorchBackend).plan(meta, out_loc).run(q, k, v, 0)[order]
+    stored = world.pool.buffer.clone()
+    size = len(order)
+    lens = (buffers.positions + 1).cpu().numpy()
+    rows = buffers.rows.cpu().numpy()
+    ones = np.ones(size, np.int32)
+    table, page = world.tables.page_table, world.page_size
+    decode = build_metadata(Phase.DECODE, rows, ones, lens, table, page)
+    made = world.backend(backend)
+    plans = [made.graph_plan(size, buffers), made.plan(decode, buffers.out_loc)]
+    for plan in plans:
+        world.pool.buffer.copy_(before)
+        close(plan.run(q[order], k[order], v[order], 0), want, limit_of(world.dtype))
+        assert torch.equal(world.pool.buffer, stored)
+
+
+def check_drafts_of_model(model: CausalLM) -> None:
+    """The fused model verifies as the plain one computes a prompt."""
+    from minisgl.models.fused import FusedModel
+
+    config, weight, extend = model.config, model.model.embed_tokens.weight, [4, 1]
+    world = World(
+        [20, 9], kv=config.num_kv_heads, dim=config.head_dim, layers=config.num_layers,
+        device=str(weight.device), dtype=weight.dtype, qo=config.num_qo_heads,
+    )  # fmt: skip
+    order, buffers = drafted(extend, world)
+    positions, out_loc = world.places(extend)
+    ids = torch.randint(0, config.vocab_size, (5,), generator=torch.Generator().manual_seed(3))
+    ids, before = ids.to(weight.device), world.pool.buffer.clone()
+    meta = world.meta(Phase.PREFILL, extend)
+    with torch.inference_mode():
+        plan = world.backend(TorchBackend).plan(meta, out_loc)
+        want = model(ForwardBatch(Phase.PREFILL, ids, positions, out_loc, None, plan))
+        stored = world.pool.buffer.clone()
+        world.pool.buffer.copy_(before)
+        plan = world.backend(StoreFirstBackend).graph_plan(5, buffers)
+        places = (ids[order], buffers.positions, buffers.out_loc)
+        got = FusedModel(model)(ForwardBatch(Phase.DECODE, *places, None, plan))
+    close(got, want[order], 2 * limit_of(weight.dtype))
+    close(world.pool.buffer, stored, limit_of(weight.dtype))
 
 
 @pytest.fixture

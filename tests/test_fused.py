@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fused_cases import (
+    World,
     check_decode,
+    check_drafts,
+    check_drafts_of_model,
     check_model,
     check_rotate,
     close,
@@ -20,6 +24,9 @@ from tests.fused_cases import (
 )
 
 pytest.importorskip("triton")
+from minisgl.attention.factory import create_backend
+from minisgl.attention.fused_backend import FusedBackend, StoreFirstBackend
+from minisgl.attention.torch_backend import TorchBackend
 from minisgl.kernels import linear as kernels
 from minisgl.kernels.decode_attention import TILES, splits_of, tile_of
 from minisgl.kernels.embedding import embed
@@ -220,3 +227,30 @@ def test_what_lies_before_the_embedding_is_complete_behind_it() -> None:
         assert "gdc" not in ast.unparse(kernel_sources()[name])
     text = (Path(kernels.__file__).parent / "embedding.py").read_text()
     assert "launch_options" not in text and "launch_pdl" not in text
+
+
+def test_rows_of_one_request_see_each_other_where_all_are_stored_first() -> None:
+    """One launch that stores and attends at once reads what is not there yet."""
+    check_drafts(StoreFirstBackend, qo=2, kv=1, dim=32)
+    with pytest.raises(AssertionError):
+        check_drafts(FusedBackend, qo=2, kv=1, dim=32)
+
+
+def test_with_drafts_the_fused_backend_stores_first() -> None:
+    world = World([4], kv=1, dim=32, qo=1)
+    for drafts, want in ((False, FusedBackend), (True, StoreFirstBackend)):
+        made: Any = create_backend(
+            "torch,fused", pool=world.pool, tables=world.tables, num_qo_heads=1, drafts=drafts
+        )
+        assert type(made.decode) is type(made.recorded) is want
+        assert type(made.prefill) is TorchBackend
+
+
+def test_scratch_suits_many_drafts_of_few_requests() -> None:
+    world = World([4], kv=2, dim=32, qo=4)
+    scratch = world.backend(StoreFirstBackend).scratch
+    assert len(scratch.done) >= max(bs * 2 * splits_of(bs, 2)[0] for bs in range(1, 33))
+
+
+def test_the_fused_model_verifies_drafts(few_programs: None) -> None:
+    check_drafts_of_model(small_model("qwen3", num_hidden_layers=1, **FEW_HEADS))

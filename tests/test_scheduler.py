@@ -953,6 +953,8 @@ def test_host_work_is_linear_in_the_batch() -> None:
 class Events(RuleBasedStateMachine):
     """Requests and aborts at any time, in any order, on a tight pool."""
 
+    answer = staticmethod(expected)
+
     @initialize(
         overlap=st.booleans(),
         cache_type=st.sampled_from(["radix", "naive"]),
@@ -978,7 +980,7 @@ class Events(RuleBasedStateMachine):
         limit = self.d.limits.total
         uid = len(self.wanted)
         room = limit - len(prompt)
-        self.wanted[uid] = expected(prompt, min(new, room), ignore) if room > 0 else []
+        self.wanted[uid] = self.answer(prompt, min(new, room), ignore) if room > 0 else []
         self.d.ask(uid, prompt, client, max_tokens=new, ignore_eos=ignore)
 
     @precondition(lambda self: getattr(self, "wanted", None))

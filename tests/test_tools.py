@@ -36,6 +36,7 @@ from minisgl.server.http.tool_parser import (
     CallArguments,
     CallStart,
     Content,
+    ObjectEnd,
     Piece,
     Reasoning,
     ToolParser,
@@ -172,7 +173,7 @@ WHOLE: list[tuple[CallFormat, str, list[Any]]] = [
     (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", [OSLO]),
     (HERMES, f"Sure.\n<tool_call>{CALL}</tool_call>\n<tool_call>\n{CALL}\n</tool_call>\n\n",
      [Content("Sure."), OSLO, OSLO]),
-    (HERMES, f"<tool_call>{CALL}</tool_call> and so", [OSLO, Content(" and so")]),
+    (HERMES, f"So \n<tool_call>{CALL}</tool_call> on", [Content("So"), OSLO, Content(" on")]),
     (HERMES, f"<tool_call>{CALL}", [OSLO]),  # the end came before its marker
     (HERMES, '<tool_call>{"arguments": {"a": [1, {}]}, "name": "add"}</tool_call>',
      [["add", '{"a": [1, {}]}']]),
@@ -269,19 +270,18 @@ def test_pieces_come_as_soon_as_they_are_certain() -> None:
     assert parser.push("}</tool_") == [] and parser.push("call>\nBye") == [Content("\nBye")]
 
 
-def test_long_arguments_are_looked_at_once() -> None:
+def test_long_arguments_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call whose name comes last is held: its cost must still grow with its length alone."""
     parser, seen = ToolParser(HERMES, NAMES), 0
-    find = parser.push('<tool_call>{"arguments": {"text": "')
-    assert find == []
-    original = parser.object.find
+    find = ObjectEnd.find
 
-    def counted(text: str) -> int:
+    def counted(self: ObjectEnd, text: str) -> int:
         nonlocal seen
         seen += len(text)
-        return original(text)
+        return find(self, text)
 
-    parser.object.find = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(ObjectEnd, "find", counted)
+    assert parser.push('<tool_call>{"arguments": {"text": "') == []
     for _ in range(2000):
         assert parser.push("0123456789") == []
     assert len(parser.push('"}, "name": "add"}</tool_call>')) == 2
@@ -353,20 +353,24 @@ def test_arguments_are_a_mapping_for_the_template(folders: dict[str, Path]) -> N
 # ------------------------------------------------------------------ the guarantee
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", ["hermes", "llama", "mistral", "named", "opened"])
 def test_a_random_model_calls_if_it_must(name: str, folders: dict[str, Path]) -> None:
     form, reasoning = TEMPLATES[name][1], name == "opened"
     many = constraint(form, {"weather": SCHEMA, "add": NONE}, required=True, single=False)
     single = constraint(form, {"weather": SCHEMA}, required=True, single=True)
     free = constraint(form, {"weather": SCHEMA}, required=False, single=False, reasoning=reasoning)
     answer = constraint(form, {"weather": SCHEMA}, required=False, single=True, answer=NONE)
-    hot = {"temperature": 1.0, "max_tokens": 150}
+    hot = {"temperature": 1.0, "max_tokens": 120}
     forms = (many, single, free, answer)
     params = [
-        SamplingParams(seed=n, structural_tag={"format": forms[n % 4]}, **hot) for n in range(24)
+        SamplingParams(seed=n, structural_tag={"format": forms[n % 4]}, **hot) for n in range(12)
     ]
-    with LLM(folders[name], device="cpu", num_pages=2000, max_running_req=8) as llm:
-        outs = llm.generate(["hi"] * 24, params)
+    with LLM(folders[name], device="cpu", num_pages=2000, max_running_req=12) as llm:
+        outs = llm.generate(["hi"] * 12, params)
+        if name == "hermes":
+            counts = [llm.chat(ASK, SamplingParams(max_tokens=1), tools=t)[0]["prompt_tokens"]
+                      for t in (None, [tool()])]  # fmt: skip
+            assert counts[1] > counts[0] + 100
     for n, out in enumerate(outs):
         pieces = parse(form, [out["text"]])
         whole = out["finish_reason"] == "stop"
@@ -480,7 +484,7 @@ def test_required_calls_are_valid_whole_and_streamed(
 ) -> None:
     name = client.models.list().data[0].id
     tools: Any = [tool(), tool("add", NONE)]
-    for seed in range(3):
+    for seed in range(2):
         ask: Any = {"model": name, "messages": ASK, "tools": tools, "seed": seed, **choice}
         ask["max_tokens"] = 150
         whole = client.chat.completions.create(**ask)

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-OPTIONS = ["-q", "-x", "--tb=short", "-o", "addopts=", "-p", "no:xdist", "-p", "no:nbval.plugin"]
+OPTIONS = ["-q", "-x", "--tb=short", "-o", "addopts=", "-p", "no:xdist", "-p", "no:nbval"]
 OPTIONS += ["-p", "no:cacheprovider", "--timeout-method=signal", "--disable-warnings"]
 OPTIONS += ["-p", "no:rerunfailures", "-p", "no:schemathesis", "-p", "no:unraisableexception"]
 # What chapters, tests, the package and pytest's plugins import, but for the package itself: copies
@@ -84,8 +84,9 @@ def main(folder: Path, owner: int) -> None:
     """Answer job after job."""
     sys.path[0] = str(Path(__file__).resolve().parents[1] / "notebooks")
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(folder / "socket"))
+    listener.bind(str(folder / "unheard"))
     listener.listen()
+    (folder / "unheard").rename(folder / "socket")  # seen only once it listens
     for name in LIBRARIES:
         importlib.import_module(name)
     gc.collect()

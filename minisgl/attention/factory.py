@@ -46,8 +46,14 @@ BACKENDS = {
     "triton": "minisgl.attention.triton_backend:TritonBackend",
     "fi": "minisgl.attention.flashinfer_backend:FlashInferBackend",
     "fused": "minisgl.attention.fused_backend:FusedBackend",  # decode only
+    "store_first": "minisgl.attention.fused_backend:StoreFirstBackend",  # "fused" with drafts
 }
-LIBRARIES = {"torch": [], "triton": ["triton"], "fi": ["triton", "flashinfer"], "fused": ["triton"]}
+INVARIANT = {  # for deterministic engines: see chapter 05f
+    "torch": "minisgl.attention.invariant_torch:InvariantTorchBackend",
+    "triton": "minisgl.attention.invariant_triton:InvariantTritonBackend",
+}
+LIBRARIES = {"torch": [], "triton": ["triton"], "fi": ["triton", "flashinfer"],
+             "fused": ["triton"], "store_first": ["triton"]}  # fmt: skip
 
 
 def parts_of(name: str) -> tuple[str, str]:
@@ -55,9 +61,8 @@ def parts_of(name: str) -> tuple[str, str]:
     prefill, comma, decode = name.partition(",")
     parts = prefill, decode if comma else prefill
     if not BACKENDS.keys() >= set(parts):
-        raise ValueError(
-            f"attention_backend: must be one of {', '.join(BACKENDS)} or a pair, got {name!r}"
-        )
+        known = ", ".join(BACKENDS)
+        raise ValueError(f"attention_backend: must be one of {known} or a pair, got {name!r}")
     return parts
 
 
@@ -70,9 +75,9 @@ def available(name: str) -> bool:
     return all(find_spec(library) is not None for library in wanted)
 
 
-def load(name: str) -> Any:
+def load(name: str, deterministic: bool = False) -> Any:
     """The class of a backend; imported here, because its library may not be installed."""
-    module, cls = BACKENDS[name].split(":")
+    module, cls = (INVARIANT if deterministic else BACKENDS)[name].split(":")
     try:
         return getattr(importlib.import_module(module), cls)
     except ImportError as error:
@@ -92,20 +97,28 @@ def create_backend(
     tables: TableManager,
     num_qo_heads: int,
     sm_scale: float | None = None,
+    drafts: bool = False,
+    deterministic: bool = False,
 ) -> AttentionBackend:
     """The backend `name`, or `"prefill,decode"` for a pair; `sm_scale` defaults to head_dim^-0.5.
 
-    Raises ValueError for an unknown name and ImportError when a backend's library is missing.
+    With `drafts` rows of a decode step may be of one request: all are stored before one attends.
+    Raises ValueError for an unknown name, or for one that is not batch-invariant if `deterministic`
+    asks for that, and ImportError when a backend's library is missing.
     """
     prefill, decode = parts_of(name)
+    if deterministic and name not in INVARIANT:
+        raise ValueError(f"attention_backend: must be torch or triton for deterministic: {name!r}")
     recorded = "fused" if decode == "fi" else decode
+    if drafts:
+        decode, recorded = (part.replace("fused", "store_first") for part in (decode, recorded))
     scale = pool.head_dim**-0.5 if sm_scale is None else sm_scale
     built: dict[str, AttentionBackend] = {
-        part: load(part)(pool, tables, num_qo_heads, scale)
+        part: load(part, deterministic)(pool, tables, num_qo_heads, scale)
         for part in dict.fromkeys((prefill, decode, recorded))
     }
     if len(built) == 1:
         return built[prefill]
     if recorded != decode:
-        logger.info("attention_backend: FlashInfer decodes eager steps, 'fused' recorded ones")
+        logger.info("attention_backend: FlashInfer decodes eager steps, %r recorded ones", recorded)
     return PairBackend(name, built[prefill], built[decode], built[recorded])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import DecodeBuffers
+from minisgl.attention.base import AttentionPlan, DecodeBuffers
 from minisgl.attention.metadata import AttentionMetadata
 from minisgl.core import Phase
 from minisgl.kernels.decode_attention import Scratch, decode_attention, splits_of
@@ -47,6 +47,7 @@ class FusedBackend:
     """Decode without a plan; prefill belongs to another backend."""
 
     name = "fused"
+    plan_type: type[Any] = FusedPlan
 
     def __init__(
         self, pool: KVPool, tables: TableManager, num_qo_heads: int, sm_scale: float
@@ -54,10 +55,11 @@ class FusedBackend:
         """Scratch memory suits as many requests as there are rows."""
         self.pool, self.tables, self.scale = pool, tables, sm_scale
         kv = pool.num_kv_heads
-        most = max(bs * kv * splits_of(bs, kv)[0] for bs in range(1, tables.num_rows + 2))
+        sizes = range(1, max(tables.num_rows, 32) + 2)  # a few requests may have many drafts
+        most = max(bs * kv * splits_of(bs, kv)[0] for bs in sizes)
         self.scratch = Scratch(most, num_qo_heads // kv, pool.head_dim, pool.buffer.device)
 
-    def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> FusedPlan:
+    def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> AttentionPlan:
         """An eager decode step; ValueError for a prefill."""
         if meta.phase is not Phase.DECODE:
             raise ValueError("attention_backend: 'fused' decodes only; pair it, as in 'fi,fused'")
@@ -65,8 +67,28 @@ class FusedBackend:
             torch.tensor(part, dtype=torch.int64, device=out_loc.device)
             for part in (meta.table_idx, meta.seq_lens - 1)
         )
-        return FusedPlan(self, DecodeBuffers(rows, positions, out_loc))
+        return self.graph_plan(len(rows), DecodeBuffers(rows, positions, out_loc))
 
-    def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> FusedPlan:
+    def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> AttentionPlan:
         """Decode over static buffers."""
-        return FusedPlan(self, buffers)
+        plan: AttentionPlan = self.plan_type(self, buffers)
+        return plan
+
+
+class StoreFirstPlan(AttentionPlan):
+    """Decode in which rows may be of one request: all keys and values are stored beforehand."""
+
+    def __init__(self, backend: Any, buffers: DecodeBuffers) -> None:
+        self.fused = FusedPlan(backend, buffers)
+        self.pool, self.out_loc = self.fused.pool, self.fused.out_loc
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
+        """The kernel, which finds the rows before it in the pool; k and v as they were stored."""
+        return self.fused.decode(q, k, v, layer_id)
+
+
+class StoreFirstBackend(FusedBackend):
+    """The fused kernel behind a launch that stores."""
+
+    name = "store_first"
+    plan_type = StoreFirstPlan

@@ -74,10 +74,18 @@ class TritonBackend:
         self.ring = StagingRing(self.device)
         self.num_sms = count_sms(self.device, pool.buffer.dtype)
 
+    def query_rows(self, average_rows: int) -> int:
+        """Rows of one query tile, for the average of a request."""
+        return query_tile(average_rows, self.pool.head_dim, self.widest_tile)
+
+    def num_splits(self, places: int, max_len: int) -> int:
+        """Parts of the keys, for so many programs without a cut and the longest request."""
+        return max(1, min(2 * self.num_sms // places, -(-max_len // (2 * TILE_KV))))
+
     def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> AttentionPlan:
         """Cut the queries into tiles and send the list to the device in one copy."""
         rows = meta.extend_lens * self.group
-        tile_q = query_tile(int(rows.sum()) // len(rows), self.pool.head_dim, self.widest_tile)
+        tile_q = self.query_rows(int(rows.sum()) // len(rows))
         tiles = (rows + tile_q - 1) // tile_q  # of each request
         args = KernelArgs(
             *self.ring.upload(
@@ -92,7 +100,7 @@ class TritonBackend:
 
     def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> AttentionPlan:
         """Decode over the caller's buffers; everything else is the same for all batches."""
-        tile_q = query_tile(self.group, self.pool.head_dim, self.widest_tile)
+        tile_q = self.query_rows(self.group)
         count = -(-self.group // tile_q)  # tiles of a request
         numbers = torch.arange(batch_size + 1, dtype=torch.int32, device=self.device)
         args = KernelArgs(
@@ -121,8 +129,7 @@ class TritonPlan(AttentionPlan):
         self.group, self.head_dim = backend.group, self.pool.head_dim
         self.dim = max(16, 1 << (self.head_dim - 1).bit_length())  # tl.dot wants 16 at least
         places = len(args.request) * self.pool.num_kv_heads
-        parts_of_longest = -(-max_len // (2 * TILE_KV))
-        self.splits = max(1, min(2 * backend.num_sms // places, parts_of_longest))
+        self.splits = backend.num_splits(places, max_len)
         rows = places * self.splits * tile_q if self.splits > 1 else 1
         self.parts = torch.empty(rows, self.dim, dtype=torch.float32, device=out_loc.device)
         self.lse = torch.empty(rows, dtype=torch.float32, device=out_loc.device)

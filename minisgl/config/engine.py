@@ -54,6 +54,7 @@ class EngineConfig(Validated):
     seconds, `*_bs` are batch sizes in requests, `max_seq_len_override` is in tokens. With
     `memory_trial_tokens` above 0 a trial prefill of so many tokens says what a step needs besides.
     `kernels` "torch" keeps to plain PyTorch, "triton" takes fused kernels where they fit.
+    `deterministic`: a request gets the same bits in every batch, see chapter 05f.
     """
 
     model_path: PathText | None = None
@@ -72,6 +73,8 @@ class EngineConfig(Validated):
     max_seq_len_override: Annotated[Count, Field(ge=2)] | None = None
     num_page_override: Positive | None = None
     kernels: Literal["auto", "torch", "triton"] = "auto"
+    num_speculative_tokens: Annotated[Count, Field(le=31)] = 0
+    deterministic: bool = False
     seed: Annotated[Count, Field(le=MAX_SEED)] = 0
 
 
@@ -141,11 +144,18 @@ def choose_dtype(dtype: str, device: str, model: ModelConfig) -> str:
     return "bfloat16" if model.dtype == "float32" else model.dtype
 
 
-def choose_backend(backend: str, device: str, dtype: str, head_dim: int) -> str:
+def choose_backend(
+    backend: str, device: str, dtype: str, head_dim: int, deterministic: bool = False
+) -> str:
     """The attention backend that "auto" means on a device; ValueError if a named one cannot run.
 
     On a GPU it is FlashInfer for prefill and our fused kernel for decode, where both can be had.
     """
+    if deterministic:  # one backend for prefill and decode
+        only = "torch" if device == "cpu" else "triton"
+        if backend not in ("auto", only):
+            raise refuse("attention_backend", f"{only} for deterministic on {device}", backend)
+        return only
     if device == "cpu":
         if {"fi", "fused"} & set(backend.split(",")):
             raise refuse("attention_backend", "torch or triton on device cpu", backend)
@@ -174,12 +184,14 @@ def resolve(config: C, model: ModelConfig) -> C:
         "device": device,
         "dtype": dtype,
         "attention_backend": choose_backend(
-            config.attention_backend, device, dtype, model.head_dim
+            config.attention_backend, device, dtype, model.head_dim, config.deterministic
         ),
         "page_size": config.page_size or 16,
     }
     if config.kernels == "auto":
-        settled["kernels"] = "torch" if on_cpu else "triton"
+        settled["kernels"] = "torch" if on_cpu or config.deterministic else "triton"
+    elif config.deterministic and config.kernels == "triton":
+        raise refuse("kernels", "auto or torch for deterministic", config.kernels)
     if isinstance(config, SchedulerConfig):
         settled["max_extend_tokens"] = config.max_extend_tokens or (1024 if on_cpu else 8192)
         settled["overlap"] = not on_cpu if config.overlap is None else config.overlap

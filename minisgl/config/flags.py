@@ -60,8 +60,11 @@ ENGINE_FLAGS = (
     Flag("--reserve-tokens", "reserve_tokens",
          "tokens of an answer whose pages are promised ahead; all: the longest possible one",
          {"type": count_or_all}),
+    Flag("--num-speculative-tokens", "num_speculative_tokens",
+         "tokens that n-gram look-up may guess per request and step; 0: none"),
     Flag("--cuda-graph-max-bs", "cuda_graph_max_bs",
          "largest captured batch; 0: none (default: 256)"),
+    Flag("--deterministic", "deterministic", "same bits in every batch", {"action": "store_true"}),
     Flag("--disable-overlap", "overlap", "schedule and compute in turns",
          {"action": "store_const", "const": False}),
 )  # fmt: skip

@@ -8,9 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 LLAMA_3_1_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "eos_token_id": 128001,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "eos_token_id": 128001,
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "max_position_embeddings": 131072,
@@ -28,24 +26,15 @@ LLAMA_3_1_8B: dict[str, Any] = {
     "rope_theta": 500000.0,
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
-}
+}  # fmt: skip
 
 QWEN3_8B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 40960,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 151936,
-}
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "eos_token_id": 151645,
+    "head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288,
+    "max_position_embeddings": 40960, "num_attention_heads": 32, "num_hidden_layers": 36,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_theta": 1000000,
+    "torch_dtype": "bfloat16", "vocab_size": 151936,
+}  # fmt: skip
 QWEN2_5_7B: dict[str, Any] = QWEN3_8B | {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584,
     "intermediate_size": 18944, "max_position_embeddings": 32768, "num_attention_heads": 28,

@@ -90,16 +90,15 @@ class Engine:
         self.pool, self.tables = allocate_memory(config, model_config, num_pages)
         self.max_seq_len = max_seq_len(config, model_config)
         self.backend = create_backend(
-            config.attention_backend, pool=self.pool, tables=self.tables,
-            num_qo_heads=model_config.num_qo_heads // config.tp.size,
+            config.attention_backend, deterministic=config.deterministic, pool=self.pool,
+            tables=self.tables, num_qo_heads=model_config.num_qo_heads // config.tp.size,
+            drafts=config.num_speculative_tokens > 0,
         )  # fmt: skip
-        kernel = load_sample_kernel(self.device)
-        vocab_size = model_config.vocab_size
+        kernel, vocab_size = load_sample_kernel(self.device), model_config.vocab_size
         processors = LogitsProcessors(vocab_size, self.tables.token_pool)
         self.sampler = Sampler(vocab_size, self.device, config.seed, kernel, processors)
         self.forward_pass = choose_forward(config, model)
-        self.ring = StagingRing(self.device)
-        self.dummy_req = dummy_request(self.tables.dummy_row)
+        self.ring, self.dummy_req = StagingRing(self.device), dummy_request(self.tables.dummy_row)
         self.graph: GraphRunner | None = None
         self.deferral: Deferral | None = None  # for grammars, from chapter 09a on
         self.scorer: Callable[[ForwardInput, ForwardBatch], Tensor] | None = None  # 08a
@@ -181,7 +180,8 @@ class Engine:
                 given = f"got {config.cuda_graph_bs} on {config.device!r}"
                 raise ValueError(f"cuda_graph_bs: CUDA graphs need a GPU, {given}")
             return
-        sizes = choose_sizes(config.cuda_graph_bs, config.cuda_graph_max_bs, config.max_running_req)
+        most = max(config.max_running_req, 1 + config.num_speculative_tokens)
+        sizes = choose_sizes(config.cuda_graph_bs, config.cuda_graph_max_bs, most)
         if not sizes:
             return
         graph = GraphRunner(
@@ -226,7 +226,7 @@ def load_model(
 ) -> nn.Module:
     """The model with its weights on the device: shapes first, values afterwards."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    model = build_model(model_config, comm, dtype=dtype, device="meta")
+    model = build_model(model_config, comm, dtype=dtype, deterministic=config.deterministic)
     if config.use_dummy_weight:
         load_dummy_weights(model, device=device, dtype=dtype, seed=config.seed)
     else:

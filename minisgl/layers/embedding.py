@@ -48,12 +48,13 @@ class LMHead(VocabParallelEmbedding):
         tied: VocabParallelEmbedding | None = None,
     ) -> None:
         super().__init__(vocab_size, hidden, ctx)
+        self.linear = ctx.linear
         self.tied = tied is not None
         if tied is not None:
             self.weight = tied.weight
 
     def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        if out is not None and self.comm.size == 1:
+        if out is not None and self.comm.size == 1 and self.linear is F.linear:
             return torch.mm(x, self.weight.T, out=out)
-        logits = self.comm.all_gather(F.linear(x, self.weight))
+        logits = self.comm.all_gather(self.linear(x, self.weight))
         return logits[:, : self.vocab_size]  # without the padding

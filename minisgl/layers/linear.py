@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from minisgl.parallel.comm import Comm, ParallelContext
@@ -55,9 +54,10 @@ class MergedColumnParallelLinear(nn.Module):
         rows = sum(shard.size for shard in shards)
         self.weight = ctx.parameter(rows, in_features)
         self.bias = ctx.parameter(rows) if bias else None
+        self.linear = ctx.linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.linear(x, self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -65,9 +65,10 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, ctx: ParallelContext) -> None:
         super().__init__()
-        self.comm, self.full_shape = ctx.comm, (out_features, in_features)
+        self.comm, self.linear = ctx.comm, ctx.linear
+        self.full_shape = (out_features, in_features)
         self.shard = even_shard("in_features", in_features, ctx.comm)
         self.weight = ctx.parameter(out_features, self.shard.size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.comm.all_reduce(F.linear(x, self.weight))
+        return self.comm.all_reduce(self.linear(x, self.weight))

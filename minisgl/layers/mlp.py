@@ -6,7 +6,6 @@ Generated from notebooks/05_model.ipynb: edit there.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from minisgl.layers.linear import MergedColumnParallelLinear, RowParallelLinear, even_shard
@@ -21,7 +20,8 @@ class GatedMLP(nn.Module):
         shards = [even_shard(name, intermediate, ctx.comm) for name in ("gate_proj", "up_proj")]
         self.gate_up_proj = MergedColumnParallelLinear(hidden, shards, ctx)
         self.down_proj = RowParallelLinear(intermediate, hidden, ctx)
+        self.silu = ctx.silu
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate).mul_(up))
+        return self.down_proj(self.silu(gate).mul_(up))

@@ -19,14 +19,24 @@ MODELS: dict[str, str] = dict.fromkeys(DENSE, "minisgl.models.base:CausalLM")
 
 
 def build_model(
-    config: ModelConfig, comm: Comm, *, dtype: torch.dtype, device: torch.device | str = "meta"
+    config: ModelConfig,
+    comm: Comm,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "meta",
+    deterministic: bool = False,
 ) -> nn.Module:
-    """The model of `config.architecture`, without values; ValueError for an unknown name."""
+    """The model of `config.architecture`, without values; ValueError for an unknown name.
+
+    deterministic: what it computes for a token does not depend on the rest of the batch.
+    """
     if config.architecture not in MODELS:
         known = ", ".join(sorted(MODELS))
         raise ValueError(f"architecture: {config.architecture!r} is unknown; known are {known}")
     module, _, name = MODELS[config.architecture].partition(":")
     build = getattr(importlib.import_module(module), name)
     ctx = ParallelContext(comm, dtype, device)
+    if deterministic:  # by functions of chapter 05f
+        ctx = importlib.import_module("minisgl.layers.invariant").make_invariant(ctx)
     model: nn.Module = build(config, ctx, scaled_frequencies)
     return model.eval()

@@ -5,11 +5,12 @@ Generated from notebooks/05_model.ipynb: edit there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -61,11 +62,13 @@ class SingleRank:
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """The ranks, dtype and device of a model under construction."""
+    """The ranks, dtype and device of a model under construction, and what its layers compute by."""
 
     comm: Comm
     dtype: torch.dtype
     device: torch.device | str = "meta"
+    linear: Callable[..., torch.Tensor] = F.linear
+    silu: Callable[[torch.Tensor], torch.Tensor] = F.silu
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """A parameter without values or gradient; on the `meta` device it takes no memory."""

@@ -23,6 +23,7 @@ from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue, mixed_prefill_threshold
 from minisgl.scheduler.retraction import make_room
 from minisgl.scheduler.scheduler import Scheduler
+from minisgl.scheduler.speculative import scheduler_class
 from minisgl.scheduler.validation import Limits
 
 
@@ -69,7 +70,7 @@ def build_scheduler(
     settled = engine.config
     assert isinstance(settled, SchedulerConfig)
     prefill = build_prefill(settled, cache)
-    scheduler = Scheduler(
+    scheduler = scheduler_class(settled, engine)(
         engine,
         cache,
         prefill,

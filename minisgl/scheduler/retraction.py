@@ -19,8 +19,8 @@ def make_room(scheduler: Scheduler) -> None:
         chunked = scheduler.prefill.chunked_req
         if chunked is not None:  # the rest of a half-done prompt, and nothing of its answer
             available -= pages_to_come(chunked, size, 0)
-        fits = len(running) <= available  # one page each is the most that they can need
-        if fits or sum(req.cached_len % size == 0 for req in running.values()) <= available:
+        short = (cache.allocated_len[req] < req.device_len for req in running.values())
+        if len(running) <= available or sum(short) <= available:  # one page each at the most
             return
         if scheduler.in_flight is not None:  # a request may have ended in it: look first
             scheduler.finish_in_flight()

@@ -8,6 +8,7 @@ import pytest
 
 from minisgl.config.paths import resolve_model_path
 from tests.serving import Live
+from tests.test_tools import HERMES_TEMPLATE, save_model
 
 ASK, ANSWER = "What is 12 + 30?", "12 + 30 = 42"
 PERSON = {
@@ -24,5 +25,14 @@ PERSON = {
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
     with Live(resolve_model_path(None), num_page_override=1024, served_model_name="tiny") as live:
+        yield f"{live.url}/v1"
+        live.assert_pages_home()
+
+
+@pytest.fixture(scope="session")
+def tools_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A random model whose template knows tools: it calls because it must."""
+    folder = save_model(tmp_path_factory.mktemp("tools"), HERMES_TEMPLATE)
+    with Live(folder, num_page_override=4096, served_model_name="tiny") as live:
         yield f"{live.url}/v1"
         live.assert_pages_home()

@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateObject, generateText, streamObject, streamText } from "ai";
+import { generateObject, generateText, streamObject, streamText, tool } from "ai";
 import OpenAI from "openai";
 import { z } from "zod";
 
@@ -44,4 +44,16 @@ async function aiSdk() {
   }
 }
 
-await { openai, aiSdk }[which]();
+async function aiSdkTools() {
+  const provider = createOpenAI({ baseURL: url, apiKey: "x" });
+  const tools = { person: tool({ description: "tells of a person", inputSchema: person }) };
+  const call = { prompt: ask, maxRetries: 0, tools, toolChoice: { type: "tool", toolName: "person" } };
+  for (const model of [provider.chat("tiny"), provider("tiny")]) {
+    const { toolCalls } = await generateText({ ...call, model });
+    assert.ok(toolCalls[0].toolName === "person" && toolCalls[0].input.age <= 99);
+    const streamed = await streamText({ ...call, model }).toolCalls;
+    assert.ok(streamed[0].input.age <= 99);
+  }
+}
+
+await { openai, aiSdk, aiSdkTools }[which]();

@@ -49,3 +49,19 @@ def test_responses(url: str) -> None:
     model = chat(url, use_responses_api=True)
     assert model.invoke(ASK).text == ANSWER
     assert "".join(chunk.text for chunk in model.stream(ASK)) == ANSWER
+
+
+def test_tools(tools_url: str) -> None:
+    tool = {"name": "person", "description": "tells of a person", "parameters": PERSON}
+    function = {"type": "function", "function": tool}
+    model = chat(tools_url, max_tokens=None).bind_tools([function], tool_choice="person")
+    (call,) = model.invoke(ASK).tool_calls
+    assert call["name"] == "person" and set(call["args"]) == {"name", "age"}
+    whole = None
+    for chunk in model.stream(ASK):
+        whole = chunk if whole is None else whole + chunk
+    assert whole is not None and set(whole.tool_calls[0]["args"]) == {"name", "age"}
+    schema = {**PERSON, "title": "person", "description": "a person"}
+    called = chat(tools_url, max_tokens=None)
+    called = called.with_structured_output(schema, method="function_calling")
+    assert set(called.invoke(ASK)) == {"name", "age"}

@@ -35,3 +35,17 @@ def test_a_long_prompt_has_its_error(url: str, litellm: Any) -> None:
     long = [{"role": "user", "content": "and " * 5000}]
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(model="openai/tiny", api_base=url, api_key="x", messages=long)
+
+
+def test_tools(tools_url: str, litellm: Any) -> None:
+    function = {"name": "person", "description": "tells of a person", "parameters": PERSON}
+    ask: Any = {
+        "model": "openai/tiny", "api_base": tools_url, "api_key": "x", "messages": MESSAGES,
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": {"type": "function", "function": {"name": "person"}},
+    }  # fmt: skip
+    (call,) = litellm.completion(**ask).choices[0].message.tool_calls
+    assert set(json.loads(call.function.arguments)) == {"name", "age"}
+    chunks = list(litellm.completion(**ask, stream=True))
+    (call,) = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
+    assert set(json.loads(call.function.arguments)) == {"name", "age"}

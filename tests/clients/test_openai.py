@@ -95,3 +95,37 @@ def test_echo(client: Any) -> None:
         model="tiny", prompt=ASK, echo=True, logprobs=1, max_tokens=0
     ).choices[0]
     assert scored.text == ASK and scored.logprobs.token_logprobs[0] is None
+
+
+FUNCTION: Any = {"name": "person", "description": "tells of a person", "parameters": PERSON}
+CALL: Any = {
+    "model": "tiny",
+    "messages": MESSAGES,
+    "tools": [{"type": "function", "function": FUNCTION}],
+    "tool_choice": {"type": "function", "function": {"name": "person"}},
+}
+
+
+def test_tools(tools_url: str) -> None:
+    client = openai.OpenAI(base_url=tools_url, api_key="x", max_retries=0)
+    choice = client.chat.completions.create(**CALL).choices[0]
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "person"
+    assert set(json.loads(call.function.arguments)) == {"name", "age"}
+    text = ""
+    for chunk in client.chat.completions.create(**CALL, stream=True):
+        for choice in chunk.choices:
+            text += "".join(c.function.arguments or "" for c in choice.delta.tool_calls or [])
+    assert set(json.loads(text)) == {"name", "age"}
+
+
+def test_tools_of_responses(tools_url: str) -> None:
+    client = openai.OpenAI(base_url=tools_url, api_key="x", max_retries=0)
+    if not hasattr(client, "responses"):
+        pytest.skip("this version knows no Responses API")
+    tool: Any = {"type": "function", "strict": True, **FUNCTION}
+    answer = client.responses.create(
+        model="tiny", input=ASK, tools=[tool], tool_choice="required", parallel_tool_calls=False
+    )
+    (call,) = [item for item in answer.output if item.type == "function_call"]
+    assert call.name == "person" and set(json.loads(call.arguments)) == {"name", "age"}

@@ -42,3 +42,9 @@ def test_text(url: str, kind: str) -> None:
 def test_structured_output(url: str) -> None:
     asked = agent(url, output_type=pydantic_ai.NativeOutput(Person))
     assert 0 <= asyncio.run(asked.run(ASK)).output.age <= 99
+
+
+def test_structured_output_by_a_tool(tools_url: str) -> None:
+    asked = agent(tools_url, output_type=pydantic_ai.ToolOutput(Person))
+    asked.model_settings["max_tokens"] = 400
+    assert 0 <= asyncio.run(asked.run(ASK)).output.age <= 99

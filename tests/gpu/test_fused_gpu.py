@@ -12,10 +12,19 @@ pytestmark = [
 ]
 pytest.importorskip("triton")
 
+from minisgl.attention.fused_backend import StoreFirstBackend
 from minisgl.kernels import linear as kernels
 from minisgl.kernels.embedding import embed
 from minisgl.kernels.norm import add_norm
-from tests.fused_cases import check_decode, check_model, check_rotate, close, small_model
+from tests.fused_cases import (
+    check_decode,
+    check_drafts,
+    check_drafts_of_model,
+    check_model,
+    check_rotate,
+    close,
+    small_model,
+)
 
 BF16 = torch.bfloat16
 WEIGHTS = [(1024, 1024), (1024, 3072), (6144, 1024), (4096, 4096), (2560, 9728), (5120, 5120)]
@@ -117,3 +126,17 @@ def test_model(arch: str, dtype: torch.dtype) -> None:
     check_model(model, [5, 1, 300], None)
     check_model(model, [9] * 70, None)
     check_model(model, [60, 3, 200], [60, 1, 80])
+
+
+@pytest.mark.parametrize("kv, dim", [(1, 64), (4, 128), (8, 128)])
+def test_rows_of_one_request_see_each_other(kv: int, dim: int) -> None:
+    """Many times: a race would lose now and then."""
+    for seed in range(50):
+        check_drafts(
+            StoreFirstBackend, qo=4 * kv, kv=kv, dim=dim, device="cuda", dtype=BF16, seed=seed
+        )
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "llama"])
+def test_the_fused_model_verifies_drafts(arch: str) -> None:
+    check_drafts_of_model(small_model(arch, "cuda", BF16))

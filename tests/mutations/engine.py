@@ -155,15 +155,15 @@ MUTATIONS = [
     Mutation(
         "engine_pads_with_a_real_row",
         ENGINE,
-        "self.dummy_req = dummy_request(self.tables.dummy_row)",
-        "self.dummy_req = dummy_request(0)",
+        "dummy_request(self.tables.dummy_row)",
+        "dummy_request(0)",
         TESTS + "test_only_real_rows_are_sampled",
     ),
     Mutation(
         "engine_samples_the_padding",
         ENGINE,
-        "self.draw(fi, self.forward_pass(fb)[: len(fi.sampled)], scatter)",
-        "self.draw(fi, self.forward_pass(fb), scatter)",
+        "self.draw(fi, logits[: len(fi.sampled)], scatter)",
+        "self.draw(fi, logits, scatter)",
         TESTS + "test_only_real_rows_are_sampled",
     ),
     Mutation(

@@ -117,8 +117,8 @@ MUTATIONS = [
     Mutation(
         "mlp: the gate is applied to itself",
         "minisgl.layers.mlp",
-        "F.silu(gate).mul_(up)",
-        "F.silu(gate).mul_(gate)",
+        "self.silu(gate).mul_(up)",
+        "self.silu(gate).mul_(gate)",
         PLAIN + "[mistral]",
     ),
     Mutation(

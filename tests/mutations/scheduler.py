@@ -24,8 +24,8 @@ MUTATIONS = [
     Mutation(
         "retract_nobody",
         RETRACTION,
-        "if fits or sum(",
-        "if True or sum(",
+        "if len(running) <= available",
+        "if True",
         TESTS + "test_the_youngest_is_taken_back_and_goes_on",
     ),
     Mutation(
@@ -52,9 +52,9 @@ MUTATIONS = [
     Mutation(
         "retract_counts_too_few_pages",
         RETRACTION,
-        "req.cached_len % size == 0 for",
-        "req.cached_len % size == 1 for",
-        TESTS + "TestEvents",
+        "cache.allocated_len[req] < req.device_len",
+        "cache.allocated_len[req] + 1 < req.device_len",
+        TESTS + "test_the_youngest_is_taken_back_and_goes_on",
     ),
     Mutation(
         "retract_to_the_end_of_the_queue",
@@ -355,7 +355,7 @@ MUTATIONS = [
     Mutation(
         "prefill_computes_a_common_beginning_many_times",
         PREFILL,
-        "return long_enough and",
+        "return rest >= self.min_shared > 0 and",
         "return False and",
         TESTS + "test_a_beginning_that_is_being_computed_is_waited_for",
     ),

@@ -9,6 +9,20 @@ OPERATIONS = "tests/test_server_operations.py::"
 
 MUTATIONS = [
     Mutation(
+        name="scores: a scored prompt takes what is cached",
+        module="minisgl.scheduler.prefill",
+        old="req.input_ids[:1] if req.scores_prompt else req.input_ids",
+        new="req.input_ids",
+        test="tests/test_llm.py::test_prompt_logprobs_are_those_of_transformers",
+    ),
+    Mutation(
+        name="scores: no token beyond the chunk is looked at",
+        module="minisgl.engine.prompt_logprobs",
+        old="min(req.device_len + 1, req.prompt_len)",
+        new="min(req.device_len, req.prompt_len)",
+        test="tests/test_llm.py::test_prompt_logprobs_are_those_of_transformers",
+    ),
+    Mutation(
         name="server: a text passes for a number",
         module="minisgl.server.http.schemas",
         old='class GenerationRequest(BaseModel, extra="allow", strict=True):',
@@ -186,8 +200,8 @@ MUTATIONS = [
     Mutation(
         name="server: a field that would change the answer is ignored",
         module="minisgl.server.http.fields",
-        old=" documents echo ",
-        new=" documents ",
+        old="stop_regex use_beam_search",
+        new="use_beam_search",
         test=API + "test_what_is_too_much_or_unknown_is_named",
     ),
     Mutation(
@@ -206,9 +220,9 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: half a character reaches the queues",
-        module="minisgl.server.http.schemas",
-        old='raise ValueError(f"unpaired surrogate at character {error.start}") from None',
-        new="pass",
+        module="minisgl.server.http.tools",
+        old='AfterValidator(partial(check_unicode, "text"))',
+        new="AfterValidator(str)",
         test=TEST + "test_half_a_character_is_no_text",
     ),
     Mutation(

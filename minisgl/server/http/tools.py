@@ -198,16 +198,18 @@ def tool_rules(
     """The rules of one request. Raises `ValueError` that begins with the field at fault."""
     if not tools and choice not in (None, "none", "auto"):
         raise ValueError("tool_choice: needs tools, and none are given")
-    if not tools or choice == "none":
+    if not tools:
         return ToolRules()
-    if can.calls is None:
-        raise ValueError(f"tools: {can.refusal}")
     try:
         size = len(encode([tool.model_dump() for tool in tools]))
     except (ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"tools: no message can hold them ({error})") from None
     if size > MAX_TOOL_BYTES:
         raise ValueError(f"tools: at most {MAX_TOOL_BYTES} bytes in all, got {size}")
+    if choice == "none":
+        return ToolRules()
+    if can.calls is None:
+        raise ValueError(f"tools: {can.refusal}")
     names = [tool.function.name for tool in tools]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"tools: more than one function is called {min(twice)!r}")

@@ -30,6 +30,8 @@ COUNTS = {
     "steps": "steps of the scheduler",
     "graph_replays": "steps that replayed a CUDA graph",
     "retractions": "requests that gave their pages back and ran again",
+    "spec_decode_num_draft_tokens": "tokens that speculation guessed",
+    "spec_decode_num_accepted_tokens": "guesses that were right",
 }
 
 
@@ -99,7 +101,7 @@ class Metrics(Observer):
             for name, gauge in self._gauges.items():
                 gauge.set(getattr(msg, name))
             for name, counter in self._counts.items():
-                counter.inc(getattr(msg, name) - getattr(self._before, name))
+                counter.inc(msg.counts.get(name, 0) - self._before.counts.get(name, 0))
             self._before = msg
 
     def refused(self, status: int) -> None:

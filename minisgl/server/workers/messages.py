@@ -58,9 +58,7 @@ class StatsMsg(msgspec.Struct, tag=True, kw_only=True):
     free_pages: int = 0
     cached_pages: int = 0  # only in the prefix cache: evictable
     used_pages: int = 0  # held by requests
-    steps: int = 0
-    graph_replays: int = 0
-    retractions: int = 0
+    counts: dict[str, int] = {}  # by name
 
 
 Span = tuple[str, float, float, int, int, str]  # name, start s, end s, step, requests, phase

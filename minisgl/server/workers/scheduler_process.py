@@ -76,13 +76,13 @@ def stats_of(scheduler: Scheduler) -> StatsMsg:
     """Requests and pages of a scheduler, between two of its turns."""
     cache, engine = scheduler.cache, scheduler.engine
     running = sum(req.table_idx >= 0 for req in scheduler.reqs.values())
-    free = cache.allocator.free_pages
-    cached = cache.prefix_cache.evictable_tokens // engine.page_size
+    free, kept = cache.allocator.free_pages, cache.prefix_cache.evictable_tokens // cache.page_size
+    counts = {"steps": scheduler.step_count, "retractions": scheduler.retractions}
+    counts["graph_replays"] = getattr(engine.graph, "replays", 0)
+    counts |= getattr(scheduler, "draft_counts", {})  # where it speculates
     return StatsMsg(
         running=running, waiting=len(scheduler.reqs) - running, free_pages=free,
-        cached_pages=cached, used_pages=engine.num_pages - free - cached,
-        steps=scheduler.step_count, graph_replays=getattr(engine.graph, "replays", 0),
-        retractions=scheduler.retractions,
+        cached_pages=kept, used_pages=engine.num_pages - free - kept, counts=counts,
     )  # fmt: skip
 
 

@@ -1,0 +1,22 @@
+"""The Triton backend with every choice made once, not for each batch.
+
+Generated from notebooks/05f_batch_invariance.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from minisgl.attention.triton_backend import TritonBackend
+
+QUERY_ROWS = 64
+
+
+class InvariantTritonBackend(TritonBackend):
+    """Prefill and decode by one shape of tile, with keys in one part."""
+
+    def query_rows(self, average_rows: int) -> int:
+        """Rows of one query tile."""
+        return QUERY_ROWS
+
+    def num_splits(self, places: int, max_len: int) -> int:
+        """One part: its keys are folded in one after the other."""
+        return 1

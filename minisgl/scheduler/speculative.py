@@ -1,0 +1,235 @@
+"""Speculative decoding: guess tokens, check the guesses in one step, keep what is right.
+
+Generated from notebooks/09b_speculative.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from minisgl.config.engine import EngineConfig
+from minisgl.core import Batch, IntArray, Phase, Req
+from minisgl.engine.engine import Engine
+from minisgl.engine.step import SampledTokens
+from minisgl.scheduler.decode import pages_to_come
+from minisgl.scheduler.scheduler import Launched, Scheduler
+
+WINDOW = 8192  # tokens of a text that are searched
+SHORTEST, LONGEST = 2, 8  # tokens that have to match
+
+
+def lookup(ids: IntArray, at_least: int, most: int) -> IntArray:
+    """What followed the last tokens of ids [n] where they stood before: int32, `most` or none.
+
+    `at_least` tokens have to match. The longest match up to `LONGEST` counts, of several the last.
+    A match that overlaps the end goes on in its own period.
+    """
+    ids = ids[-WINDOW:]
+    ends, length = np.flatnonzero(ids[:-1] == ids[-1]), 1
+    while length < LONGEST and len(ends):
+        longer = ends[ends >= length]
+        longer = longer[ids[longer - length] == ids[-1 - length]]
+        if len(longer) == 0:
+            break
+        ends, length = longer, length + 1
+    if len(ends) == 0 or length < at_least:
+        return ids[:0]
+    return np.resize(ids[ends[-1] + 1 :], most)
+
+
+class Proposer(Protocol):
+    """Guesses how texts go on, and hears what became of its guesses."""
+
+    def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[IntArray]:
+        """Up to `limit` tokens that may follow the `input_ids` of each; changes nothing."""
+        ...
+
+    def learn(self, req: Req, drafted: int, accepted: int) -> None:
+        """So many of its last drafts were right."""
+        ...
+
+    def forget(self, req: Req) -> None:
+        """A request is over, whether it was ever proposed for or not."""
+        ...
+
+
+class NGramProposer:
+    """Guesses that a text goes on as it did before; each miss raises the match that it wants."""
+
+    def __init__(self) -> None:
+        self.misses: dict[Req, int] = {}  # steps in a row of which no draft was right
+
+    def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[IntArray]:
+        """By `lookup` in prompt and answer."""
+        return [lookup(req.input_ids, min(SHORTEST + self.misses.get(req, 0), LONGEST), most)
+                for req, most in zip(reqs, limits)]  # fmt: skip
+
+    def learn(self, req: Req, drafted: int, accepted: int) -> None:
+        """Start anew after a hit."""
+        self.misses[req] = 0 if accepted else self.misses.get(req, 0) + 1
+
+    def forget(self, req: Req) -> None:
+        self.misses.pop(req, None)
+
+
+@dataclass(eq=False)
+class VerifyBatch(Batch):
+    """A decode step in which a request stands once more for each of its drafts."""
+
+    drafts: dict[Req, IntArray] = field(default_factory=dict)  # of all its requests; some are empty
+
+
+def draft_row(req: Req, ahead: int) -> Req:
+    """The request as it will be if its first `ahead` drafts are right."""
+    row = copy(req)
+    row.cached_len, row.device_len = req.cached_len + ahead, req.device_len + ahead
+    return row
+
+
+def verify_batch(drafts: dict[Req, IntArray]) -> VerifyBatch:
+    """Each request itself, and a row for each of its drafts."""
+    rows = [draft_row(req, ahead) if ahead else req
+            for req, tokens in drafts.items() for ahead in range(1 + len(tokens))]  # fmt: skip
+    return VerifyBatch(rows, Phase.DECODE, drafts=drafts)
+
+
+def count_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
+    """Drafts up to the first that was not drawn in its place; `drawn` has one token more."""
+    for count, (draft, token) in enumerate(zip(drafts, drawn)):
+        if draft != token:
+            return count
+    return len(drafts)
+
+
+MAX_ROWS = 32  # of a step with drafts: with more, a draft costs what it may save
+
+
+@dataclass(eq=False)
+class SpeculativeScheduler(Scheduler):
+    """A scheduler that guesses tokens, and checks them in the step that draws the next one."""
+
+    proposer: Proposer = field(default_factory=NGramProposer)
+    num_speculative_tokens: int = 7  # drafts of one request, at most
+    max_rows: int = MAX_ROWS
+    drafted: int = 0  # tokens since the start
+    accepted: int = 0  # of these
+
+    @property
+    def draft_counts(self) -> dict[str, int]:
+        """Drafts and those that were right, by their names in `/metrics`."""
+        counts = {"draft": self.drafted, "accepted": self.accepted}
+        return {f"spec_decode_num_{name}_tokens": count for name, count in counts.items()}
+
+    def draft(self, batch: Batch | None) -> dict[Req, IntArray]:
+        """Drafts for each request of a decode step; nothing where none has any."""
+        if batch is None:
+            return {}
+        most = min(self.num_speculative_tokens, self.max_rows // batch.size - 1)
+        room = {req: min(most, req.max_device_len - 1 - req.device_len)
+                for req in batch.reqs if req.matcher is None}  # fmt: skip
+        reqs = [req for req, tokens in room.items() if tokens > 0]
+        found = self.proposer.propose(reqs, [room[req] for req in reqs])
+        drafts = dict.fromkeys(batch.reqs, NO_TOKENS) | dict(zip(reqs, found))
+        return drafts if any(map(len, found)) and self.fits(drafts) else {}
+
+    def fits(self, drafts: dict[Req, IntArray]) -> bool:
+        """True if there are pages for all of them: no request is retracted for a guess."""
+        cache, size, chunked = self.cache, self.cache.page_size, self.prefill.chunked_req
+        short = [req.device_len + len(tokens) - cache.allocated_len[req]
+                 for req, tokens in drafts.items()]  # fmt: skip
+        needed = 0 if chunked is None else pages_to_come(chunked, size, 0)
+        needed += sum(-(-max(0, tokens) // size) for tokens in short)
+        return needed <= cache.available_tokens // size
+
+    def decode_step(self) -> Batch | None:
+        """The next token of each running request, and drafts behind it where there are any."""
+        if self.in_flight is not None and isinstance(self.in_flight.inputs.batch, VerifyBatch):
+            self.finish_in_flight()  # until then nobody knows where its requests stand
+        batch = Scheduler.decode_step(self)
+        drafts = self.draft(batch)
+        if drafts and self.in_flight is not None:  # a look ahead: the last token is not in yet
+            self.finish_in_flight()
+            batch = self.decode.schedule()
+            drafts = self.draft(batch)
+        return verify_batch(drafts) if drafts else batch
+
+    def launch(self, batch: Batch) -> Launched:
+        """Start a step; with drafts, requests move on by the token that each gets in any case."""
+        if not isinstance(batch, VerifyBatch):
+            return Scheduler.launch(self, batch)
+        reqs = list(batch.drafts)
+        for req, tokens in batch.drafts.items():
+            self.engine.tables.write_tokens(req.table_idx, req.device_len, tokens)
+            req.schedule(req.device_len + len(tokens))
+        self.cache.allocate_paged(reqs)
+        for req, tokens in batch.drafts.items():
+            req.schedule(req.device_len - len(tokens))
+        inputs = self.engine.prepare(batch)
+        output = self.engine.step(inputs)
+        self.prefill.waiting.charge(Batch(reqs, Phase.DECODE))
+        for req in reqs:
+            req.advance()
+        self.decode.update(reqs)
+        self.step_count += 1
+        return Launched(self.step_count - 1, inputs, output)
+
+    def process(self, launched: Launched, tokens: SampledTokens) -> None:
+        """Hand out the drafts that were drawn in their place, and the token behind them."""
+        if isinstance(launched.inputs.batch, VerifyBatch):
+            launched, tokens = self.accept(launched, tokens)
+        Scheduler.process(self, launched, tokens)
+
+    def accept(self, launched: Launched, tokens: SampledTokens) -> tuple[Launched, SampledTokens]:
+        """The step as if only its right rows had been computed; moves their requests on."""
+        fi, batch = launched.inputs, launched.inputs.batch
+        assert isinstance(batch, VerifyBatch)
+        rows: dict[int, list[int]] = {req.uid: [] for req in batch.drafts}
+        for row in np.argsort(fi.write_positions).tolist():  # the engine may have sorted them
+            rows[fi.sampled[row].uid].append(row)
+        owners: list[Req] = []
+        kept: list[int] = []
+        for req, drafts in batch.drafts.items():
+            if self.reqs.get(req.uid) is req:  # else aborted while the step was in flight
+                drawn = [tokens.ids[row] for row in rows[req.uid]]
+                count = count_accepted(drafts.tolist(), drawn)
+                self.move_on(req, len(drafts), count)
+                owners += [req] * (count + 1)
+                kept += rows[req.uid][: count + 1]
+        parts: list[Any] = [tokens.ids, tokens.logprobs, tokens.top_ids, tokens.top_logprobs]
+        picked: list[Any] = [
+            None if part is None else [part[row] for row in kept] for part in parts
+        ]
+        inputs = replace(fi, sampled=tuple(owners))
+        return launched._replace(inputs=inputs), SampledTokens(*picked)
+
+    def move_on(self, req: Req, drafted: int, accepted: int) -> None:
+        """Past its accepted drafts, whose keys and values are in the cache already."""
+        for _ in range(accepted):
+            req.advance()
+        if drafted:
+            self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
+            self.prefill.waiting.charge(Batch([req] * accepted, Phase.DECODE))
+            self.proposer.learn(req, drafted, accepted)
+
+    def release(self, req: Req) -> None:
+        """Forget a request; the proposer does, too."""
+        Scheduler.release(self, req)
+        self.proposer.forget(req)
+
+
+NO_TOKENS = np.empty(0, np.int32)
+
+
+def scheduler_class(config: EngineConfig, engine: Engine) -> Callable[..., Scheduler]:
+    """What makes the scheduler that a config asks for; steps with drafts are recorded ones, too."""
+    most = config.num_speculative_tokens
+    if most == 0:
+        return Scheduler
+    rows = MAX_ROWS if engine.graph is None else min(MAX_ROWS, engine.graph.sizes[-1])
+    return partial(SpeculativeScheduler, num_speculative_tokens=most, max_rows=rows)
