@@ -286,7 +286,7 @@ TASKS: dict[str, Callable[[Random, Phrasing], Turn]] = {
     "copy": copy,
     "story": tell_story,
 }
-WEIGHTS = dict(zip(TASKS, (20, 11, 8, 11, 13, 9, 6, 7, 9, 3, 9, 4)))
+WEIGHTS = dict(zip(TASKS, (19, 10, 10, 10, 14, 8, 6, 9, 11, 7, 8, 4)))
 
 
 def draw(rng: Random, task: str, held_out: bool = False, phrasing: Phrasing = "known") -> Turn:

@@ -118,15 +118,20 @@ def object_schema(fields: dict[str, str], rng: Random) -> dict[str, Any]:
 Facts = dict[str, tuple[str, Any]]  # name of a field: the kind of its value, and the value
 
 
-def make_text(rng: Random) -> tuple[str, Facts]:
-    """A text about a person, a product or an event, and what it says."""
+def first_choice(rng: Random, pattern: str) -> str:
+    """The first alternative: what a field is called where the request does not say."""
+    return pattern.strip("[]").split("|")[0]
+
+
+def make_text(rng: Random, named: Callable[[Random, str], str] = choose) -> tuple[str, Facts]:
+    """A text about a person, a product or an event, and what it says in fields so `named`."""
     name, kind, head, fields = rng.choice(TABLES["texts"]["subjects"]).values()
     value = VALUES[kind](rng)
-    facts: Facts = {choose(rng, name): (kind, value)}
+    facts: Facts = {named(rng, name): (kind, value)}
     clauses = []
     for field in rng.sample(fields, rng.randint(1, min(4, len(fields)))):
         names, field_kind, ways = TABLES["texts"]["fields"][field].values()
-        key, found = choose(rng, names), VALUES[field_kind](rng)
+        key, found = named(rng, names), VALUES[field_kind](rng)
         if key not in facts:
             facts[key] = (field_kind, found)
             clauses.append(rng.choice(ways).replace("{v}", said(found)))
@@ -153,8 +158,8 @@ def keys_text(rng: Random, keys: Sequence[str]) -> str:
 
 def read_text(rng: Random, phrasing: Phrasing = "known") -> Turn:
     """Facts from a text, as a JSON object with the keys that are asked for."""
-    text, facts = make_text(rng)
     form = rng.random() if phrasing == "known" else 0.3
+    text, facts = make_text(rng, first_choice if 0.6 <= form < 0.75 else choose)
     keys = list(facts)
     if form < 0.6:
         keys = rng.sample(keys, rng.randint(1, len(keys)))

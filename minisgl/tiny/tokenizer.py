@@ -25,7 +25,7 @@ SPECIAL = [END, SYSTEM, USER, ASSISTANT, PAD]  # ids 0 to 4
 MARKERS = [CALL, END_CALL, RESPONSE, END_RESPONSE, "<tools>", "</tools>"]  # ids 5 to 10
 END_ID, ASSISTANT_ID, PAD_ID = (SPECIAL.index(token) for token in (END, ASSISTANT, PAD))
 JSON_PIECES = ['{"', '":', '",', '"}', '["', '"]', "}}"]
-VOCAB_SIZE = 2176  # markers, JSON, 256 bytes, nearly 1,900 words; the rest stays unused
+VOCAB_SIZE = 2240  # markers, JSON, 256 bytes, nearly 2,000 words; the rest stays unused
 # A pair of JSON's signs, a run of letters, one digit, one space, or one sign.
 PIECE = r"""\{"|":|",|"\}|\["|"\]|\}\}|\p{L}+|\p{N}|\s|[^\s\p{L}\p{N}]"""
 
