@@ -150,7 +150,7 @@ class SpeculativeScheduler(Scheduler):
     def decode_step(self) -> Batch | None:
         """The next token of each running request, and drafts behind it where there are any."""
         if self.in_flight is not None and isinstance(self.in_flight.inputs.batch, VerifyBatch):
-            self.finish_in_flight()  # until then nobody knows where its requests stand
+            self.finish_in_flight()  # until then it is open where its requests stand
         batch = Scheduler.decode_step(self)
         drafts = self.draft(batch)
         if drafts and self.in_flight is not None:  # a look ahead: the last token is not in yet
