@@ -78,7 +78,7 @@ class Crowd:
 
     def noise(self, count: int) -> list[int]:
         """Random ids; the first five of the vocabulary are marks."""
-        return [self.r.randrange(5, 1792) for _ in range(count)]
+        return [self.r.randrange(5, 2240) for _ in range(count)]
 
     def params(self) -> SamplingParams:
         """Half are greedy, the others have everything that can be set."""
@@ -90,7 +90,7 @@ class Crowd:
             temperature=r.choice([0.3, 1.0, 2.0]), top_k=r.choice([-1, 1, 5, 100]),
             top_p=r.choice([1.0, 0.9, 0.3]), seed=r.choice([None, r.randrange(10**6)]),
             logprobs=r.choice([None, None, None, 0, 3]), ignore_eos=r.random() < 0.3,
-            stop_token_ids=r.sample(range(5, 1792), r.choice([0, 0, 3])), max_tokens=most,
+            stop_token_ids=r.sample(range(5, 2240), r.choice([0, 0, 3])), max_tokens=most,
         )  # fmt: skip
 
     def ask(self) -> Asked:
@@ -101,7 +101,7 @@ class Crowd:
             kind, stem = "noise", r.choice(self.stems)
             ids = stem[: r.randrange(len(stem) + 1)] + self.noise(r.choice([1, 5, 40, 120]))
         if r.random() < 0.01:
-            kind, ids = "wrong", r.choice([[], self.noise(WINDOW), [1792], [-1]])
+            kind, ids = "wrong", r.choice([[], self.noise(WINDOW), [2240], [-1]])
         doomed = r.choice(STATES) if r.random() < 0.2 else None
         return Asked(ids, self.params(), kind, doomed, patience=r.randrange(1, 24))
 
@@ -190,7 +190,7 @@ class Round:
                 continue
             assert asked.kind != "wrong"
             if reply.token is not None:
-                assert 0 <= reply.token < 1792
+                assert 0 <= reply.token < 2240
                 asked.tokens.append(reply.token)
                 self.seen["tokens"] += 1
             if reply.finished:

@@ -252,11 +252,11 @@ KINDS: list[dict[str, Any]] = [
 def crowd(count: int, seed: int = 0) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts that share beginnings of several lengths, and all ways to sample."""
     r = random.Random(seed)
-    stems = [[r.randrange(5, 1792) for _ in range(n)] for n in (16, 70, 150)]
+    stems = [[r.randrange(5, 2240) for _ in range(n)] for n in (16, 70, 150)]
     prompts, params = [], []
     for index in range(count):
         stem = r.choice(stems)
-        body = [r.randrange(5, 1792) for _ in range(r.randrange(1, 120))]
+        body = [r.randrange(5, 2240) for _ in range(r.randrange(1, 120))]
         prompts.append(stem[: r.randrange(len(stem) + 1)] + body)
         how = KINDS[index % len(KINDS)]
         params.append(
@@ -513,7 +513,7 @@ def test_sizes_keep_their_promise(trial_tokens: int) -> None:
         r = random.Random(0)
         length = engine.max_seq_len - 64
         prompts = [
-            [r.randrange(5, 1792) for _ in range(length)] for _ in range(tokens // (length + 64))
+            [r.randrange(5, 2240) for _ in range(length)] for _ in range(tokens // (length + 64))
         ]
         outs = llm.generate(prompts, full)
         assert all(len(out["token_ids"]) == 60 for out in outs)
