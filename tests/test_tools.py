@@ -311,7 +311,7 @@ def test_thoughts_are_split_off(text: str, opened: bool, expected: list[Any]) ->
         chunks = [text[at : at + size] for at in range(0, len(text), size)] or [""]
         pieces = [p for chunk in chunks for p in parser.push(chunk, thinking=opened)]
         assert joined(pieces + parser.push("", last=True)) == expected
-    untold = AnswerParser(True, tell=False).push(text, True, opened)
+    untold = AnswerParser(True, show_thoughts=False).push(text, True, opened)
     assert [piece for piece in expected if isinstance(piece, Content)] == untold
 
 

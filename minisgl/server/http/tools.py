@@ -13,7 +13,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, Field, PrivateAttr, model_validator
 
 from minisgl.server.http.answers import AnswerParser
-from minisgl.server.http.calls import CallFormat, ChatAbilities, after_thoughts, constraint
+from minisgl.server.http.calls import (
+    CallFormat,
+    ChatAbilities,
+    after_thoughts,
+    constraint,
+    json_node,
+)
 from minisgl.server.http.tool_parser import ToolParser
 from minisgl.server.workers.messages import encode
 from minisgl.tokenizer import check_unicode
@@ -134,13 +140,6 @@ class AllowedChoice(BaseModel):
 
 ToolChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice
 
-MAX_TOOL_BYTES = 256 * 1024  # of all tools of a request together
-
-
-def as_tag(node: dict[str, Any], field: str) -> str:
-    """A structural tag whose errors name the field that it was made of."""
-    return json.dumps({"type": "structural_tag", "name": field, "format": node})
-
 
 @dataclass(frozen=True)
 class ToolRules:
@@ -162,9 +161,9 @@ class ToolRules:
         `answer` is the schema of an answer that calls nothing, if it must have one.
         """
         if self.form is None:
-            node = {"type": "json_schema", "json_schema": answer}
-            node = after_thoughts(node, "\n\n")
-            return as_tag(node, "response_format") if reasoning and answer else None
+            if not (reasoning and answer):
+                return None
+            return as_tag(after_thoughts(json_node(answer), "\n\n"), "response_format")
         fewer = len(self.callable) < len(self.tools)
         strict = any(tool.function.strict for tool in self.callable)
         if not (self.required or self.single or fewer or strict or answer):
@@ -179,6 +178,11 @@ class ToolRules:
         return as_tag(node, "tools")
 
 
+def as_tag(node: dict[str, Any], field: str) -> str:
+    """A structural tag whose errors name the field that it was made of."""
+    return json.dumps({"type": "structural_tag", "name": field, "format": node})
+
+
 def choose(choice: ToolChoice | None, tools: list[Tool]) -> tuple[list[Tool], bool, bool]:
     """Which tools may be called, whether one must be, and whether only one may."""
     if isinstance(choice, str | None):
@@ -190,6 +194,9 @@ def choose(choice: ToolChoice | None, tools: list[Tool]) -> tuple[list[Tool], bo
         raise ValueError(f"tool_choice: {min(unknown)!r:.80} is none of the tools")
     required = isinstance(choice, FunctionChoice) or choice.allowed_tools.mode == "required"
     return [tool for tool in tools if tool.function.name in names], required, named
+
+
+MAX_TOOL_BYTES = 256 * 1024  # of all tools of a request together
 
 
 def tool_rules(
@@ -268,4 +275,4 @@ class ToolFields(BaseModel):
         rules = self._rules
         tools = None if rules.form is None else ToolParser(rules.form, rules.names)
         thinks = self._thinks and self.separate_reasoning is not False
-        return AnswerParser(thinks, tools, tell=self.include_reasoning is not False)
+        return AnswerParser(thinks, tools, show_thoughts=self.include_reasoning is not False)
