@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, Field, PrivateAttr, model_validator
 
+from minisgl.core import MAX_GRAMMAR
 from minisgl.server.http.answers import AnswerParser
 from minisgl.server.http.calls import (
     CallFormat,
@@ -26,6 +27,18 @@ from minisgl.tokenizer import check_unicode
 
 # JSON can hold half of a character, an unpaired surrogate; no message of ours can.
 Text = Annotated[str, AfterValidator(partial(check_unicode, "text"))]
+
+
+def sendable(given: dict[str, Any]) -> dict[str, Any]:
+    """The same, or ValueError: any JSON can come from a client, not all of it can go on."""
+    try:
+        encode(given)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"no message can hold it ({error})") from None
+    return given
+
+
+Object = Annotated[dict[str, Any], AfterValidator(sendable)]
 
 
 class TextPart(BaseModel):
@@ -98,7 +111,7 @@ class FunctionSpec(BaseModel):
 
     name: Name
     description: Text | None = None
-    parameters: Annotated[dict[str, Any], AfterValidator(object_schema)] | None = None
+    parameters: Annotated[Object, AfterValidator(object_schema)] | None = None
     strict: bool | None = None
 
 
@@ -180,7 +193,10 @@ class ToolRules:
 
 def as_tag(node: dict[str, Any], field: str) -> str:
     """A structural tag whose errors name the field that it was made of."""
-    return json.dumps({"type": "structural_tag", "name": field, "format": node})
+    text = json.dumps({"type": "structural_tag", "name": field, "format": node})
+    if len(text) > 4 * MAX_GRAMMAR:
+        raise ValueError(f"{field}: at most {4 * MAX_GRAMMAR} characters of schemas can be kept to")
+    return text
 
 
 def choose(choice: ToolChoice | None, tools: list[Tool]) -> tuple[list[Tool], bool, bool]:
@@ -207,11 +223,7 @@ def tool_rules(
         raise ValueError("tool_choice: needs tools, and none are given")
     if not tools:
         return ToolRules()
-    try:
-        size = len(encode([tool.model_dump() for tool in tools]))
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"tools: no message can hold them ({error})") from None
-    if size > MAX_TOOL_BYTES:
+    if (size := len(encode([tool.model_dump() for tool in tools]))) > MAX_TOOL_BYTES:
         raise ValueError(f"tools: at most {MAX_TOOL_BYTES} bytes in all, got {size}")
     if choice == "none":
         return ToolRules()
@@ -228,7 +240,7 @@ def tool_rules(
 class NamedSchema(BaseModel):
     """OpenAI gives a schema a name, which changes nothing."""
 
-    content: dict[str, Any] = Field(alias="schema")
+    content: Object = Field(alias="schema")
 
 
 class ResponseFormat(BaseModel):

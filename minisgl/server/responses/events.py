@@ -18,17 +18,13 @@ from minisgl.server.http.tool_parser import CallArguments, CallStart, Content, P
 from minisgl.server.workers.messages import UserReply
 
 Event = dict[str, Any]
-PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "function_call_output": "fco",
-}
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 def item_id(kind: str, response_id: str, number: int) -> str:
     """The id of an item tells its response and its place there, and is as hard to guess."""
-    return f"{PREFIXES[kind]}_{response_id.removeprefix('resp_')}_{number}"
+    prefix = PREFIXES.get(kind, "fco")  # or a function_call_output
+    return f"{prefix}_{response_id.removeprefix('resp_')}_{number}"
 
 
 def event_bytes(event: Event) -> bytes:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter, model_va
 from minisgl.core import MAX_LOGPROBS
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.schemas import ChatRequest, Limit
-from minisgl.server.http.tools import Text
+from minisgl.server.http.tools import Object, Text
 
 
 class Part(BaseModel):
@@ -144,7 +144,7 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Text | None = None
     description: Text | None = None
-    content: dict[str, Any] | None = Field(default=None, alias="schema")
+    content: Object | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -167,11 +167,23 @@ class NamedTool(Strict):
         return {"type": "function", "function": function}
 
 
+class AllowedTools(Strict):
+    """The model sees all tools and may call some of them."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+    def as_chat(self) -> dict[str, Any]:
+        tools = [tool.as_chat() for tool in self.tools]
+        return {"type": self.type, "allowed_tools": {"mode": self.mode, "tools": tools}}
+
+
 class FunctionTool(NamedTool):
     """A function of the client's that the model may ask for."""
 
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Object | None = None
     strict: bool | None = None
 
 
@@ -208,7 +220,7 @@ class ResponsesRequest(Fields, extra="allow"):
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     tools: list[FunctionTool] = []
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools = "auto"
     parallel_tool_calls: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
