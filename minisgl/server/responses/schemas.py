@@ -119,6 +119,10 @@ def as_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
     return messages
 
 
+Short = Annotated[Text, Field(max_length=64)]
+Value = Annotated[Text, Field(max_length=512)]
+
+
 class Fields(BaseModel, serialize_by_alias=True):
     """Fields of a request, for which a null means the default."""
 
@@ -154,7 +158,7 @@ class TextOptions(Strict):
 class ReasoningOptions(Strict):
     """How long to think; nothing here can sum thoughts up."""
 
-    effort: Annotated[Text, Field(max_length=64)] | None = None
+    effort: Short | None = None
     summary: Literal["auto"] | None = None
 
 
@@ -186,8 +190,6 @@ class FunctionTool(NamedTool, FunctionSpec):
     """A function of the client's that the model may ask for."""
 
 
-Short = Annotated[Text, Field(max_length=64)]
-Value = Annotated[Text, Field(max_length=512)]
 LOGPROBS = "message.output_text.logprobs"
 
 
