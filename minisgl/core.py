@@ -159,6 +159,7 @@ class Batch:
 
 MAX_LOGPROBS = 20
 MAX_RULES = 1024  # biases, bad words, tokens of a bad word, choices
+MAX_GRAMMAR = 16 * 1024  # characters of a grammar; a structural tag, of many, may have four times
 
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
 Bias = Annotated[Number, Field(ge=-100, le=100)]
@@ -227,6 +228,10 @@ class SamplingParams(Validated):
         """Check all fields, then that a grammar stands alone."""
         Validated.__post_init__(self)
         given = [name for name in GRAMMARS if getattr(self, name)]
+        if given and not self.json_object:
+            most = MAX_GRAMMAR * (4 if self.structural_tag else 1)
+            if (size := len("".join(getattr(self, given[0])))) > most:
+                raise ValueError(f"{given[0]}: must have at most {most} characters, got {size}")
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise refuse("max_tokens", "a positive integer without prompt_logprobs", 0)
         clash = given[1:] or (given and [name for name in NOT_BESIDE if getattr(self, name)])

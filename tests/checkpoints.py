@@ -20,6 +20,8 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
 }
 
 LLAMA3_ROPE = {
@@ -70,9 +72,14 @@ def base_config(arch: str) -> dict[str, Any]:
     }
     if arch == "qwen2":
         del config["attention_bias"]  # its q, k, v always carry a bias
-    if arch == "mistral":
+    if arch in ("mistral", "mixtral"):
         del config["attention_bias"]
         config["sliding_window"] = None
+    if arch == "qwen3_moe":
+        config |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+        config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    if arch == "mixtral":
+        config |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     return config
 
 
@@ -92,6 +99,47 @@ def finish_config(config: dict[str, Any], overrides: dict[str, Any], old: bool) 
         config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
         config["torch_dtype"] = config.pop("dtype")
     return config
+
+
+def is_sparse(config: dict[str, Any], layer: int) -> bool:
+    """Whether a layer has experts."""
+    if config["model_type"] == "mixtral":
+        return True
+    step = config.get("decoder_sparse_step", 0)
+    return step > 0 and layer not in config["mlp_only_layers"] and (layer + 1) % step == 0
+
+
+def expert_names(config: dict[str, Any], layer: str) -> tuple[str, str, str, str, int, int]:
+    """Where a family keeps experts: block, gate, up, down; how many, and how wide."""
+    if config["model_type"] == "mixtral":
+        count = config["num_local_experts"]
+        return f"{layer}.block_sparse_moe", "w1", "w3", "w2", count, config["intermediate_size"]
+    names = f"{layer}.mlp", "gate_proj", "up_proj", "down_proj"
+    return *names, config["num_experts"], config["moe_intermediate_size"]
+
+
+def pack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same checkpoint with experts packed, as transformers 5 holds them in memory."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    packed: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        block, experts, rest = name.partition(".experts.")
+        block = block.replace("block_sparse_moe", "mlp")
+        if experts:
+            found.setdefault(block, {})[rest] = tensor
+        else:
+            packed[name.replace("block_sparse_moe", "mlp")] = tensor
+    for block, parts in found.items():
+        count = len(parts) // 3
+        kinds = (
+            ("w1", "w3", "w2") if "0.w1.weight" in parts else ("gate_proj", "up_proj", "down_proj")
+        )
+        gate, up, down = (
+            torch.stack([parts[f"{i}.{kind}.weight"] for i in range(count)]) for kind in kinds
+        )
+        packed[f"{block}.experts.gate_up_proj"] = torch.cat((gate, up), 1)
+        packed[f"{block}.experts.down_proj"] = down
+    return packed
 
 
 def random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
@@ -127,10 +175,18 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]
         linear(f"{layer}.self_attn.k_proj", kv_size, hidden, qkv_bias)
         linear(f"{layer}.self_attn.v_proj", kv_size, hidden, qkv_bias)
         linear(f"{layer}.self_attn.o_proj", hidden, q_size)
-        if arch == "qwen3":
+        if arch.startswith("qwen3"):
             norm(f"{layer}.self_attn.q_norm", head_dim)
             norm(f"{layer}.self_attn.k_norm", head_dim)
         norm(f"{layer}.post_attention_layernorm", hidden)
+        if is_sparse(config, index):
+            block, gate, up, down, experts, width = expert_names(config, layer)
+            linear(f"{block}.gate", experts, hidden)
+            for expert in range(experts):
+                linear(f"{block}.experts.{expert}.{gate}", width, hidden)
+                linear(f"{block}.experts.{expert}.{up}", width, hidden)
+                linear(f"{block}.experts.{expert}.{down}", hidden, width)
+            continue
         linear(f"{layer}.mlp.gate_proj", inter, hidden)
         linear(f"{layer}.mlp.up_proj", inter, hidden)
         linear(f"{layer}.mlp.down_proj", hidden, inter)
@@ -222,6 +278,7 @@ def make_checkpoint(
     dtype: torch.dtype = torch.float32,
     tokenizer: bool = False,
     old_spelling: bool = False,
+    packed: bool = False,
     extra: dict[str, torch.Tensor] | None = None,
     drop: tuple[str, ...] = (),
     **overrides: Any,
@@ -231,9 +288,10 @@ def make_checkpoint(
     seed: the same seed and overrides give the same bytes. num_files: more than one writes shards
     and an index. dtype: of the tensors and in the config. tokenizer: also write a tiny byte-level
     BPE with a chat template (eos is `<|im_end|>`, id vocab_size - 2). old_spelling: `rope_theta`,
-    `rope_scaling`, `torch_dtype` as transformers 4 wrote them. extra and drop: tensors to add or
-    replace, and names to leave out, for tests of the loader. Everything else overrides a field of
-    `config.json`; `rope_scaling=YARN_ROPE` and `rope_theta=...` work in either spelling.
+    `rope_scaling`, `torch_dtype` as transformers 4 wrote them. packed: experts in one tensor.
+    extra and drop: tensors to add or replace, and names to leave out, for tests of the loader.
+    Everything else overrides a field of `config.json`; `rope_scaling=YARN_ROPE` and
+    `rope_theta=...` work in either spelling.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -244,6 +302,8 @@ def make_checkpoint(
     generation = {"eos_token_id": full["eos_token_id"], "do_sample": False}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     tensors = {name: t.to(dtype) for name, t in random_tensors(full, seed).items()}
+    if packed:
+        tensors = pack_experts(tensors)
     tensors.update(extra or {})
     kept = {name: t.contiguous() for name, t in tensors.items() if name not in drop}
     save_tensors(folder, kept, num_files)

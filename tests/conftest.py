@@ -33,6 +33,9 @@ SLOW = [
 THIRDS = ("1", "2", "3")
 # Before anything imports torch or triton: threads, no network, Triton's interpreter on a CPU.
 build.run_environment(Path(__file__).resolve().parents[1], GPU)
+# Each client of httpx would read all certificates, in 30 ms, for servers that speak no TLS.
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+os.environ.pop("SSL_CERT_FILE", None)
 
 # A busy machine is slow, and that is no fault of a test.
 settings.register_profile(

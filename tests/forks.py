@@ -1,7 +1,8 @@
-"""Kernels and runs of mutated copies, forked from one process that has imported the libraries."""
+"""Kernels, servers and runs of mutated copies: forks of one process that has all libraries."""
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import functools
 import json
@@ -21,10 +22,15 @@ import psutil
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
 
+WARM = "MINISGL_TESTS_WARM"  # the variable that tells forks the folder of `tests/warm.py`
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+
 
 @functools.cache
 def warm() -> Path:
     """Folder of the one `tests/warm.py` of this run of pytest, started by who needs it first."""
+    if WARM in os.environ:
+        return Path(os.environ[WARM])
     owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
     started = psutil.Process(owner).create_time()
     folder = Path(tempfile.gettempdir(), f"tests-{owner}-{started:.0f}")
@@ -34,22 +40,22 @@ def warm() -> Path:
         if not (folder / "socket").exists():
             script = Path(__file__).with_name("warm.py")
             command = [sys.executable, str(script), str(folder), str(owner)]
-            process = subprocess.Popen(
-                command, cwd="/", start_new_session=True
-            )  # Ctrl-C is not its
+            # Ctrl-C is not its
+            process = subprocess.Popen(command, cwd="/", start_new_session=True)
             while not (folder / "socket").exists():
                 assert process.poll() is None, "tests/warm.py has ended"
                 time.sleep(0.01)
     return folder
 
 
-def ask(**job: Any) -> Any:
+def ask(files: tuple[int, ...] = (), **job: Any) -> Any:
     """The answer of `tests/warm.py` to a job."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(warm() / "socket"))
-        file = connection.makefile("rw")
-        print(json.dumps(job), file=file, flush=True)
-        return json.loads(file.readline())
+        line = json.dumps(job).encode() + b"\n"
+        sent = socket.send_fds(connection, [line], files) if files else 0
+        connection.sendall(line[sent:])
+        return json.loads(connection.makefile().readline())
 
 
 class Forked:
@@ -103,3 +109,65 @@ class ForkedProvisioner(LocalProvisioner):
         factory = KernelProvisionerFactory.instance()
         factory.provisioners["forked"] = EntryPoint("forked", value, factory.GROUP_NAME)
         factory.default_provisioner_name = "forked"
+
+
+class Popen(subprocess.Popen[Any]):
+    """`subprocess.Popen`; `python -m …` and `python FILE …` are forks of `tests/warm.py`.
+
+    A server then starts in a second instead of five: nothing is imported but our own package.
+    `real` makes it a new process all the same.
+    """
+
+    def __init__(self, args: Any, *more: Any, real: bool = False, **options: Any) -> None:
+        plain = isinstance(args, list) and len(args) > 1 and args[0] == sys.executable
+        plain = plain and (args[1] == "-m" or args[1].endswith(".py"))
+        self.forked = plain and not real and "preexec_fn" not in options
+        self.session = bool(options.get("start_new_session"))
+        super().__init__(args, *more, **options)
+
+    def _execute_child(self, args: Any, *more: Any) -> None:
+        """What starts the process; from Python 3.9 to 3.14 its arguments are the same."""
+        if not self.forked:
+            super()._execute_child(args, *more)  # type: ignore[misc]
+            return
+        cwd, env, ends = more[4], more[5], more[9:15]
+        files = (ends[0], ends[3], ends[5])  # -1: the same as ours
+        self.pid = ask(
+            become="python",
+            files=tuple(own if file == -1 else file for own, file in enumerate(files)),
+            words=args[1:],
+            env=dict(os.environ if env is None else env),
+            folder=str(cwd or os.getcwd()),
+            session=self.session,
+        )
+        self._child_created = True
+        self._close_pipe_fds(*ends)  # type: ignore[attr-defined]
+
+    def _internal_poll(self, *more: Any, **options: Any) -> int | None:
+        if not self.forked:
+            return super()._internal_poll(*more, **options)  # type: ignore[misc]
+        if self.returncode is None:
+            self.returncode = ask(pid=self.pid)
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        if not self.forked:
+            return super()._wait(timeout=timeout)  # type: ignore[misc]
+        limit = time.monotonic() + (math.inf if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > limit:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            time.sleep(0.02)
+        return code
+
+
+def leave_with_parent() -> None:
+    """Linux kills this process when the one that started it is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def name_process(name: str) -> None:
+    """What Linux calls this process, at most 15 letters."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())

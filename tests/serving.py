@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -29,9 +27,9 @@ from minisgl.server.http.limits import ConcurrencyLimiter, patient_http
 from minisgl.server.http.settings import settings_for
 from minisgl.server.in_process import InProcessServer
 from tests.checkpoints import make_checkpoint
+from tests.forks import Popen
 
 PAGES, WINDOW = 64, 256
-PR_SET_PDEATHSIG = 1
 
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
@@ -133,32 +131,25 @@ class Live:
         assert not self.server.frontend._streams
 
 
-def leave_with_tests() -> None:
-    """Between fork and exec: Linux kills this process when the one that started it is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 class Served:
     """`python -m minisgl` as a user starts it. A test that fails leaves it running, for a while."""
 
     def __init__(
         self, folder: Path, *flags: str, script: Path | None = None, **options: Any
     ) -> None:
-        """`script` stands in for the package; more `options` are those of `Popen`."""
+        """`script` stands in for the package; more `options` are those of `tests.forks.Popen`."""
         self.folder = folder
         self.started = time.monotonic()
         port = [] if "--port" in flags else ["--port", "0"]
         device = [] if build.has_gpu() else ["--device", "cpu"]  # spares it to ask torch for a GPU
         start = ["-m", "minisgl"] if script is None else [str(script)]
-        self.process = subprocess.Popen(
+        self.process = Popen(
             [sys.executable, *start, *port, *device, *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "TMPDIR": str(folder)},
             start_new_session=True,
-            preexec_fn=leave_with_tests,
             **options,
         )
 
@@ -175,7 +166,7 @@ class Served:
 
     def workers(self) -> list[psutil.Process]:
         """The worker processes in the order of their start: scheduler, text worker, tokenizers."""
-        return [c for c in self.children() if "spawn_main" in " ".join(c.cmdline())]
+        return [c for c in self.children() if "spawn_main" in " ".join([c.name(), *c.cmdline()])]
 
     def ended(self, children: list[psutil.Process], status: int = 0) -> str:
         """Wait for its end, which must be this and leave nothing; what stderr says."""

@@ -104,6 +104,20 @@ def test_redraw_keeps_lengths_and_changes_tokens() -> None:
 # ------------------------------------------------------------------------------- roofline
 
 
+def test_experts_are_read_if_a_token_wants_them() -> None:
+    """A single token reads what it computes with; many tokens read everything, and compute more."""
+    sparse = known("Qwen3-30B-A3B")
+    roof = Roofline(sparse, Ceilings(1e12, 1e15))
+    bodies = [roof.forward(n, 0, 0, 0) for n in (1, 8, 4096)]
+    active = sparse.num_parameters - 2 * sparse.vocab_size * sparse.hidden_size
+    assert bodies[2].nbytes == 2 * active
+    active -= sparse.expert_parameters * 15 // 16
+    assert bodies[0] == (2 * active, 2 * active)
+    assert [work.flops for work in bodies] == [2 * n * active for n in (1, 8, 4096)]
+    read = (bodies[1].nbytes - bodies[2].nbytes) / 2 / sparse.expert_parameters + 1
+    assert round(128 * read) == 52
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_are_those_of_the_model(tied: bool) -> None:
     config = ModelConfig.from_hf({**base_config("llama"), "tie_word_embeddings": tied})

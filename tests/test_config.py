@@ -24,7 +24,13 @@ from minisgl.config.engine import (
     max_seq_len,
     resolve,
 )
-from minisgl.config.known_models import KNOWN_CONFIGS, LLAMA_3_1_8B, QWEN2_5_7B, QWEN3_8B
+from minisgl.config.known_models import (
+    KNOWN_CONFIGS,
+    LLAMA_3_1_8B,
+    QWEN2_5_7B,
+    QWEN3_8B,
+    QWEN3_30B_A3B,
+)
 from minisgl.config.model import FAMILIES, ModelConfig, RopeScaling, RotaryConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.config.rules import Count, Number, PositiveNumber, Validated, check_positive
@@ -183,6 +189,7 @@ BILLIONS = {  # as published
     "Qwen/Qwen3-0.6B": 596_049_920,
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
 }
 
 
@@ -215,7 +222,7 @@ def test_families() -> None:
     assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.head_dim) == (True, False, 128)
     assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
     for family in FAMILIES:
-        config = without(QWEN3_8B, "architectures") | {"model_type": family.model_type}
+        config = without(QWEN3_30B_A3B, "architectures") | {"model_type": family.model_type}
         assert ModelConfig.from_hf(config).architecture == family.architecture
 
 
@@ -265,6 +272,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3", {"head_dim": 16, "rope_parameters": YARN_ROPE}),
     ("Qwen3", {"head_dim": 16, "rope_parameters": {**YARN_ROPE, "attention_factor": 1.0}}),
     ("Mistral", {"sliding_window": None}),
+    ("Qwen3Moe", {"head_dim": 16, "num_experts": 9, "mlp_only_layers": [0]}),
+    ("Mixtral", {"num_local_experts": 4}),
 ]
 
 
@@ -347,8 +356,8 @@ ROPE = LLAMA_3_1_8B["rope_scaling"]
     ("field", "changes"),
     [
         ("architectures", {"architectures": ["GPT2LMHeadModel"]}),
-        ("architectures", {"architectures": ["Qwen3MoeForCausalLM"]}),
-        ("model_type", {"architectures": [], "model_type": "qwen3_moe"}),
+        ("architectures", {"architectures": ["DeepseekV3ForCausalLM"]}),
+        ("model_type", {"architectures": [], "model_type": "deepseek_v3"}),
         ("architectures", {"architectures": "LlamaForCausalLM"}),
         ("model_type", {"architectures": None, "model_type": "gpt2"}),
         ("model_type", {"architectures": None, "model_type": None}),
@@ -440,10 +449,13 @@ def test_whatever_stands_in_a_file_is_read_or_refused(
         assert model.num_parameters > 0 and hash(model) == hash(replace(model))
 
 
-def test_mixture_of_experts_is_refused_by_name() -> None:
-    message = refused(ModelConfig.from_hf, QWEN3_8B | {"architectures": ["Qwen3MoeForCausalLM"]})
+def test_an_unknown_architecture_is_refused_with_the_list() -> None:
+    config = QWEN3_8B | {"architectures": ["DeepseekV3ForCausalLM"]}
+    message = refused(ModelConfig.from_hf, config)
     assert message.startswith("architectures: must be one of LlamaForCausalLM, ")
-    assert "no mixture of experts" in message and message.endswith("['Qwen3MoeForCausalLM']")
+    assert "Qwen3MoeForCausalLM, Mixtral" in message and message.endswith(
+        "['DeepseekV3ForCausalLM']"
+    )
 
 
 def test_yarn_lengthens_the_window() -> None:

@@ -67,6 +67,7 @@ from minisgl.server import cli as server_cli
 from minisgl.server.chat.client import ApiClient
 from minisgl.server.frontend import Observer
 from tests.checkpoints import base_config
+from tests.forks import Popen
 from tests.serving import Live, wait_for
 
 
@@ -739,7 +740,7 @@ def test_ctrl_c_prints_what_was_measured(live: Live, answered: Answered, tmp_pat
         "--json",
         str(out),
     ]
-    process = subprocess.Popen(
+    process = Popen(
         [sys.executable, "-m", "minisgl.benchmark", *words, "--seed", "1"], text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip

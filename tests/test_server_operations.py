@@ -47,6 +47,7 @@ from minisgl.server.observe.lifecycle import Lifecycle
 from minisgl.server.observe.logs import as_json, as_text
 from minisgl.server.workers.processes import WorkerGroup, address
 from tests.checkpoints import make_checkpoint
+from tests.forks import Popen
 from tests.serving import PAGES, Live, Served, last_event, metric, random_model, stream, wait_for
 
 
@@ -182,6 +183,14 @@ def test_taken_port_is_said_before_a_model_loads(
     assert f"{port}" in capsys.readouterr().err
 
 
+def run_package(*flags: str, typed: str = "") -> tuple[int, str, str]:
+    """Status, output and errors of `python -m minisgl` with what is typed."""
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = Popen([sys.executable, "-m", "minisgl", *flags], text=True, **pipes)
+    said, errors = process.communicate(typed, timeout=90)
+    return process.returncode, said, errors
+
+
 BUSY = """
 import multiprocessing, sys, time
 from pathlib import Path
@@ -206,9 +215,9 @@ if __name__ == "__main__":
 def test_served_processes_answer_and_leave_nothing(
     live: Live, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """All kinds of processes there are; two ranks answer as one does."""
+    """All kinds of processes there are, new ones and no forks; two ranks answer as one does."""
     flags = ["--tp", "2", "--device", "cpu", "--num-tokenizer", "1"]
-    served = Served(tmp_path, "--model", str(checkpoint), *flags)
+    served = Served(tmp_path, "--model", str(checkpoint), *flags, real=True)
     url = served.ready()
     children = served.children()
     assert len(children) >= 4 and list(tmp_path.glob("minisgl-*/*"))
@@ -313,7 +322,7 @@ def test_leaving_with_a_stream_under_way(checkpoint: Path, tmp_path: Path) -> No
 
 def test_shell_leaves_although_nobody_types(checkpoint: Path, tmp_path: Path) -> None:
     """It answers over a pipe, and a signal ends it while it waits for more."""
-    shell = subprocess.Popen(
+    shell = Popen(
         [sys.executable, "-m", "minisgl", "--shell", "--model", str(checkpoint)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -334,14 +343,9 @@ def test_shell_leaves_although_nobody_types(checkpoint: Path, tmp_path: Path) ->
 
 def test_unstartable_model_is_one_clear_line(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "broken", tokenizer=True, drop=("model.norm.weight",))
-    done = subprocess.run(
-        [sys.executable, "-m", "minisgl", "--port", "0", "--model", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert done.returncode == 1
-    assert "model.norm.weight" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    code, _, errors = run_package("--port", "0", "--model", str(folder))
+    assert code == 1
+    assert "model.norm.weight" in errors and errors.count("\n") == 1, errors
 
 
 # Start
@@ -609,24 +613,14 @@ def test_metrics_count_retractions(checkpoint: Path) -> None:
 
 
 def test_shell_of_a_server_elsewhere(live: Live, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "minisgl", "--connect", live.url],
-        input="hello\n/stats\nagain\n" + "long " * 300 + "\n/exit\n",
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    assert " tok/s; prompt " in done.stdout and "[400: prompt: " in done.stdout
+    typed = "hello\n/stats\nagain\n" + "long " * 300 + "\n/exit\n"
+    code, said, errors = run_package("--connect", live.url, typed=typed)
+    assert code == 0 and not errors, errors
+    assert " tok/s; prompt " in said and "[400: prompt: " in said
     live.assert_pages_home()
-    away = subprocess.run(
-        [sys.executable, "-m", "minisgl", "--connect", f"http://127.0.0.1:{free_port()}"],
-        input="hello\n",
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert away.returncode == 1 and "connect: no server at http://127" in away.stderr, away
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    code, _, errors = run_package("--connect", nowhere, typed="hello\n")
+    assert code == 1 and "connect: no server at http://127" in errors, errors
 
 
 def test_leaving_a_server_elsewhere_aborts(live: Live) -> None:

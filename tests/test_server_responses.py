@@ -332,7 +332,9 @@ def test_streamed_calls_add_up(calling: Live, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_call_can_be_demanded(calling: Live) -> None:
     """Open Responses' "tool-calling", of a model that would not call by itself."""
-    for choice in ("required", {"type": "function", "name": "weather"}):
+    named = {"type": "function", "name": "weather"}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [named]}
+    for choice in ("required", named, allowed):
         strict = {**WEATHER, "strict": True}
         strict["parameters"] = {
             **WEATHER["parameters"], "required": ["city"], "additionalProperties": False,
@@ -411,10 +413,15 @@ def test_fields_are_treated_as_the_tables_say(http: httpx.Client) -> None:
         ({"text": {"format": {"type": "json_schema"}}}, "text"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "nope"}}}}, "text"),
         ({"text": {"format": {"type": "grammar"}}}, "text"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"const": "\ud800"}}}}, "text"),
+        ({"text": {"format": {"type": "text", "schema": {"maximum": 2**64}}}}, "text"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "never", "tools": []}}, "tool_choice"),
+        ({"tool_choice": {"type": "hosted"}}, "tool_choice"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{**WEATHER, "parameters": {"const": "\ud800"}}]}, "tools"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
         ({"metadata": {"a": "x" * 513}}, "metadata"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import jsonschema
@@ -14,7 +17,7 @@ import numpy as np
 import pytest
 from llguidance import LLParserLimits, LLTokenizer
 
-from minisgl.config.engine import SchedulerConfig
+from minisgl.config.engine import SchedulerConfig, ServerConfig
 from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import Batch, Phase, SamplingParams
@@ -24,10 +27,21 @@ from minisgl.runtime.ranks import Ranks, config_of_rank
 from minisgl.scheduler import grammar
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import InProcessChannel
-from minisgl.scheduler.grammar import Grammars, Matcher, compile_grammar, load_grammars
+from minisgl.scheduler.grammar import (
+    CompileMsg,
+    CompilingChannel,
+    CompilingInbox,
+    Grammars,
+    Matcher,
+    compile_grammar,
+    load_grammars,
+)
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, InvalidRequestError, UserMsg
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.validation import Limits
+from minisgl.server.frontend import RequestFailed
+from minisgl.server.in_process import InProcessServer
+from minisgl.server.workers.messages import UserReply
 from tests import schemas
 from tests.fakes import record_on_a_cpu
 
@@ -276,7 +290,6 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_and_says_why(
     [
         ({"regex": "(("}, "regex: .*unclosed group"),
         ({"regex": "(?=a)a"}, "regex: .*look-around"),
-        ({"regex": "a" * 20_000}, "regex: must have at most 16384 bytes, got 20000"),
         ({"json_schema": {"type": "foo"}}, "json_schema: Invalid type: foo"),
         ({"json_schema": {"not": {}}}, "json_schema: Unimplemented keys"),
         ({"json_schema": {"oneOf": [{"type": "null"}, {"minimum": 1}]}}, "json_schema: oneOf"),
@@ -301,6 +314,11 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(
     ("fields", "reason"),
     [
         ({"regex": "a", "choice": ["b"]}, "choice: must be left out beside regex"),
+        ({"regex": "a" * 20_000}, "regex: must have at most 16384 characters, got 20000"),
+        ({"choice": ["a" * 99] * 999}, "choice: must have at most 16384 characters, got 98901"),
+        ({"choice": ["a"] * 1025}, "choice: .*at most 1024"),
+        ({"json_schema": {"enum": ["a"] * 9999}}, "json_schema: must have at most 16384 char"),
+        ({"structural_tag": {"format": "a" * 70_000}}, "structural_tag: must have at most 65536"),
         ({"json_object": True, "grammar": "b"}, "json_object: must be left out beside grammar"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos: must be left out beside regex"),
         ({"regex": "a", "min_tokens": 2}, "min_tokens: must be left out beside regex"),
@@ -316,7 +334,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(
         ({"grammar": 5}, "grammar: must be a valid string"),
     ],
 )
-def test_parameters_that_contradict_each_other_are_refused(
+def test_parameters_that_contradict_each_other_or_are_too_long_are_refused(
     fields: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{reason}"):
@@ -354,8 +372,8 @@ def test_a_model_without_a_usable_tokenizer_refuses(tmp_path: Any) -> None:
             (tmp_path / "tokenizer.json").unlink()
         grammars = load_grammars(tmp_path, 1000, [0])
         with pytest.raises(InvalidRequestError, match=f"regex: the model's tokenizer.*{reason}"):
-            grammars.compile("regex", "a")
-    assert load_grammars(FOLDER, MODEL.vocab_size, []).tokenizer == (
+            grammars.compile("regex", "a").result()
+    assert load_grammars(FOLDER, MODEL.vocab_size, []).tokenizer.result() == (
         "the model's tokenizer cannot be used: eos_token list must not be empty"
     )
 
@@ -409,9 +427,9 @@ def test_equal_grammars_are_compiled_once_and_not_for_ever(monkeypatch: pytest.M
             return real(*args, **kwargs)
 
     monkeypatch.setattr(grammar, "LLMatcher", Counting)
-    grammars = Grammars(tokenizer(), keep=2)
+    grammars = Grammars(tokenizer, keep=2)
     for pattern in ("a", "b", "a", "b", "c", "a"):
-        grammars.compile("regex", pattern)
+        grammars.compile("regex", pattern).result()
     assert len(calls) == 4
 
 
@@ -476,6 +494,110 @@ def test_free_batches_are_drawn_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(llm.scheduler.engine.deferral, "fill_masks", None)
     asked = [SamplingParams(max_tokens=4), SamplingParams(max_tokens=4, logit_bias={9: 5.0})]
     assert len(llm.generate(["a", "b"], asked)) == 2
+
+
+# ------------------------------------------------------------------ compiled beside the scheduler
+
+
+def test_a_slow_grammar_delays_its_own_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream begins and ends while the grammar of a request that came first is compiled."""
+    go_on, real = threading.Event(), grammar.compile_grammar
+    monkeypatch.setattr(grammar, "compile_grammar", lambda *args: go_on.wait(60) and real(*args))
+    config = ServerConfig(model_path=str(FOLDER), device="cpu", page_size=4, num_page_override=200)
+
+    async def ask(server: InProcessServer) -> None:
+        async def answer(params: SamplingParams) -> list[UserReply]:
+            replies = server.frontend.generate(params, input_ids=[9, 8, 7])
+            return [reply async for reply in replies]
+
+        await server.frontend.start()
+        asked = [ANSWER, SamplingParams(regex="(("), SamplingParams(regex="left")]
+        constrained, wrong, left = [asyncio.ensure_future(answer(params)) for params in asked]
+        await asyncio.sleep(0)  # they are sent
+        async with asyncio.timeout(20):
+            free = await answer(SamplingParams(max_tokens=30, ignore_eos=True))
+        assert free[-1].completion_tokens == 30
+        assert not constrained.done() and not wrong.done()
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        go_on.set()
+        text = "".join(reply.text for reply in await constrained)
+        assert re.fullmatch(ANSWER.regex or "", text)
+        with pytest.raises(RequestFailed, match=r"(?s)^regex: .*unclosed group") as failed:
+            await wrong
+        assert failed.value.param == "regex"
+        await server.frontend.stop()
+
+    with InProcessServer(config) as server:
+        try:
+            asyncio.run(ask(server))
+        finally:
+            go_on.set()
+    hold = server.scheduler.channel._inbox  # type: ignore[attr-defined]
+    assert not hold.held and not server.scheduler.reqs
+    check_integrity(server.scheduler.cache)
+
+
+def test_free_answers_do_not_wait_for_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, real = threading.Event(), grammar.LLTokenizer
+    monkeypatch.setattr(
+        grammar, "LLTokenizer", lambda *args, **fields: go_on.wait(60) and real(*args, **fields)
+    )
+    try:
+        with serve(num_pages=100) as made:
+            assert made.generate("Hi", SamplingParams(max_tokens=2))[0]["token_ids"]
+            assert not made.scheduler.engine.deferral.tokenizer.done()  # type: ignore[union-attr]
+            go_on.set()
+            assert made.generate("Hi", ANSWER)[0]["finish_reason"] == "stop"
+    finally:
+        go_on.set()
+
+
+class Box:
+    """An inbox that gives what it was filled with."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def get_all(self, timeout: float) -> list[Any]:
+        found, self.messages = self.messages, []
+        return found
+
+
+@pytest.mark.parametrize("announce", [False, True])
+def test_requests_wait_in_their_box_and_come_in_order(announce: bool) -> None:
+    """One that leaves is forgotten; ranks learn at once what to compile."""
+    box, jobs = Box(), {name: Future[Any]() for name in "abc"}
+    hold = CompilingInbox(box, announce)
+    hold.start = lambda params: jobs.get(params.regex or "")
+
+    def ask(uid: int, regex: str | None = None) -> UserMsg:
+        return UserMsg(uid, [1], SamplingParams(regex=regex))
+
+    def passed() -> list[int]:
+        return [msg.uid for msg in hold.get_all(0.0) if isinstance(msg, UserMsg | AbortMsg)]
+
+    box.messages = [ask(1, "a"), ask(2), ask(3, "b"), AbortMsg(9)]
+    told = [msg.sampling_params.regex for msg in hold.get_all(0.0) if isinstance(msg, CompileMsg)]
+    assert told == (["a", "b"] if announce else [])
+    box.messages = [ask(4, "c"), AbortMsg(3), ask(5, "a")]
+    assert passed() == [3]  # the scheduler ignores what it does not know
+    jobs["a"].set_result(None)
+    jobs["b"].set_result(None)
+    assert passed() == [1, 5]
+    box.messages = [ask(6, "a")]
+    jobs["c"].set_exception(InvalidRequestError("regex: no"))
+    assert passed() == [6, 4] and not hold.held
+
+
+def test_a_rank_compiles_what_is_announced() -> None:
+    channel = InProcessChannel()
+    grammars = Grammars(tokenizer)
+    ranked = CompilingChannel(channel, grammars)
+    channel.put_messages(CompileMsg(ANSWER), AbortMsg(1))  # type: ignore[arg-type]
+    assert ranked.recv(False) == [AbortMsg(1)]
+    assert grammars.compile.cache_info().currsize == 1
+    assert grammars.start(ANSWER).result(20)  # type: ignore[union-attr]
 
 
 # ------------------------------------------------------------------ ranks

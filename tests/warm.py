@@ -1,22 +1,35 @@
 """A process that has imported the libraries once; what it is asked to run is a fork of it.
 
 `python warm.py FOLDER PID` listens on the socket `FOLDER/socket` until the process PID is gone. A
-connection carries one job, a line of JSON, and its answer, another. `tests.forks` asks.
+connection carries one job, a line of JSON and perhaps files, and its answer, another line.
+`tests.forks` asks.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
 import importlib
 import json
+import multiprocessing.util
 import os
+import runpy
 import shutil
+import signal
 import socket
+import subprocess
 import sys
-from contextlib import suppress
+import threading
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from multiprocessing.util import spawnv_passfds
 from pathlib import Path
 from typing import Any
 
+import forks  # tests/forks.py
 import psutil
 
 OPTIONS = ["-q", "-x", "--tb=short", "-o", "addopts=", "-p", "no:xdist", "-p", "no:nbval"]
@@ -36,9 +49,7 @@ def become_kernel(command: list[str], env: dict[str, str], folder: str) -> None:
     """The Jupyter kernel that the command would start."""
     gc.unfreeze()
     os.setsid()  # who ends a kernel ends what it started, too
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(env)
+    enter(folder, env)
     backend = "module://matplotlib_inline.backend_inline"  # a kernel sets it before the import
     sys.modules["matplotlib"].rcParams["backend"] = backend
     arguments = command[command.index("ipykernel_launcher") + 1 :]
@@ -56,6 +67,7 @@ def become_tests(root: str, tests: list[str], seconds: int, compiled: bool) -> N
     sys.dont_write_bytecode = not compiled
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     os.environ.update(PYTHONPATH=root, HYPOTHESIS_PROFILE="mutation")
+    fork_python()
     sys.path.insert(0, root)
     arguments = [*OPTIONS, f"--timeout={seconds}", "-c", "pyproject.toml", "--rootdir", ".", *tests]
     code = sys.modules["pytest"].main(arguments)
@@ -64,20 +76,118 @@ def become_tests(root: str, tests: list[str], seconds: int, compiled: bool) -> N
     os._exit(int(code))
 
 
-def start(become: str, output: str, **fields: Any) -> int:
-    """Process id of a child that writes to the file `output` what it prints."""
+def become_python(words: list[str], env: dict[str, str], folder: str, session: bool) -> None:
+    """What `python -m MODULE …` or `python FILE …` would run; it is gone when this process is."""
+    if session:
+        os.setsid()
+    forks.leave_with_parent()
+    enter(folder, env)
+    own_streams()
+    sys.path[:0] = env.get("PYTHONPATH", "").split(os.pathsep)
+    with as_process():
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            runpy.run_path(words[0], run_name="__main__")
+
+
+def enter(folder: str, env: dict[str, str]) -> None:
+    """Work in a folder, with these variables; start Python by a fork again."""
+    os.chdir(folder)
+    here = os.environ[forks.WARM]
+    os.environ.clear()
+    os.environ.update(env, **{forks.WARM: here})
+    fork_python()
+
+
+@functools.cache
+def has_gpu() -> bool:
+    return bool(sys.modules["build"].has_gpu())
+
+
+def fork_python() -> None:
+    """Fork what `multiprocessing` spawns and `subprocess` starts with Python; not with a GPU.
+
+    CUDA does not survive a fork.
+    """
+    if not has_gpu():
+        subprocess.Popen = forks.Popen  # type: ignore[misc]
+        multiprocessing.util.spawnv_passfds = spawn  # type: ignore[attr-defined]
+
+
+def spawn(path: Any, words: list[Any], files: Any) -> int:
+    """Process id of a fork that is as a spawned process: its main module is empty, what it works on
+    comes as bytes through a pipe, and it has no files but those that it is given.
+    """
+    program = words[words.index("-c") + 1]
+    if "resource_tracker" in program:  # a process without libraries, and known by its name
+        return spawnv_passfds(path, words, files)
     if child := os.fork():
         return child
-    for stream, file in enumerate((os.devnull, output, output)):
-        os.dup2(os.open(file, os.O_RDWR | os.O_APPEND), stream)
-    {"kernel": become_kernel, "tests": become_tests}[become](**fields)
+    with as_process():
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        for first, last in pairwise(sorted({2, *files, os.sysconf("SC_OPEN_MAX")})):
+            os.closerange(first + 1, last)
+        own_streams()
+        forks.name_process("spawn_main")
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        sys.argv = ["-c", *map(os.fsdecode, words[words.index("-c") + 2 :])]
+        exec(program, vars(sys.modules["__main__"]))
+    return 0
+
+
+@contextmanager
+def as_process() -> Iterator[None]:
+    """Ends this process with the block, as Python does, but for the farewells of libraries."""
+    code = 1
+    try:
+        yield
+        code = 0
+    except SystemExit as ending:
+        code = int(ending.code or 0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def own_streams() -> None:
+    """Write to the files 1 and 2, as a new process does, wherever its parent wrote."""
+    streams = (os.fdopen(number, "w" if number else "r", closefd=False) for number in range(3))
+    sys.stdin, sys.stdout, sys.stderr = streams
+    sys.stdout.reconfigure(write_through="PYTHONUNBUFFERED" in os.environ)
+    sys.stderr.reconfigure(line_buffering=True)
+
+
+def start(become: str, files: list[int], output: str = os.devnull, **fields: Any) -> int:
+    """Process id of a child; it has these first three files, or writes to the file `output`."""
+    if child := os.fork():
+        return child
+    places = (os.devnull, output, output)
+    files = files or [os.open(place, os.O_RDWR | os.O_APPEND) for place in places]
+    for stream, file in enumerate(files):
+        os.dup2(file, stream)
+        os.close(file)
+    {"kernel": become_kernel, "tests": become_tests, "python": become_python}[become](**fields)
     sys.exit()
 
 
-def poll(pid: int) -> int | None:
-    """Exit status of a child, or None while it runs."""
-    done, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if done else None
+def poll(pid: int, ended: dict[int, int]) -> int | None:
+    """Exit status of a child, or None while it runs; two threads may ask for it."""
+    if pid not in ended:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if not done:
+            return None
+        ended[pid] = os.waitstatus_to_exitcode(status)
+    return ended[pid]
 
 
 def main(folder: Path, owner: int) -> None:
@@ -89,16 +199,24 @@ def main(folder: Path, owner: int) -> None:
     (folder / "unheard").rename(folder / "socket")  # seen only once it listens
     for name in LIBRARIES:
         importlib.import_module(name)
+    os.environ[forks.WARM] = str(folder)
+    has_gpu()  # asked once
     gc.collect()
     gc.freeze()  # a collection in a child would look at, and so copy, all that these have made
     listener.settimeout(1)
+    ended: dict[int, int] = {}
     while psutil.pid_exists(owner):
         with suppress(TimeoutError), listener.accept()[0] as connection:
-            file = connection.makefile("rw")
-            job = json.loads(file.readline())
-            answer = poll(**job) if "pid" in job else start(**job)
-            print(json.dumps(answer), file=file, flush=True)
+            data, files, _, _ = socket.recv_fds(connection, 2**16, 3)
+            while not data.endswith(b"\n"):
+                data += connection.recv(2**16)
+            job = json.loads(data)
+            answer = poll(**job, ended=ended) if "pid" in job else start(files=files, **job)
+            for file in files:
+                os.close(file)
+            connection.sendall(json.dumps(answer).encode() + b"\n")
     shutil.rmtree(folder)
+    os._exit(0)
 
 
 if __name__ == "__main__":

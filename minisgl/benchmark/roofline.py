@@ -54,11 +54,16 @@ class Roofline:
         `kv_read` tokens of K and V are read; attention looks at `pairs` of query and key.
         """
         model, head = self.model, head_parameters(self.model)
-        body = body_parameters(model)
-        nbytes = (body + head * (sampled > 0)) * self.itemsize
+        body, experts = body_parameters(model), model.expert_parameters
+        active, unread = body, 0  # weights that a token meets; that none of the tokens meets
+        if model.moe is not None:  # where every expert is equally likely
+            share = model.moe.top_k / model.moe.num_experts
+            active -= round((1 - share) * experts)
+            unread = round((1 - share) ** tokens * experts)
+        nbytes = (body - unread + head * (sampled > 0)) * self.itemsize
         nbytes += kv_bytes_per_token(model, self.itemsize) * kv_read
         per_pair = 4 * model.num_layers * model.num_qo_heads * model.head_dim  # q kᵀ, weights v
-        return Work(nbytes, 2 * (tokens * body + sampled * head) + per_pair * pairs)
+        return Work(nbytes, 2 * (tokens * active + sampled * head) + per_pair * pairs)
 
     def prefill_work(self, lengths: Sequence[int] | IntArray) -> Work:
         """Prompts of these lengths with nothing cached; one row of each goes to the head."""

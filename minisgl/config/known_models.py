@@ -1,6 +1,6 @@
 """The `config.json` of real models, typed in as facts, so that arithmetic needs no download.
 
-Generated from notebooks/01b_configuration.ipynb: edit there.
+Generated from notebooks/13e_commands.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -49,6 +49,12 @@ QWEN3_14B: dict[str, Any] = QWEN3_8B | {
     "hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 40,
     "num_hidden_layers": 40,
 }  # fmt: skip
+QWEN3_30B_A3B: dict[str, Any] = QWEN3_8B | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 48, "num_key_value_heads": 4,
+}  # fmt: skip
 
 KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.1-8B": LLAMA_3_1_8B,
@@ -56,4 +62,5 @@ KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-0.6B": QWEN3_0_6B,
     "Qwen/Qwen3-8B": QWEN3_8B,
     "Qwen/Qwen3-14B": QWEN3_14B,
+    "Qwen/Qwen3-30B-A3B": QWEN3_30B_A3B,
 }

@@ -80,10 +80,26 @@ class RotaryConfig:
 
 
 @dataclass(frozen=True)
+class MoEConfig:
+    """`top_k` of `num_experts` MLPs compute a token, each `intermediate_size` wide.
+
+    norm_topk_prob: the weights of a token's experts are scaled to add up to 1. dense_layers: layers
+    that have one ordinary MLP.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    norm_topk_prob: bool
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """What a decoder-only transformer is; every size is that of the whole model, not of a rank.
 
-    `sliding_window` is None, or the number of tokens up to which full attention is exact.
+    `sliding_window` is None, or the number of tokens up to which full attention is exact; `moe` is
+    None for a dense model.
     """
 
     architecture: str
@@ -102,6 +118,7 @@ class ModelConfig:
     dtype: Dtype = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
     sliding_window: int | None = None
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError if fields that are fine alone do not fit together."""
@@ -129,9 +146,18 @@ class ModelConfig:
             "num_attention_heads": self.num_qo_heads,
             "intermediate_size": self.intermediate_size,
         }
+        sizes |= {"moe_intermediate_size": self.moe.intermediate_size} if self.moe else {}
         for name, size in sizes.items():
             if size % tp_size:
                 raise refuse("tp_size", f"a divisor of {name} {size}", tp_size)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of all experts, of which a token uses `moe.top_k / moe.num_experts`."""
+        if self.moe is None:
+            return 0
+        sparse = self.num_layers - len(self.moe.dense_layers)
+        return sparse * self.moe.num_experts * 3 * self.hidden_size * self.moe.intermediate_size
 
     @property
     def num_parameters(self) -> int:
@@ -140,8 +166,11 @@ class ModelConfig:
         q_width, kv_width = self.num_qo_heads * head_dim, self.num_kv_heads * head_dim
         attention = 2 * hidden * q_width + 2 * hidden * kv_width
         attention += (q_width + 2 * kv_width) * self.qkv_bias + 2 * head_dim * self.qk_norm
-        mlp = 3 * hidden * self.intermediate_size
-        layers = self.num_layers * (attention + mlp + 2 * hidden)  # two norms a layer
+        dense = len(self.moe.dense_layers) if self.moe else self.num_layers
+        mlps = dense * 3 * hidden * self.intermediate_size + self.expert_parameters
+        if self.moe:
+            mlps += (self.num_layers - dense) * hidden * self.moe.num_experts  # the routers
+        layers = self.num_layers * (attention + 2 * hidden) + mlps  # two norms a layer
         tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         return layers + tables + hidden
 
@@ -165,6 +194,7 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             eos_token_ids=file.eos_token_id,
             sliding_window=read_window(file, family),
+            moe=read_moe(file, family),
             **heads,
             **{name: getattr(file, name) for name in SAME_NAMES},
         )
@@ -201,6 +231,12 @@ class ConfigFile(BaseModel):
     use_sliding_window: bool | None = None
     sliding_window: Positive | None = None
     layer_types: list[Literal["full_attention", "sliding_attention"]] = []
+    num_experts: Positive | None = None  # this and the rest count in a mixture of experts alone
+    num_experts_per_tok: Positive | None = None
+    moe_intermediate_size: Positive | None = None
+    norm_topk_prob: bool = False
+    decoder_sparse_step: Positive = 1
+    mlp_only_layers: list[Count] = []
 
     # What would change the result and is not computed here has one value only.
     hidden_act: Literal["silu"] = "silu"
@@ -221,6 +257,8 @@ class Family:
     head_dim: int | None = None  # where the file has none; None: hidden_size / num_attention_heads
     sliding_window: bool = False  # whether the window counts where the file has no flag
     kv_heads_optional: bool = False  # a file without them means as many as query heads
+    moe: bool = False
+    norm_topk_prob: bool = False  # whether or not the file says so
 
 
 FAMILIES = (
@@ -228,16 +266,18 @@ FAMILIES = (
     Family("MistralForCausalLM", "mistral", sliding_window=True),
     Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True),
     Family("Qwen3ForCausalLM", "qwen3", qk_norm=True, head_dim=128),
+    Family("Qwen3MoeForCausalLM", "qwen3_moe", qk_norm=True, moe=True),
+    Family("MixtralForCausalLM", "mixtral", sliding_window=True, moe=True, norm_topk_prob=True),
 )
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family that `architectures` names, or else `model_type`; dense models only."""
+    """The family that `architectures` names, or else `model_type`."""
     field = "architectures" if config.get("architectures") else "model_type"
     for family in FAMILIES:
         if config.get(field) in ([family.architecture], family.model_type):
             return family
-    known = ", ".join(family.architecture for family in FAMILIES) + " (no mixture of experts)"
+    known = ", ".join(family.architecture for family in FAMILIES)
     raise refuse(field, f"one of {known}", config.get(field))
 
 
@@ -260,6 +300,7 @@ def in_one_spelling(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[
             file[name] = rope[name]
     dtype = file.get("dtype", file.get("torch_dtype", "float32"))
     file["dtype"] = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
+    file.setdefault("num_experts", file.get("num_local_experts"))
     eos = file.get("eos_token_id", ())
     file["eos_token_id"] = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
     return file
@@ -317,6 +358,19 @@ def read_window(file: ConfigFile, family: Family) -> int | None:
     counts = family.sliding_window if flag is None else flag
     somewhere = not file.layer_types or "sliding_attention" in file.layer_types
     return file.sliding_window if counts and somewhere else None
+
+
+def read_moe(file: ConfigFile, family: Family) -> MoEConfig | None:
+    """The experts of a file, or None for a dense family; Mixtral's are as wide as its MLP."""
+    if not family.moe:
+        return None
+    experts, top_k, step = file.num_experts, file.num_experts_per_tok, file.decoder_sparse_step
+    if experts is None or top_k is None or top_k > experts:
+        raise refuse("num_experts_per_tok", f"at most num_experts {experts}", top_k)
+    width = file.moe_intermediate_size or file.intermediate_size
+    layers = range(file.num_hidden_layers)
+    dense = tuple(i for i in layers if i in file.mlp_only_layers or (i + 1) % step)
+    return MoEConfig(experts, top_k, width, file.norm_topk_prob or family.norm_topk_prob, dense)
 
 
 SAME_NAMES = ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "dtype")

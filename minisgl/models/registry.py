@@ -15,7 +15,9 @@ from minisgl.layers.rope_scaling import scaled_frequencies
 from minisgl.parallel.comm import Comm, ParallelContext
 
 DENSE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SPARSE = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
 MODELS: dict[str, str] = dict.fromkeys(DENSE, "minisgl.models.base:CausalLM")
+MODELS |= dict.fromkeys(SPARSE, "minisgl.models.moe:MoECausalLM")  # chapter 11
 
 
 def build_model(

@@ -157,6 +157,8 @@ def load_weights(
     """
     with ExitStack() as stack:
         checkpoint = Checkpoint(Path(path), stack)
+        if choose := getattr(model, "choose_layout", None):  # of experts: see chapter 11
+            choose(checkpoint.file_of.keys())
         check_names(model, checkpoint)
         check_tied(model, checkpoint)
         materialize(model, device, dtype)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from minisgl.config.engine import SchedulerConfig
+from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.engine.engine import Engine, build_engine
 from minisgl.engine.prompt_logprobs import score_prompts
@@ -17,7 +18,7 @@ from minisgl.kvcache.naive_cache import make_cache
 from minisgl.parallel.comm import Comm
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.decode import DecodeManager
-from minisgl.scheduler.grammar import load_grammars
+from minisgl.scheduler.grammar import CompilingChannel, CompilingInbox, Grammars, load_grammars
 from minisgl.scheduler.observe import IdleAudit, TraceEvent, attach_trace
 from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue, mixed_prefill_threshold
@@ -32,6 +33,18 @@ def limits_of(engine: Engine, eos_token_ids: Collection[int] = ()) -> Limits:
     pool_tokens, model = engine.num_pages * engine.page_size, engine.model_config
     ends = frozenset(model.eos_token_ids or eos_token_ids)
     return Limits(engine.max_seq_len, pool_tokens, model.vocab_size, ends)
+
+
+def start_grammars(
+    config: SchedulerConfig, eos_token_ids: Collection[int], hold: CompilingInbox | None
+) -> Grammars:
+    """Grammars for the model of a config; `hold` keeps back what waits for one."""
+    folder = resolve_model_path(config.model_path)
+    model = ModelConfig.from_path(folder)
+    grammars = load_grammars(folder, model.vocab_size, model.eos_token_ids or eos_token_ids)
+    if hold is not None:
+        hold.start = grammars.start
+    return grammars
 
 
 def build_prefill(config: SchedulerConfig, cache: CacheManager) -> PrefillManager:
@@ -55,14 +68,16 @@ def build_scheduler(
     trace: Callable[[TraceEvent], None] | None = None,
     progress: bool = False,
     eos_token_ids: Collection[int] = (),
+    hold: CompilingInbox | None = None,
 ) -> Scheduler:
     """An engine and everything that feeds it; each part is given what it works with.
 
-    `eos_token_ids` end an answer if the model's config names none.
+    `eos_token_ids` end an answer if the model's config names none. In `hold`, somewhere inside of
+    `channel`, requests wait for their grammars.
     """
+    grammars = start_grammars(config, eos_token_ids, hold)
     engine = build_engine(config, comm, progress=progress)
-    limits, folder = limits_of(engine, eos_token_ids), resolve_model_path(config.model_path)
-    grammars = load_grammars(folder, limits.vocab_size, limits.eos_token_ids)
+    limits = limits_of(engine, eos_token_ids)
     engine.deferral, engine.scorer = grammars, score_prompts(engine)
     cache = CacheManager(
         engine.num_pages, engine.tables, make_cache(config.cache_type, engine.page_size)
@@ -75,7 +90,7 @@ def build_scheduler(
         cache,
         prefill,
         prefill.decode,
-        channel,
+        channel if comm is None else CompilingChannel(channel, grammars),
         make_req=partial(grammars.make_req, limits=limits),
         make_room=make_room,
         audit=IdleAudit(),

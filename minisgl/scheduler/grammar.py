@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection
-from functools import cache, lru_cache, partial
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.numpy import fill_next_token_bitmask_par
@@ -20,11 +22,11 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from minisgl.core import IntArray, Req, SamplingParams
 from minisgl.engine.logits_processors import LogitsParams
 from minisgl.engine.step import ForwardInput, ForwardOutput, SampledTokens
-from minisgl.scheduler.messages import InvalidRequestError, UserMsg
+from minisgl.scheduler.channel import Channel
+from minisgl.scheduler.messages import AbortMsg, InvalidRequestError, Msg, UserMsg
 from minisgl.scheduler.validation import Limits, make_req
 from minisgl.tokenizer import THINK
 
-MAX_BYTES = 16 * 1024  # of a grammar's text
 MAX_MULTIPLES = 1000  # sum of all `multipleOf` of a schema: each takes as many states
 LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=10_000,
@@ -187,9 +189,6 @@ def compile_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> LLMa
     try:
         if isinstance(tokenizer, str):
             raise ValueError(tokenizer)
-        largest = MAX_BYTES * (4 if field == "structural_tag" else 1)  # a tag holds many schemas
-        if len(text.encode()) > largest:
-            raise ValueError(f"must have at most {largest} bytes, got {len(text.encode())}")
         tag = field == "structural_tag"
         source = TagCompiler(tokenizer).lark(text) if tag else FORMS[field](text)
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
@@ -231,20 +230,33 @@ class DeferredOutput(ForwardOutput):
 
 
 class Grammars:
-    """Compiles grammars for one model, keeps the last ones, and fills masks before a draw."""
+    """Compiles grammars for one model in a thread, keeps the last ones, fills masks."""
 
-    def __init__(self, tokenizer: LLTokenizer | str, keep: int = 64) -> None:
-        """`tokenizer` knows the model's vocabulary and end tokens, or says why there is none."""
-        self.tokenizer = tokenizer
+    def __init__(self, load: Callable[[], LLTokenizer | str], keep: int = 64) -> None:
+        """`load`, which runs in the thread, says in place of a tokenizer why there is none."""
+        pool = ThreadPoolExecutor(1, "grammars")
+        self.tokenizer = loaded = pool.submit(load)
         self.waiting: DeferredOutput | None = None  # the last step, if it is not drawn yet
         self.executor = LLExecutor(1)  # one call for a batch, in one thread
-        self.compile = lru_cache(keep)(partial(compile_grammar, tokenizer))
+
+        def compile(field: str, text: str) -> Future[LLMatcher]:
+            return pool.submit(lambda: compile_grammar(loaded.result(), field, text))
+
+        self.compile = lru_cache(keep)(compile)
+
+    def start(self, params: SamplingParams) -> Future[LLMatcher] | None:
+        """Compile what a request asks for, unless it is there; None if it asks for nothing."""
+        asked = asked_for(params)
+        return None if asked is None else self.compile(*asked)
 
     def make_req(self, msg: UserMsg, limits: Limits) -> Req:
         """The request that a message asks for, with its matcher; raises `InvalidRequestError`."""
         req, asked = make_req(msg, limits), asked_for(msg.sampling_params)
         if asked is not None:
-            req.matcher = Matcher(self.compile(*asked), asked[0])
+            job = self.compile(*asked)
+            if isinstance(error := job.exception(), InvalidRequestError):
+                raise InvalidRequestError(error.message, param=error.param)
+            req.matcher = Matcher(job.result(), asked[0])
             if asked[0] == "structural_tag":
                 self.begin(req.matcher, req.input_ids)
             req.logits_params = req.logits_params or LogitsParams()
@@ -253,10 +265,11 @@ class Grammars:
 
     def begin(self, matcher: Matcher, prompt: IntArray) -> None:
         """Accept the `<think>` with which a prompt ends, if the grammar begins so too."""
-        assert isinstance(self.tokenizer, LLTokenizer)
+        tokenizer = self.tokenizer.result()
+        assert isinstance(tokenizer, LLTokenizer)
         for length in range(1, 9):  # tokens that a marker may take where it is no special one
             tail = prompt[-length:].tolist()
-            if self.tokenizer.decode_str(tail).strip() == THINK:
+            if tokenizer.decode_str(tail).strip() == THINK:
                 if matcher.ll.validate_tokens(tail) == len(tail):
                     matcher.ll.consume_tokens(tail)
                 return
@@ -295,8 +308,64 @@ class Grammars:
 
 def load_grammars(folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> Grammars:
     """Grammars for the model in a folder; without a usable tokenizer each is refused, and why."""
-    try:
-        text = (folder / "tokenizer.json").read_text("utf-8")
-        return Grammars(LLTokenizer(text, n_vocab=vocab_size, eos_token=sorted(eos_token_ids)))
-    except (OSError, ValueError) as error:
-        return Grammars(f"the model's tokenizer cannot be used: {error}")
+
+    def load() -> LLTokenizer | str:
+        try:
+            text = (folder / "tokenizer.json").read_text("utf-8")
+            return LLTokenizer(text, n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+        except (OSError, ValueError) as error:
+            return f"the model's tokenizer cannot be used: {error}"
+
+    return Grammars(load)
+
+
+class CompileMsg(msgspec.Struct):
+    """Rank 0 to the others: a request with these parameters will come."""
+
+    sampling_params: SamplingParams
+
+
+class CompilingInbox:
+    """An inbox in which a request waits for its grammar; others go past it.
+
+    `start` is that of `Grammars`, once they are there; `announce` if there are other ranks.
+    """
+
+    def __init__(self, inbox: Any, announce: bool = False) -> None:
+        self.inbox, self.announce = inbox, announce
+        self.start: Callable[[SamplingParams], Future[LLMatcher] | None] = lambda params: None
+        self.held: dict[int, tuple[UserMsg, Future[LLMatcher]]] = {}  # by uid
+
+    def get_all(self, timeout: float) -> list[Any]:
+        """Messages that may go on, in order; some of them have waited here."""
+        passed: list[Any] = []
+        for msg in self.inbox.get_all(min(timeout, 0.005) if self.held else timeout):
+            job = self.start(msg.sampling_params) if isinstance(msg, UserMsg) else None
+            if job is None or job.done():
+                passed.append(msg)
+            else:
+                self.held[msg.uid] = msg, job
+                passed += [CompileMsg(msg.sampling_params)] if self.announce else []
+            if isinstance(msg, AbortMsg):
+                self.held.pop(msg.uid, None)
+        ready = [uid for uid, (_, job) in self.held.items() if job.done()]
+        return passed + [self.held.pop(uid)[0] for uid in ready]
+
+    def close(self) -> None:
+        if hasattr(self.inbox, "close"):
+            self.inbox.close()
+
+
+class CompilingChannel:
+    """The channel of a rank: what is announced is compiled, the rest goes on."""
+
+    def __init__(self, channel: Channel, grammars: Grammars) -> None:
+        self.channel, self.grammars = channel, grammars
+        self.send, self.close = channel.send, channel.close
+
+    def recv(self, block: bool) -> list[Msg]:
+        messages: Sequence[Any] = self.channel.recv(block)
+        for msg in messages:
+            if isinstance(msg, CompileMsg):
+                self.grammars.start(msg.sampling_params)
+        return [msg for msg in messages if not isinstance(msg, CompileMsg)]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.scheduler.build import build_scheduler
+from minisgl.scheduler.grammar import CompilingInbox
 from minisgl.scheduler.messages import ExitMsg
 from minisgl.server.frontend import Frontend, Observer
 from minisgl.server.workers.channels import LocalQueue
@@ -28,9 +29,10 @@ class InProcessServer:
         self, config: ServerConfig, observers: Sequence[Observer] = (), traced: bool = False
     ) -> None:
         self.to_scheduler, self.to_text, to_frontend = LocalQueue(), LocalQueue(), LocalQueue()
-        channel = SchedulerChannel(self.to_scheduler, self.to_text)
-        channel.report = reporter = Reporter(traced)
-        self.scheduler = build_scheduler(config, channel, trace=reporter.trace)
+        hold, reporter = CompilingInbox(self.to_scheduler), Reporter(traced)
+        channel = SchedulerChannel(hold, self.to_text)
+        channel.report = reporter
+        self.scheduler = build_scheduler(config, channel, trace=reporter.trace, hold=hold)
         reporter.scheduler = self.scheduler
         tokenizer = Tokenizer(resolve_model_path(config.model_path))
         window = self.scheduler.engine.max_seq_len

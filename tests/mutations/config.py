@@ -68,7 +68,7 @@ MUTATIONS = [
         "minisgl.config.model",
         "if config.get(field) in ([family.architecture], family.model_type):",
         "if True:",
-        "tests/test_config.py::test_mixture_of_experts_is_refused_by_name",
+        "tests/test_config.py::test_families",
     ),
     Mutation(
         "config: texts longer than a sliding window are accepted",

@@ -58,4 +58,25 @@ MUTATIONS = [
         "LogitsParams()",
         TESTS + "test_a_request_keeps_what_it_asked_of_its_logits",
     ),
+    Mutation(
+        "grammar_is_compiled_by_the_scheduler",
+        GRAMMAR,
+        "if job is None or job.done():",
+        "if True:",
+        TESTS + "test_a_slow_grammar_delays_its_own_request_alone",
+    ),
+    Mutation(
+        "grammar_of_one_who_left_is_asked_for_all_the_same",
+        GRAMMAR,
+        "self.held.pop(msg.uid, None)",
+        "pass",
+        TESTS + "test_requests_wait_in_their_box_and_come_in_order",
+    ),
+    Mutation(
+        "grammar_tokenizer_is_loaded_before_all_else",
+        GRAMMAR,
+        "self.tokenizer = loaded = pool.submit(load)\n",
+        "self.tokenizer = loaded = pool.submit(load)\n        loaded.result()\n",
+        TESTS + "test_free_answers_do_not_wait_for_the_tokenizer",
+    ),
 ]

@@ -23,13 +23,13 @@ THOUGHT = "</think>"
 class AnswerParser:
     """Takes an answer apart: thoughts, if the model has any, then content and calls.
 
-    If `tell` is false, thoughts are left out.
+    If `show_thoughts` is false, thoughts are left out.
     """
 
     def __init__(
-        self, reasoning: bool = False, tools: ToolParser | None = None, tell: bool = True
+        self, reasoning: bool = False, tools: ToolParser | None = None, show_thoughts: bool = True
     ) -> None:
-        self.tools, self.tell, self.pieces = tools, tell, list[Piece]()
+        self.tools, self.show_thoughts, self.pieces = tools, show_thoughts, list[Piece]()
         self.buffer, self.opened = "", False
         self.state = self._start if reasoning else self._rest
 
@@ -67,7 +67,7 @@ class AnswerParser:
         certain = (
             text[:end] if end >= 0 else text[: len(text) - (not last) * overlap(text, THOUGHT)]
         )
-        if (certain := certain.rstrip()) and self.tell:
+        if (certain := certain.rstrip()) and self.show_thoughts:
             self.pieces.append(Reasoning(certain))
         self.buffer = text[end + len(THOUGHT) :] if end >= 0 else text[len(certain) :]
         self.state = self._gap if end >= 0 else self._thought

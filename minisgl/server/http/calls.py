@@ -27,17 +27,16 @@ class CallFormat:
     opening: str = ""
     closing: str = ""
 
-    def tag(self, name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """One call as a node of a structural tag."""
-        content = {"type": "json_schema", "json_schema": schema}
-        begin = self.begin.replace("NAME", name)
-        return {"type": "tag", "begin": begin, "content": content, "end": self.end}
-
     @property
     def after(self) -> list[str]:
         """What may follow a call that is no content: a separator, an end marker."""
         closing = self.end.removeprefix("}") + self.closing
         return [text for text in (self.separator.strip(), closing.strip()) if text]
+
+    def tag(self, name: str, schema: Mapping[str, Any]) -> Node:
+        """One call of a function."""
+        begin = self.begin.replace("NAME", name)
+        return {"type": "tag", "begin": begin, "content": json_node(schema), "end": self.end}
 
 
 def as_object(arguments: str) -> str:
@@ -96,48 +95,59 @@ def read_template(folder: Path) -> str:
     return "\n".join(texts)
 
 
+Node = dict[str, Any]  # of a structural tag
+
+
+def json_node(schema: Mapping[str, Any]) -> Node:
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def fixed(text: str) -> Node:
+    return {"type": "const_string", "value": text}
+
+
+def sequence(*nodes: Node) -> Node:
+    return {"type": "sequence", "elements": list(nodes)}
+
+
+def either(*nodes: Node) -> Node:
+    return {"type": "or", "elements": list(nodes)}
+
+
+def after_thoughts(node: Node, gap: str) -> Node:
+    """The same behind a thought, or without one."""
+    thought = {"type": "tag", "begin": THINK, "content": {"type": "any_text"}, "end": "</think>"}
+    return sequence(either(sequence(thought, fixed(gap)), fixed("")), node)
+
+
+def only_calls(form: CallFormat, tags: list[Node], single: bool) -> Node:
+    """One call at least, and nothing else; `single`: exactly one."""
+    options = {"separator": form.separator, "at_least_one": True, "stop_after_first": single}
+    calls = {"type": "tags_with_separator", "tags": tags, **options}
+    return sequence(fixed(form.opening), calls, fixed(form.closing))
+
+
+def calls_in_text(form: CallFormat, tags: list[Node], single: bool) -> Node:
+    """Free text and calls; `single`: one at most, and it ends the answer."""
+    begin, end = form.opening, form.closing
+    tags = [{**tag, "begin": begin + tag["begin"], "end": tag["end"] + end} for tag in tags]
+    options = {"triggers": [form.markers[0]], "stop_after_first": single}
+    return {"type": "triggered_tags", "tags": tags, **options}
+
+
 def constraint(
     form: CallFormat, schemas: Mapping[str, Mapping[str, Any]], required: bool, single: bool,
     reasoning: bool = False, answer: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> Node:  # fmt: skip
     """A structural tag for an answer that calls these functions.
 
     required: calls and nothing else; single: one at most. reasoning: it may think before. answer:
     the schema of what it may say instead of calling.
     """
     tags = [form.tag(name, schema) for name, schema in schemas.items()]
-    if required or answer is not None:
-        many: dict[str, Any] = {"type": "tags_with_separator", "tags": tags}
-        calls = {
-            **many,
-            "separator": form.separator,
-            "at_least_one": True,
-            "stop_after_first": single,
-        }
-        node = sequence(fixed(form.opening), calls, fixed(form.closing))
-        if not required:
-            node = either(node, {"type": "json_schema", "json_schema": answer})
-        return after_thoughts(node, "\n\n") if reasoning else node
-    begin, end = form.opening, form.closing
-    tags = [{**tag, "begin": begin + tag["begin"], "end": tag["end"] + end} for tag in tags]
-    free: dict[str, Any] = {"type": "triggered_tags", "triggers": [form.markers[0]], "tags": tags}
-    free["stop_after_first"] = single
-    return after_thoughts(free, "") if reasoning else free
-
-
-def fixed(text: str) -> dict[str, Any]:
-    return {"type": "const_string", "value": text}
-
-
-def sequence(*nodes: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "sequence", "elements": list(nodes)}
-
-
-def either(*nodes: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "or", "elements": list(nodes)}
-
-
-def after_thoughts(node: dict[str, Any], gap: str) -> dict[str, Any]:
-    """The same behind a thought, or without one."""
-    thought = {"type": "tag", "begin": THINK, "content": {"type": "any_text"}, "end": "</think>"}
-    return sequence(either(sequence(thought, fixed(gap)), fixed("")), node)
+    node, gap = only_calls(form, tags, single), "\n\n"
+    if not required and answer is not None:
+        node = either(node, json_node(answer))
+    elif not required:
+        node, gap = calls_in_text(form, tags, single), ""
+    return after_thoughts(node, gap) if reasoning else node

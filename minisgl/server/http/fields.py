@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from minisgl.server.http.tools import sendable
 from minisgl.server.workers.messages import encode
 
 REFUSED = """
@@ -51,10 +52,6 @@ def template_variables(given: dict[str, Any]) -> dict[str, Any]:
     """A template may read what it likes; what renders it has arguments of its own."""
     if reserved := given.keys() & set(RESERVED.split()):
         raise ValueError(f"{min(reserved)!r} is no variable of a chat template")
-    try:
-        size = len(encode(given))
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"no message can hold it ({error})") from None
-    if size > 4096:
+    if (size := len(encode(sendable(given)))) > 4096:
         raise ValueError(f"at most 4096 bytes, got {size}")
     return given

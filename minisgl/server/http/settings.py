@@ -26,9 +26,7 @@ class ApiSettings:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     api_key: str | None = None
     request_timeout: float | None = None  # seconds for one answer; a request may ask for less
-    can: ChatAbilities = field(
-        default_factory=ChatAbilities
-    )  # what the model's chat template knows
+    can: ChatAbilities = field(default_factory=ChatAbilities)  # what its chat template knows
 
 
 def sampling_defaults(path: Path) -> dict[str, Any]:

@@ -12,14 +12,33 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, Field, PrivateAttr, model_validator
 
+from minisgl.core import MAX_GRAMMAR
 from minisgl.server.http.answers import AnswerParser
-from minisgl.server.http.calls import CallFormat, ChatAbilities, after_thoughts, constraint
+from minisgl.server.http.calls import (
+    CallFormat,
+    ChatAbilities,
+    after_thoughts,
+    constraint,
+    json_node,
+)
 from minisgl.server.http.tool_parser import ToolParser
 from minisgl.server.workers.messages import encode
 from minisgl.tokenizer import check_unicode
 
 # JSON can hold half of a character, an unpaired surrogate; no message of ours can.
 Text = Annotated[str, AfterValidator(partial(check_unicode, "text"))]
+
+
+def sendable(given: dict[str, Any]) -> dict[str, Any]:
+    """The same, or ValueError: any JSON can come from a client, not all of it can go on."""
+    try:
+        encode(given)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"no message can hold it ({error})") from None
+    return given
+
+
+Object = Annotated[dict[str, Any], AfterValidator(sendable)]
 
 
 class TextPart(BaseModel):
@@ -92,7 +111,7 @@ class FunctionSpec(BaseModel):
 
     name: Name
     description: Text | None = None
-    parameters: Annotated[dict[str, Any], AfterValidator(object_schema)] | None = None
+    parameters: Annotated[Object, AfterValidator(object_schema)] | None = None
     strict: bool | None = None
 
 
@@ -134,13 +153,6 @@ class AllowedChoice(BaseModel):
 
 ToolChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice
 
-MAX_TOOL_BYTES = 256 * 1024  # of all tools of a request together
-
-
-def as_tag(node: dict[str, Any], field: str) -> str:
-    """A structural tag whose errors name the field that it was made of."""
-    return json.dumps({"type": "structural_tag", "name": field, "format": node})
-
 
 @dataclass(frozen=True)
 class ToolRules:
@@ -162,9 +174,9 @@ class ToolRules:
         `answer` is the schema of an answer that calls nothing, if it must have one.
         """
         if self.form is None:
-            node = {"type": "json_schema", "json_schema": answer}
-            node = after_thoughts(node, "\n\n")
-            return as_tag(node, "response_format") if reasoning and answer else None
+            if not (reasoning and answer):
+                return None
+            return as_tag(after_thoughts(json_node(answer), "\n\n"), "response_format")
         fewer = len(self.callable) < len(self.tools)
         strict = any(tool.function.strict for tool in self.callable)
         if not (self.required or self.single or fewer or strict or answer):
@@ -177,6 +189,14 @@ class ToolRules:
         }
         node = constraint(self.form, schemas, self.required, self.single, reasoning, answer)
         return as_tag(node, "tools")
+
+
+def as_tag(node: dict[str, Any], field: str) -> str:
+    """A structural tag whose errors name the field that it was made of."""
+    text = json.dumps({"type": "structural_tag", "name": field, "format": node})
+    if len(text) > 4 * MAX_GRAMMAR:
+        raise ValueError(f"{field}: at most {4 * MAX_GRAMMAR} characters of schemas can be kept to")
+    return text
 
 
 def choose(choice: ToolChoice | None, tools: list[Tool]) -> tuple[list[Tool], bool, bool]:
@@ -192,6 +212,9 @@ def choose(choice: ToolChoice | None, tools: list[Tool]) -> tuple[list[Tool], bo
     return [tool for tool in tools if tool.function.name in names], required, named
 
 
+MAX_TOOL_BYTES = 256 * 1024  # of all tools of a request together
+
+
 def tool_rules(
     tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None, can: ChatAbilities
 ) -> ToolRules:
@@ -200,11 +223,7 @@ def tool_rules(
         raise ValueError("tool_choice: needs tools, and none are given")
     if not tools:
         return ToolRules()
-    try:
-        size = len(encode([tool.model_dump() for tool in tools]))
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"tools: no message can hold them ({error})") from None
-    if size > MAX_TOOL_BYTES:
+    if (size := len(encode([tool.model_dump() for tool in tools]))) > MAX_TOOL_BYTES:
         raise ValueError(f"tools: at most {MAX_TOOL_BYTES} bytes in all, got {size}")
     if choice == "none":
         return ToolRules()
@@ -221,7 +240,7 @@ def tool_rules(
 class NamedSchema(BaseModel):
     """OpenAI gives a schema a name, which changes nothing."""
 
-    content: dict[str, Any] = Field(alias="schema")
+    content: Object = Field(alias="schema")
 
 
 class ResponseFormat(BaseModel):
@@ -268,4 +287,4 @@ class ToolFields(BaseModel):
         rules = self._rules
         tools = None if rules.form is None else ToolParser(rules.form, rules.names)
         thinks = self._thinks and self.separate_reasoning is not False
-        return AnswerParser(thinks, tools, tell=self.include_reasoning is not False)
+        return AnswerParser(thinks, tools, show_thoughts=self.include_reasoning is not False)

@@ -18,17 +18,12 @@ from minisgl.server.http.tool_parser import CallArguments, CallStart, Content, P
 from minisgl.server.workers.messages import UserReply
 
 Event = dict[str, Any]
-PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "function_call_output": "fco",
-}
+PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 
 
 def item_id(kind: str, response_id: str, number: int) -> str:
     """The id of an item tells its response and its place there, and is as hard to guess."""
-    return f"{PREFIXES[kind]}_{response_id.removeprefix('resp_')}_{number}"
+    return f"{PREFIX[kind]}_{response_id.removeprefix('resp_')}_{number}"
 
 
 def event_bytes(event: Event) -> bytes:
@@ -74,7 +69,7 @@ class ResponseBuilder:
         return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields}
 
     @property
-    def _stream(self) -> str:
+    def _kind(self) -> str:
         """What the events of the open item's text are called."""
         return STREAMS.get(self._item["type"], "function_call_arguments")
 
@@ -89,7 +84,7 @@ class ResponseBuilder:
 
     def _part(self) -> dict[str, Any]:
         """What has been said of an item: its one part, or the arguments of a call."""
-        text, kind = "".join(self._text), self._stream
+        text, kind = "".join(self._text), self._kind
         if kind == "function_call_arguments":
             return {"name": self._item["name"], "arguments": text}
         more = {"annotations": [], "logprobs": self._logprobs} if kind == "output_text" else {}
@@ -116,7 +111,7 @@ class ResponseBuilder:
                 more, entries = {"logprobs": entries}, []
                 self._logprobs += more["logprobs"]
             self._text.append(piece.text)
-            yield self._part_event(f"{self._stream}.delta", delta=piece.text, **more)
+            yield self._part_event(f"{self._kind}.delta", delta=piece.text, **more)
         if self._item.get("type") == "reasoning":
             self._thought = reply.completion_tokens
 
@@ -136,7 +131,7 @@ class ResponseBuilder:
         """The part and the item as they have become."""
         part = self._part()
         said = {k: part[k] for k in ("text", "logprobs", "name", "arguments") if k in part}
-        yield self._part_event(f"{self._stream}.done", **said)
+        yield self._part_event(f"{self._kind}.done", **said)
         if "content" in self._item:
             yield self._part_event("content_part.done", part=part)
             part = {"content": [part]}

@@ -135,7 +135,7 @@ class ResponsesHandler(RequestHandler):
         self._items = [as_stored(item, response["id"], n) for n, item in enumerate(own)]
         self.builder = ResponseBuilder(response, first=len(own))
 
-    async def _told(self) -> AsyncGenerator[Event, None]:
+    async def _changes(self) -> AsyncGenerator[Event, None]:
         """All events; the response is kept before its client learns of the end."""
         parser = self.chat.parser()
         with renamed_errors():
@@ -152,7 +152,7 @@ class ResponsesHandler(RequestHandler):
 
     async def whole(self) -> dict[str, Any]:
         """The response in one piece."""
-        async with aclosing(self._told()) as events:
+        async with aclosing(self._changes()) as events:
             async for _ in events:
                 pass
         return self.builder.response
@@ -160,7 +160,7 @@ class ResponsesHandler(RequestHandler):
     async def events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events; the last one has the usage, asked for or not."""
         try:
-            async with aclosing(self._told()) as events:
+            async with aclosing(self._changes()) as events:
                 async for event in events:
                     yield event_bytes(event)
         except Exception as failure:
@@ -170,6 +170,15 @@ class ResponsesHandler(RequestHandler):
                 traceback.print_exc()
             yield event_bytes(self.builder.fail(api_error(failure)))
         yield sse("[DONE]")
+
+
+def page(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
+    """At most `limit` of these, from the one behind `after`, as OpenAI hands out lists."""
+    places = {item["id"]: place for place, item in enumerate(items)}
+    start = 0 if after is None else places[after] + 1
+    data = items[start : start + limit]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+    return {"object": "list", "data": data, **ends, "has_more": start + limit < len(items)}
 
 
 def add_responses_routes(
@@ -206,12 +215,3 @@ def add_responses_routes(
         items = [item for turn in before for item in turn.all_items] + last.items
         with looking_up("after"):
             return page(items if order == "asc" else items[::-1], limit, after)
-
-
-def page(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
-    """At most `limit` of these, from the one behind `after`, as OpenAI hands out lists."""
-    places = {item["id"]: place for place, item in enumerate(items)}
-    start = 0 if after is None else places[after] + 1
-    data = items[start : start + limit]
-    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
-    return {"object": "list", "data": data, **ends, "has_more": start + limit < len(items)}

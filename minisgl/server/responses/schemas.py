@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, model_validator
 
 from minisgl.core import MAX_LOGPROBS
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.schemas import ChatRequest, Limit
-from minisgl.server.http.tools import Text
+from minisgl.server.http.tools import FunctionSpec, Object, Text
 
 
 class Part(BaseModel):
@@ -60,24 +60,21 @@ class FunctionCallOutput(BaseModel):
 class ItemReference(BaseModel):
     """An item of a stored response, by its id."""
 
-    type: Literal["item_reference"] = "item_reference"
+    type: Literal["item_reference"]
     id: Text
 
 
-def kind_of(item: Any) -> str | None:
-    """The type of an item; a message and a reference may leave it out."""
-    if not isinstance(item, Mapping):
-        return None
-    return item.get("type") or ("message" if "role" in item else "item_reference")
+def with_type(item: Any) -> Any:
+    """An item that says what it is."""
+    if not isinstance(item, Mapping) or item.get("type"):
+        return item
+    return {**item, "type": "message" if "role" in item else "item_reference"}
 
 
 Item = Annotated[
-    Annotated[Message, Tag("message")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[FunctionCallOutput, Tag("function_call_output")]
-    | Annotated[ItemReference, Tag("item_reference")],
-    Discriminator(kind_of),
+    Message | ReasoningItem | FunctionCall | FunctionCallOutput | ItemReference,
+    Field(discriminator="type"),
+    BeforeValidator(with_type),
 ]
 read_items = TypeAdapter(list[Item]).validate_python
 
@@ -87,11 +84,10 @@ def text_of(parts: str | list[Part]) -> str:
     return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
-def as_message(item: Item) -> dict[str, Any]:
+def as_chat_message(item: Item) -> dict[str, Any]:
     """One item as a message of a chat."""
     match item:
         case Message():
-            # Few templates know the role that OpenAI put in the place of `system`.
             role = "system" if item.role == "developer" else item.role
             return {"role": role, "content": text_of(item.content)}
         case ReasoningItem():
@@ -110,7 +106,7 @@ def as_message(item: Item) -> dict[str, Any]:
 def as_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
     """The messages of a chat: what the assistant thought, said and called in a row is one."""
     messages: list[dict[str, Any]] = []
-    for message in map(as_message, items):
+    for message in map(as_chat_message, items):
         last = messages[-1] if messages else {}
         if not last.get("role") == message["role"] == "assistant":
             messages.append(message)
@@ -121,6 +117,10 @@ def as_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
         else:
             messages.append(message)
     return messages
+
+
+Short = Annotated[Text, Field(max_length=64)]
+Value = Annotated[Text, Field(max_length=512)]
 
 
 class Fields(BaseModel, serialize_by_alias=True):
@@ -144,7 +144,7 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Text | None = None
     description: Text | None = None
-    content: dict[str, Any] | None = Field(default=None, alias="schema")
+    content: Object | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -153,6 +153,13 @@ class TextOptions(Strict):
 
     format: TextFormat = TextFormat()
     verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(Strict):
+    """How long to think; nothing here can sum thoughts up."""
+
+    effort: Short | None = None
+    summary: Literal["auto"] | None = None
 
 
 class NamedTool(Strict):
@@ -167,30 +174,23 @@ class NamedTool(Strict):
         return {"type": "function", "function": function}
 
 
-class FunctionTool(NamedTool):
+class AllowedTools(Strict):
+    """The model sees all tools and may call some of them."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+    def as_chat(self) -> dict[str, Any]:
+        tools = [tool.as_chat() for tool in self.tools]
+        return {"type": self.type, "allowed_tools": {"mode": self.mode, "tools": tools}}
+
+
+class FunctionTool(NamedTool, FunctionSpec):
     """A function of the client's that the model may ask for."""
 
-    description: Text | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
-
-Short = Annotated[Text, Field(max_length=64)]
-Value = Annotated[Text, Field(max_length=512)]
 LOGPROBS = "message.output_text.logprobs"
-
-
-class ReasoningOptions(Strict):
-    """How long to think; nothing here can sum thoughts up."""
-
-    effort: Short | None = None
-    summary: Literal["auto"] | None = None
-
-
-class StreamOptions(Strict):
-    """Padding, against those who learn from the lengths of events, is not there."""
-
-    include_obfuscation: Literal[False] | None = None
 
 
 class ResponsesRequest(Fields, extra="allow"):
@@ -208,10 +208,10 @@ class ResponsesRequest(Fields, extra="allow"):
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     tools: list[FunctionTool] = []
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools = "auto"
     parallel_tool_calls: bool = True
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: dict[Literal["include_obfuscation"], Literal[False] | None] = {}  # no padding
     store: bool = True
     user: Annotated[Text, Field(max_length=1024)] | None = None
     metadata: Annotated[dict[Short, Value], Field(max_length=16)] = {}

@@ -18,6 +18,7 @@ from minisgl.runtime.ranks import Ranks
 from minisgl.runtime.supervisor import WorkerContext, WorkerFailed
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
+from minisgl.scheduler.grammar import CompilingInbox
 from minisgl.scheduler.messages import ExitMsg, Msg, Reply
 from minisgl.scheduler.observe import TraceEvent
 from minisgl.scheduler.scheduler import Scheduler
@@ -106,8 +107,8 @@ def scheduler_process(
     config: ServerConfig, folder: Path, traced: bool, context: WorkerContext
 ) -> None:
     """The only rank, or rank 0, which starts the others, leads them, and alone reports."""
-    inbox, outbox = ZmqInbox(address(folder, "scheduler")), ZmqOutbox(address(folder, "text"))
-    outer = SchedulerChannel(inbox, outbox, beat=context.beat)
+    hold = CompilingInbox(ZmqInbox(address(folder, "scheduler")), config.tp.size > 1)
+    outer = SchedulerChannel(hold, ZmqOutbox(address(folder, "text")), beat=context.beat)
     outer.report = reporter = Reporter(traced)
     with ExitStack() as stack:
         stack.callback(outer.close)
@@ -118,7 +119,7 @@ def scheduler_process(
             channel, comm = ranks.channel(outer), ranks.comm
             outer.alive = ranks.alive
         scheduler = reporter.scheduler = build_scheduler(
-            config, channel, comm, trace=reporter.trace
+            config, channel, comm, trace=reporter.trace, hold=hold
         )
         try:
             with frozen_heap():

@@ -56,7 +56,7 @@ def text_process(config: ServerConfig, folder: Path, part: str, context: WorkerC
     """Text worker: `part` is "text", the one that detokenizes, or an extra tokenizer."""
     # Only to read a tokenizer, transformers would import torch: two seconds and 190 MB.
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
-    sys.modules["torch"] = None  # type: ignore[assignment]
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     inbox = ZmqInbox(address(folder, part))
     to_scheduler, to_frontend = (ZmqOutbox(address(folder, p)) for p in ("scheduler", "frontend"))
     path = resolve_model_path(config.model_path)
