@@ -349,11 +349,6 @@ def test_a_call_can_be_demanded(calling: Live) -> None:
             assert len(json.loads(calls[0]["arguments"])["city"]) <= 4 and len(calls) == 1
 
 
-def test_a_model_without_tools_says_so(http: httpx.Client) -> None:
-    error = post(http, tools=[WEATHER]).json()["error"]
-    assert error["param"] == "tools" and error["message"].startswith("tools: ")
-
-
 # Fields: each is honoured, refused by name, or cannot change the answer
 
 VLLM = """
