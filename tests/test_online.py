@@ -589,8 +589,9 @@ def test_a_tokenizer_is_made_only_for_shapes(tmp_path: Path) -> None:
 
 
 def test_overhead_of_shapes_without_a_tokenizer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(subprocess, "Popen", Popen)
     (tmp_path / "config.json").write_text(json.dumps({**base_config("qwen3"), "vocab_size": 500}))
     sizes = "--streams 4 --input-len 4 8 --output-len 4 8 --repeats 1 --num-pages 64 --device cpu"
     out = tmp_path / "out" / "overhead.json"
@@ -687,7 +688,7 @@ def test_errors_do_not_end_a_run(
     out = tmp_path / "online.json"
     monkeypatch.setenv("MINISGL_API_KEY", "secret")
     words = ["online", "--url", live.url, "--requests", "4"]
-    long = ["--input-len", "9", "9000", "--output-len", "2", "4"]
+    long = ["--input-len", "9", "6000", "--output-len", "2", "4"]
     assert main([*words, *long, "--json", str(out)]) == 0
     [run] = json.loads(out.read_text())["results"]["runs"]
     assert run["completed"] + run["errors"]["http 400"] == 4 and 0 < run["completed"] < 4

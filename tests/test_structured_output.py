@@ -44,6 +44,9 @@ from minisgl.server.in_process import InProcessServer
 from minisgl.server.workers.messages import UserReply
 from tests import schemas
 from tests.fakes import record_on_a_cpu
+from tests.tp_drills import quick_ranks
+
+__all__ = ["quick_ranks"]  # a fixture
 
 FOLDER = resolve_model_path(None)
 MODEL = ModelConfig.from_path(FOLDER)
@@ -618,6 +621,7 @@ def run(scheduler: Scheduler, channel: InProcessChannel) -> dict[int, list[Any]]
     return said
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_every_rank_follows_the_answer_itself() -> None:
     """Two processes say what one says: matchers depend on tokens alone, which ranks share."""
     config = SchedulerConfig(

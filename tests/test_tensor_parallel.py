@@ -40,7 +40,10 @@ from minisgl.scheduler.messages import AbortMsg, ExitMsg, Msg, TokenReply, UserM
 from minisgl.scheduler.scheduler import Scheduler
 from tests import tp_drills
 from tests.checkpoints import ARCHITECTURES, make_checkpoint
-from tests.tp_drills import QUICK, results, run_ranks, run_threads
+from tests.forks import Popen
+from tests.tp_drills import QUICK, quick_ranks, results, run_ranks, run_threads
+
+__all__ = ["quick_ranks"]  # a fixture
 
 SEQUENCES = [[5, 9, 200, 31, 7, 7, 280, 14], [3], list(range(40, 60))]
 
@@ -256,12 +259,10 @@ def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
     """A spawned process runs the main script again; it must not start ranks of its own."""
     script = tmp_path / "naive.py"
     script.write_text("from tests.tp_drills import naive_start\nnaive_start()\n")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=env
-    )
-    assert "rank 1 ended with status 1: it ended before it was ready" in done.stderr
-    assert "__main__" in done.stderr
+    process = Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True)
+    _, errors = process.communicate(timeout=60)
+    assert "rank 1 ended with status 1: it ended before it was ready" in errors
+    assert "__main__" in errors
 
 
 @pytest.mark.clock
@@ -452,6 +453,7 @@ def test_exit_message_reaches_every_rank(folder: Path) -> None:
     assert last.finish_reason == "abort"
 
 
+@pytest.mark.usefixtures("quick_ranks")
 @pytest.mark.parametrize("fails", [False, True])
 def test_ranks_leave_their_group(folder: Path, fails: bool) -> None:
     """So that the next engine of this process can have one; after an error, too."""
@@ -469,6 +471,7 @@ def test_ranks_leave_their_group(folder: Path, fails: bool) -> None:
     assert not living_ranks()
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_ranks_end_even_if_leaving_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(comm: GlooComm) -> None:
         raise KeyboardInterrupt
@@ -482,6 +485,7 @@ def test_ranks_end_even_if_leaving_fails(folder: Path, monkeypatch: pytest.Monke
     gloo.leave_group()
 
 
+@pytest.mark.usefixtures("quick_ranks")
 @pytest.mark.parametrize("kind", [CommError, RuntimeError])
 @pytest.mark.parametrize("reason", ["", "rank 1 failed: CUDA out of memory"])
 def test_a_rank_that_cannot_join_is_named(
@@ -539,9 +543,12 @@ def test_one_gpu_is_not_shared_by_ranks(folder: Path) -> None:
         Ranks(config)
 
 
-def test_ranks_do_not_outlive_their_parent() -> None:
-    code = "from tests.tp_drills import orphan; orphan()"
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+def test_ranks_do_not_outlive_their_parent(tmp_path: Path) -> None:
+    script = tmp_path / "orphan.py"
+    script.write_text(
+        "from tests.tp_drills import orphan\nif __name__ == '__main__':\n    orphan()"
+    )
+    parent = Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     assert parent.wait(30) == -signal.SIGKILL

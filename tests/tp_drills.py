@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from minisgl.config.model import ModelConfig
@@ -24,6 +25,12 @@ from tests.dense import dense_batch
 # A server process that has imported torch once is forked for every rank: seconds less per test.
 multiprocessing.set_forkserver_preload(["tests.tp_drills", "minisgl.runtime.ranks"])
 QUICK: dict[str, Any] = {"method": "forkserver"}
+
+
+@pytest.fixture
+def quick_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that `Ranks` starts are forked from it, too."""
+    monkeypatch.setitem(RankProcesses.__init__.__kwdefaults__, "method", "forkserver")
 
 
 class ThreadComm:
