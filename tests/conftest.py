@@ -30,7 +30,7 @@ SLOW = [
     "test_paged_equals_dense", "test_decode_path", "test_server", "test_graph",
     "test_server_clients", "test_openai",
 ]  # fmt: skip
-THIRDS = ("1", "2", "3")
+DAYS = 6  # a mutation has its turn every sixth day, a test marked `drill` every third
 # Before anything imports torch or triton: threads, no network, Triton's interpreter on a CPU.
 build.run_environment(Path(__file__).resolve().parents[1], GPU)
 # Each client of httpx would read all certificates, in 30 ms, for servers that speak no TLS.
@@ -50,34 +50,36 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "book"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How many mutations to try."""
+    """Which of the tests that take turns run."""
+    days = map(str, range(DAYS))
     parser.addoption(
-        "--mutations", choices=("rotate", "all", "none", *THIRDS), default="rotate",
-        help="which bugs to put into copies of the package: all, none, one third of them by its "
-        "number, or the third whose day it is (default: rotate)",
+        "--rotate", choices=("today", "all", "none", *days), default="today",
+        help="which bugs to put into copies of the package, and which drills of whole servers to "
+        "run: all, none, or those of one day of six (default: today)",
     )  # fmt: skip
 
 
-def settle_mutations(choice: str, day: int, selected: bool) -> str:
-    """What `rotate` means on a day (a number of `date`); all where `-k` selects by name already."""
-    if choice != "rotate":
+def settle_rotation(choice: str, day: int, selected: bool) -> str:
+    """What `today` means on a day (a number of `date`); all where tests are selected by name."""
+    if choice != "today":
         return choice
-    return "all" if selected else THIRDS[day % 3]
+    return "all" if selected else str(day % DAYS)
 
 
 def is_left_out(item: pytest.Item, choice: str) -> bool:
-    """True for a mutation of another third; names decide, so that a new one moves no other."""
+    """True for what has another day; names decide, so that a new test moves no other."""
     mutation = getattr(getattr(item, "callspec", None), "params", {}).get("mutation")
-    if mutation is None or choice == "all":
+    if choice == "all" or not (mutation or item.get_closest_marker("drill")):
         return False
-    return THIRDS[zlib.crc32(mutation.name.encode()) % 3] != choice
+    name, turns = (mutation.name, DAYS) if mutation else (item.name, DAYS // 2)
+    return choice == "none" or (zlib.crc32(name.encode()) - int(choice)) % turns != 0
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say what a run leaves out."""
-    choice = config.getoption("mutations")
-    part = f"third {choice} of 3" if choice in THIRDS else choice
-    lines = [f"mutations: {part} (--mutations all tries every one)"]
+    choice = config.getoption("rotate")
+    part = f"day {choice} of {DAYS}" if choice.isdigit() else choice
+    lines = [f"mutations and drills: {part} (--rotate all runs every one)"]
     return lines if GPU else [*lines, "no GPU: tests/gpu is not collected"]
 
 
@@ -86,10 +88,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU, skipped where there is none")
     config.addinivalue_line("markers", "quick: the tests to run before each change, in a minute")
     config.addinivalue_line("markers", "clock: measures real time; may try three times")
-    config.option.mutations = settle_mutations(  # the workers of pytest-xdist inherit it
-        getattr(config.option, "mutations", "all"),
+    config.addinivalue_line("markers", "drill: a fault or load of whole servers; takes turns")
+    config.option.rotate = settle_rotation(  # the workers of pytest-xdist inherit it
+        getattr(config.option, "rotate", "all"),
         date.today().toordinal(),
-        bool(config.option.keyword),
+        bool(config.option.keyword) or any("::" in word for word in config.args),
     )
     rules = getattr(config.option, "nbval_sanitize_with", None)
     if rules:
@@ -117,7 +120,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     else. The summary says which (R).
     """
     items.sort(key=turn)
-    left_out = [item for item in items if is_left_out(item, config.getoption("mutations"))]
+    left_out = [item for item in items if is_left_out(item, config.getoption("rotate"))]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]

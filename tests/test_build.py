@@ -618,17 +618,20 @@ def test_main_line_has_a_budget_as_a_whole(capsys: pytest.CaptureFixture[str]) -
     assert "B_workshop" in capsys.readouterr().out
 
 
-def test_a_third_of_the_mutations_runs_each_day() -> None:
-    names: list[Any] = [SimpleNamespace(name=f"bug {number}") for number in range(60)]
-    items: list[Any] = [
-        SimpleNamespace(callspec=SimpleNamespace(params={"mutation": n})) for n in names
-    ]
-    plain: Any = SimpleNamespace()
-    days = [conftest.settle_mutations("rotate", day, False) for day in range(3)]
+@pytest.mark.parametrize(("kind", "turns"), [("mutation", 6), ("drill", 3), ("plain", 1)])
+def test_mutations_and_drills_take_turns(kind: str, turns: int) -> None:
+    def item(name: str) -> Any:
+        params = {"mutation": SimpleNamespace(name=name)} if kind == "mutation" else {}
+        marked = {"drill": True} if kind == "drill" else {}
+        call = SimpleNamespace(params=params)
+        return SimpleNamespace(name=name, callspec=call, get_closest_marker=marked.get)
+
+    items = [item(f"bug {number}") for number in range(60)]
+    days = [conftest.settle_rotation("today", 3 + day, False) for day in range(turns)]
     parts = [[i for i in items if not conftest.is_left_out(i, day)] for day in days]
     assert all(parts) and sum(map(len, parts)) == len(items)
     assert {id(item) for part in parts for item in part} == set(map(id, items))
-    assert not conftest.is_left_out(plain, "none")
-    assert all(conftest.is_left_out(i, "none") for i in items)
-    assert conftest.settle_mutations("rotate", 0, True) == "all"  # `-k` chose them by name
-    assert conftest.settle_mutations("2", 0, True) == "2"
+    assert {conftest.is_left_out(i, "none") for i in items} == {kind != "plain"}
+    assert not any(conftest.is_left_out(i, "all") for i in items)
+    assert conftest.settle_rotation("today", 0, True) == "all"  # they were chosen by name
+    assert conftest.settle_rotation("2", 0, True) == "2"

@@ -32,12 +32,9 @@ from minisgl.benchmark.load import (
     Target,
     first_model,
     online_workload,
-    peak,
     poisson_arrivals,
     run_load,
     send,
-    summarize,
-    table,
 )
 from minisgl.benchmark.overhead import (
     Timed,
@@ -48,6 +45,7 @@ from minisgl.benchmark.overhead import (
     with_tokenizer,
 )
 from minisgl.benchmark.serving import flags_of
+from minisgl.benchmark.summary import peak, summarize, table
 from minisgl.benchmark.trace import (
     BLOCK,
     TraceLine,

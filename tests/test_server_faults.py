@@ -568,6 +568,7 @@ async def first_token(client: httpx.AsyncClient, prompt: str, tokens: int = 4) -
     return found
 
 
+@pytest.mark.drill
 @pytest.mark.clock
 def test_short_request_does_not_wait_for_long_ones(tmp_path: Path) -> None:
     """Behind 50 long prompts: at most three times its time alone, and the step under way."""
@@ -639,6 +640,7 @@ def greedy_texts(url: str, on_line: Callable[[int], None]) -> list[str]:
     return texts
 
 
+@pytest.mark.drill
 @pytest.mark.clock
 def test_stopped_workers_go_on_where_they_were(checkpoint: Path, tmp_path: Path) -> None:
     """SIGSTOP for a while: deadlines are kept meanwhile, and afterwards nothing is lost.
@@ -782,6 +784,7 @@ def test_a_thread_counts_for_the_process_and_the_loop_for_itself() -> None:
     assert counts[1] == 1
 
 
+@pytest.mark.drill
 @pytest.mark.clock
 def test_stopped_worker_is_found(checkpoint: Path, tmp_path: Path) -> None:
     """SIGSTOP for good: error events, 503, one line, status 1, nothing left."""
@@ -804,6 +807,7 @@ def test_stopped_worker_is_found(checkpoint: Path, tmp_path: Path) -> None:
     assert time.monotonic() - stopped < 15
 
 
+@pytest.mark.drill
 def test_what_a_stopped_worker_started_leaves_with_it(tmp_path: Path) -> None:
     """It cannot end its own processes any more, so the supervisor does."""
     told = tmp_path / "pid"
@@ -816,6 +820,7 @@ def test_what_a_stopped_worker_started_leaves_with_it(tmp_path: Path) -> None:
     wait_for(lambda: not child.is_running() or child.status() == "zombie", "its child to end", 5)
 
 
+@pytest.mark.drill
 def test_stopped_rank_is_not_left_behind(checkpoint: Path, tmp_path: Path) -> None:
     """A rank is a child of the scheduler and cannot leave with it while it is stopped."""
     flags = ["--tp", "2", "--device", "cpu", "--step-timeout", "2", "--log-format", "none"]
@@ -835,6 +840,7 @@ def test_stopped_rank_is_not_left_behind(checkpoint: Path, tmp_path: Path) -> No
             rank.kill()
 
 
+@pytest.mark.drill
 def test_rank_killed_while_nobody_asks_ends_the_server(checkpoint: Path, tmp_path: Path) -> None:
     """A server that looks well and fails at the next request is worse than none.
 
@@ -850,6 +856,7 @@ def test_rank_killed_while_nobody_asks_ends_the_server(checkpoint: Path, tmp_pat
     assert "rank 1 was killed by signal 9" in served.ended(children, status=1)
 
 
+@pytest.mark.drill
 def test_shell_ends_with_its_engine(checkpoint: Path, tmp_path: Path) -> None:
     flags = ["--shell", "--worker-timeout", "1"]
     served = Served(tmp_path, "--model", str(checkpoint), *flags, stdin=subprocess.PIPE)

@@ -231,6 +231,7 @@ def test_served_processes_answer_and_leave_nothing(
     served.ended(children)
 
 
+@pytest.mark.drill
 @pytest.mark.clock
 @pytest.mark.parametrize("worker", [0, 2])
 def test_killed_worker_ends_every_stream_and_the_server(
@@ -259,6 +260,7 @@ def test_killed_worker_ends_every_stream_and_the_server(
     served.assert_gone(children)
 
 
+@pytest.mark.drill
 def test_killed_server_leaves_a_trace_and_no_workers(checkpoint: Path, tmp_path: Path) -> None:
     """The trace lacks its end, as viewers allow."""
     file = tmp_path / "trace.json"
@@ -290,6 +292,7 @@ def check_trace(events: list[dict[str, Any]]) -> None:
     assert launches[0] == min(launches) and len(launches) >= 5
 
 
+@pytest.mark.drill
 def test_killed_parent_takes_busy_workers_along(checkpoint: Path, tmp_path: Path) -> None:
     """A scheduler that never waits for messages never asks for its parent; it must leave too."""
     script = tmp_path / "busy.py"
@@ -305,6 +308,7 @@ def test_killed_parent_takes_busy_workers_along(checkpoint: Path, tmp_path: Path
     wait_for(lambda: not sockets.exists(), "the folder to go")
 
 
+@pytest.mark.drill
 def test_leaving_with_a_stream_under_way(checkpoint: Path, tmp_path: Path) -> None:
     """Ctrl-C, and again: the client hears why its stream ends, and all is cleaned up."""
     served = Served(tmp_path, "--model", str(checkpoint), "--log-format", "none")
@@ -320,6 +324,7 @@ def test_leaving_with_a_stream_under_way(checkpoint: Path, tmp_path: Path) -> No
     assert not served.ended(children)
 
 
+@pytest.mark.drill
 def test_shell_leaves_although_nobody_types(checkpoint: Path, tmp_path: Path) -> None:
     """It answers over a pipe, and a signal ends it while it waits for more."""
     shell = Popen(
@@ -351,6 +356,7 @@ def test_unstartable_model_is_one_clear_line(tmp_path: Path) -> None:
 # Start
 
 
+@pytest.mark.drill
 def test_two_servers_race_for_a_port(checkpoint: Path, tmp_path: Path) -> None:
     """Binding is not listening: the loser must know before it loads a model, and say so.
 
@@ -396,6 +402,7 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+@pytest.mark.drill
 def test_stop_while_the_model_loads(checkpoint: Path, tmp_path: Path) -> None:
     """Ctrl-C; that SIGTERM is heard as well is seen when a server drains."""
     port = free_port()
@@ -414,6 +421,7 @@ def test_stop_while_the_model_loads(checkpoint: Path, tmp_path: Path) -> None:
     assert not served.ended(children)
 
 
+@pytest.mark.drill
 def test_worker_killed_while_it_loads(checkpoint: Path, tmp_path: Path) -> None:
     served = Served(tmp_path, "--model", str(checkpoint), "--log-format", "none")
     wait_for(lambda: len(served.workers()) == 2, "the workers to start", 60)

@@ -24,6 +24,7 @@ def shorten(params: SamplingParams) -> SamplingParams:
     return replace(params, max_tokens=min(params.max_tokens or 64, 64))
 
 
+@pytest.mark.drill
 def test_a_short_round_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """With recorded steps and the fair policy; the command line below has neither."""
     record_on_a_cpu(monkeypatch)

@@ -265,6 +265,7 @@ def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
     assert "__main__" in errors
 
 
+@pytest.mark.drill
 @pytest.mark.clock
 def test_a_rank_that_hangs_ends_the_group() -> None:
     """Rank 0 gives up after `distributed_timeout`, the parent stops the other."""

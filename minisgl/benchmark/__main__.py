@@ -24,6 +24,7 @@ from minisgl.benchmark import compare_hf, kernels, latency, load, offline, optio
 from minisgl.benchmark.report import save
 from minisgl.benchmark.roofline import Roofline
 from minisgl.benchmark.serving import flags_of, served
+from minisgl.benchmark.summary import summarize, table
 from minisgl.benchmark.workload import RandomRequest, chat_workload, random_workload
 from minisgl.config import flags
 from minisgl.config.engine import SchedulerConfig, choose_dtype
@@ -191,9 +192,9 @@ def measured(
     """One run as its summary, which is printed, with what was loaded."""
     with frozen_heap():  # a pause of ours would look like one of the server's
         run = asyncio.run(load_server(args, requests, clients))
-    summary = {"load": terms, **load.summarize(run)}
+    summary = {"load": terms, **summarize(run)}
     shown = named({name: value for name, value in terms.items() if value is not None})
-    print(f"\n{shown or 'all at once'}\n{load.table(summary)}")
+    print(f"\n{shown or 'all at once'}\n{table(summary)}")
     for kind, detail in {r.error: r.detail for r in run.records if r.error and r.detail}.items():
         print(f"{kind}: {detail}", file=sys.stderr)  # one example of every kind of failure
     return summary

@@ -77,14 +77,14 @@ MUTATIONS = [
     ),
     Mutation(
         name="online: failed requests count as throughput",
-        module="minisgl.benchmark.load",
+        module="minisgl.benchmark.summary",
         old="done = [r for r in run.records if r.error is None]",
         new="done = list(run.records)",
         test=TEST + "test_nothing_is_lost_in_a_summary",
     ),
     Mutation(
         name="online: the run lasts from its planned start",
-        module="minisgl.benchmark.load",
+        module="minisgl.benchmark.summary",
         old="default=0.0) - first",
         new="default=0.0)",
         test=TEST + "test_rates_and_gaps",

@@ -48,6 +48,11 @@ class TextPart(BaseModel):
     text: Text
 
 
+def text_of(content: str | list[Any] | None) -> str:
+    """Content as one text, whether it is a string or parts that have a `text`."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
 class CalledFunction(BaseModel):
     """What the model called, with its arguments as the text that it wrote."""
 
@@ -90,9 +95,8 @@ class ChatMessage(BaseModel):
         found = self.model_dump(include=names, exclude_none=True)
         for call in found.get("tool_calls", ()):
             call["function"].setdefault("arguments", "{}")
-        parts = self.content if isinstance(self.content, list) else []
-        text = "".join(part.text for part in parts) if parts else self.content or ""
-        return {"role": self.role, "content": text, **{k: v for k, v in found.items() if v}}
+        kept = {name: value for name, value in found.items() if value}
+        return {"role": self.role, "content": text_of(self.content), **kept}
 
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,64}$")]

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, model_valid
 from minisgl.core import MAX_LOGPROBS
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.schemas import ChatRequest, Limit
-from minisgl.server.http.tools import FunctionSpec, Object, Text
+from minisgl.server.http.tools import FunctionSpec, Object, Text, text_of
 
 
 class Part(BaseModel):
@@ -77,11 +77,6 @@ Item = Annotated[
     BeforeValidator(with_type),
 ]
 read_items = TypeAdapter(list[Item]).validate_python
-
-
-def text_of(parts: str | list[Part]) -> str:
-    """Parts as one text."""
-    return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
 def as_chat_message(item: Item) -> dict[str, Any]:

@@ -40,8 +40,8 @@ decode = msgspec.json.Decoder(Turn).decode
 class ResponseStore:
     """The turns used last, in at most `max_bytes`, each for `seconds` after its last use.
 
-    To use a response is to use its whole conversation, and what a response continues is always
-    younger here than itself: whatever has to go, a response that stays can be continued.
+    A use of a response is a use of its whole conversation, from its end back to its beginning, so
+    a turn is dropped before the turns that it continues: what stays can be continued.
     Raises `KeyError` with the id of what is not there, or not any more.
     """
 
@@ -56,7 +56,7 @@ class ResponseStore:
         self.size = 0  # bytes
 
     def _use(self, response_id: str | None) -> list[Entry]:
-        """A turn and those before it, as far as they are here, each made younger than the next."""
+        """A turn and those before it, now marked as used; drops what is too old or too much."""
         found, now = list[Entry](), self._clock()
         while (entry := self._entries.get(response_id or "")) and entry.expires > now:
             entry.expires = now + self._seconds
