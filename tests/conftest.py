@@ -7,6 +7,7 @@ takes over what is here.
 from __future__ import annotations
 
 import os
+import sys
 import zlib
 from datetime import date
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from tests.forks import ForkedProvisioner
+from tests.interpreter import quicken
 
 GPU = build.has_gpu()
 # Without a GPU those files are not even imported; chapters' `gpu` cells are skipped one by one.
@@ -119,6 +121,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Tests marked `clock` are run again when they fail: the machine may have been busy with something
     else. The summary says which (R).
     """
+    if "triton" in sys.modules:
+        quicken()
     items.sort(key=turn)
     left_out = [item for item in items if is_left_out(item, config.getoption("rotate"))]
     if left_out:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import forks  # tests/forks.py
+import interpreter  # tests/interpreter.py
 import psutil
 
 OPTIONS = ["-q", "-x", "--tb=short", "-o", "addopts=", "-p", "no:xdist", "-p", "no:nbval"]
@@ -199,6 +200,7 @@ def main(folder: Path, owner: int) -> None:
     (folder / "unheard").rename(folder / "socket")  # seen only once it listens
     for name in LIBRARIES:
         importlib.import_module(name)
+    interpreter.quicken()
     os.environ[forks.WARM] = str(folder)
     has_gpu()  # asked once
     gc.collect()

@@ -1,0 +1,48 @@
+"""Triton's interpreter, in half the time: it looks for what it replaces once, not for each call.
+
+Before each launch, and before each call of a function within a kernel, it replaces some hundred
+functions of `triton.language`, and searches its modules for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+
+@functools.cache
+def quicken() -> None:
+    """Search each module once, and replace nothing again before the launch has ended."""
+    from triton.runtime import interpreter
+
+    needed = ("_LangPatchScope", "_patch_attr", "_patch_builtin", "_patch_lang", "tl")
+    if not all(hasattr(interpreter, name) for name in needed):  # another version of Triton
+        return
+    tl, patch_lang, found = interpreter.tl, interpreter._patch_lang, {}
+    replaced: set[str] = set()  # of which modules the functions are replaced now
+
+    def patch_builtin(module: Any, builder: Any, scope: Any) -> None:
+        if module not in found:
+            members = inspect.getmembers(module)
+            found[module] = [(n, m) for n, m in members if tl.core.is_builtin(m)]
+        for name, member in found[module]:
+            interpreter._patch_attr(module, name, member, builder, scope)
+
+    class Scope(interpreter._LangPatchScope):
+        def restore(self) -> None:
+            if self._changes:
+                replaced.clear()
+            super().restore()
+
+    def patch_once(fn: Any) -> Any:
+        modules = (tl, tl.core)
+        seen = {m.__name__ for m in modules if any(v is m for v in fn.__globals__.values())}
+        if replaced and seen <= replaced:
+            return Scope()
+        replaced.update(seen)
+        return patch_lang(fn)
+
+    interpreter._patch_builtin = patch_builtin
+    interpreter._LangPatchScope = Scope
+    interpreter._patch_lang = patch_once
