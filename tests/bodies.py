@@ -18,10 +18,11 @@ import httpx
 
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
-from minisgl.server.cli import Operations, Watchers, build_app
+from minisgl.server.cli import Watchers, build_app
 from minisgl.server.http.limits import ConcurrencyLimiter
 from minisgl.server.http.settings import settings_for
 from minisgl.server.in_process import InProcessServer
+from minisgl.server.options import Operations
 
 SCHEMA = {
     "type": "object",

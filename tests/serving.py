@@ -21,11 +21,12 @@ import uvicorn
 
 from minisgl.config.engine import ServerConfig
 from minisgl.kvcache.audit import check_integrity
-from minisgl.server.cli import Operations, Watchers, build_app
+from minisgl.server.cli import Watchers, build_app
 from minisgl.server.frontend import Observer
 from minisgl.server.http.limits import ConcurrencyLimiter, patient_http
 from minisgl.server.http.settings import settings_for
 from minisgl.server.in_process import InProcessServer
+from minisgl.server.options import Operations
 from tests.checkpoints import make_checkpoint
 from tests.forks import Popen
 

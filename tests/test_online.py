@@ -61,7 +61,7 @@ from minisgl.benchmark.workload import RandomRequest, random_workload
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.flags import engine_fields
 from minisgl.config.paths import resolve_model_path
-from minisgl.server import cli as server_cli
+from minisgl.server import options as server_options
 from minisgl.server.chat.client import ApiClient
 from minisgl.server.frontend import Observer
 from tests.checkpoints import base_config
@@ -500,7 +500,7 @@ def test_scale_brings_requests_closer() -> None:
 def test_the_server_gets_the_engines_flags(words: str) -> None:
     argv = ["offline", "--device", "cpu", *words.split()]
     fields = engine_fields(options.build_parser().parse_args(argv))
-    config = server_cli.config_from(server_cli.build_parser().parse_args(flags_of(fields)))
+    config = server_options.config_from(server_options.build_parser().parse_args(flags_of(fields)))
     for name, value in fields.items():
         assert getattr(config, name) == value, name
 
@@ -511,7 +511,7 @@ def test_engine_and_server_are_compared_with_one_configuration(device: str) -> N
     parser = options.build_parser()
     args = parser.parse_args(["overhead", "--device", device, "--streams", "300"])
     fields = commands.engine_fields(args)
-    server = server_cli.config_from(server_cli.build_parser().parse_args(flags_of(fields)))
+    server = server_options.config_from(server_options.build_parser().parse_args(flags_of(fields)))
     engine = SchedulerConfig(**fields)
     for field in dataclasses.fields(SchedulerConfig):
         assert getattr(server, field.name) == getattr(engine, field.name), field.name

@@ -19,7 +19,7 @@ from minisgl import LLM
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import GRAMMARS, SamplingParams
 from minisgl.scheduler.messages import TokenReply, UserMsg
-from minisgl.server.cli import Operations, Watchers, build_app
+from minisgl.server.cli import Watchers, build_app
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.api import create_app
 from minisgl.server.http.fields import HARMLESS, RESERVED
@@ -27,6 +27,7 @@ from minisgl.server.http.formats import sse
 from minisgl.server.http.limits import ConcurrencyLimiter
 from minisgl.server.http.schemas import FORMS, ChatRequest, CompletionRequest
 from minisgl.server.http.settings import ApiSettings
+from minisgl.server.options import Operations
 from minisgl.server.workers.channels import LocalQueue
 from minisgl.server.workers.messages import TokenizeMsg
 from minisgl.server.workers.text_process import build_text_worker

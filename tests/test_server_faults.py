@@ -27,10 +27,10 @@ from minisgl.core import SamplingParams
 from minisgl.runtime.heartbeat import Heartbeat, Watchdog
 from minisgl.runtime.supervisor import Supervisor, Worker
 from minisgl.scheduler.messages import AbortMsg
-from minisgl.server.cli import Operations
 from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.limits import BodyLimit
+from minisgl.server.options import Operations
 from minisgl.server.workers.channels import LocalQueue
 from minisgl.server.workers.messages import UserReply
 from tests.serving import Live, Served, last_event, metric, random_model, stream, wait_for

@@ -31,20 +31,13 @@ from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import Supervisor
 from minisgl.server.chat.client import ApiClient, base_url
 from minisgl.server.chat.shell import Shell
-from minisgl.server.cli import (
-    Operations,
-    build_parser,
-    config_from,
-    is_loopback,
-    listen,
-    main,
-    warn_if_open,
-)
+from minisgl.server.cli import is_loopback, listen, main, warn_if_open
 from minisgl.server.http.limits import ConcurrencyLimiter
 from minisgl.server.http.settings import sampling_defaults, settings_for
 from minisgl.server.in_process import InProcessServer
 from minisgl.server.observe.lifecycle import Lifecycle
 from minisgl.server.observe.logs import as_json, as_text
+from minisgl.server.options import Operations, build_parser, config_from
 from minisgl.server.workers.processes import WorkerGroup, address
 from tests.checkpoints import make_checkpoint
 from tests.forks import Popen

@@ -17,13 +17,13 @@ from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import BaseModel, Field, TypeAdapter
 
 from minisgl.config.paths import resolve_model_path
-from minisgl.server.cli import Operations
 from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.http.api import RequestHandler, create_app
 from minisgl.server.http.fields import HARMLESS
 from minisgl.server.http.schemas import ChatRequest
 from minisgl.server.http.settings import ApiSettings
 from minisgl.server.http.tool_parser import CallArguments, CallStart, Content, Piece, Reasoning
+from minisgl.server.options import Operations
 from minisgl.server.responses.events import ResponseBuilder
 from minisgl.server.responses.routes import add_responses_routes
 from minisgl.server.responses.schemas import (

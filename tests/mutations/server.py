@@ -458,7 +458,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: a flag does not reach the config",
-        module="minisgl.server.cli",
+        module="minisgl.server.options",
         old="        **flags.engine_fields(args),\n",
         new="",
         test=OPERATIONS + "test_flags_reach_the_config",

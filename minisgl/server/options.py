@@ -1,0 +1,119 @@
+"""What a server may be told on the command line: flags, and the config that they make.
+
+Generated from notebooks/12f_command_line.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from minisgl.config import flags
+from minisgl.config.engine import ServerConfig, TPInfo
+from minisgl.config.rules import Count, Number, Positive, PositiveNumber, Text, Validated
+
+MODELS = "folder in Hugging Face layout, or a hub id; none: the small model in the package"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every flag, with its default in the help."""
+    parser = argparse.ArgumentParser(
+        prog="python -m minisgl",
+        description="Serve a language model over an OpenAI-compatible API, or chat (--shell).",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    model = parser.add_argument_group("model")
+    flags.add_model_flags(model, MODELS)
+    model.add_argument(
+        "--tensor-parallel-size", "--tp", metavar="N", type=int, default=1, help="ranks, one a GPU"
+    )
+    flags.add_engine_flags(parser.add_argument_group("engine"), ServerConfig())
+    server = parser.add_argument_group("server")
+    add_settings(server, SERVER_FLAGS, ServerConfig())
+    flags.add_key_flag(server, "refuse requests without this bearer token")
+    server.add_argument("--shell", action="store_true", help="chat in this terminal, do not serve")
+    server.add_argument("--connect", metavar="URL", help="chat with a server that already runs")
+    add_settings(parser.add_argument_group("operations"), OPERATION_FLAGS, Operations())
+    return parser
+
+
+Setting = tuple[str, str, type, str]  # field, metavar, type, words for the help
+
+SERVER_FLAGS: tuple[Setting, ...] = (
+    ("host", "HOST", str, "address to listen on; 0.0.0.0 for all"),
+    ("port", "N", int, "0 picks a free one"),
+    ("num_tokenizer", "N", int, "extra tokenizer processes; 0: one process for both directions"),
+    ("served_model_name", "NAME", str, "name in /v1/models; none: from the path"),
+)
+
+
+def add_settings(group: flags.Group, settings: Sequence[Setting], defaults: object) -> None:
+    """A flag for each field; the defaults are those of the config."""
+    for name, metavar, kind, words in settings:
+        flag, value = f"--{name.replace('_', '-')}", getattr(defaults, name)
+        if kind is bool:
+            group.add_argument(flag, action="store_true", help=words)
+        else:
+            group.add_argument(flag, metavar=metavar, type=kind, default=value, help=words)
+
+
+def values_of(args: argparse.Namespace, settings: Sequence[Setting]) -> dict[str, Any]:
+    """The fields as the command line has them."""
+    return {name: getattr(args, name) for name, *_ in settings}
+
+
+NotNegative = Annotated[Number, Field(ge=0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operations(Validated):
+    """How a server is run; times in seconds, sizes in bytes, None is no limit or nothing."""
+
+    max_queue: Count = 1024  # answers that may wait beyond those that run
+    max_body_size: Positive = 8 * 2**20
+    request_timeout: PositiveNumber | None = None
+    stall_timeout: PositiveNumber = 30.0
+    drain_timeout: NotNegative = 18.0  # Kubernetes kills after 30, and leaving takes up to 10
+    worker_timeout: NotNegative = 60.0
+    step_timeout: NotNegative = 600.0
+    log_format: Literal["text", "json", "none"] = "text"
+    log_prompts: bool = False
+    trace: Text | None = None
+    key_for_all: bool = False
+    debug: bool = False
+
+
+OPERATION_FLAGS: tuple[Setting, ...] = (
+    ("max_queue", "N", int, "answers that may wait beyond those that run; more get 429"),
+    ("max_body_size", "BYTES", int, "of one request; larger ones get 413"),
+    ("request_timeout", "S", float, "seconds for one answer, then 408; none: no limit"),
+    ("stall_timeout", "S", float, "seconds that a reader may take nothing before it is cut"),
+    ("drain_timeout", "S", float, "seconds for answers in flight when asked to stop"),
+    ("worker_timeout", "S", float, "seconds without a sign of life of a worker; 0: no limit"),
+    ("step_timeout", "S", float, "seconds that one step of a worker may take; 0: no limit"),
+    ("log_format", "NAME", str, "text, json or none"),
+    ("log_prompts", "", bool, "prompts and answers in the log, in full"),
+    ("trace", "FILE", str, "write a Chrome/Perfetto trace of requests, steps and streams"),
+    ("key_for_all", "", bool, "the API key is asked for /metrics and /docs, too"),
+    ("debug", "", bool, "tracebacks of parts that fail"),
+)
+
+
+def config_from(args: argparse.Namespace) -> ServerConfig:
+    """Flags to config. Raises `ValueError` that names the field."""
+    return ServerConfig(
+        **flags.engine_fields(args),
+        model_path=args.model,
+        tp=TPInfo(rank=0, size=args.tensor_parallel_size),
+        api_key=flags.key_of(args),
+        **values_of(args, SERVER_FLAGS),
+    )
+
+
+def operations_from(args: argparse.Namespace) -> Operations:
+    """Flags to `Operations`. Raises `ValueError` that names the field."""
+    return Operations(**values_of(args, OPERATION_FLAGS))
