@@ -213,6 +213,59 @@ def save_tensors(folder: Path, tensors: dict[str, torch.Tensor], num_files: int 
     (folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=1))
 
 
+FP8_CONFIGS: dict[str, dict[str, Any]] = {
+    "block": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"},
+    "channel": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+        },
+        "ignore": ["lm_head"],
+    },
+}
+
+
+def fp8_tensors(
+    tensors: dict[str, torch.Tensor], layout: str, block: int
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Tensors as an eight-bit checkpoint stores them, and the numbers that those stand for."""
+    stored, meant = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if "_proj.weight" not in name:
+            continue
+        n, k = weight.shape
+        rows, columns = (block, block) if layout == "block" else (1, k)
+        scale = torch.empty(-(-n // rows), -(-k // columns))
+        for i in range(scale.shape[0]):
+            for j in range(scale.shape[1]):
+                part = weight[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+                scale[i, j] = part.float().abs().max() / 448
+        scale = scale.bfloat16().float()  # as Qwen's files have them
+        wide = scale.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+        values = (weight.float() / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
+        stored[name] = values
+        suffix = "_scale_inv" if layout == "block" else "_scale"
+        stored[name + suffix] = scale.bfloat16() if layout == "block" else scale
+        meant[name] = values.float() * wide
+    return stored, meant
+
+
+def make_fp8_checkpoints(
+    folder: Path, layout: str, *, block: int = 128, seed: int = 0, **overrides: Any
+) -> tuple[Path, Path]:
+    """A checkpoint of eight bits, "block" or "channel", and one of the same numbers in float32."""
+    config = finish_config(base_config("qwen3"), overrides, old=False)
+    stored, meant = fp8_tensors(random_tensors(config, seed), layout, block)
+    entry = dict(FP8_CONFIGS[layout])
+    if layout == "block":
+        entry["weight_block_size"] = [block, block]
+    quantized = make_checkpoint(
+        folder / "fp8", extra=stored, quantization_config=entry, **overrides
+    )
+    return quantized, make_checkpoint(folder / "plain", extra=meant, **overrides)
+
+
 def byte_symbols() -> list[str]:
     """The 256 printable characters that byte-level BPE writes for the 256 bytes, in byte order."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]

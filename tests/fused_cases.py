@@ -21,9 +21,12 @@ from minisgl.config.model import ModelConfig
 from minisgl.core import Phase
 from minisgl.kernels import linear
 from minisgl.kernels.rotate_store import rotate_and_store
+from minisgl.kvcache.fp8_pool import Fp8KVPool
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
+from minisgl.layers.fp8 import Stored
 from minisgl.models.base import CausalLM
+from minisgl.models.quantization import quantize_linears
 from minisgl.models.registry import build_model
 from minisgl.models.weights import load_dummy_weights
 from minisgl.parallel.comm import SingleRank
@@ -46,15 +49,22 @@ class World:
     def __init__(
         self, lens: list[int], *, kv: int, dim: int, layers: int = 1, page_size: int = 4,
         device: str = "cpu", dtype: torch.dtype = torch.float32, qo: int = 4, seed: int = 0,
+        kv_scales: tuple[float, float] | None = None,
     ) -> None:  # fmt: skip
+        """kv_scales: those of a pool of eight bits."""
         rng = np.random.default_rng(seed)
         pages = [-(-(n + 1) // page_size) for n in lens]
         total = sum(pages)
-        self.pool = KVPool(
-            num_layers=layers, num_pages=total, page_size=page_size, num_kv_heads=kv,
-            head_dim=dim, dtype=dtype, device=device,
-        )  # fmt: skip
+        sizes: dict[str, Any] = {
+            "num_layers": layers, "num_pages": total, "page_size": page_size, "num_kv_heads": kv,
+            "head_dim": dim, "device": device,
+        }  # fmt: skip
         gen = torch.Generator().manual_seed(seed)
+        if kv_scales is None:
+            self.pool = KVPool(dtype=dtype, **sizes)
+        else:
+            self.pool = Fp8KVPool(**sizes)
+            self.pool.layer_scales = [kv_scales] * layers
         self.pool.buffer.copy_(torch.randn(self.pool.buffer.shape, generator=gen))
         width = -(-(max(lens) + 2) // page_size) * page_size
         self.tables = TableManager(len(lens) + 1, width, page_size, self.pool.dummy_page, device)
@@ -158,6 +168,28 @@ def check_decode(
     close(fused.plan(world.meta(), out_loc).attend(*ready, v, 0), want, limit_of(world.dtype))
 
 
+def check_eight_bits(
+    backend: Any, lens: list[int], extend: list[int] | None, limit: float, *, qo: int = 4,
+    kv: int = 2, dim: int = 32, kv_scales: tuple[float, float] = (0.25, 0.5), **where: Any,
+) -> None:  # fmt: skip
+    """A backend over a pool of eight bits equals plain attention over what the pool stands for."""
+    sizes = {"kv": kv, "dim": dim, "qo": qo, **where}
+    world, plain = World(lens, kv_scales=kv_scales, **sizes), World(lens, **sizes)
+    phase = Phase.DECODE if extend is None else Phase.PREFILL
+    meta, (_, out_loc) = world.meta(phase, extend), world.places(extend)
+    q, k, v = (world.random(len(out_loc), h, dim, seed=i) for i, h in enumerate((qo, kv, kv)))
+    before = world.pool.buffer.clone()
+    world.pool.store_kv(k, v, out_loc, 0)
+    stored = world.pool.buffer.float()
+    scales = torch.tensor(kv_scales, device=world.device).view(2, 1, 1, 1, 1, 1)
+    plain.pool.buffer.copy_(stored * scales)
+    seen = plain.pool.load_kv(out_loc, 0, world.dtype)
+    want = plain.backend(TorchBackend).plan(meta, out_loc).attend(q, *seen, 0)
+    world.pool.buffer.copy_(before)
+    close(world.backend(backend).plan(meta, out_loc).run(q, k, v, 0), want, limit)
+    close(world.pool.buffer.float(), stored, limit)
+
+
 def check_rotate(
     lens: list[int], *, qo: int, kv: int, dim: int, normed: bool, **where: Any
 ) -> None:
@@ -183,9 +215,13 @@ def check_rotate(
 
 
 def small_model(
-    arch: str, device: str = "cpu", dtype: torch.dtype = torch.float32, **changes: Any
-) -> CausalLM:
-    """A model of random weights whose sizes suit every kernel."""
+    arch: str, device: str = "cpu", dtype: torch.dtype = torch.float32, scales: str = "",
+    **changes: Any,
+) -> CausalLM:  # fmt: skip
+    """A model of random weights whose sizes suit every kernel.
+
+    scales: "channel" or "block" for weights of eight bits.
+    """
     sizes = {
         "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 16,
         "num_key_value_heads": 4, "head_dim": 64, "num_hidden_layers": 2,
@@ -193,6 +229,8 @@ def small_model(
     }  # fmt: skip
     config = ModelConfig.from_hf({**base_config(arch), **sizes, **changes})
     model = build_model(config, SingleRank(), dtype=dtype, device="meta")
+    if scales:
+        quantize_linears(model, Stored("", 128, 128) if scales == "block" else None)
     load_dummy_weights(model, device=device, dtype=dtype)
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -306,15 +344,16 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large blocks: the interpreter takes as long as there are programs, however large they are."""
     real, choose = linear.row_block, linear.choose_tiling
 
-    def wide(n: int, k: int, norm: bool, gated: bool) -> tuple[int, int, int] | None:
-        block = real(n, k, norm, gated)
+    def wide(*of: Any) -> tuple[int, int, int] | None:
+        block = real(*of)
         return None if block is None else (128, *block[1:])
 
-    def coarse(m: int, n: int, k: int, **how: bool) -> linear.Tiling | None:
-        found = choose(m, n, k, **how)
+    def coarse(*of: Any, **how: Any) -> linear.Tiling | None:
+        found = choose(*of, **how)
         if found is None:
             return None
-        return replace(found, bn=256, bk=512, splits=min(2, found.splits))
+        bk = 128 if how["scales"] > 1 else 512
+        return replace(found, bn=256, bk=bk, splits=min(2, found.splits))
 
     monkeypatch.setattr(linear, "row_block", wide)
     monkeypatch.setattr(linear, "choose_tiling", coarse)

@@ -375,7 +375,7 @@ ROPE = LLAMA_3_1_8B["rope_scaling"]
         ("tie_word_embeddings", {"tie_word_embeddings": "no"}),
         ("attention_bias", {"attention_bias": True}),
         ("mlp_bias", {"mlp_bias": True}),
-        ("quantization_config", {"quantization_config": {"bits": 4}}),
+        ("quantization_config", {"quantization_config": "awq"}),
         ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
         ("partial_rotary_factor", {"rope_scaling": {**ROPE, "partial_rotary_factor": 0.5}}),
         ("eos_token_id", {"eos_token_id": 128256}),

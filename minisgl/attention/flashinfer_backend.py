@@ -85,7 +85,8 @@ class FlashInferPlan(AttentionPlan):
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
         """Store k and v by one kernel, then attend."""
-        store_kv(k, v, self.pool.k_cache(layer_id), self.pool.v_cache(layer_id), self.out_loc)
+        pool, scales = self.pool, self.pool.scales(layer_id)
+        store_kv(k, v, pool.k_cache(layer_id), pool.v_cache(layer_id), self.out_loc, scales)
         return self.attend(q, k, v, layer_id)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:

@@ -31,7 +31,7 @@ class FusedPlan:
         return decode_attention(
             q, k, v, self.pool.k_cache(layer_id), self.pool.v_cache(layer_id),
             backend.tables.device_page_table, to.rows, to.positions, to.out_loc,
-            backend.scratch, backend.scale, **raw,
+            backend.scratch, backend.scale, kv_scales=self.pool.scales(layer_id), **raw,
         )  # fmt: skip
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:

@@ -80,9 +80,8 @@ class InvariantTorchPlan(AttentionPlan):
         """Keys and values of these positions, float32 [live * kv_heads, TILE_KV, d] each."""
         positions = torch.minimum(seen, self.last[:live, None])  # what lies behind is masked anyway
         slots = self.page_table[self.rows[:live, None], positions]
-        caches = self.pool.k_cache(layer_id), self.pool.v_cache(layer_id)
-        found = (cache.flatten(0, 1)[slots].float().transpose(1, 2) for cache in caches)
-        return [part.reshape(-1, *part.shape[2:]) for part in found]
+        found = self.pool.load_kv(slots, layer_id, torch.float32)
+        return [part.transpose(1, 2).flatten(0, 1) for part in found]
 
 
 class InvariantTorchBackend(TorchBackend):

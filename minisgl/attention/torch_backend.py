@@ -60,7 +60,7 @@ class PerRequestPlan(AttentionPlan):
     def hit(self, meta: AttentionMetadata, i: int) -> tuple[Tensor, Tensor] | None:
         """Slots and mask of a request that has cached tokens; None for one that has none."""
         extend_len, seq_len = int(meta.extend_lens[i]), int(meta.seq_lens[i])
-        if extend_len == seq_len:
+        if extend_len == seq_len and not self.pool.quantized:
             return None
         device = self.out_loc.device
         slots = torch.tensor(meta.slots_of(i), dtype=torch.int64, device=device)
@@ -68,15 +68,13 @@ class PerRequestPlan(AttentionPlan):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
         """Request by request; one without a hit reads k and v, the others read the pool."""
-        k_slots = self.pool.k_cache(layer_id).flatten(0, 1)
-        v_slots = self.pool.v_cache(layer_id).flatten(0, 1)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for start, stop, hit in zip(self.bounds[:-1], self.bounds[1:], self.hits, strict=True):
             rows, mask = slice(start, stop), None
             keys, values = k[rows], v[rows]
             if hit is not None:
                 slots, mask = hit
-                keys, values = k_slots.index_select(0, slots), v_slots.index_select(0, slots)
+                keys, values = self.pool.load_kv(slots, layer_id, q.dtype)
             out[rows] = grouped_attention(
                 q[rows], keys, values, scale=self.scale, mask=mask, causal=hit is None
             )
@@ -101,7 +99,6 @@ class DecodePlan(AttentionPlan):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
         """Some requests at a time, padded to one width and masked; reads the pool."""
-        caches = self.pool.k_cache(layer_id), self.pool.v_cache(layer_id)
         grouped = q.unflatten(1, (self.pool.num_kv_heads, -1))  # [bs, kv_heads, group, d]
         rows, last = (
             self.buffers.rows.split(self.at_once),
@@ -112,10 +109,7 @@ class DecodePlan(AttentionPlan):
             seen = self.positions <= end[:, None]
             slots = self.page_table.index_select(0, row)
             slots = torch.where(seen, slots, slots[:, :1])  # past its end a row names anything
-            keys, values = (
-                cache.flatten(0, 1).index_select(0, slots.flatten()).unflatten(0, slots.shape)
-                for cache in caches
-            )
+            keys, values = self.pool.load_kv(slots, layer_id, q.dtype)
             mask = seen[:, None, None]
             out.append(
                 F.scaled_dot_product_attention(

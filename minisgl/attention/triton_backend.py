@@ -136,12 +136,14 @@ class TritonPlan(AttentionPlan):
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
         """Store k and v by one kernel, then attend."""
-        store_kv(k, v, self.pool.k_cache(layer_id), self.pool.v_cache(layer_id), self.out_loc)
+        pool, scales = self.pool, self.pool.scales(layer_id)
+        store_kv(k, v, pool.k_cache(layer_id), pool.v_cache(layer_id), self.out_loc, scales)
         return self.attend(q, k, v, layer_id)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
         """Attend over the pool, and merge if keys were split."""
         k_cache, v_cache = self.pool.k_cache(layer_id), self.pool.v_cache(layer_id)
+        k_scale, v_scale = self.pool.scales(layer_id)
         args, page_table, kv_heads = (
             self.args,
             self.tables.device_page_table,
@@ -154,7 +156,8 @@ class TritonPlan(AttentionPlan):
                  "TILE_Q": self.tile_q, "TILE_KV": TILE_KV}  # fmt: skip
         attention_kernel[(len(args.request), kv_heads, self.splits)](
             q, k_cache, v_cache, out, self.parts, self.lse, page_table, args.rows, *where,
-            self.scale * LOG2_E, q.stride(0), k_cache.stride(1), page_table.stride(0),
+            self.scale * k_scale * LOG2_E, v_scale,
+            q.stride(0), k_cache.stride(1), page_table.stride(0),
             SPLIT=self.splits > 1, **sizes,
         )  # fmt: skip
         if self.splits > 1:

@@ -65,7 +65,9 @@ def roofline_of(folder: Path, args: argparse.Namespace) -> Roofline:
     device, model = torch.device(args.device), ModelConfig.from_path(folder)
     dtype = getattr(torch, choose_dtype(args.dtype, device.type, model))
     rows = kernels.measure_rows(kernels.ceiling_rows(dtype, device), device)
-    return Roofline(model, kernels.ceilings_of(rows), dtype.itemsize)
+    fields = ("quantization", "kv_cache_dtype")
+    eight_bits = frozenset(name for name in fields if getattr(args, name, None) == "fp8")
+    return Roofline(model, kernels.ceilings_of(rows), dtype.itemsize, eight_bits)
 
 
 def run_offline(folder: Path, args: argparse.Namespace) -> dict[str, Any]:

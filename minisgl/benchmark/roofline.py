@@ -37,11 +37,16 @@ def body_parameters(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Least work and seconds of a model on a device; `itemsize`: bytes of a weight, K or V."""
+    """Least work and seconds of a model on a device; `itemsize`: bytes of a weight, K or V.
+
+    eight_bits: "quantization" and "kv_cache_dtype", as far as they are fp8. Then the layers'
+    weights have one byte and products of them count half, keys and values have one byte.
+    """
 
     model: ModelConfig
     ceilings: Ceilings
     itemsize: int = 2
+    eight_bits: frozenset[str] = frozenset()
 
     def seconds(self, work: Work) -> float:
         """The larger of its two times: reading and computing overlap perfectly within it."""
@@ -60,10 +65,14 @@ class Roofline:
             share = model.moe.top_k / model.moe.num_experts
             active -= round((1 - share) * experts)
             unread = round((1 - share) ** tokens * experts)
-        nbytes = (body - unread + head * (sampled > 0)) * self.itemsize
-        nbytes += kv_bytes_per_token(model, self.itemsize) * kv_read
+        quantized = "quantization" in self.eight_bits
+        kv_itemsize = 1 if "kv_cache_dtype" in self.eight_bits else self.itemsize
+        nbytes = (body - unread) * (1 if quantized else self.itemsize)
+        nbytes += head * (sampled > 0) * self.itemsize
+        nbytes += kv_bytes_per_token(model, kv_itemsize) * kv_read
         per_pair = 4 * model.num_layers * model.num_qo_heads * model.head_dim  # q kᵀ, weights v
-        return Work(nbytes, 2 * (tokens * active + sampled * head) + per_pair * pairs)
+        products = tokens * active * (1 if quantized else 2) + 2 * sampled * head
+        return Work(nbytes, products + per_pair * pairs)
 
     def prefill_work(self, lengths: Sequence[int] | IntArray) -> Work:
         """Prompts of these lengths with nothing cached; one row of each goes to the head."""

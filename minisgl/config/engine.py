@@ -54,7 +54,7 @@ class EngineConfig(Validated):
     seconds, `*_bs` are batch sizes in requests, `max_seq_len_override` is in tokens. With
     `memory_trial_tokens` above 0 a trial prefill of so many tokens says what a step needs besides.
     `kernels` "torch" keeps to plain PyTorch, "triton" takes fused kernels where they fit.
-    `deterministic`: a request gets the same bits in every batch, see chapter 05f.
+    `deterministic`: same bits in every batch, see chapter 05f. "fp8": eight bits, see chapter 05g.
     """
 
     model_path: PathText | None = None
@@ -75,6 +75,8 @@ class EngineConfig(Validated):
     kernels: Literal["auto", "torch", "triton"] = "auto"
     num_speculative_tokens: Annotated[Count, Field(le=31)] = 0
     deterministic: bool = False
+    quantization: Literal["none", "fp8"] = "none"
+    kv_cache_dtype: Literal["model", "fp8"] = "model"
     seed: Annotated[Count, Field(le=MAX_SEED)] = 0
 
 
@@ -144,14 +146,13 @@ def choose_dtype(dtype: str, device: str, model: ModelConfig) -> str:
     return "bfloat16" if model.dtype == "float32" else model.dtype
 
 
-def choose_backend(
-    backend: str, device: str, dtype: str, head_dim: int, deterministic: bool = False
-) -> str:
+def choose_backend(config: EngineConfig, device: str, dtype: str, head_dim: int) -> str:
     """The attention backend that "auto" means on a device; ValueError if a named one cannot run.
 
     On a GPU it is FlashInfer for prefill and our fused kernel for decode, where both can be had.
     """
-    if deterministic:  # one backend for prefill and decode
+    backend, eight_bits = config.attention_backend, config.kv_cache_dtype == "fp8"
+    if config.deterministic:  # one backend for prefill and decode
         only = "torch" if device == "cpu" else "triton"
         if backend not in ("auto", only):
             raise refuse("attention_backend", f"{only} for deterministic on {device}", backend)
@@ -162,11 +163,14 @@ def choose_backend(
         return "torch" if backend == "auto" else backend
     narrow = dtype != "float32" and head_dim in (32, 64, 128, 256)
     if backend == "auto":
-        prefill = "fi" if narrow and find_spec("flashinfer") is not None else "triton"
+        fi = narrow and not eight_bits and find_spec("flashinfer") is not None
+        prefill = "fi" if fi else "triton"
         return f"{prefill},fused" if narrow else prefill
     if "fused" in backend and not narrow:
         rule = "without 'fused' for float32 or heads that are not 32, 64, 128 or 256 wide"
         raise refuse("attention_backend", rule, backend)
+    if eight_bits and "fi" in backend.split(","):
+        raise refuse("attention_backend", "triton for kv_cache_dtype fp8", backend)
     return backend
 
 
@@ -183,9 +187,7 @@ def resolve(config: C, model: ModelConfig) -> C:
     settled: dict[str, Any] = {
         "device": device,
         "dtype": dtype,
-        "attention_backend": choose_backend(
-            config.attention_backend, device, dtype, model.head_dim, config.deterministic
-        ),
+        "attention_backend": choose_backend(config, device, dtype, model.head_dim),
         "page_size": config.page_size or 16,
     }
     if config.kernels == "auto":

@@ -242,7 +242,7 @@ class ConfigFile(BaseModel):
     hidden_act: Literal["silu"] = "silu"
     attention_bias: Literal[False] = False  # Qwen2's biases are not in its file
     mlp_bias: Literal[False] = False
-    quantization_config: None = None
+    quantization_config: dict[str, Any] | None = None  # chapter 05g reads or refuses it
     partial_rotary_factor: Annotated[Number, Field(ge=1, le=1)] = 1.0
 
 

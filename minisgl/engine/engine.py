@@ -30,8 +30,10 @@ from minisgl.engine.memory import agree_on_free, decide_pages, peak_of
 from minisgl.engine.sample_kernel import load_sample_kernel
 from minisgl.engine.sampler import SampleOutput, Sampler
 from minisgl.engine.step import ForwardInput, ForwardOutput, build_forward_input
+from minisgl.kvcache.fp8_pool import load_kv_scales, make_pool
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
+from minisgl.models.quantization import quantize_model
 from minisgl.models.registry import build_model
 from minisgl.models.weights import load_dummy_weights, load_weights
 from minisgl.parallel.comm import Comm, SingleRank
@@ -57,14 +59,10 @@ def allocate_memory(
     config: EngineConfig, model_config: ModelConfig, num_pages: int
 ) -> tuple[KVPool, TableManager]:
     """The pool with its dummy page, and tables whose dummy row names that page."""
-    page_size, device = config.page_size or 1, torch.device(config.device)
-    pool = KVPool(
-        num_layers=model_config.num_layers, num_pages=num_pages, page_size=page_size,
-        num_kv_heads=model_config.kv_heads_per_rank(config.tp.size), device=device,
-        head_dim=model_config.head_dim, dtype=getattr(torch, config.dtype),
-    )  # fmt: skip
-    window = max_seq_len(config, model_config)
-    tables = TableManager(config.max_running_req, window, page_size, pool.dummy_page, device)
+    pool, window = make_pool(config, model_config, num_pages), max_seq_len(config, model_config)
+    tables = TableManager(
+        config.max_running_req, window, pool.page_size, pool.dummy_page, torch.device(config.device)
+    )
     return pool, tables
 
 
@@ -227,6 +225,7 @@ def load_model(
     """The model with its weights on the device: shapes first, values afterwards."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     model = build_model(model_config, comm, dtype=dtype, deterministic=config.deterministic)
+    quantize_model(model, config.quantization, path, device)
     if config.use_dummy_weight:
         load_dummy_weights(model, device=device, dtype=dtype, seed=config.seed)
     else:
@@ -284,5 +283,6 @@ def build_engine(
     if stream is not None:  # the weights came on another stream: wait for them once
         torch.cuda.synchronize(device)
     engine = Engine(config, model_config, model, num_pages, stream)
+    load_kv_scales(engine.pool, path)
     engine.capture(new_graph, progress)
     return engine

@@ -12,6 +12,7 @@ import torch
 
 from minisgl.config.engine import EngineConfig, max_seq_len
 from minisgl.config.model import ModelConfig
+from minisgl.kvcache.fp8_pool import kv_dtype
 from minisgl.kvcache.pool import kv_bytes_per_token
 from minisgl.parallel.comm import Comm
 
@@ -115,7 +116,7 @@ def decide_pages(
 ) -> int:  # fmt: skip
     """KV pages that all ranks can have; `NotEnoughMemory` if one full request would not fit."""
     device, page_size = torch.device(config.device), config.page_size or 1
-    itemsize = getattr(torch, config.dtype).itemsize
+    itemsize = kv_dtype(config).itemsize
     page_bytes = page_size * kv_bytes_per_token(model_config, itemsize, comm.size)
     if config.memory_trial_tokens == 0:
         pages = pages_by_ratio(

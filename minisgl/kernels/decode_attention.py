@@ -42,9 +42,9 @@ def attend_cached(
         inside = positions < end
         slots = tl.load(slots_ptr + positions, mask=inside, other=0).to(tl.int64)[:, None] * stride
         real = inside[:, None]
-        ka = tl.load(k_ptr + slots + half, mask=real, other=0.0)
-        kb = tl.load(k_ptr + slots + HALF + half, mask=real, other=0.0)
-        v = tl.load(v_ptr + slots + dims, mask=real, other=0.0)
+        ka = tl.load(k_ptr + slots + half, mask=real, other=0.0).to(qa.dtype)
+        kb = tl.load(k_ptr + slots + HALF + half, mask=real, other=0.0).to(qa.dtype)
+        v = tl.load(v_ptr + slots + dims, mask=real, other=0.0).to(qa.dtype)
         s = tl.dot(qa, tl.trans(ka), input_precision="ieee")
         s = tl.dot(qb, tl.trans(kb), s, input_precision="ieee") * scale
         m, total, acc = fold(tl.where(inside[None, :], s, float("-inf")), v, m, total, acc)
@@ -150,20 +150,22 @@ def load_angles(table_ptr, position, HEAD_DIM: tl.constexpr, ROTATE: tl.constexp
 @triton.jit
 def add_new_token(
     qa, qb, k_ptr, v_ptr, head, k_norm_ptr, cos, sin, eps, k_cache_ptr, v_cache_ptr, slot,
-    scale, m, total, acc, HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
+    scale, k_scale, v_scale, m, total, acc,
+    HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """Store the new key and value at their slot, and fold them in without reading them back."""
+    """Store the new key and value at their slot, and fold them in, as if they were read back."""
     HALF: tl.constexpr = HEAD_DIM // 2
     half, dims, one = tl.arange(0, HALF)[None, :], tl.arange(0, HEAD_DIM), tl.arange(0, 1)
     k_cache_ptr += slot + head * HEAD_DIM
     v_cache_ptr += slot + head * HEAD_DIM
-    DTYPE: tl.constexpr = k_cache_ptr.dtype.element_ty
+    CACHE: tl.constexpr = k_cache_ptr.dtype.element_ty
     ka, kb = load_heads(
-        k_ptr, head + one, one == 0, k_norm_ptr, cos, sin, eps, HEAD_DIM, NORM, ROTATE, DTYPE
+        k_ptr, head + one, one == 0, k_norm_ptr, cos, sin, eps, HEAD_DIM, NORM, ROTATE, qa.dtype
     )
+    ka, kb = (ka.to(tl.float32) / k_scale).to(CACHE), (kb.to(tl.float32) / k_scale).to(CACHE)
     tl.store(k_cache_ptr + half, ka)
     tl.store(k_cache_ptr + HALF + half, kb)
-    v = tl.load(v_ptr + head * HEAD_DIM + dims)
+    v = (tl.load(v_ptr + head * HEAD_DIM + dims).to(tl.float32) / v_scale).to(CACHE)
     tl.store(v_cache_ptr + dims, v)
     s = tl.sum(qa.to(tl.float32) * ka.to(tl.float32), 1)
     s = (s + tl.sum(qb.to(tl.float32) * kb.to(tl.float32), 1)) * scale
@@ -177,7 +179,7 @@ def add_new_token(
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, table_ptr, k_cache_ptr, v_cache_ptr,
     page_table_ptr, rows_ptr, positions_ptr, slots_ptr, part_ptr, stat_ptr, done_ptr, out_ptr,
-    q_stride, k_stride, v_stride, page_table_stride, scale, eps, shortest,
+    q_stride, k_stride, v_stride, page_table_stride, scale, k_scale, v_scale, eps, shortest,
     KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     NORM: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr,
@@ -193,13 +195,13 @@ def decode_kernel(
     if split < count:
         g = tl.arange(0, ROWS)
         real, begin, end = g < GROUP, split * part, tl.minimum((split + 1) * part, length - 1)
-        DTYPE: tl.constexpr = k_cache_ptr.dtype.element_ty
         cos, sin = load_angles(table_ptr, position, HEAD_DIM, ROTATE)
         slots_of_row = page_table_ptr + tl.load(rows_ptr + request) * page_table_stride
         if PDL:
             gdc_wait()
         qa, qb = load_heads(q_ptr + request.to(tl.int64) * q_stride, head * GROUP + g, real,
-                            q_norm_ptr, cos, sin, eps, HEAD_DIM, NORM, ROTATE, DTYPE)  # fmt: skip
+                            q_norm_ptr, cos, sin, eps, HEAD_DIM, NORM, ROTATE,
+                            q_ptr.dtype.element_ty)  # fmt: skip
         m, total, acc = attend_cached(
             qa, qb, k_cache_ptr + head * HEAD_DIM, v_cache_ptr + head * HEAD_DIM, slots_of_row,
             begin, end, scale, KV * HEAD_DIM, ROWS, HEAD_DIM, TILE, STAGES,
@@ -209,10 +211,10 @@ def decode_kernel(
                 qa, qb, k_ptr + request.to(tl.int64) * k_stride,
                 v_ptr + request.to(tl.int64) * v_stride, head, k_norm_ptr, cos, sin, eps,
                 k_cache_ptr, v_cache_ptr, tl.load(slots_ptr + request) * (KV * HEAD_DIM), scale,
-                m, total, acc, HEAD_DIM, NORM, ROTATE,
+                k_scale, v_scale, m, total, acc, HEAD_DIM, NORM, ROTATE,
             )  # fmt: skip
-        finish(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, request * KV + head, split,
-               count, g, real, HEAD_DIM, GROUP, ROWS, SPLITS)  # fmt: skip
+        finish(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc * v_scale,
+               request * KV + head, split, count, g, real, HEAD_DIM, GROUP, ROWS, SPLITS)  # fmt: skip
 
 
 # (TILE, warps, stages) for heads of 128 in 16 bits, and how many such programs an H200 runs at once
@@ -243,6 +245,7 @@ def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor,
     rows: Tensor, positions: Tensor, out_loc: Tensor, scratch: Scratch, scale: float, *,
     norms: tuple[Tensor, Tensor] | None = None, eps: float = 0.0, table: Tensor | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:  # fmt: skip
     """One new token per request: store its k and v, attend to all before it and to itself.
 
@@ -262,8 +265,9 @@ def decode_attention(
     decode_kernel[(kv, bs, splits)](
         q, k, v, q_norm, k_norm, q if table is None else table, k_cache, v_cache,
         page_table, rows, positions, out_loc, scratch.part, scratch.stat, scratch.done, out,
-        q.stride(0), k.stride(0), v.stride(0), page_table.stride(0), scale * 1.4426950408889634,
-        eps, shortest, KV=kv, GROUP=qo // kv, ROWS=max(16, triton.next_power_of_2(qo // kv)),
+        q.stride(0), k.stride(0), v.stride(0), page_table.stride(0),
+        scale * kv_scales[0] * 1.4426950408889634, *kv_scales, eps, shortest, KV=kv,
+        GROUP=qo // kv, ROWS=max(16, triton.next_power_of_2(qo // kv)),
         HEAD_DIM=dim, TILE=tile, SPLITS=splits, STAGES=stages, NORM=norms is not None,
         ROTATE=table is not None, num_warps=warps, **launch_options(q),
     )  # fmt: skip

@@ -20,10 +20,14 @@ from minisgl.kernels.pdl import launch_options
 # mypy: allow-untyped-defs, allow-incomplete-defs
 @triton.jit
 def finish_row(
-    y, up, squares, K, eps, bias_ptr, add_ptr, cols,
-    NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    y, up, squares, K, eps, bias_ptr, add_ptr, scale_ptr, N, cols, NORM: tl.constexpr,
+    GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue of a GEMV: the norm's scale, the bias, the gate, the residual."""
+    """The epilogue of a GEMV: the scales, of the norm too, the bias, the gate, the residual."""
+    if SCALES == 1:
+        y *= tl.load(scale_ptr + cols)
+        if GATED:
+            up *= tl.load(scale_ptr + N + cols)
     if NORM:
         scale = tl.rsqrt(squares / K + eps)
         y, up = y * scale, up * scale
@@ -37,10 +41,37 @@ def finish_row(
 
 
 @triton.jit
+def widen(w, scale_ptr, k, stride, SCALES: tl.constexpr, DTYPE: tl.constexpr):
+    """A tile [rows, BK] of weights in DTYPE. Of several scales a row, each is for 128 columns."""
+    if SCALES > 0:
+        w = w.to(tl.float32)  # straight to bfloat16 is a slower instruction
+    if SCALES > 1:
+        w *= tl.load(scale_ptr + k // 128 * stride)[:, None]
+    return w.to(DTYPE)
+
+
+@triton.jit
+def add_products(
+    w, u, k, total, total_up, squares, x_ptr, norm_ptr, scale_ptr, N, cols, ks,
+    NORM: tl.constexpr, GATED: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """One tile of weights, w and u, times its part of the row; and the squares of that part."""
+    x = tl.load(x_ptr + k + ks).to(tl.float32)
+    if NORM:
+        squares += x * x
+        x *= tl.load(norm_ptr + k + ks).to(tl.float32)
+    stride = 2 * N if GATED else N  # from one scale of a row to the next
+    total += widen(w, scale_ptr + cols, k, stride, SCALES, tl.float32) * x[None, :]
+    if GATED:
+        total_up += widen(u, scale_ptr + N + cols, k, stride, SCALES, tl.float32) * x[None, :]
+    return total, total_up, squares
+
+
+@triton.jit
 def row_kernel(
-    x_ptr, w_ptr, norm_ptr, bias_ptr, add_ptr, out_ptr, N, K, eps,
+    x_ptr, w_ptr, scale_ptr, norm_ptr, bias_ptr, add_ptr, out_ptr, N, K, eps,
     BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    BIAS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`BN` outputs of one row: out = x w^T, x [K], w [N, K], or [2 N, K] where it is gated."""
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -53,29 +84,38 @@ def row_kernel(
     if PDL:
         gdc_wait()
     total = tl.zeros([BN, BK], tl.float32)
-    total_up = tl.zeros([BN, BK], tl.float32)
     squares = tl.zeros([BK], tl.float32)
-    for k in range(0, K, BK):
-        if k > 0:
-            w = tl.load(w_ptr + k)
-            u = tl.load(w_ptr + N * K + k) if GATED else w
-        x = tl.load(x_ptr + k + ks).to(tl.float32)
-        if NORM:
-            squares += x * x
-            x *= tl.load(norm_ptr + k + ks).to(tl.float32)
-        total += w.to(tl.float32) * x[None, :]
-        if GATED:
-            total_up += u.to(tl.float32) * x[None, :]
+    total, total_up, squares = add_products(
+        w, u, 0, total, total, squares, x_ptr, norm_ptr, scale_ptr, N, cols, ks, NORM, GATED, SCALES
+    )
+    for k in range(BK, K, BK):
+        w = tl.load(w_ptr + k)
+        u = tl.load(w_ptr + N * K + k) if GATED else w
+        total, total_up, squares = add_products(
+            w, u, k, total, total_up, squares, x_ptr, norm_ptr, scale_ptr, N, cols, ks,
+            NORM, GATED, SCALES,
+        )  # fmt: skip
     y = finish_row(
-        tl.sum(total, 1), tl.sum(total_up, 1), tl.sum(squares, 0), K, eps, bias_ptr, add_ptr, cols,
-        NORM, GATED, BIAS, ADD,
+        tl.sum(total, 1), tl.sum(total_up, 1), tl.sum(squares, 0), K, eps, bias_ptr, add_ptr,
+        scale_ptr, N, cols, NORM, GATED, BIAS, ADD, SCALES,
     )  # fmt: skip
     tl.store(out_ptr + cols, y.to(out_ptr.dtype.element_ty))
 
 
-def row_block(n: int, k: int, norm: bool, gated: bool) -> tuple[int, int, int] | None:
+def count_scales(weight: Tensor) -> int | None:
+    """Scales of each row: 0 for a weight of 16 bits; None if they are not for 128 columns each."""
+    scale = getattr(weight, "scale", None)  # chapter 05g
+    count = 0 if scale is None else int(scale.shape[1])
+    return None if count > 1 and count * 128 != weight.shape[1] else count
+
+
+def row_block(
+    n: int, k: int, norm: bool, gated: bool, scales: int = 0
+) -> tuple[int, int, int] | None:
     """(BN, BK, warps) of `row_kernel` for a weight [n, k]; None if no choice divides it."""
-    if norm or gated:
+    if scales:
+        bn, bk, warps = (32, 128, 4) if scales > 1 else (8, 512, 4) if gated else (4, 1024, 4)
+    elif norm or gated:
         bk = 512
         bn, warps = (8, 4) if gated else (4, 4) if n <= 4096 else (16, 4)
     else:
@@ -94,16 +134,17 @@ def row_linear(
     silu(gate) * up. add [1, n]: the residual.
     """
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-    block = row_block(n, k, norm is not None, gated)
+    scales = count_scales(weight)
+    block = None if scales is None else row_block(n, k, norm is not None, gated, scales)
     if block is None or x.shape[0] != 1:
         return None
     bn, bk, warps = block
     out = torch.empty(1, n, dtype=x.dtype, device=x.device)
     row_kernel[(n // bn,)](
-        x, weight, x if norm is None else norm, x if bias is None else bias,
-        x if add is None else add, out, n, k, eps, BN=bn, BK=bk, NORM=norm is not None,
-        GATED=gated, BIAS=bias is not None, ADD=add is not None, num_warps=warps,
-        **launch_options(x),
+        x, weight, getattr(weight, "scale", x), x if norm is None else norm,
+        x if bias is None else bias, x if add is None else add, out, n, k, eps, BN=bn, BK=bk,
+        NORM=norm is not None, GATED=gated, BIAS=bias is not None, ADD=add is not None,
+        SCALES=scales, num_warps=warps, **launch_options(x),
     )  # fmt: skip
     return out
 
@@ -117,12 +158,29 @@ def prefetch(pointers):
     )  # fmt: skip
 
 
+@triton.jit
+def finish_rows(
+    y, up, bias_ptr, scale_ptr, N, cols,
+    GATED: tl.constexpr, BIAS: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """The epilogue of a GEMM: the scales of rows of the weight, the bias, the gate."""
+    if SCALES == 1:
+        y *= tl.load(scale_ptr + cols)[None, :]
+        if GATED:
+            up *= tl.load(scale_ptr + N + cols)[None, :]
+    if BIAS:
+        y += tl.load(bias_ptr + cols).to(tl.float32)[None, :]
+    if GATED:
+        y = y * tl.sigmoid(y) * up
+    return y
+
+
 @triton.jit(do_not_specialize=["M"])
 def rows_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, M, N, K, part,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, M, N, K, part,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
-    SWAP: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    SCALES: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, LINE: tl.constexpr,
+    AHEAD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[split] [M, N] = x[:, part of K] w[:, part of K]^T; grid (N / BN, M / BM, splits).
 
@@ -135,27 +193,25 @@ def rows_kernel(
     ks = split * part + tl.arange(0, BK)
     if PDL:
         gdc_launch_dependents()
-        lines = split * part + tl.arange(0, AHEAD) * 64
+        lines = split * part + tl.arange(0, AHEAD) * LINE
         prefetch(w_ptr + cols[:, None].to(tl.int64) * K + lines[None, :])
         gdc_wait()
     real = rows[:, None] < M
     x_ptr += rows[:, None].to(tl.int64) * K + ks[None, :]
     w_ptr += cols[:, None].to(tl.int64) * K + ks[None, :]
     y = tl.zeros([BN if SWAP else BM, BM if SWAP else BN], tl.float32)
-    up = y
+    up, at, stride = y, split * part, 2 * N if GATED else N
     for k in tl.range(0, part, BK, num_stages=STAGES):
         x = tl.load(x_ptr + k) if EVEN else tl.load(x_ptr + k, mask=real, other=0.0)
-        w = tl.load(w_ptr + k)
+        w = widen(tl.load(w_ptr + k), scale_ptr + cols, at + k, stride, SCALES, x.dtype)
         y = tl.dot(w, tl.trans(x), y) if SWAP else tl.dot(x, tl.trans(w), y)
         if GATED:
-            u = tl.load(w_ptr + k + N * K)
+            u, up_scale_ptr = tl.load(w_ptr + k + N * K), scale_ptr + N + cols
+            u = widen(u, up_scale_ptr, at + k, stride, SCALES, x.dtype)
             up = tl.dot(u, tl.trans(x), up) if SWAP else tl.dot(x, tl.trans(u), up)
     if SWAP:
         y, up = tl.trans(y), tl.trans(up)
-    if BIAS:
-        y += tl.load(bias_ptr + cols).to(tl.float32)[None, :]
-    if GATED:
-        y = y * tl.sigmoid(y) * up
+    y = finish_rows(y, up, bias_ptr, scale_ptr, N, cols, GATED, BIAS, SCALES)
     place = (split * M + rows[:, None]).to(tl.int64) * N + cols[None, :]
     tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=real)
 
@@ -189,14 +245,20 @@ def beats_cublas(m: int, n: int, k: int, gated: bool, split_k: bool) -> bool:
     return m <= FEW_ROWS or (small and (split_k or m <= 2 * FEW_ROWS))
 
 
-def choose_tiling(m: int, n: int, k: int, *, gated: bool, split_k: bool) -> Tiling | None:
+def choose_tiling(
+    m: int, n: int, k: int, *, gated: bool, split_k: bool, scales: int | None = 0
+) -> Tiling | None:
     """How to tile x [m, k] by a weight [n, k]; None: leave it to cuBLAS.
 
     split_k: the caller adds up the splits, so a weight with few rows may be split along k, too.
+    scales: of each row of a weight of eight bits.
     """
-    if not beats_cublas(m, n, k, gated, split_k):
+    if scales is None or not (m <= FEW_ROWS if scales else beats_cublas(m, n, k, gated, split_k)):
         return None
-    if m <= 32:
+    if scales:
+        bm = 16 if m <= 16 else 32 if m <= 32 else 64
+        bn, bk, warps, stages, swap = 64, 128, 4, 6, True
+    elif m <= 32:
         bm, bn, bk, warps, stages, swap = 16 if m <= 16 else 32, 64, 128, 4, 4 if gated else 6, True
     elif m <= FEW_ROWS and n * k >= 2**24:
         bm, bn, bk, warps, stages, swap = 64, 64, 64, 4, 8, True
@@ -219,20 +281,29 @@ def launch_rows(
     """Start `rows_kernel`; out holds `tiles.splits` results [m, n]."""
     m, k = x.shape
     n, part = out.shape[-1], k // tiles.splits
+    line = 128 // weight.itemsize  # numbers in a cache line
     rows_kernel[(n // tiles.bn, triton.cdiv(m, tiles.bm), tiles.splits)](
-        x, weight, x if bias is None else bias, out, m, n, k, part,
-        BM=tiles.bm, BN=tiles.bn, BK=tiles.bk, GATED=gated, BIAS=bias is not None, SWAP=tiles.swap,
-        EVEN=m % tiles.bm == 0, AHEAD=min(8, 1 << (part // 64).bit_length() - 1),
-        STAGES=tiles.stages, num_warps=tiles.warps, **launch_options(x),
+        x, weight, getattr(weight, "scale", x), x if bias is None else bias, out, m, n, k, part,
+        BM=tiles.bm, BN=tiles.bn, BK=tiles.bk, GATED=gated, BIAS=bias is not None,
+        SCALES=count_scales(weight), SWAP=tiles.swap, EVEN=m % tiles.bm == 0, LINE=line,
+        AHEAD=min(8, 1 << max(part // line, 1).bit_length() - 1), STAGES=tiles.stages,
+        num_warps=tiles.warps, **launch_options(x),
     )  # fmt: skip
+
+
+def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As `linear`, by cuBLAS; a weight of eight bits brings its own way (chapter 05g)."""
+    own = getattr(weight, "linear", None)
+    product: Tensor = F.linear(x, weight, bias) if own is None else own(x, bias)
+    return product
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [m, k] by weight [n, k], plus bias [n]: [m, n]."""
     m, n, k = x.shape[0], *weight.shape
-    tiles = choose_tiling(m, n, k, gated=False, split_k=False)
+    tiles = choose_tiling(m, n, k, gated=False, split_k=False, scales=count_scales(weight))
     if tiles is None:
-        return F.linear(x, weight, bias)
+        return library_linear(x, weight, bias)
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     launch_rows(x, weight, out, tiles, bias, gated=False)
     return out
@@ -241,9 +312,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def split_k_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [m, k] by weight [n, k] as parts [splits, m, n], still to be added up: float32 if many."""
     m, n, k = x.shape[0], *weight.shape
-    tiles = choose_tiling(m, n, k, gated=False, split_k=True)
+    tiles = choose_tiling(m, n, k, gated=False, split_k=True, scales=count_scales(weight))
     if tiles is None:
-        return F.linear(x, weight)[None]
+        return library_linear(x, weight)[None]
     dtype = torch.float32 if tiles.splits > 1 else x.dtype
     out = torch.empty(tiles.splits, m, n, dtype=dtype, device=x.device)
     launch_rows(x, weight, out, tiles, None, gated=False)
@@ -279,9 +350,9 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     """silu(x gate^T) * (x up^T): x [m, k], weight [2 n, k] holds gate and up: [m, n]."""
     m, n, k = x.shape[0], weight.shape[0] // 2, weight.shape[1]
-    tiles = choose_tiling(m, n, k, gated=True, split_k=False)
+    tiles = choose_tiling(m, n, k, gated=True, split_k=False, scales=count_scales(weight))
     if tiles is None:
-        return silu_and_mul(F.linear(x, weight))
+        return silu_and_mul(library_linear(x, weight))
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     launch_rows(x, weight, out, tiles, None, gated=True)
     return out

@@ -50,6 +50,7 @@ def attend_range(
             other=0.0,
         )
         visible = inside[None, :] & (positions[None, :] <= limit[:, None])
+        k, v = k.to(q.dtype), v.to(q.dtype)  # the cache may have fewer bits
         m, total, acc = fold_tile(q, k, v, visible, scale_log2, m, total, acc)
     return m, total, acc
 
@@ -109,7 +110,7 @@ UNALIGNED = ["rows_ptr", "last_ptr", "qo_indptr_ptr", "request_ptr", "tile_ptr"]
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr,
     slots_ptr, rows_ptr, last_ptr, qo_indptr_ptr, request_ptr, tile_ptr,
-    scale_log2, q_stride, kv_stride, slots_stride,
+    scale_log2, v_scale, q_stride, kv_stride, slots_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -126,13 +127,13 @@ def attention_kernel(
         q = load_queries(q_ptr, first + token, real, column, q_stride, HEAD_DIM, DIM)
         slots_ptr += tl.load(rows_ptr + request).to(tl.int64) * slots_stride
         m, total, acc = attend_range(
-            q.to(k_ptr.dtype.element_ty), cached + token,
+            q, cached + token,
             k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, slots_ptr,
             begin, tl.minimum(begin + part, end), scale_log2, kv_stride,
             HEAD_DIM, TILE_Q, TILE_KV, DIM,
         )  # fmt: skip
         total = tl.where(total == 0.0, 1.0, total)  # a row that saw no key keeps m = -inf
-        acc = acc / total[:, None]
+        acc = acc / total[:, None] * v_scale
         if SPLIT:
             row = ((place * num_kv_heads + head) * splits + split) * TILE_Q + tl.arange(0, TILE_Q)
             tl.store(lse_ptr + row, m + tl.log2(total))

@@ -30,16 +30,17 @@ def rotate(
 
 
 @triton.jit
-def store_halves(ptr, a, b, mask, HALF: tl.constexpr):
-    """Both halves of heads, to pointers at the first halves."""
-    tl.store(ptr, a, mask=mask)
-    tl.store(ptr + HALF, b, mask=mask)
+def store_halves(ptr, a, b, scale, mask, HALF: tl.constexpr):
+    """Both halves of heads, divided by a scale, to pointers at the first halves."""
+    a, b = a.to(tl.float32) / scale, b.to(tl.float32) / scale
+    tl.store(ptr, a.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr + HALF, b.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def rotate_store_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, table_ptr, positions_ptr, slots_ptr,
-    q_ptr, k_cache_ptr, v_cache_ptr, eps,
+    q_ptr, k_cache_ptr, v_cache_ptr, k_scale, v_scale, eps,
     QO: tl.constexpr, KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr,
     KVS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -67,19 +68,21 @@ def rotate_store_kernel(
         cos, sin, eps, HEAD_DIM, NORM, DTYPE,
     )  # fmt: skip
     a, b = a.to(DTYPE), b.to(DTYPE)
-    store_halves(q_ptr + token * QO * HEAD_DIM + head * HEAD_DIM + dim, a, b, is_q, HALF)
+    store_halves(q_ptr + token * QO * HEAD_DIM + head * HEAD_DIM + dim, a, b, 1.0, is_q, HALF)
     is_k = real & (head >= QO)
-    store_halves(qkv_ptr + head * HEAD_DIM + dim, a, b, is_k, HALF)
+    store_halves(qkv_ptr + head * HEAD_DIM + dim, a, b, 1.0, is_k, HALF)
     k_place = k_cache_ptr + slot * KV * HEAD_DIM + (head - QO) * HEAD_DIM + dim
-    store_halves(k_place, a, b, is_k, HALF)
+    store_halves(k_place, a, b, k_scale, is_k, HALF)
     column = tl.arange(0, KVS)
     v = tl.load(qkv_ptr + (QO + KV) * HEAD_DIM + column, mask=column < KV * HEAD_DIM)
+    v = (v.to(tl.float32) / v_scale).to(v_cache_ptr.dtype.element_ty)
     tl.store(v_cache_ptr + slot * KV * HEAD_DIM + column, v, mask=column < KV * HEAD_DIM)
 
 
 def rotate_and_store(
     qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, table: Tensor,
     positions: Tensor, out_loc: Tensor, k_cache: Tensor, v_cache: Tensor, num_qo_heads: int,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(q, k, v) of the new tokens, normalised and rotated, with k and v in the pool as well.
 
@@ -91,7 +94,7 @@ def rotate_and_store(
     q = torch.empty(n, num_qo_heads, dim, dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm = norms if norms is not None else (table, table)
     rotate_store_kernel[(n,)](
-        qkv, q_norm, k_norm, table, positions, out_loc, q, k_cache, v_cache, eps,
+        qkv, q_norm, k_norm, table, positions, out_loc, q, k_cache, v_cache, *kv_scales, eps,
         QO=num_qo_heads, KV=kv, HEAD_DIM=dim, HEADS=triton.next_power_of_2(num_qo_heads + kv),
         KVS=triton.next_power_of_2(kv * dim), NORM=norms is not None, num_warps=4,
         **launch_options(qkv),

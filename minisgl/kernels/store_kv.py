@@ -13,19 +13,20 @@ from torch import Tensor
 # mypy: allow-untyped-defs, allow-incomplete-defs
 @triton.jit
 def store_kv_kernel(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_stride, v_stride,
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_stride, v_stride, k_scale, v_scale,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per token: copy its `WIDTH` numbers of K and of V; slot -1 writes nothing."""
+    KV: tl.constexpr = k_cache_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     if slot >= 0:
         column = tl.arange(0, BLOCK)
         inside = column < WIDTH
-        k = tl.load(k_ptr + token * k_stride + column, mask=inside)
-        v = tl.load(v_ptr + token * v_stride + column, mask=inside)
-        tl.store(k_cache_ptr + slot * WIDTH + column, k, mask=inside)
-        tl.store(v_cache_ptr + slot * WIDTH + column, v, mask=inside)
+        k = tl.load(k_ptr + token * k_stride + column, mask=inside).to(tl.float32) / k_scale
+        v = tl.load(v_ptr + token * v_stride + column, mask=inside).to(tl.float32) / v_scale
+        tl.store(k_cache_ptr + slot * WIDTH + column, k.to(KV), mask=inside)
+        tl.store(v_cache_ptr + slot * WIDTH + column, v.to(KV), mask=inside)
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
@@ -34,14 +35,17 @@ def rows_contiguous(x: Tensor) -> Tensor:
     return x if heads_packed else x.contiguous()
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_loc: Tensor) -> None:
+def store_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_loc: Tensor,
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> None:  # fmt: skip
     """Write k, v [n, kv_heads, head_dim] to slots `out_loc` int64 [n]; slot -1 is skipped.
 
-    The caches are contiguous, [pages, page_size, kv_heads, head_dim].
+    The caches are contiguous, [pages, page_size, kv_heads, head_dim]. scales: to divide by.
     """
     width = k.shape[1] * k.shape[2]
     k, v = rows_contiguous(k), rows_contiguous(v)
     store_kv_kernel[(k.shape[0],)](
-        k, v, k_cache, v_cache, out_loc, k.stride(0), v.stride(0),
+        k, v, k_cache, v_cache, out_loc, k.stride(0), v.stride(0), *scales,
         WIDTH=width, BLOCK=triton.next_power_of_2(width),
     )  # fmt: skip

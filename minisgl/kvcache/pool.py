@@ -25,6 +25,8 @@ class KVPool:
     The extra page, `dummy_page`, has no owner: padding writes there and masked reads find it.
     """
 
+    quantized = False  # see chapter 05g
+
     def __init__(
         self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int,
         head_dim: int, dtype: torch.dtype, device: torch.device | str,
@@ -60,3 +62,14 @@ class KVPool:
         keys, values = self._slots[layer_id]
         keys.index_copy_(0, out_loc, k)
         values.index_copy_(0, out_loc, v)
+
+    def load_kv(self, slots: Tensor, layer_id: int, dtype: torch.dtype) -> list[Tensor]:
+        """Copies of K and V at slots of any shape: [*slots.shape, kv_heads, head_dim] each."""
+        return [
+            part.index_select(0, slots.flatten()).unflatten(0, slots.shape).to(dtype)
+            for part in self._slots[layer_id]
+        ]
+
+    def scales(self, layer_id: int) -> tuple[float, float]:
+        """What stored keys and values of a layer are multiplied by when they are read."""
+        return 1.0, 1.0

@@ -9,13 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl.attention.base import ForwardBatch
 from minisgl.attention.fused_backend import FusedPlan
 from minisgl.kernels.embedding import embed
-from minisgl.kernels.linear import gated_linear, linear, row_linear, split_k_linear
+from minisgl.kernels.linear import (
+    gated_linear,
+    library_linear,
+    linear,
+    row_linear,
+    split_k_linear,
+)
 from minisgl.kernels.norm import add_norm
 from minisgl.kernels.rotate_store import rotate_and_store
 from minisgl.layers.mlp import GatedMLP
@@ -49,8 +54,9 @@ class FusedAttention:
             return y.view(n, -1)
         caches = plan.pool.k_cache(layer_id), plan.pool.v_cache(layer_id)
         q, k, v = rotate_and_store(
-            qkv, self.norms, self.eps, self.table, fb.positions, plan.out_loc, *caches, qo
-        )
+            qkv, self.norms, self.eps, self.table, fb.positions, plan.out_loc, *caches, qo,
+            plan.pool.scales(layer_id),
+        )  # fmt: skip
         return plan.attend(q, k, v, layer_id).reshape(n, -1)
 
 
@@ -162,4 +168,4 @@ class FusedModel:
         """A GEMM split by its input: parts [p, n, hidden], summed over the ranks."""
         if self.comm.size == 1:
             return split_k_linear(x, weight)
-        return self.comm.all_reduce(F.linear(x, weight))[None]
+        return self.comm.all_reduce(library_linear(x, weight))[None]

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import singledispatch
+from operator import attrgetter
 
 from torch import nn
 
 from minisgl.layers.embedding import LMHead, VocabParallelEmbedding
 from minisgl.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from minisgl.layers.norm import QKNorm, RMSNorm
+
+FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class ShardSpec:
     name: of the tensor in the checkpoint. shape: it must have there, before any cut.
     source: the part of it that this rank reads. target: where that part goes in the parameter
     (it is broadcast if the target is larger). param: the layer's attribute. An empty index
-    means all of it.
+    means all of it. dtypes: that the tensor may have. repeat: each of its rows stands for so many,
+    and `source` counts those.
     """
 
     name: str
@@ -31,6 +35,8 @@ class ShardSpec:
     source: tuple[slice, ...] = ()
     target: tuple[slice, ...] = ()
     param: str = "weight"
+    dtypes: tuple[str, ...] = FLOATS
+    repeat: int = 1
 
 
 @singledispatch
@@ -94,7 +100,17 @@ def head_shards(layer: LMHead, path: str) -> Iterator[ShardSpec]:
     return iter(()) if layer.tied else embedding_shards(layer, path)
 
 
+@singledispatch
+def parameter_shards(parameter: object, spec: ShardSpec) -> Iterator[ShardSpec]:
+    """The tensors behind a spec: for an ordinary parameter, the one that it names."""
+    yield spec
+
+
 def model_shards(model: nn.Module) -> list[tuple[nn.Module, ShardSpec]]:
     """Every tensor that the model reads, with the layer that it belongs to."""
-    layers = model.named_modules()
-    return [(layer, spec) for path, layer in layers for spec in layer_shards(layer, path)]
+    return [
+        (layer, part)
+        for path, layer in model.named_modules()
+        for spec in layer_shards(layer, path)
+        for part in parameter_shards(attrgetter(spec.param)(layer), spec)
+    ]

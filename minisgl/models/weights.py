@@ -9,6 +9,8 @@ import json
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import singledispatch
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +51,6 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return found
 
 
-FLOATS = ("F64", "F32", "F16", "BF16")
-
-
 class Checkpoint:
     """Open safetensors files: which tensors they hold, their shapes, and slices of them."""
 
@@ -73,12 +72,17 @@ class Checkpoint:
         shape, dtype = tuple(found.get_shape()), found.get_dtype()
         if shape != spec.shape:
             return f"{spec.name} has shape {shape}, the model needs {spec.shape}"
-        return None if dtype in FLOATS else f"{spec.name} has dtype {dtype}, not a float"
+        known = ", ".join(spec.dtypes)
+        return None if dtype in spec.dtypes else f"{spec.name} has dtype {dtype}, not {known}"
 
     def read(self, spec: ShardSpec) -> torch.Tensor:
         """This rank's part of a tensor; the rest of it stays on disk."""
-        part: torch.Tensor = self.file_of[spec.name].get_slice(spec.name)[spec.source]
-        return part
+        whole = self.file_of[spec.name].get_slice(spec.name)
+        if spec.repeat == 1:
+            part: torch.Tensor = whole[spec.source]
+            return part
+        rows, columns = spec.source
+        return whole[:, columns].repeat_interleave(spec.repeat, 0)[rows]
 
 
 logger = logging.getLogger("minisgl.weights")
@@ -88,6 +92,8 @@ def harmless(name: str, model: nn.Module) -> str | None:
     """Why a tensor that the model does not read may be ignored; None if it may not."""
     if name.endswith(".inv_freq"):
         return "the rotary table is computed from the config"
+    if name.endswith(("self_attn.k_scale", "self_attn.v_scale")):
+        return "it counts only for a KV cache of eight bits"
     if name == "lm_head.weight" and getattr(getattr(model, "lm_head", None), "tied", False):
         return "the head is tied to the embedding"
     return None
@@ -127,14 +133,34 @@ def check_tied(model: nn.Module, checkpoint: Checkpoint) -> None:
         )
 
 
+Index = tuple[slice, ...]
+
+
+@singledispatch
+def new_like(old: nn.Parameter, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
+    """Zeros of the same shape on `device`; other kinds of parameters register their own."""
+    return nn.Parameter(torch.zeros(old.shape, dtype=dtype, device=device), requires_grad=False)
+
+
+@singledispatch
+def fill(parameter: torch.Tensor, target: Index, part: torch.Tensor) -> None:
+    """Write a part of a checkpoint's tensor."""
+    parameter[target].copy_(part)
+
+
+@singledispatch
+def fill_randomly(parameter: nn.Parameter, generator: torch.Generator) -> None:
+    """Small random numbers."""
+    parameter.normal_(0.0, 0.02, generator=generator)
+
+
 def materialize(model: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
     """Give every parameter zeros on `device`; parameters that are shared stay shared."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module.named_parameters(recurse=False):
             if old not in made:
-                zeros = torch.zeros(old.shape, dtype=dtype, device=device)
-                made[old] = nn.Parameter(zeros, requires_grad=False)
+                made[old] = new_like(old, device, dtype)
             setattr(module, name, made[old])
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
@@ -164,7 +190,7 @@ def load_weights(
         materialize(model, device, dtype)
         hidden = not progress or comm.rank != 0
         for layer, spec in tqdm(model_shards(model), "weights", unit="tensor", disable=hidden):
-            getattr(layer, spec.param)[spec.target].copy_(checkpoint.read(spec))
+            fill(attrgetter(spec.param)(layer), spec.target, checkpoint.read(spec))
 
 
 @torch.no_grad()
@@ -178,7 +204,7 @@ def load_dummy_weights(
     materialize(model, device, dtype)
     generator = torch.Generator(device=device).manual_seed(seed)
     for parameter in model.parameters():
-        parameter.normal_(0.0, 0.02, generator=generator)
+        fill_randomly(parameter, generator)
     for module in model.modules():
         if isinstance(module, RMSNorm | QKNorm):
             module.weight.fill_(1.0)

@@ -15,8 +15,7 @@ ATTEND = "        return self.attend(q, k, v, layer_id)"
 BASE_STORE = "        self.pool.store_kv(k, v, self.out_loc, layer_id)\n"
 EARLY, OUT = "        out = self.attend(q, k, v, layer_id)\n", "        return out"
 STORE = (
-    "        store_kv(k, v, self.pool.k_cache(layer_id), self.pool.v_cache(layer_id), "
-    "self.out_loc)\n"
+    "        store_kv(k, v, pool.k_cache(layer_id), pool.v_cache(layer_id), self.out_loc, scales)\n"
 )
 
 MUTATIONS = [
@@ -79,8 +78,8 @@ MUTATIONS = [
     Mutation(
         "attention: the kernel forgets the cached tokens in its mask",
         KERNELS,
-        "q.to(k_ptr.dtype.element_ty), cached + token,",
-        "q.to(k_ptr.dtype.element_ty), token,",
+        "q, cached + token,",
+        "q, token,",
         f"{TEST}test_triton_cases",
     ),
     Mutation(
@@ -115,7 +114,7 @@ MUTATIONS = [
     Mutation(
         "attention: keys and values of a hit taken from the batch",
         TORCH,
-        "if extend_len == seq_len:",
+        "if extend_len == seq_len and not self.pool.quantized:",
         "if True:",
         f"{TEST}test_torch_cases",
     ),

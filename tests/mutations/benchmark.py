@@ -50,8 +50,8 @@ MUTATIONS = [
     Mutation(
         name="benchmark: a step's attention reads nothing",
         module="minisgl.benchmark.roofline",
-        old="self.itemsize) * kv_read",
-        new="self.itemsize) * 0",
+        old="kv_itemsize) * kv_read",
+        new="kv_itemsize) * 0",
         test=TEST + "test_floors_of_the_offline_workload",
     ),
     Mutation(

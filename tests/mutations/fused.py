@@ -45,8 +45,8 @@ MUTATIONS = [
     Mutation(
         "fused: gate and up are swapped",
         LINEAR,
-        "    if GATED:\n        y = y * tl.sigmoid(y) * up\n    place",
-        "    if GATED:\n        y = up * tl.sigmoid(up) * y\n    place",
+        "    if GATED:\n        y = y * tl.sigmoid(y) * up\n    return y\n\n\n@triton.jit(",
+        "    if GATED:\n        y = up * tl.sigmoid(up) * y\n    return y\n\n\n@triton.jit(",
         f"{TEST}test_gemms_of_few_rows",
     ),
     Mutation(

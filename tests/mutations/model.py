@@ -180,7 +180,7 @@ MUTATIONS = [
     Mutation(
         "weights: quantised numbers are taken for weights",
         WEIGHTS,
-        "return None if dtype in FLOATS else",
+        "return None if dtype in spec.dtypes else",
         "return None if dtype else",
         T + "test_quantised_tensor_is_refused",
     ),
@@ -201,8 +201,8 @@ MUTATIONS = [
     Mutation(
         "weights: every rank reads the whole tensor",
         WEIGHTS,
-        "get_slice(spec.name)[spec.source]",
-        "get_slice(spec.name)[()]",
+        "part: torch.Tensor = whole[spec.source]",
+        "part: torch.Tensor = whole[()]",
         "tests/test_tensor_parallel.py::test_logits_equal_one_rank[llama-2]",
     ),
 ]

@@ -1,0 +1,164 @@
+"""Weights of eight bits on a GPU, against plain PyTorch and end to end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+pytest.importorskip("triton")
+
+from minisgl import LLM, SamplingParams
+from minisgl.attention.fused_backend import FusedBackend
+from minisgl.attention.torch_backend import TorchBackend
+from minisgl.attention.triton_backend import TritonBackend
+from minisgl.kernels import linear as kernels
+from minisgl.kernels.scaled_mm import quantize_rows
+from minisgl.layers.fp8 import FP8, Fp8Weight, fp8_weight, has_scaled_mm, quantize
+from tests.checkpoints import make_fp8_checkpoints
+from tests.fused_cases import check_eight_bits, check_model, close, small_model
+
+BF16 = torch.bfloat16
+if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+    pytest.skip("float8 needs compute capability 8.9", allow_module_level=True)
+WEIGHTS = [(6144, 4096), (4096, 12288), (5120, 17408), (1024, 2048)]
+GROUPS = [0, 128]  # one scale a row, or one for each 128 columns
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
+    gen = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=gen, device="cuda").to(dtype)
+
+
+def random_weight(n: int, k: int, group: int) -> Fp8Weight:
+    weight = fp8_weight(n, k, None, "cuda", group)
+    weight.copy_((normal(n, k, seed=1, dtype=torch.float32) * 50).to(FP8))
+    weight.scale.copy_(normal(*weight.scale.shape, seed=2).float().abs() * 0.001 + 0.0005)
+    return weight
+
+
+def silu_mul(y: torch.Tensor) -> torch.Tensor:
+    gate, up = y.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("size", WEIGHTS)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 17, 33, 64, 65, 128, 300])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_gemms(rows: int, group: int, size: tuple[int, int], dtype: torch.dtype) -> None:
+    """Up to 64 rows activations keep their bits; beyond, both sides have eight."""
+    n, k = size
+    weight, x, bias = random_weight(n, k, group), normal(rows, k, dtype=dtype), normal(n).to(dtype)
+    limit = 5e-2 if rows > kernels.FEW_ROWS and has_scaled_mm(weight, dtype) else 1e-2
+    exact = x.double() @ weight.dequantized(torch.float64).T
+    close(kernels.linear(x, weight, bias), exact + bias, limit)
+    close(kernels.split_k_linear(x, weight).sum(0), exact, limit)
+    close(kernels.gated_linear(x, weight), silu_mul(exact), limit)
+
+
+@pytest.mark.parametrize("size", WEIGHTS)
+@pytest.mark.parametrize("group", GROUPS)
+def test_one_row(group: int, size: tuple[int, int]) -> None:
+    n, k = size
+    weight, x, norm, add = random_weight(n, k, group), normal(1, k), normal(k), normal(1, n)
+    wide = weight.dequantized(torch.float64).T
+    y = torch.nn.functional.rms_norm(x.double(), (k,), norm.double(), 1e-6) @ wide
+    got = kernels.row_linear(x, weight, norm=norm, eps=1e-6)
+    assert got is not None
+    close(got, y, 1e-2)
+    got = kernels.row_linear(x, weight, norm=norm, eps=1e-6, gated=True)
+    assert got is not None
+    close(got, silu_mul(y), 1e-2)
+    got = kernels.row_linear(x, weight, add=add)
+    assert got is not None
+    close(got, add.double() + x.double() @ wide, 1e-2)
+
+
+@pytest.mark.parametrize("group", [1024, 128])
+def test_rows_are_quantized_as_weights_are(group: int) -> None:
+    x = normal(70, 1024)
+    x[3] = 0
+    (values, scale), (expected, expected_scale) = quantize_rows(x, group), quantize(x, group)
+    torch.testing.assert_close(scale, expected_scale)
+    close(values.float(), expected.float(), 1e-2)  # a division may round to the other neighbour
+
+
+@pytest.mark.parametrize("scales", ["channel", "block"])
+@pytest.mark.parametrize(
+    ("lens", "extend"), [([70], None), ([300, 5, 64], None), ([40, 9], [10, 9])]
+)
+def test_fused_model_equals_the_plain_one(
+    scales: str, lens: list[int], extend: list[int] | None
+) -> None:
+    check_model(small_model("qwen3", "cuda", BF16, scales=scales), lens, extend)
+
+
+@pytest.mark.parametrize("backend", [FusedBackend, TritonBackend, TorchBackend])
+@pytest.mark.parametrize(
+    ("lens", "extend"), [([1], None), ([700, 3, 64, 2000], None), ([300, 5, 64], [20, 5, 1])]
+)
+@pytest.mark.parametrize(
+    ("qo", "kv", "dim"), [(32, 8, 128), (16, 8, 128), (8, 1, 64), (40, 8, 128)]
+)
+def test_attention_over_eight_bits(
+    backend: Any, lens: list[int], extend: list[int] | None, qo: int, kv: int, dim: int
+) -> None:
+    if backend is FusedBackend and extend is not None:
+        pytest.skip("it only decodes")
+    where = {"page_size": 16, "device": "cuda", "dtype": BF16}
+    check_eight_bits(backend, lens, extend, 1e-2, qo=qo, kv=kv, dim=dim, **where)
+
+
+def test_many_requests_over_eight_bits() -> None:
+    """More programs than the GPU runs at once: the smallest tiles."""
+    lens = [100 + 7 * i for i in range(128)]
+    where = {"page_size": 16, "device": "cuda", "dtype": BF16}
+    check_eight_bits(FusedBackend, lens, None, 1e-2, qo=32, kv=8, dim=128, **where)
+
+
+SUMS = [[{"role": "user", "content": f"What is {a} + {b}?"}] for a in (7, 31, 208) for b in (5, 44)]
+GREEDY = SamplingParams(max_tokens=40)
+
+
+def texts(**fields: Any) -> list[str]:
+    with LLM(device="cuda", num_page_override=512, **fields) as llm:
+        return [answer["text"] for answer in llm.chat(SUMS, GREEDY)]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"quantization": "fp8"},
+        {"kv_cache_dtype": "fp8"},
+        {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+        {"quantization": "fp8", "kv_cache_dtype": "fp8", "attention_backend": "triton"},
+        {"quantization": "fp8", "kv_cache_dtype": "fp8", "num_speculative_tokens": 3},
+    ],
+)
+def test_replay_answers_like_eager(how: dict[str, Any]) -> None:
+    found = texts(cuda_graph_max_bs=8, **how)
+    assert found == texts(cuda_graph_max_bs=0, **how)
+    expected = [a + b for a in (7, 31, 208) for b in (5, 44)]
+    right = [str(total) in text for total, text in zip(expected, found, strict=True)]
+    assert sum(right) >= 5, found
+
+
+@pytest.mark.parametrize("layout", ["block", "channel"])
+def test_checkpoints_of_eight_bits(tmp_path: Path, layout: str) -> None:
+    """Log probabilities of the first token, beside the dequantized checkpoint's."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64}
+    folders = make_fp8_checkpoints(tmp_path, layout, **sizes)
+    first = SamplingParams(max_tokens=1, logprobs=0, ignore_eos=True)
+    found = []
+    for folder in folders:
+        with LLM(folder, device="cuda", num_page_override=64) as llm:
+            answer = llm.generate([[5, 9, 200, 31, 7, 7, 280, 14]], first)[0]
+            found.append(answer["logprobs"][0]["logprob"])
+    assert abs(found[0] - found[1]) < 0.1

@@ -1,0 +1,143 @@
+"""Bugs in weights, keys and values of eight bits."""
+
+from __future__ import annotations
+
+from tests.mutations import Mutation
+
+TEST = "tests/test_fp8.py::"
+LAYERS = "minisgl.layers.fp8"
+QUANTIZATION = "minisgl.models.quantization"
+POOL = "minisgl.kvcache.fp8_pool"
+LINEAR = "minisgl.kernels.linear"
+DECODE = "minisgl.kernels.decode_attention"
+RANKS = f"{TEST}test_ranks_read_their_scales"
+OVER = f"{TEST}test_attention_over_eight_bits"
+
+MUTATIONS = [
+    Mutation(
+        "fp8: a row's largest number becomes 240",
+        LAYERS,
+        "clamp_(min=1e-12) / LARGEST",
+        "clamp_(min=1e-12) / 240",
+        f"{TEST}test_quantize_is_within_half_a_step[24]",
+    ),
+    Mutation(
+        "fp8: groups of columns get their scales in turn",
+        LAYERS,
+        "scale = scale.repeat_interleave(self.group, 1)",
+        "scale = scale.repeat(1, self.group)",
+        f"{TEST}test_dequantize_multiplies_each_group_by_its_scale[16]",
+    ),
+    Mutation(
+        "fp8: every rank reads the scales of the first rank's columns",
+        LAYERS,
+        "slice(first // width, -(-last // width))",
+        "slice(0, -(-(last - first) // width))",
+        f"{RANKS}[2-block-options0]",
+    ),
+    Mutation(
+        "fp8: rows of scales are not repeated for the rows of a block",
+        "minisgl.models.weights",
+        ".repeat_interleave(spec.repeat, 0)[rows]",
+        ".repeat(spec.repeat, 1)[rows]",
+        f"{RANKS}[2-block-options0]",
+    ),
+    Mutation(
+        "fp8: a cut through a block is let pass",
+        QUANTIZATION,
+        "if k % group and group < full and k < full:",
+        "if k % group and group < full and k > full:",
+        f"{TEST}test_a_rank_that_would_cut_a_block_is_refused",
+    ),
+    Mutation(
+        "fp8: stored weights may have any dtype",
+        LAYERS,
+        'yield replace(spec, dtypes=("F8_E4M3",))',
+        'yield replace(spec, dtypes=("F8_E4M3", "F32"))',
+        f"{TEST}test_numbers_of_eight_bits_without_a_scale_are_refused",
+    ),
+    Mutation(
+        "fp8: an unknown method is read as plain weights",
+        QUANTIZATION,
+        '    raise refuse("quantization_config", f"one of {FORMATS}", config)',
+        "    return None",
+        f"{TEST}test_other_formats_are_refused_with_the_list",
+    ),
+    Mutation(
+        "fp8: the scales of a gate are those of its other half",
+        LINEAR,
+        "            up *= tl.load(scale_ptr + N + cols)[None, :]",
+        "            up *= tl.load(scale_ptr + cols)[None, :]",
+        f"{TEST}test_gemms_of_eight_bits[7-512]",
+    ),
+    Mutation(
+        "fp8: each part of a split product takes the first part's scales",
+        LINEAR,
+        "u = widen(u, up_scale_ptr, at + k, stride, SCALES, x.dtype)",
+        "u = widen(u, up_scale_ptr, 0, stride, SCALES, x.dtype)",
+        f"{TEST}test_gemms_of_eight_bits[7-128]",
+    ),
+    Mutation(
+        "fp8: one row forgets the scale of the row",
+        LINEAR,
+        "        y *= tl.load(scale_ptr + cols)\n",
+        "        y *= 1.0\n",
+        f"{TEST}test_one_row_of_eight_bits[1024]",
+    ),
+    Mutation(
+        "fp8: what is too large for the cache becomes NaN",
+        POOL,
+        ".clamp_(-LARGEST, LARGEST)",
+        ".mul_(1e30)",
+        f"{TEST}test_pool_rounds_scales_and_saturates",
+    ),
+    Mutation(
+        "fp8: a prompt without a hit sees its keys before they are rounded",
+        "minisgl.attention.torch_backend",
+        "if extend_len == seq_len and not self.pool.quantized:",
+        "if extend_len == seq_len:",
+        f"{TEST}test_prompt_with_and_without_a_hit_sees_the_same",
+    ),
+    Mutation(
+        "fp8: the decode kernel forgets the scale of values",
+        DECODE,
+        "acc * v_scale,",
+        "acc,",
+        f"{OVER}[lens0-None-fused]",
+    ),
+    Mutation(
+        "fp8: the Triton kernel forgets the scale of values",
+        "minisgl.kernels.paged_attention",
+        "acc = acc / total[:, None] * v_scale",
+        "acc = acc / total[:, None]",
+        f"{OVER}[lens1-extend1-triton]",
+    ),
+    Mutation(
+        "fp8: keys are scored without their scale",
+        "minisgl.attention.triton_backend",
+        "self.scale * k_scale * LOG2_E",
+        "self.scale * LOG2_E",
+        f"{OVER}[lens1-extend1-triton]",
+    ),
+    Mutation(
+        "fp8: keys of every layer take the values' scales",
+        POOL,
+        '(scale(f"{a}.k_scale"), scale(f"{a}.v_scale"))',
+        '(scale(f"{a}.v_scale"), scale(f"{a}.v_scale"))',
+        f"{TEST}test_engine_with_a_cache_of_eight_bits[True]",
+    ),
+    Mutation(
+        "fp8: the cache is counted in the model's dtype",
+        POOL,
+        'return FP8 if config.kv_cache_dtype == "fp8" else found',
+        "return found",
+        f"{TEST}test_eight_bits_double_the_pages",
+    ),
+    Mutation(
+        "fp8: FlashInfer is let read eight bits",
+        "minisgl.config.engine",
+        'if eight_bits and "fi" in backend.split(","):',
+        'if eight_bits and "fi" == backend:',
+        f"{TEST}test_flashinfer_is_refused",
+    ),
+]

@@ -1,0 +1,409 @@
+"""Chapter 05g: weights of eight bits, read as such or made while they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from minisgl import LLM, SamplingParams
+from minisgl.attention.invariant_torch import InvariantTorchBackend
+from minisgl.attention.torch_backend import TorchBackend
+from minisgl.config.engine import EngineConfig, resolve
+from minisgl.config.model import ModelConfig
+from minisgl.core import Phase
+from minisgl.engine.engine import tensor_bytes
+from minisgl.engine.memory import decide_pages
+from minisgl.kvcache.fp8_pool import Fp8KVPool
+from minisgl.layers import fp8
+from minisgl.layers.fp8 import FP8, Fp8Weight, fp8_weight, quantize
+from minisgl.models.quantization import quantize_model
+from minisgl.models.registry import build_model
+from minisgl.models.weights import WeightError, load_dummy_weights, load_weights
+from minisgl.parallel.comm import SingleRank
+from tests.checkpoints import make_checkpoint, make_fp8_checkpoints
+from tests.dense import dense_batch
+from tests.fused_cases import (
+    World,
+    check_eight_bits,
+    check_model,
+    close,
+    few_programs,
+    small_model,
+)
+
+__all__ = ["few_programs"]  # the fixture
+
+ALONE: Any = SingleRank()
+PROMPTS = [[5, 9, 200, 31, 7, 7, 280, 14], list(range(40, 75))]
+
+
+def open_model(folder: Path, comm: Any = ALONE, quantization: str = "none") -> nn.Module:
+    """The model of a folder with its weights, or one rank's part of it."""
+    model = build_model(ModelConfig.from_path(folder), comm, dtype=torch.float32)
+    quantize_model(model, quantization, folder)
+    load_weights(model, folder, comm, device="cpu", dtype=torch.float32, progress=False)
+    return model
+
+
+def linears(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p for name, p in model.named_parameters() if "_proj.weight" in name}
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(dense_batch(PROMPTS))
+
+
+# ----------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("group", [24, 16, 7])
+def test_quantize_is_within_half_a_step(group: int) -> None:
+    gen = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 24, generator=gen) * torch.tensor([1e-6, 1.0, 30.0, 1e5, 0.0])[:, None]
+    values, scale = quantize(x, group)
+    assert values.dtype is FP8 and scale.shape == (5, -(-24 // group))
+    wide = scale.repeat_interleave(group, 1)[:, :24]
+    back = values.float() * wide
+    # Three bits of mantissa: half a step is a sixteenth of the number, below 2^-6 of 2^-10.
+    assert ((back - x).abs() <= (x.abs() / 16).maximum(wide * 2**-10) * 1.001).all()
+    largest = torch.stack([part.abs().amax(1) for part in values.float().split(group, 1)], 1)
+    assert (largest[:4] == 448).all() and (largest[4] == 0).all()
+
+
+@pytest.mark.parametrize("group", [24, 16, 7])
+def test_dequantize_multiplies_each_group_by_its_scale(group: int) -> None:
+    weight = fp8_weight(3, 24, None, "cpu", group)
+    weight.copy_(torch.ones(3, 24).to(FP8))
+    weight.scale.copy_(torch.arange(1.0, 1 + weight.scale.numel()).view_as(weight.scale))
+    expected = [[float(weight.scale[i, j // group]) for j in range(24)] for i in range(3)]
+    assert weight.dequantized(torch.float32).tolist() == expected
+    assert weight.nbytes == 3 * 24 + 4 * weight.scale.numel()
+
+
+# ----------------------------------------------------------------- checkpoints
+
+LAYOUTS = [("block", {"block": 16}), ("block", {"block": 128}), ("channel", {})]
+
+
+@pytest.mark.parametrize(("layout", "options"), LAYOUTS)
+def test_checkpoints_of_eight_bits(tmp_path: Path, layout: str, options: dict[str, Any]) -> None:
+    """They mean what a checkpoint of the dequantized numbers means."""
+    quantized, plain = make_fp8_checkpoints(tmp_path, layout, intermediate_size=80, **options)
+    ours, theirs = open_model(quantized), open_model(plain)
+    for name, weight in linears(ours).items():
+        assert isinstance(weight, Fp8Weight) and weight.dtype is FP8
+        assert torch.equal(weight.dequantized(torch.float32), linears(theirs)[name]), name
+    torch.testing.assert_close(logits(ours), logits(theirs), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("layout", "options"), [("block", {"block": 16}), ("channel", {})])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_read_their_scales(
+    tmp_path: Path, layout: str, options: dict[str, Any], size: int
+) -> None:
+    """Heads of 16, two KV heads for four ranks, and rows that begin inside of a block."""
+    sizes = {"intermediate_size": 192, "hidden_size": 128, "num_attention_heads": 8}
+    if layout == "block":
+        sizes["head_dim"] = 8  # a KV head is half a block
+    quantized, plain = make_fp8_checkpoints(tmp_path, layout, **options, **sizes)
+    for rank in range(size):
+        comm = SimpleNamespace(rank=rank, size=size)
+        theirs = linears(open_model(plain, comm))
+        for name, weight in linears(open_model(quantized, comm)).items():
+            assert isinstance(weight, Fp8Weight)
+            assert torch.equal(weight.dequantized(torch.float32), theirs[name]), (rank, name)
+
+
+def test_a_rank_that_would_cut_a_block_is_refused(tmp_path: Path) -> None:
+    quantized, _ = make_fp8_checkpoints(tmp_path, "block", block=32)  # down_proj has 96 columns
+    for rank in range(2):
+        comm: Any = SimpleNamespace(rank=rank, size=2)
+        with pytest.raises(ValueError, match=r"tp_size: .*down_proj .*blocks of 32.*48"):
+            open_model(quantized, comm)
+
+
+def test_weights_are_quantized_while_they_are_read(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, dtype=torch.bfloat16)
+    ours, theirs = open_model(folder, quantization="fp8"), open_model(folder)
+    for name, weight in linears(ours).items():
+        assert isinstance(weight, Fp8Weight)
+        values, scale = quantize(linears(theirs)[name], weight.shape[1])
+        assert torch.equal(weight.float(), values.float()) and torch.equal(weight.scale, scale)
+    others = {n: p for n, p in ours.named_parameters() if "_proj.weight" not in n}
+    assert all(torch.equal(p, dict(theirs.named_parameters())[n]) for n, p in others.items())
+    gap = (logits(ours) - logits(theirs)).norm() / logits(theirs).norm()
+    assert 0 < gap < 0.1
+    half = sum(p.nbytes for p in linears(theirs).values()) * 3 // 4  # of float32
+    assert tensor_bytes(ours) < tensor_bytes(theirs) - half * 0.98
+
+
+def test_fp8_is_what_the_checkpoint_has_already(tmp_path: Path) -> None:
+    quantized, _ = make_fp8_checkpoints(tmp_path, "block")
+    by_flag, by_file = open_model(quantized, quantization="fp8"), open_model(quantized)
+    assert torch.equal(logits(by_flag), logits(by_file))
+
+
+@pytest.mark.parametrize("lost", ["weight_scale_inv", "weight"])
+def test_missing_scale_or_weight_is_named(tmp_path: Path, lost: str) -> None:
+    quantized, _ = make_fp8_checkpoints(tmp_path, "block")
+    name = f"model.layers.1.mlp.up_proj.{lost}"
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(quantized / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, quantized / "model.safetensors")
+    with pytest.raises(WeightError, match=f"missing {name}$"):
+        open_model(quantized)
+
+
+def test_numbers_of_eight_bits_without_a_scale_are_refused(tmp_path: Path) -> None:
+    """No config says that they are quantized; and the other way round."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    folder = make_checkpoint(tmp_path, extra={name: torch.zeros(96, 64).to(FP8)})
+    with pytest.raises(WeightError, match=f"{name} has dtype F8_E4M3, not F64, F32, F16, BF16"):
+        open_model(folder)
+    quantized, plain = make_fp8_checkpoints(tmp_path / "two", "channel")
+    (quantized / "model.safetensors").write_bytes((plain / "model.safetensors").read_bytes())
+    with pytest.raises(
+        WeightError, match=r"missing .*down_proj.weight_scale.*dtype F32, not F8_E4M3"
+    ):
+        open_model(quantized)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"quant_method": "awq", "bits": 4},
+        {"bits": 4},
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        {"quant_method": "compressed-tensors"},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}},
+        },
+    ],
+)
+def test_other_formats_are_refused_with_the_list(tmp_path: Path, entry: dict[str, Any]) -> None:
+    folder = make_checkpoint(tmp_path, quantization_config=entry)
+    known = "quantization_config: must be one of fp8 with weight_block_size, compressed-tensors"
+    with pytest.raises(ValueError, match=known) as caught:
+        open_model(folder)
+    assert next(iter(entry)) in str(caught.value)
+
+
+def test_dummy_weights_are_quantized(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    model = build_model(ModelConfig.from_path(folder), ALONE, dtype=torch.float32)
+    quantize_model(model, "fp8", folder)
+    load_dummy_weights(model, device="cpu", dtype=torch.float32)
+    for weight in linears(model).values():
+        assert isinstance(weight, Fp8Weight)
+        assert 0.015 < weight.dequantized(torch.float32).std() < 0.025
+    assert logits(model).isfinite().all()
+
+
+def test_engine_serves_eight_bits(tmp_path: Path) -> None:
+    """Tokens of the engine are those of the dequantized checkpoint."""
+    quantized, plain = make_fp8_checkpoints(tmp_path, "block", block=32)
+    greedy = SamplingParams(max_tokens=12, ignore_eos=True)
+    answers = []
+    for folder in (quantized, plain):
+        with LLM(folder, device="cpu", num_page_override=32) as llm:
+            answers.append([out["token_ids"] for out in llm.generate(PROMPTS, greedy)])
+    assert answers[0] == answers[1]
+
+
+def test_flag_of_the_config() -> None:
+    assert dataclasses.asdict(EngineConfig(quantization="fp8"))["quantization"] == "fp8"
+    with pytest.raises(ValueError, match=r"quantization: .*'none' or 'fp8', got 'awq'"):
+        EngineConfig(quantization="awq")
+
+
+# ----------------------------------------------------------------- kernels, in the interpreter
+
+
+def random_weight(n: int, k: int, group: int) -> Fp8Weight:
+    """Rows, and groups of columns, of different sizes."""
+    gen = torch.Generator().manual_seed(n + k)
+    weight = fp8_weight(n, k, None, "cpu", group)
+    weight.copy_((torch.randn(n, k, generator=gen) * 50).to(FP8))
+    weight.scale.copy_(torch.rand(weight.scale.shape, generator=gen) * 0.01 + 0.001)
+    return weight
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def silu_mul(y: torch.Tensor) -> torch.Tensor:
+    gate, up = y.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
+
+
+@INTERPRETED
+@pytest.mark.parametrize("group", [512, 128])
+@pytest.mark.parametrize("rows", [1, 7, 20, 64, 65])
+def test_gemms_of_eight_bits(rows: int, group: int) -> None:
+    kernels = pytest.importorskip("minisgl.kernels.linear")
+    weight, x, bias = random_weight(128, 512, group), normal(rows, 512), normal(128)
+    y = x @ weight.dequantized(torch.float32).T
+    close(kernels.linear(x, weight, bias), y + bias, 1e-5)
+    close(kernels.split_k_linear(x, weight).sum(0), y, 1e-5)
+    close(kernels.gated_linear(x, weight), silu_mul(y), 1e-5)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("group", [1024, 128])
+def test_one_row_of_eight_bits(group: int) -> None:
+    kernels = pytest.importorskip("minisgl.kernels.linear")
+    weight, x, norm = random_weight(64, 1024, group), normal(1, 1024), normal(1024)
+    wide = weight.dequantized(torch.float32)
+    y = torch.nn.functional.rms_norm(x, (1024,), norm, 1e-6) @ wide.T
+    close(kernels.row_linear(x, weight, norm=norm, eps=1e-6), y, 1e-5)
+    close(kernels.row_linear(x, weight, norm=norm, eps=1e-6, gated=True), silu_mul(y), 1e-5)
+    add = normal(1, 64)
+    close(kernels.row_linear(x, weight, add=add), add + x @ wide.T, 1e-5)
+    odd = random_weight(64, 1024, 64)
+    assert kernels.row_linear(x, odd) is None, "scales of other groups than 128"
+    close(kernels.linear(x, odd), x @ odd.dequantized(torch.float32).T, 1e-6)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("scales", ["channel", "block"])
+@pytest.mark.parametrize("lens", [[9], [3, 20]])
+def test_fused_model_of_eight_bits(few_programs: None, scales: str, lens: list[int]) -> None:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+    check_model(small_model("qwen3", scales=scales, num_hidden_layers=1, **heads), lens, None)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("group", [256, 128])
+def test_rows_are_quantized_as_weights_are(group: int) -> None:
+    """Up to the rounding of Triton's interpreter, which is not that of the hardware."""
+    found = pytest.importorskip("minisgl.kernels.scaled_mm").quantize_rows
+    x = normal(5, 256)
+    (values, scale), (expected, expected_scale) = found(x, group), quantize(x, group)
+    assert torch.equal(scale, expected_scale) and scale.stride() == (1, 5)
+    close(values.float(), expected.float(), 0.08)
+
+
+# ----------------------------------------------------------------- keys and values
+
+BATCHES = [([9, 30, 1], None), ([9, 30, 5], [4, 1, 5])]
+# Triton's interpreter cuts off where the hardware rounds.
+LIMITS = {"torch": 1e-6, "invariant": 1e-6, "triton": 0.1, "fused": 0.1}
+
+
+def backend_named(name: str) -> Any:
+    if name == "fused":
+        return pytest.importorskip("minisgl.attention.fused_backend").FusedBackend
+    if name == "triton":
+        return pytest.importorskip("minisgl.attention.triton_backend").TritonBackend
+    return TorchBackend if name == "torch" else InvariantTorchBackend
+
+
+@INTERPRETED
+@pytest.mark.parametrize("backend", LIMITS)
+@pytest.mark.parametrize(("lens", "extend"), BATCHES)
+def test_attention_over_eight_bits(backend: str, lens: list[int], extend: list[int] | None) -> None:
+    if backend == "fused" and extend is not None:
+        pytest.skip("it only decodes")
+    check_eight_bits(backend_named(backend), lens, extend, LIMITS[backend])
+
+
+def test_prompt_with_and_without_a_hit_sees_the_same(tmp_path: Path) -> None:
+    """New keys and values are seen as they were stored, like those of a hit."""
+    q, k, v = (normal(9, heads, 32) for heads in (4, 2, 2))
+    whole = World([9], kv=2, dim=32, kv_scales=(0.25, 0.5))
+    _, out_loc = whole.places([9])
+    plan = whole.backend(TorchBackend).plan(whole.meta(Phase.PREFILL, [9]), out_loc)
+    expected = plan.run(q, k, v, 0)
+    plan = whole.backend(TorchBackend).plan(whole.meta(Phase.PREFILL, [4]), out_loc[5:])
+    torch.testing.assert_close(plan.run(q[5:], k[5:], v[5:], 0), expected[5:])
+
+
+def test_pool_rounds_scales_and_saturates() -> None:
+    pool = Fp8KVPool(
+        num_layers=2, num_pages=3, page_size=4, num_kv_heads=1, head_dim=4, device="cpu"
+    )
+    pool.layer_scales[1] = (0.5, 2.0)
+    k = torch.tensor([[[1.0, -3.3, 1000.0, -1e9]], [[0.0, 0.3, 447.0, 0.001]]])
+    slots = torch.tensor([7, 2])
+    for layer, (k_scale, v_scale) in enumerate([(1.0, 1.0), (0.5, 2.0)]):
+        pool.store_kv(k, k, slots, layer)
+        for scale, found in zip(
+            (k_scale, v_scale), pool.load_kv(slots, layer, torch.float32), strict=True
+        ):
+            expected = (k / scale).clamp(-448, 448).to(FP8).float() * scale
+            assert torch.equal(found, expected)
+    assert pool.k_cache(1).dtype is FP8 and pool.buffer.nbytes == 2 * 2 * 4 * 4 * 4
+    assert pool.load_kv(slots, 0, torch.float32)[0][0, 0].tolist() == [1.0, -3.25, 448.0, -448.0]
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_engine_with_a_cache_of_eight_bits(tmp_path: Path, scales: bool) -> None:
+    """Scales are those of the checkpoint, one of keys and one of values for each layer."""
+    parts = {
+        f"model.layers.{i}.self_attn.{part}_scale": torch.tensor(0.01 * (i + 1) + more)
+        for i in range(2)
+        for part, more in (("k", 0.0), ("v", 0.005))
+    }
+    folder = make_checkpoint(tmp_path, extra=parts if scales else {})
+    first = SamplingParams(max_tokens=1, logprobs=0, ignore_eos=True)
+    found = {}
+    for kind in ("model", "fp8"):
+        with LLM(folder, kv_cache_dtype=kind, num_page_override=32, device="cpu") as llm:
+            engine = llm.scheduler.engine
+            answers = llm.generate(PROMPTS, first)
+            found[kind] = [answer["logprobs"][0]["logprob"] for answer in answers]
+            if kind == "fp8":
+                pool = engine.pool
+                wanted = [(0.01, 0.015), (0.02, 0.025)] if scales else [(1.0, 1.0)] * 2
+                for got, want in zip(pool.layer_scales, wanted, strict=True):
+                    assert got == pytest.approx(want)
+    gaps = [abs(a - b) for a, b in zip(found["model"], found["fp8"], strict=True)]
+    assert 0 < max(gaps) < 0.3
+
+
+def test_eight_bits_double_the_pages(tmp_path: Path) -> None:
+    model = ModelConfig.from_path(make_checkpoint(tmp_path))
+
+    def pages(kind: str) -> int:
+        config = resolve(EngineConfig(device="cpu", kv_cache_dtype=kind, page_size=4), model)  # type: ignore[arg-type]
+        return decide_pages(
+            dataclasses.replace(config, max_running_req=10**6), model, ALONE,
+            free_before=64 << 20, model_bytes=0, trial=lambda tokens: (0, 0),
+        )  # fmt: skip
+
+    assert pages("fp8") == pytest.approx(4 * pages("model"), rel=0.01)  # a CPU's are of 32 bits
+
+
+@pytest.mark.parametrize("backend", ["fi", "fi,fused", "triton,fi"])
+def test_flashinfer_is_refused(tmp_path: Path, backend: str) -> None:
+    model = ModelConfig.from_path(make_checkpoint(tmp_path, head_dim=64))
+    config = EngineConfig(
+        device="cuda:0", dtype="bfloat16", kv_cache_dtype="fp8", attention_backend=backend
+    )
+    with pytest.raises(ValueError, match="attention_backend: must be triton for kv_cache_dtype"):
+        resolve(config, model)
+    auto = resolve(dataclasses.replace(config, attention_backend="auto"), model)
+    assert auto.attention_backend == "triton,fused"
+
+
+def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "capability", lambda index: (8, 6))
+    with pytest.raises(ValueError, match=r"kv_cache_dtype: .*capability below 8.9.*fp8 on 8.6"):
+        fp8.check_device("kv_cache_dtype", "cuda:0")
+    fp8.check_device("kv_cache_dtype", "cpu")
+    monkeypatch.setattr(fp8, "capability", lambda index: (8, 9))
+    fp8.check_device("kv_cache_dtype", "cuda")
