@@ -5,6 +5,7 @@ Generated from notebooks/09c_llm.ipynb: edit there.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -56,14 +57,13 @@ class OutputBuilder:
         if reply.prompt_logprobs:
             names = ("token_id", "logprob", "top_logprobs")
             self.out["prompt_logprobs"] = [dict(zip(names, told)) for told in reply.prompt_logprobs]
-        ended = reply.finish_reason == "stop"  # by an end token, which is not text
         if reply.token is not None:
             self.out["token_ids"].append(reply.token)
             if self.logprobs is not None:
                 chosen = {"token_id": reply.token, "logprob": reply.logprob}
                 self.logprobs.append(chosen | {"top_logprobs": reply.top_logprobs or []})
-            if self.status is not None and not ended:
-                self.out["text"] += self.status.push(reply.token)
+        if self.status is not None:
+            self.out["text"] += self.status.take(reply.token, reply.finish_reason)
         if self.status is not None and self.status.stopped:
             self.close("stop")
             return not reply.finished
@@ -72,11 +72,9 @@ class OutputBuilder:
         return False
 
     def close(self, reason: str | None) -> None:
-        """No more tokens: release what the text still held back."""
+        """No more tokens."""
         self.done = True
         self.out["finish_reason"] = reason
-        if self.status is not None and not self.status.stopped:
-            self.out["text"] += self.status.finish()
         if self.logprobs is not None:
             self.out["logprobs"] = self.logprobs
 
@@ -145,7 +143,7 @@ class LLM:
             self.config, self.channel, progress=progress, eos_token_ids=ends
         )
         self.limits = limits_of(self.scheduler.engine)
-        self.next_uid, self.closed = 0, False
+        self.next_uid, self.closed, self.pid = 0, False, os.getpid()
         self.lock = threading.Lock()  # threads may share the object; their calls take turns
 
     def encode(
@@ -178,6 +176,9 @@ class LLM:
         logprobs, prompt_logprobs if asked for; notice if `max_tokens` was clamped, or the cause of
         an "abort". ValueError for the first prompt that cannot be answered, before anything runs.
         """
+        if os.getpid() != self.pid:
+            why = "a fork copies no threads; make it in the child, or start the process by 'spawn'"
+            raise RuntimeError(f"this LLM was made in another process: {why}")
         listed = as_prompts(prompts)
         params = as_params(sampling_params, len(listed))
         encoded = [self.encode(index, *pair) for index, pair in enumerate(zip(listed, params))]

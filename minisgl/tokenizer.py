@@ -195,7 +195,7 @@ class IncrementalDetokenizer:
         held = 0 if len(self.pending) > MAX_PENDING else min(open_bytes, 3)
         new = text[self.sent : len(text) - held]
         self.sent = max(self.sent, len(text) - held)
-        if held == 0:
+        if held == 0 and (text or len(self.pending) > MAX_PENDING):  # special tokens are no text
             self.settle()
         return new
 
@@ -271,3 +271,8 @@ class DecodeStatus:
         rest = self.filter.push(self.stream.finish())
         held, self.filter.held = self.filter.held, ""
         return rest + held
+
+    def take(self, token_id: int | None, reason: str | None) -> str:
+        """The text that one reply of a scheduler completes; `reason` says that it is the last."""
+        new = "" if token_id is None or reason == "stop" else self.push(token_id)  # an end token
+        return new if reason is None or self.stopped else new + self.finish()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -372,6 +374,24 @@ def test_the_package_is_lazy() -> None:
     assert minisgl.__version__ and "LLM" in dir(minisgl)
     with pytest.raises(AttributeError, match="nothing"):
         _ = minisgl.nothing
+
+
+def test_a_fork_is_told_that_it_has_no_threads(llm: LLM) -> None:
+    """It would wait for ever: a fork copies the memory and not the threads."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            llm.generate("hi")
+        except RuntimeError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as told:
+        assert told.read().startswith("this LLM was made in another process")
+    os.waitpid(child, 0)
 
 
 def test_threads_may_share_one_llm(llm: LLM) -> None:

@@ -15,12 +15,14 @@ import msgspec
 import numpy as np
 import openai
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.config.engine import ServerConfig
 from minisgl.core import SamplingParams
+from minisgl.llm import OutputBuilder
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
+from minisgl.scheduler.replies import PROMPT_TAIL
 from minisgl.server.frontend import Frontend, Observer, RequestFailed
 from minisgl.server.http.api import EventStream, create_app
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest
@@ -41,6 +43,7 @@ from minisgl.server.workers.text_process import build_text_worker
 from minisgl.server.workers.text_worker import PromptQueue, TextWorker, run_text_worker
 from minisgl.tokenizer import Tokenizer
 from tests.serving import WINDOW, Live, random_model, wait_for
+from tests.test_tokenizer import byte_fallback, byte_level, metaspace, save
 
 
 @pytest.fixture(scope="module")
@@ -316,6 +319,110 @@ def test_text_worker_stops_at_a_stop_string(tokenizer: Tokenizer) -> None:
     assert bench.replies() == []
     bench.tokens(1, tokenizer.encode("END").tolist())
     assert "".join(r.text for r in bench.replies()) == "END"
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> list[Tokenizer]:
+    """Of all three kinds."""
+    folder = tmp_path_factory.mktemp("kinds")
+    kinds = {"level": byte_level(), "fallback": byte_fallback(), "pieces": metaspace()}
+    return [Tokenizer(save(folder / name, backend)) for name, backend in kinds.items()]
+
+
+ENDS = st.sampled_from(["length", "stop", "abort"])
+SPOKEN = st.lists(
+    st.sampled_from(
+        ["hello", " world", "\r\n", "\r", "\u2028", "😀", "👩‍👩‍👧", "é", "\x85", "日本"]
+    )
+    | st.integers(0, 255),
+    max_size=8,
+)
+
+
+@given(
+    st.integers(0, 2),
+    SPOKEN,
+    SPOKEN,
+    st.lists(
+        st.sampled_from(["hello", "o", " w", "\r", "\n", "\u2028", "😀", "\u200d", "\ufffd", "本"]),
+        max_size=3,
+    ),
+    ENDS,
+)
+@settings(max_examples=150, deadline=None)
+def test_served_text_is_that_of_llm(
+    tokenizers: list[Tokenizer], kind: int, asked: list[str | int], said: list[str | int],
+    stop: list[str], end: str,
+) -> None:  # fmt: skip
+    """Whatever the tokenizer, the tokens, the stop strings and the end: one text, one reason."""
+    tokenizer = tokenizers[kind]
+
+    def ids_of(parts: list[str | int]) -> list[int]:
+        ids: list[int] = []
+        for part in parts:
+            known = isinstance(part, int)
+            ids += [part] if known else tokenizer.encode(part, False).tolist()  # type: ignore[arg-type, list-item]
+        return ids
+
+    prompt, tokens = ids_of(["hello", *asked]), ids_of(said) or [7]
+    reasons: list[str | None] = [None] * (len(tokens) - 1) + [end]
+    replies = [
+        TokenReply(uid=1, token=token, finished=reason is not None, finish_reason=reason)
+        for token, reason in zip(tokens, reasons)
+    ]
+    replies[-1].token = None if end == "abort" else tokens[-1]
+    replies[0].stop, replies[0].prompt_tail = tuple(stop), tuple(prompt[-PROMPT_TAIL:])
+    params = SamplingParams(stop=stop)
+    offline, bench = OutputBuilder(np.array(prompt, np.int32), params, tokenizer), Bench(tokenizer)
+    for reply in replies:
+        bench.worker.handle(reply)
+        if not offline.done:
+            offline.push(reply)
+    served = bench.replies()
+    text = "".join(reply.text for reply in served)
+    assert text == offline.out["text"]
+    assert served[-1].finish_reason == offline.out["finish_reason"]
+    assert [reply.finished for reply in served] == [False] * (len(served) - 1) + [True]
+    assert [t for reply in served for t in reply.token_ids] == offline.out["token_ids"]
+    assert served[-1].completion_tokens == len(offline.out["token_ids"])
+    spoken = tokens[:-1] if end != "length" else tokens
+    tail = prompt[-PROMPT_TAIL:]
+    whole, before = tokenizer.decode([*tail, *spoken]), tokenizer.decode(tail)
+    if not stop and whole.startswith(before):
+        assert text == whole[len(before) :]
+    assert not any(one in text for one in stop)
+
+
+def test_what_is_constant_travels_once(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token of a heavy request weighs what one of a light request does."""
+    weights: dict[type, list[int]] = {}
+    put = LocalQueue.put
+
+    def weigh(box: LocalQueue, *messages: Any) -> None:
+        for msg in messages:
+            weights.setdefault(type(msg), []).append(len(encode([msg])))
+        put(box, *messages)
+
+    monkeypatch.setattr(LocalQueue, "put", weigh)
+    heavy = {
+        "stop": [f"never{n}" + "x" * 900 for n in range(64)],
+        "logit_bias": {str(n): -1 for n in range(20, 300)},
+        "bad_words": [f"word{n}" for n in range(100)],
+        "allowed_token_ids": list(range(20, 300)),
+        "stop_token_ids": list(range(300, 310)),
+        "user": "u" * 500,
+    }
+    found = []
+    for fields in ({}, heavy):
+        weights.clear()
+        answer = chat(live, max_tokens=12, ignore_eos=True, **fields)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 12, answer.text
+        assert len(weights[TokenizeMsg]) == len(weights[UserMsg]) == 1
+        assert len(weights[TokenReply]) == 12
+        found.append(weights[TokenReply][1:] + weights[UserReply])
+    light, loaded = found
+    assert max(loaded) <= max(light) + 8 < 400
 
 
 def test_text_worker_answers_a_bad_prompt_and_lives(tokenizer: Tokenizer) -> None:

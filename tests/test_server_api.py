@@ -469,7 +469,10 @@ lora_path session_id session_params custom_params custom_logit_processor images_
 bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank
 data_parallel_rank rid extra_key cache_salt ngram_corpus_id priority custom_labels
 separate_reasoning stream_reasoning chat_template_kwargs input_ids min_new_tokens max_new_tokens
-sampling_params structural_tag
+sampling_params structural_tag max_dynamic_patch min_dynamic_patch return_meta_info
+return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64 return_input_ids_in_sglext
+return_output_ids_in_sglext return_prompt_token_ids return_sampling_mask return_spec_tokens_details
+sampling_logprobs_mode task thinking use_audio_in_video video_config watermark
 """
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 

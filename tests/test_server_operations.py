@@ -29,15 +29,20 @@ from minisgl.config.engine import ServerConfig
 from minisgl.core import SamplingParams
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import Supervisor
+from minisgl.scheduler.observe import attach_trace
 from minisgl.server.chat.client import ApiClient, base_url
 from minisgl.server.chat.shell import Shell
 from minisgl.server.cli import is_loopback, listen, main, warn_if_open
+from minisgl.server.frontend import Observer
 from minisgl.server.http.limits import ConcurrencyLimiter
 from minisgl.server.http.settings import sampling_defaults, settings_for
 from minisgl.server.in_process import InProcessServer
 from minisgl.server.observe.lifecycle import Lifecycle
-from minisgl.server.observe.logs import as_json, as_text
+from minisgl.server.observe.logs import RequestLog, as_json, as_text
+from minisgl.server.observe.metrics import Metrics
+from minisgl.server.observe.trace import TraceFile
 from minisgl.server.options import Operations, build_parser, config_from
+from minisgl.server.workers import scheduler_process
 from minisgl.server.workers.processes import WorkerGroup, address
 from tests.checkpoints import make_checkpoint
 from tests.forks import Popen
@@ -495,6 +500,60 @@ def test_log_lines_carry_no_text_unless_asked(checkpoint: Path) -> None:
         assert not any(word in line for line in lines for word in ('"ann"', "user ann", "127.0"))
 
 
+OBSERVERS = [Metrics, RequestLog, TraceFile]
+
+
+def full(*_: Any) -> Any:
+    raise OSError("No space left on device")
+
+
+@pytest.mark.parametrize("kind", OBSERVERS, ids=lambda kind: kind.__name__)
+def test_an_observer_that_fails_harms_nobody(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, kind: type[Observer]
+) -> None:
+    """Answers, streams, refusals and aborts are as before; one line says who stopped observing."""
+    ours = {cls for cls in Observer.__subclasses__() if cls.__module__.startswith("minisgl")}
+    assert ours == set(OBSERVERS)
+    trace = "/dev/full" if kind is TraceFile else None
+    with Live(checkpoint, operations=Operations(log_format="text", trace=trace)) as live:
+        for observer in live.watchers.all():
+            if isinstance(observer, RequestLog | Metrics) and type(observer) is kind:
+                vars(observer).update(_write=full, _clock=full)
+        for _ in range(2):
+            ask = {"prompt": "hi", "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+            answer = httpx.post(f"{live.url}/v1/completions", json=ask, timeout=20)
+            assert answer.json()["usage"]["completion_tokens"] == 4
+            assert answer.headers["x-request-id"] in answer.json()["id"]
+            with stream(f"{live.url}/v1", max_tokens=4) as response:
+                assert last_event(response.iter_lines()) == "data: [DONE]"
+            wrong = httpx.post(f"{live.url}/v1/completions", json={**ask, "top_p": 7}, timeout=20)
+            assert wrong.status_code == 400
+            with stream(f"{live.url}/v1") as response:
+                next(response.iter_lines())  # and leave
+            live.assert_pages_home()
+        assert httpx.get(f"{live.url}/health", timeout=20).status_code == 200
+        live.watchers.close()
+    said = [record for record in caplog.records if "observes no more" in record.getMessage()]
+    told = [record.getMessage() for record in said]
+    assert told[0].startswith(kind.__name__) and "No space left" in told[0], told
+    assert len(told) == (2 if trace else 1), told  # a trace has an end to write
+    assert not any(record.exc_info for record in said)
+
+
+def test_a_scheduler_outlives_what_watches_it(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trace and its reports."""
+    monkeypatch.setattr(scheduler_process, "stats_of", full)
+    with Live(checkpoint) as live:
+        attach_trace(live.server.scheduler, full)
+        for _ in range(2):
+            answer = httpx.post(f"{live.url}/generate", json={"prompt": "hi", "max_tokens": 2})
+            assert answer.text.endswith("[DONE]\n\n")
+    told = [r.getMessage() for r in caplog.records if "observes no more" in r.getMessage()]
+    assert sorted(line.split()[0] for line in told) == ["Reporter", "full"]
+
+
 def test_a_line_keeps_answers_apart_and_counts_as_usage_does(checkpoint: Path) -> None:
     lines: list[str] = []
     with Live(checkpoint, operations=Operations(log_prompts=True)) as live:
@@ -672,7 +731,7 @@ class Terminal:
 
 @pytest.mark.clock
 def test_keys_during_an_answer_and_ctrl_c(live: Live) -> None:
-    """Arrow keys leave no trace in the answer; Ctrl-C stops the answer and not the shell."""
+    """Arrow keys leave no trace in the answer; Ctrl-C stops the answer, then drops a line."""
     terminal = Terminal("--connect", live.url)
     terminal.read_until("you> ")
     terminal.type("hello\r")
@@ -686,8 +745,15 @@ def test_keys_during_an_answer_and_ctrl_c(live: Live) -> None:
     assert "^[" not in answer and "qwerty" not in answer
     live.assert_pages_home()
     terminal.read_until("you> ")
+    terminal.look(1.0)  # a dumb terminal shows the prompt before it takes keys
+    terminal.type("half a line")
+    terminal.look(0.5)
+    terminal.type("\x03")  # drops the line; at an empty prompt it leaves
+    terminal.look(0.5)
     terminal.type("/stats\r")
     terminal.read_until("tok/s")
-    terminal.type("/exit\r")
+    terminal.read_until("you> ")
+    terminal.look(1.0)
+    terminal.type("\x03")
     assert terminal.process.wait(timeout=20) == 0
     os.close(terminal.master)

@@ -58,6 +58,18 @@ def byte_fallback() -> Backend:
     return backend
 
 
+def metaspace() -> Backend:
+    """Mistral's kind: pieces begin with a sign for the space, and what has no piece is unknown."""
+    backend = Backend(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[*SPECIAL, "<unk>"], show_progress=False
+    )
+    backend.train_from_iterator([*CORPUS * 4, TEXT], trainer)
+    return backend
+
+
 def save(folder: Path, backend: Backend, **config: object) -> Path:
     """A model folder's tokenizer files; encoding a plain text puts BOS in front, as Llama does."""
     bos = backend.token_to_id("<s>")

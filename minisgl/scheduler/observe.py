@@ -5,6 +5,7 @@ Generated from notebooks/09c_llm.ipynb: edit there.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -44,12 +45,28 @@ class TraceEvent(NamedTuple):
 STAGES = ("receive", "next_step", "launch", "wait", "process")
 
 
+def guarded(observe: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, until it fails: that is one line in the log, and then it is None."""
+    live = [observe]
+
+    def call(*args: Any) -> Any:
+        try:
+            return live[0](*args) if live else None
+        except Exception as error:
+            live.clear()
+            name = getattr(observe, "__qualname__", type(observe).__name__)
+            logging.getLogger(__name__).error(f"{name} failed and observes no more: {error!r}")
+
+    return call
+
+
 def attach_trace(
     scheduler: Scheduler,
     observe: Callable[[TraceEvent], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Call `observe` after each stage of each step from now on."""
+    """Call `observe` after each stage of each step from now on, as long as it does not fail."""
+    observe = guarded(observe)
 
     def timed(name: str, stage: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:

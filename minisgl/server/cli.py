@@ -27,6 +27,7 @@ from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import WorkerFailed, one_line
+from minisgl.scheduler.observe import guarded
 from minisgl.server.chat.client import ApiClient, ServerError
 from minisgl.server.chat.shell import Conversation, run_shell
 from minisgl.server.frontend import Frontend, Observer
@@ -97,7 +98,7 @@ class Watchers:
 
     def close(self) -> None:
         if self.trace is not None:
-            self.trace.close()
+            guarded(self.trace.close)()
 
 
 def lock(route: Any, api_key: str | None) -> None:
@@ -121,7 +122,7 @@ def build_app(
     """The application with its limits, its log and its metrics."""
     middleware = [Middleware(BodyLimit, max_bytes=operations.max_body_size)]
     if watchers.log is not None:
-        middleware.insert(0, Middleware(LogRequests, log=watchers.log))
+        middleware.insert(0, Middleware(LogRequests, notify=frontend.notify))
     app = create_app(frontend, settings, limiter, middleware, [add_responses_routes])
     add_metrics_route(app, watchers.metrics)
     told = ("/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc")

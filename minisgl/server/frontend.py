@@ -92,6 +92,9 @@ class Observer:
     def refused(self, status: int) -> None:
         """An HTTP request got an error."""
 
+    def ended(self, scope: Any, status: int, seconds: float) -> None:
+        """An HTTP request, in ASGI's words, took so long and got this status."""
+
 
 class Frontend:
     """Sends requests to the text workers and hands each reply to the stream that waits for it.
@@ -148,12 +151,13 @@ class Frontend:
                     self.notify("replied", reply.uid, reply)
 
     def notify(self, event: str, *args: Any) -> None:
-        """Call one method of every observer; one that raises is dropped."""
+        """Call one method of every observer; one that raises is dropped, and a log says so."""
         for observer in list(self._observers):
             try:
                 getattr(observer, event)(*args)
-            except Exception:
-                logging.getLogger(__name__).exception("observer %s failed", type(observer).__name__)
+            except Exception as error:
+                why = f"{type(observer).__name__} failed and observes no more: {error!r}"
+                logging.getLogger(__name__).error(why)
                 self._observers.remove(observer)
 
     def fail_all(self, why: str) -> None:

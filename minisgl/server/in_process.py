@@ -14,6 +14,7 @@ from minisgl.config.paths import resolve_model_path
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.grammar import CompilingInbox
 from minisgl.scheduler.messages import ExitMsg
+from minisgl.scheduler.observe import guarded
 from minisgl.server.frontend import Frontend, Observer
 from minisgl.server.workers.channels import LocalQueue
 from minisgl.server.workers.scheduler_process import Reporter, SchedulerChannel
@@ -31,7 +32,7 @@ class InProcessServer:
         self.to_scheduler, self.to_text, to_frontend = LocalQueue(), LocalQueue(), LocalQueue()
         hold, reporter = CompilingInbox(self.to_scheduler), Reporter(traced)
         channel = SchedulerChannel(hold, self.to_text)
-        channel.report = reporter
+        channel.report = guarded(reporter)
         self.scheduler = build_scheduler(config, channel, trace=reporter.trace, hold=hold)
         reporter.scheduler = self.scheduler
         tokenizer = Tokenizer(resolve_model_path(config.model_path))

@@ -511,9 +511,9 @@ MUTATIONS = [
     ),
     Mutation(
         "llm_stop_token_is_text",
-        LLM,
-        'ended = reply.finish_reason == "stop"',
-        "ended = False",
+        "minisgl.tokenizer",
+        'or reason == "stop"',
+        "or False",
         LLM_TESTS + "test_stop_tokens_end_the_answer_and_are_not_text",
     ),
     Mutation(

@@ -19,6 +19,7 @@ from typing import Any
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.history import InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from minisgl.server.frontend import RequestFailed
 from minisgl.server.workers.messages import UserReply
@@ -48,7 +49,16 @@ async def line_from(raw: FileIO) -> str:
 def line_reader() -> Callable[[], Awaitable[str]]:
     """An async function that asks for a line; with editing and history on a terminal."""
     if sys.stdin.isatty():
-        session: PromptSession[str] = PromptSession(history=InMemoryHistory())
+        keys = KeyBindings()
+
+        @keys.add("c-c", eager=True)
+        def drop_line(event: KeyPressEvent) -> None:
+            if event.current_buffer.text:
+                event.current_buffer.reset()
+            else:
+                event.app.exit(exception=KeyboardInterrupt())
+
+        session: PromptSession[str] = PromptSession(history=InMemoryHistory(), key_bindings=keys)
         return lambda: session.prompt_async("you> ")
     raw = FileIO(sys.stdin.fileno(), closefd=False)
     return lambda: line_from(raw)
@@ -74,7 +84,7 @@ HELP = """\
 /stats   speed and cached tokens of the last answer
 /reset   forgets the conversation
 /exit    leaves, as Ctrl-D does
-Ctrl-C   stops an answer; at the prompt, leaves
+Ctrl-C   stops an answer; at the prompt, drops the line, and leaves if there is none
 """
 
 Conversation = list[dict[str, str]]

@@ -16,7 +16,6 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.server.frontend import Observer, Prompt
-from minisgl.server.http.errors import ApiError
 from minisgl.server.workers.messages import UserReply
 
 Record = dict[str, Any]
@@ -52,7 +51,7 @@ class Answer:
 class Entry:
     """One HTTP request: what its line will say, its answers, and two times in seconds."""
 
-    record: Record
+    record: Record = field(default_factory=dict)
     answers: list[Answer] = field(default_factory=list)
     started: float | None = None
     first: float | None = None
@@ -71,32 +70,29 @@ class RequestLog(Observer):
         self._entries: dict[str, Entry] = {}  # by request id
         self._live: dict[int, tuple[Entry, Answer]] = {}  # by uid
 
-    def begin(self, scope: Scope) -> str:
-        """Name a request of the HTTP side."""
-        now, request_id = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), uuid.uuid4().hex
-        about = {"time": now, "id": request_id, "method": scope["method"], "path": scope["path"]}
-        self._entries[request_id] = Entry(about)
-        return request_id
-
-    def end(
-        self, request_id: str, status: int | None, seconds: float, refused: ApiError | None = None
-    ) -> None:
-        """Write its line; a status of None means that the client left before it got one."""
-        entry = self._entries.pop(request_id)
-        record = entry.record | self.sum_up(entry.answers)
-        if record["path"] in PROBES:
+    def ended(self, scope: Scope, status: int, seconds: float) -> None:
+        name, path = scope["request_id"], scope["path"]
+        entry = self._entries.pop(name, None) or Entry()
+        if path in PROBES:
             return
-        if refused is not None:  # why, but not what was sent
-            record.update(code=refused.code, param=refused.param)
+        began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - seconds))
+        record = {
+            "time": began,
+            "id": name,
+            "method": scope["method"],
+            "path": path,
+            **entry.record,
+        }
+        record |= self.sum_up(entry.answers)
+        if "refused" in scope:  # why, but not what was sent
+            record |= {"code": scope["refused"].code, "param": scope["refused"].param}
         if entry.started is not None and entry.first is not None:
             record["ttft_ms"] = round(1000 * (entry.first - entry.started), 1)
-        self._write(
-            self._spell({**record, "status": status or 499, "ms": round(1000 * seconds, 1)})
-        )
+        self._write(self._spell({**record, "status": status, "ms": round(1000 * seconds, 1)}))
 
     def opened(self, uid: int, request_id: str, prompt: Prompt) -> None:
-        entry = self._entries.get(request_id)
-        if entry is not None:  # else it did not come over HTTP
+        if request_id:  # else it did not come over HTTP
+            entry = self._entries.setdefault(request_id, Entry())
             answer = Answer(next((value for value in prompt.values() if value is not None), None))
             entry.answers.append(answer)
             entry.started = entry.started or time.perf_counter()
@@ -134,27 +130,29 @@ class RequestLog(Observer):
 
 
 class LogRequests:
-    """ASGI middleware: an id for each HTTP request, in its headers and in its line of the log."""
+    """ASGI middleware: an id for each HTTP request, in its headers and in its line of the log.
 
-    def __init__(self, app: ASGIApp, log: RequestLog) -> None:
-        self._app, self._log = app, log
+    `notify` is that of the frontend: it tells observers that the request has ended.
+    """
+
+    def __init__(self, app: ASGIApp, notify: Callable[..., None]) -> None:
+        self._app, self._notify = app, notify
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope["request_id"] = request_id = self._log.begin(scope)
-        start, status = time.perf_counter(), list[int]()
+        scope["request_id"] = request_id = uuid.uuid4().hex
+        start, status = time.perf_counter(), 499  # if the client leaves before it gets one
 
         async def named(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                status.append(message["status"])
+                status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
         try:
             await self._app(scope, receive, named)
         finally:
-            seconds = time.perf_counter() - start
-            refused = scope.get("refused")
-            self._log.end(request_id, status[0] if status else None, seconds, refused)
+            self._notify("ended", scope, status, time.perf_counter() - start)

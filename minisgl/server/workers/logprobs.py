@@ -56,8 +56,7 @@ class HeldLogprobs:
                 # Bytes before it may have become U+FFFD by now: count from the end.
                 self._entries[-1].offset = end - len(self._entries[-1].text)
             self._ends += [end] * (len(self._entries) - len(self._ends))
-        ready = sum(end <= self._sent for end in self._ends)
-        ready = len(self._entries) if finished else ready
+        ready = len(self._entries) if finished else sum(end <= self._sent for end in self._ends)
         taken, self._entries = self._entries[:ready], self._entries[ready:]
         self._ends = self._ends[ready:]
         return taken

@@ -20,7 +20,7 @@ from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.grammar import CompilingInbox
 from minisgl.scheduler.messages import ExitMsg, Msg, Reply
-from minisgl.scheduler.observe import TraceEvent
+from minisgl.scheduler.observe import TraceEvent, guarded
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.server.workers.channels import Inbox, Outbox, ZmqInbox, ZmqOutbox
 from minisgl.server.workers.messages import Span, StatsEvent, StatsMsg, TraceMsg
@@ -51,9 +51,7 @@ class SchedulerChannel:
         while block and not messages and self.alive():
             self._beat()
             messages = self._inbox.get_all(timeout=0.5)
-        if not messages and block:
-            return [ExitMsg()]
-        return messages
+        return [ExitMsg()] if block and not messages else messages
 
     def send(self, replies: Sequence[Reply]) -> None:
         if replies:
@@ -63,8 +61,7 @@ class SchedulerChannel:
 
     def _send_report(self) -> None:
         self._report_at = time.monotonic() + self._report_every
-        report = self.report()
-        if report:
+        if report := self.report():
             self._outbox.put(*report)
 
     def close(self) -> None:
@@ -109,7 +106,8 @@ def scheduler_process(
     """The only rank, or rank 0, which starts the others, leads them, and alone reports."""
     hold = CompilingInbox(ZmqInbox(address(folder, "scheduler")), config.tp.size > 1)
     outer = SchedulerChannel(hold, ZmqOutbox(address(folder, "text")), beat=context.beat)
-    outer.report = reporter = Reporter(traced)
+    reporter = Reporter(traced)
+    outer.report = guarded(reporter)
     with ExitStack() as stack:
         stack.callback(outer.close)
         channel: Channel = outer

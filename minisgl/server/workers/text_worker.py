@@ -109,20 +109,17 @@ class TextWorker:
             status = DecodeStatus(self._tokenizer, msg.prompt_tail, msg.stop)
             entry = OpenText(status, self._logprobs(status) if self._logprobs else None)
             self._open[msg.uid] = entry
-        already_closed, text, status = entry.status.stopped, "", entry.status
-        if msg.token is not None and not already_closed:
-            entry.completion_tokens += 1
-            if msg.finish_reason != "stop":  # an end token is not text
-                if entry.logprobs is not None:
-                    entry.logprobs.add(msg)
-                text = status.push(msg.token)
-            if status.stopped and not msg.finished:
-                self._scheduler.append(AbortMsg(uid=msg.uid))
         if msg.finished:
             del self._open[msg.uid]
-            text += "" if status.stopped else status.finish()
-        if not already_closed:
-            self._frontend.append(self._reply(msg, entry, text))
+        if entry.status.stopped:  # the frontend knows its end
+            return
+        entry.completion_tokens += msg.token is not None
+        if entry.logprobs is not None and msg.finish_reason != "stop":  # an end token is not text
+            entry.logprobs.add(msg)
+        text = entry.status.take(msg.token, msg.finish_reason)
+        if entry.status.stopped and not msg.finished:
+            self._scheduler.append(AbortMsg(uid=msg.uid))
+        self._frontend.append(self._reply(msg, entry, text))
 
     def _reply(self, msg: TokenReply, entry: OpenText, text: str) -> UserReply:
         status, finished = entry.status, msg.finished or entry.status.stopped
