@@ -346,7 +346,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wide(*of: Any) -> tuple[int, int, int] | None:
         block = real(*of)
-        return None if block is None else (128, *block[1:])
+        return None if block is None else (min(128, of[0] & -of[0]), *block[1:])
 
     def coarse(*of: Any, **how: Any) -> linear.Tiling | None:
         found = choose(*of, **how)

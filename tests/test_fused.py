@@ -182,7 +182,14 @@ BEFORE_THE_LAYERS = {  # what a kernel may read before it waits: no kernel of th
     "rotate_store_kernel": set(),
     "quantize_rows_kernel": set(),
     "decode_kernel": {"positions_ptr", "rows_ptr", "table_ptr"},
+    "align_kernel": set(),
 }
+BEFORE_THE_LAST = {  # what is complete when the kernel before began with `wait_then_launch`
+    "expert_kernel": {"rows_ptr", "experts_ptr", "pairs_ptr", "w_ptr"},
+}
+
+
+WAITS = ("gdc_wait", "wait_then_launch")
 
 
 def kernel_sources() -> dict[str, ast.FunctionDef]:
@@ -194,10 +201,10 @@ def kernel_sources() -> dict[str, ast.FunctionDef]:
 
 
 def calls_until_wait(kernel: ast.FunctionDef) -> list[ast.Call]:
-    """The calls of a kernel that its text has before its only `gdc_wait`."""
+    """The calls of a kernel that its text has before its last wait."""
     body = [node for statement in kernel.body for node in ast.walk(statement)]
     calls = [node for node in body if isinstance(node, ast.Call)]
-    (wait,) = (call for call in calls if ast.unparse(call.func) == "gdc_wait")
+    *_, wait = (call for call in calls if ast.unparse(call.func) in WAITS)
     return [call for call in calls if call.lineno < wait.lineno]
 
 
@@ -207,9 +214,10 @@ def pointers_in(node: ast.AST) -> set[str]:
 
 
 def test_a_kernel_touches_before_its_wait_only_what_no_kernel_of_the_chain_writes() -> None:
-    harmless = {"range", "gdc_launch_dependents", "max", "min"}
+    harmless = {"range", "gdc_launch_dependents", "max", "min", "wait_then_launch"}
+    expected = BEFORE_THE_LAYERS | BEFORE_THE_LAST
     early = {name: node for name, node in kernel_sources().items() if "PDL" in ast.unparse(node)}
-    assert early.keys() == BEFORE_THE_LAYERS.keys()
+    assert early.keys() == expected.keys()
     for name, node in early.items():
         seen: set[str] = set()
         for call in calls_until_wait(node):
@@ -220,7 +228,17 @@ def test_a_kernel_touches_before_its_wait_only_what_no_kernel_of_the_chain_write
                 writes = function.startswith(("tl.store", "tl.atomic"))
                 known = function.startswith("tl.") or function.endswith(".to")
                 assert not writes and (known or function in harmless), f"{name}: {function}"
-        assert seen == BEFORE_THE_LAYERS[name], name
+        assert seen == expected[name], name
+
+
+def test_who_is_followed_by_an_early_reader_launches_it_after_its_own_wait() -> None:
+    """Else the reader could begin while the kernel before both still writes."""
+    body = ast.unparse(kernel_sources()["expert_kernel"])
+    first = min(body.index(call) for call in ("wait_then_launch()", "tl.load(", "tl.store("))
+    assert body[first:].startswith("wait_then_launch()")
+    text = (Path(kernels.__file__).parent / "moe.py").read_text()
+    helper = text[text.index("def wait_then_launch") :]
+    assert 0 < helper.index("gdc_wait()") < helper.index("gdc_launch_dependents()")
 
 
 def test_what_lies_before_the_embedding_is_complete_behind_it() -> None:

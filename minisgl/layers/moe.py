@@ -6,7 +6,9 @@ Generated from notebooks/11_mixture_of_experts.ipynb: edit there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from functools import cache
+from importlib import import_module
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -75,8 +77,23 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         logits = self.linear(x, self.gate)
-        ids, weights = route(logits, self.config.top_k, self.config.norm_topk_prob)
-        functions = (self.linear, self.silu)
-        return self.comm.all_reduce(
-            grouped_experts(x, ids, weights, self.gate_up, self.down, *functions)
-        )
+        how = self.config.top_k, self.config.norm_topk_prob
+        if x.is_cuda:
+            fixed = self.linear is not F.linear  # by functions of a deterministic engine
+            weights = (self.gate_up, self.down)
+            y: Tensor = load_kernels().expert_sum(x, logits[None], *weights, *how, fixed=fixed)
+        else:
+            functions = (self.linear, self.silu)
+            y = grouped_experts(x, *route(logits, *how), self.gate_up, self.down, *functions)
+        return self.comm.all_reduce(y)
+
+    def fuse(self) -> Any:
+        """The experts of this rank for the fused model of chapter 05e."""
+        how = self.config.top_k, self.config.norm_topk_prob
+        return load_kernels().FusedExperts(self.gate, self.gate_up, self.down, *how)
+
+
+@cache
+def load_kernels() -> Any:
+    """The kernels of chapter 11b; imported here, because they need Triton."""
+    return import_module("minisgl.kernels.moe")

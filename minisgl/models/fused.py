@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minisgl.attention.base import ForwardBatch
 from minisgl.attention.fused_backend import FusedPlan
@@ -67,9 +67,9 @@ class FusedLayer:
     first_norm: Tensor
     second_norm: Tensor
     attention: FusedAttention
-    mlp: nn.Module
-    gate_up: Tensor | None  # None: the MLP is not the gated one, and computes itself
+    gate_up: Tensor | None  # None: experts take the place of the MLP
     down: Tensor | None
+    experts: Any = None  # a `FusedExperts` of chapter 11b
 
     def one_row(self, x: Tensor, fb: ForwardBatch, layer_id: int) -> Tensor | None:
         """A single token: five kernels, x [1, hidden] to the same; None if the sizes do not fit."""
@@ -99,9 +99,10 @@ def fuse_layer(layer: Any, eps: float, table: Tensor) -> FusedLayer:
     )  # fmt: skip
     gated = isinstance(layer.mlp, GatedMLP)
     return FusedLayer(
-        layer.input_layernorm.weight, layer.post_attention_layernorm.weight, fused, layer.mlp,
+        layer.input_layernorm.weight, layer.post_attention_layernorm.weight, fused,
         layer.mlp.gate_up_proj.weight if gated else None,
         layer.mlp.down_proj.weight if gated else None,
+        None if gated else layer.mlp.fuse(),
     )  # fmt: skip
 
 
@@ -159,7 +160,9 @@ class FusedModel:
             parts = self.row_parallel(y, layer.attention.out)
             x, residual = add_norm(parts, residual, layer.second_norm, self.eps)
             if layer.gate_up is None or layer.down is None:
-                parts = layer.mlp(x)[None]
+                parts = layer.experts.parts(x)
+                if self.comm.size > 1:
+                    parts = self.comm.all_reduce(parts.sum(0).to(x.dtype))[None]
             else:
                 parts = self.row_parallel(gated_linear(x, layer.gate_up), layer.down)
         return add_norm(parts, residual, self.final_norm, self.eps)[0]

@@ -75,3 +75,73 @@ MUTATIONS = [
         T + "test_dense_layers",
     ),
 ]
+KERNELS = "minisgl.kernels.moe"
+K = "tests/test_moe_kernels.py::"
+BLOCKS = K + "test_blocks_hold_every_pair_once"
+PARTS = K + "test_parts_add_up_to_the_oracle"
+MUTATIONS += [
+    Mutation(
+        "moe kernels: a bound that forgets the blocks that are not full",
+        KERNELS,
+        "return (pairs + min(pairs, experts) * (size - 1)) // size",
+        "return (pairs + size - 1) // size",
+        K + "test_most_blocks_is_enough_for_every_routing",
+    ),
+    Mutation(
+        "moe kernels: a program counts itself among those before it",
+        KERNELS,
+        "others < part, counts",
+        "others <= part, counts",
+        BLOCKS,
+    ),
+    Mutation(
+        "moe kernels: two tokens share a place",
+        KERNELS,
+        "earlier = tl.arange(0, TOKENS)[:, None] > ",
+        "earlier = tl.arange(0, TOKENS)[:, None] > 1 + ",
+        BLOCKS,
+    ),
+    Mutation(
+        "moe kernels: unused blocks keep what was there",
+        KERNELS,
+        "tl.max(ends, 0) + part * WIDTH, num_blocks",
+        "num_blocks, num_blocks",
+        BLOCKS,
+    ),
+    Mutation(
+        "moe kernels: parts of the logits are not added up",
+        KERNELS,
+        "place = (split * N + tokens[:, None]) * E",
+        "place = tokens[:, None] * E",
+        K + "test_split_logits_are_added_up",
+    ),
+    Mutation(
+        "moe kernels: results are not weighted",
+        KERNELS,
+        "y *= tl.load(weights_ptr + place, mask=real, other=0.0)[:, None]",
+        "y *= 1.0",
+        PARTS,
+    ),
+    Mutation(
+        "moe kernels: up is taken for gate",
+        KERNELS,
+        "u = tl.load(w_ptr + k + OUT * K)\n            up",
+        "u = tl.load(w_ptr + k)\n            up",
+        PARTS,
+    ),
+    Mutation(
+        "moe kernels: tiles follow the batch of a deterministic engine",
+        KERNELS,
+        "dtype = torch.float32 if fixed or n <= FEW_ROWS else x.dtype",
+        "dtype = torch.float32 if n <= 8 else torch.bfloat16",
+        K + "test_a_token_alone_gets_the_same_bits_where_that_is_asked_for",
+    ),
+    Mutation(
+        "moe kernels: who follows may begin before the blocks are there",
+        KERNELS,
+        "    gdc_wait()\n    gdc_launch_dependents()\n",
+        "    gdc_launch_dependents()\n    gdc_wait()\n",
+        "tests/test_fused.py::"
+        "test_who_is_followed_by_an_early_reader_launches_it_after_its_own_wait",
+    ),
+]

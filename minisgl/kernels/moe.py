@@ -1,0 +1,304 @@
+"""Experts on a GPU: pairs of token and expert in blocks, and two grouped GEMMs over them.
+
+Generated from notebooks/11b_moe_kernels.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from minisgl.kernels.linear import FEW_ROWS, Tiling, prefetch, split_k_linear
+from minisgl.kernels.pdl import launch_options
+
+
+@triton.jit
+def top_experts(
+    logits_ptr, tokens, N, E,
+    SPLITS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Which choice of each token an expert is (TOP_K: none), and weights: [tokens, WIDTH] each."""
+    experts = tl.arange(0, WIDTH)[None, :]
+    inside = (tokens[:, None] < N) & (experts < E)
+    logits = tl.zeros([tokens.shape[0], WIDTH], tl.float32)
+    for split in tl.range(0, SPLITS, loop_unroll_factor=4):
+        place = (split * N + tokens[:, None]) * E + experts
+        logits += tl.load(logits_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    logits = tl.where(experts < E, logits, float("-inf"))
+    left, choice = logits, tl.full([tokens.shape[0], WIDTH], TOP_K, tl.int32)
+    for i in range(TOP_K):
+        equal = left == tl.max(left, 1)[:, None]
+        best = experts == tl.min(tl.where(equal, experts, WIDTH), 1)[:, None]  # the first of them
+        choice = tl.where(best, i, choice)
+        left = tl.where(best, float("-inf"), left)
+    scores = tl.exp(logits - tl.max(logits, 1)[:, None])
+    if NORMALIZE:
+        scores = tl.where(choice < TOP_K, scores, 0.0)
+    choice = tl.where(tokens[:, None] < N, choice, TOP_K)
+    return choice, scores / tl.sum(scores, 1)[:, None]
+
+
+@triton.jit
+def sum_counts(counts_ptr, part, parts, WIDTH: tl.constexpr):
+    """Pairs of each expert in all parts, and in those before `part`."""
+    experts, some = tl.arange(0, WIDTH)[None, :], tl.arange(0, 16)[:, None]
+    total, before = tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.int32)
+    for first in range(0, parts, 16):
+        others = first + some
+        counts = tl.load(counts_ptr + others * WIDTH + experts, mask=others < parts, other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where(others < part, counts, 0), 0)
+    return total, before
+
+
+@triton.jit(do_not_specialize=["N", "parts", "num_blocks"])
+def align_kernel(
+    logits_ptr, counts_ptr, pairs_ptr, weights_ptr, experts_ptr, rows_ptr,
+    N, E, parts, num_blocks,
+    SPLITS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, SIZE: tl.constexpr, COUNT: tl.constexpr, ALONE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Put the pairs of `TOKENS` tokens into blocks of `SIZE`; COUNT: only count them by expert."""
+    part = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    tokens = part * TOKENS + tl.arange(0, TOKENS)
+    choice, weights = top_experts(logits_ptr, tokens, N, E, SPLITS, TOP_K, NORMALIZE, WIDTH)
+    experts, chosen = tl.arange(0, WIDTH), choice < TOP_K
+    total = tl.sum(chosen.to(tl.int32), 0)
+    if COUNT:
+        tl.store(counts_ptr + part * WIDTH + experts, total)
+    else:
+        before = tl.zeros([WIDTH], tl.int32)
+        if not ALONE:
+            total, before = sum_counts(counts_ptr, part, parts, WIDTH)
+        blocks = (total + SIZE - 1) // SIZE
+        ends = tl.cumsum(blocks, 0)
+        starts = (ends - blocks) * SIZE + before  # of this part's tokens
+        earlier = tl.arange(0, TOKENS)[:, None] > tl.arange(0, TOKENS)[None, :]
+        above = tl.dot(earlier.to(tl.float16), chosen.to(tl.float16)).to(tl.int32)
+        place = starts[None, :] + above
+        tl.store(pairs_ptr + place, tokens[:, None] * TOP_K + choice, mask=chosen)
+        tl.store(weights_ptr + place, weights, mask=chosen)
+        for j in range(part, tl.max(blocks, 0), parts):  # the j-th block of every expert
+            block, inside = ends - blocks + j, j < blocks
+            tl.store(experts_ptr + block, experts, mask=inside)
+            tl.store(rows_ptr + block, tl.minimum(total - j * SIZE, SIZE), mask=inside)
+        for first in range(tl.max(ends, 0) + part * WIDTH, num_blocks, parts * WIDTH):
+            tl.store(rows_ptr + first + experts, 0, mask=first + experts < num_blocks)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Pairs of token and expert, sorted by expert; each expert's begin with a block of `size`.
+
+    pairs, weights [blocks * size]: `token * top_k + choice`, and its weight; undefined beyond the
+    rows of a block. experts, rows [blocks]: whose block it is, and its pairs (0: it is not used).
+    """
+
+    pairs: Tensor
+    weights: Tensor
+    experts: Tensor
+    rows: Tensor
+    size: int
+
+
+def most_blocks(pairs: int, experts: int, size: int) -> int:
+    """Blocks that any routing of so many pairs can need; every expert may fill its last badly."""
+    return (pairs + min(pairs, experts) * (size - 1)) // size
+
+
+def align(logits: Tensor, top_k: int, normalize: bool, size: int) -> Blocks:
+    """Route tokens and sort them into blocks: logits [splits, n, experts], added up over splits.
+
+    The choices of a token are in the order of their weights. Nothing waits for the device.
+    """
+    (splits, n, experts), device = logits.shape, logits.device
+    count = most_blocks(n * top_k, experts, size)
+    tokens = 16 if n <= 16 else 64
+    parts = triton.cdiv(n, tokens)
+    width = triton.next_power_of_2(experts)
+    pairs, owners, rows, counts = (
+        torch.empty(shape, dtype=torch.int32, device=device)
+        for shape in (count * size, count, count, parts * width)
+    )
+    weights = torch.empty(count * size, dtype=torch.float32, device=device)
+    for counting in (False,) if parts == 1 else (True, False):
+        align_kernel[(parts,)](
+            logits, counts, pairs, weights, owners, rows, n, experts, parts, count, SPLITS=splits,
+            TOP_K=top_k, NORMALIZE=normalize, WIDTH=width, TOKENS=tokens, SIZE=size,
+            COUNT=counting, ALONE=parts == 1, num_warps=8 if tokens == 16 else 16,
+            **launch_options(logits),
+        )  # fmt: skip
+    return Blocks(pairs, weights, owners, rows, size)
+
+
+@triton.jit
+def expert_tile(
+    x_ptr, w_ptr, real, OUT, K, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """[BM, BN] of x w^T, and of x times the rows that lie `OUT` further down if `GATED`."""
+    y = tl.zeros([BN if SWAP else BM, BM if SWAP else BN], tl.float32)
+    up = y
+    for k in tl.range(0, K, BK, num_stages=STAGES):
+        x = tl.load(x_ptr + k, mask=real[:, None], other=0.0)
+        w = tl.load(w_ptr + k)
+        y = tl.dot(w, tl.trans(x), y) if SWAP else tl.dot(x, tl.trans(w), y)
+        if GATED:
+            u = tl.load(w_ptr + k + OUT * K)
+            up = tl.dot(u, tl.trans(x), up) if SWAP else tl.dot(x, tl.trans(u), up)
+    if SWAP:
+        y, up = tl.trans(y), tl.trans(up)
+    return y, up
+
+
+@triton.jit
+def wait_then_launch():
+    """Let the next kernel begin when the kernels before this one have ended: it may read theirs."""
+    gdc_wait()
+    gdc_launch_dependents()
+
+
+@triton.jit(do_not_specialize=["N"])
+def expert_kernel(
+    x_ptr, w_ptr, out_ptr, pairs_ptr, weights_ptr, experts_ptr, rows_ptr, N, OUT, K,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SWAP: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A block of pairs by their expert; grid (OUT / BN, blocks). out is [TOP_K, N, OUT], weighted.
+
+    GATED: x has the order of the tokens, w holds gate and up, and out has the order of the blocks.
+    """
+    if GATED and PDL:
+        wait_then_launch()  # the second GEMM reads the blocks before it waits
+    block = tl.program_id(1)
+    count = tl.load(rows_ptr + block)
+    if count == 0:
+        return
+    expert = tl.load(experts_ptr + block).to(tl.int64)
+    cols, ks = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    w_ptr += (expert * (2 * OUT if GATED else OUT) + cols[:, None]) * K
+    line = tl.arange(0, BM)
+    real, place = line < count, block * BM + line
+    pair = tl.load(pairs_ptr + place, mask=real, other=0)
+    if PDL and not GATED:
+        gdc_launch_dependents()
+        prefetch(w_ptr + tl.arange(0, AHEAD)[None, :] * 64)
+        gdc_wait()
+    x_ptr += (pair // TOP_K if GATED else place)[:, None].to(tl.int64) * K + ks[None, :]
+    y, up = expert_tile(x_ptr, w_ptr + ks[None, :], real, OUT, K, GATED, BM, BN, BK, SWAP, STAGES)
+    if GATED:
+        y = y * tl.sigmoid(y) * up
+    else:
+        y *= tl.load(weights_ptr + place, mask=real, other=0.0)[:, None]
+        place = (pair % TOP_K) * N + pair // TOP_K
+    place = place[:, None].to(tl.int64) * OUT + cols[None, :]
+    tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=real[:, None])
+
+
+# (at most so many pairs for an expert on average, tiles of the first GEMM, of the second)
+TILINGS = (
+    (8, Tiling(16, 64, 128, 4, 3, True), Tiling(16, 64, 128, 4, 4, True)),
+    (24, Tiling(32, 64, 64, 4, 3, True), Tiling(32, 64, 128, 4, 3, True)),
+    (48, Tiling(64, 64, 64, 4, 4, False), Tiling(64, 64, 64, 4, 4, False)),
+    (float("inf"), Tiling(128, 128, 64, 8, 3, False), Tiling(128, 256, 64, 8, 3, False)),
+)
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may use; on a CPU those of a Hopper GPU."""
+    if device.type != "cuda":
+        return 232_448
+    found = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    return int(found["max_shared_mem"])
+
+
+def fit_tiling(tiles: Tiling, out: int, k: int, gated: bool, room: int, itemsize: int) -> Tiling:
+    """Tiles that divide a weight [out, k], with as many stages as fit into `room` bytes."""
+    bn, bk = min(tiles.bn, out & -out), min(tiles.bk, k & -k)
+    if min(bn, bk) < 16:
+        raise ValueError(f"moe: sizes of experts must be multiples of 16, got {out} and {k}")
+    while 2 * (tiles.bm + bn * (2 if gated else 1)) * bk * itemsize > room and bn > 16:
+        bn //= 2
+    stage = (tiles.bm + bn * (2 if gated else 1)) * bk * itemsize
+    return replace(tiles, bn=bn, bk=bk, stages=max(2, min(tiles.stages, room // stage)))
+
+
+def lines_ahead(k: int) -> int:
+    """Cache lines of a row of k 16-bit numbers to ask for early: a power of two, up to 8."""
+    return max(1, min(8, triton.next_power_of_2(k // 64 + 1) // 2))
+
+
+def launch_experts(x: Tensor, w: Tensor, out: Tensor, blocks: Blocks, tiles: Tiling, top_k: int,
+                   gated: bool) -> None:  # fmt: skip
+    """Start `expert_kernel`; out [rows, width] in the order of blocks, or [top_k, n, hidden]."""
+    width, k = out.shape[-1], w.shape[-1]
+    expert_kernel[(width // tiles.bn, len(blocks.rows))](
+        x, w, out, blocks.pairs, blocks.weights, blocks.experts, blocks.rows,
+        out.shape[-2], width, k, TOP_K=top_k, GATED=gated, BM=tiles.bm, BN=tiles.bn, BK=tiles.bk,
+        SWAP=tiles.swap, STAGES=tiles.stages, AHEAD=lines_ahead(k),
+        num_warps=tiles.warps, **launch_options(x),
+    )  # fmt: skip
+
+
+def expert_parts(
+    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalize: bool, *,
+    fixed: bool = False,
+) -> Tensor:  # fmt: skip
+    """What each choice of each token gives, weighted: [top_k, n, hidden], still to be added up.
+
+    x [n, hidden]; logits [splits, n, experts]; gate_up [experts, 2 width, hidden];
+    down [experts, hidden, width]. fixed: the same tiles for every n, so that no token depends on
+    the others.
+    """
+    n, (experts, hidden, width) = len(x), down.shape
+    average = 0.0 if fixed else n * top_k / experts
+    first, second = next(tiles for most, *tiles in TILINGS if average <= most)
+    room, itemsize = shared_memory(x.device), x.element_size()
+    first = fit_tiling(first, width, hidden, True, room, itemsize)
+    second = fit_tiling(second, hidden, width, False, room, itemsize)
+    blocks = align(logits, top_k, normalize, first.bm)
+    mid = torch.empty(len(blocks.pairs), width, dtype=x.dtype, device=x.device)
+    launch_experts(x, gate_up, mid, blocks, first, top_k, gated=True)
+    dtype = torch.float32 if fixed or n <= FEW_ROWS else x.dtype
+    parts = torch.empty(top_k, n, hidden, dtype=dtype, device=x.device)
+    launch_experts(mid, down, parts, blocks, second, top_k, gated=False)
+    return parts
+
+
+def expert_sum(
+    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalize: bool, *,
+    fixed: bool = False,
+) -> Tensor:  # fmt: skip
+    """The experts' results, added up: [n, hidden]; in one order for every n if `fixed`."""
+    parts = expert_parts(x, logits, gate_up, down, top_k, normalize, fixed=fixed)
+    y: Tensor = sum(parts.unbind()) if fixed else parts.sum(0)  # type: ignore[assignment]
+    return y.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class FusedExperts:
+    """The weights of one layer of experts, for the fused model of chapter 05e."""
+
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
+    top_k: int
+    normalize: bool
+
+    def parts(self, x: Tensor) -> Tensor:
+        """Normalised x [n, hidden] to [top_k, n, hidden], still to be added up."""
+        logits = split_k_linear(x, self.router)
+        return expert_parts(x, logits, self.gate_up, self.down, self.top_k, self.normalize)

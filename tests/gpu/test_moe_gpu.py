@@ -1,0 +1,116 @@
+"""Experts on a GPU: kernels against chapter 11, replay against eager, a model of real sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+pytest.importorskip("triton")
+
+from minisgl.config.known_models import QWEN3_30B_A3B
+from minisgl.kernels import moe
+from minisgl.kernels.moe import FusedExperts, align, expert_parts, expert_sum
+from minisgl.layers.moe import MoE, grouped_experts, route
+from tests.fused_cases import check_model, close, small_model
+from tests.moe_cases import check_blocks, skewed_logits
+
+BF16 = torch.bfloat16
+QWEN, MIXTRAL = (128, 8, 2048, 768), (8, 2, 4096, 3584)  # Mixtral on four ranks
+Shape = tuple[int, int, int, int]  # experts, top_k, hidden, width
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
+    gen = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=gen, device="cuda").to(dtype)
+
+
+def experts_of(shape: Shape, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Tensor]:
+    experts, _, hidden, width = shape
+    gate_up = normal(experts, 2 * width, hidden, seed=1, dtype=dtype) * hidden**-0.5
+    return gate_up, normal(experts, hidden, width, seed=2, dtype=dtype) * width**-0.5
+
+
+def logits_of(n: int, experts: int, kind: str) -> torch.Tensor:
+    logits = normal(n, experts, seed=3, dtype=torch.float32)
+    logits[:, experts // 2] += 20.0 * (kind == "hot")
+    logits[:, : experts // 2] -= 20.0 * (kind == "empty")
+    return logits
+
+
+@pytest.mark.parametrize("n", [1, 5, 16, 17, 64, 65, 300])
+@pytest.mark.parametrize("kind", ["even", "hot", "empty"])
+def test_blocks_hold_every_pair_once(n: int, kind: str) -> None:
+    logits = skewed_logits(n, 128, kind, n).cuda()
+    check_blocks(align(logits[None], 8, True, 16), logits, 8, True)
+
+
+@pytest.mark.parametrize("shape", [QWEN, MIXTRAL])
+@pytest.mark.parametrize("kind", ["even", "hot", "empty"])
+@pytest.mark.parametrize("n", [1, 8, 64, 200, 256, 1000, 4096])
+def test_experts_equal_the_oracle(n: int, kind: str, shape: Shape) -> None:
+    experts, top_k, hidden, _ = shape
+    x, logits, weights = normal(n, hidden), logits_of(n, experts, kind), experts_of(shape)
+    got = expert_parts(x, logits[None], *weights, top_k, True).float().sum(0)
+    close(got, grouped_experts(x, *route(logits, top_k, True), *weights).float(), 2e-2)
+
+
+@pytest.mark.parametrize("row", range(len(moe.TILINGS)))
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_every_tiling(monkeypatch: pytest.MonkeyPatch, row: int, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(moe, "TILINGS", ((float("inf"), *moe.TILINGS[row][1:]),))
+    x, logits, weights = (
+        normal(50, 2048, dtype=dtype),
+        logits_of(50, 128, "hot"),
+        experts_of(QWEN, dtype),
+    )
+    got = expert_parts(x, logits[None], *weights, 8, True).float().sum(0)
+    close(got, grouped_experts(x, *route(logits, 8, True), *weights).float(), 2e-2)
+
+
+def test_a_token_alone_gets_the_same_bits_where_that_is_asked_for() -> None:
+    x, logits, weights = normal(700, 2048), logits_of(700, 128, "even"), experts_of(QWEN)
+    together = expert_sum(x, logits[None], *weights, 8, True, fixed=True)
+    for rows in (slice(0, 1), slice(3, 11), slice(100, 400)):
+        alone = expert_sum(x[rows], logits[None, rows].contiguous(), *weights, 8, True, fixed=True)
+        assert torch.equal(alone, together[rows])
+
+
+@pytest.mark.parametrize("n", [1, 8, 64, 256])
+def test_replay_equals_eager_bit_for_bit(n: int) -> None:
+    """With a routing that was not there when the graph was recorded."""
+    router, weights = normal(128, 2048, seed=6) * 0.05, experts_of(QWEN)
+    experts = FusedExperts(router, *weights, 8, True)
+    x = normal(n, 2048)
+
+    def step() -> torch.Tensor:
+        return experts.parts(x)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = step()
+    for seed in range(3):
+        x.copy_(normal(n, 2048, seed=10 + seed))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(recorded, step())
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_model_of_real_sizes(dtype: torch.dtype) -> None:
+    real: dict[str, Any] = {**QWEN3_30B_A3B, "num_hidden_layers": 2, "vocab_size": 2000}
+    real.pop("torch_dtype")
+    model = small_model("qwen3_moe", "cuda", dtype, **{**real, "eos_token_id": 1})
+    for layer in model.model.layers:
+        assert isinstance(layer.mlp, MoE)
+        layer.mlp.gate.data *= 3  # few ties
+    check_model(model, [9], None)
+    check_model(model, [5, 20, 90, 300], None)
+    check_model(model, [2, 300, 600], [2, 100, 600])

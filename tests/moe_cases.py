@@ -1,0 +1,45 @@
+"""Routings for the experts' kernels, and what must hold of the blocks that come of them."""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl.kernels.moe import Blocks
+from minisgl.layers.moe import route
+
+
+def check_blocks(blocks: Blocks, logits: torch.Tensor, top_k: int, normalize: bool) -> None:
+    """Every pair once, with its weight, in a block of its expert, and those in order."""
+    n, experts = logits.shape
+    ids, weights = route(logits, top_k, normalize)
+    want = {
+        (token, expert): weight
+        for token in range(n)
+        for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True)
+    }
+    used = [(e, r) for e, r in zip(blocks.experts.tolist(), blocks.rows.tolist()) if r]
+    assert not any(blocks.rows.tolist()[len(used) :]), "unused blocks are at the end"
+    owners = [expert for expert, _ in used]
+    assert owners == sorted(owners)
+    counts = ids.flatten().bincount(minlength=experts).tolist()
+    assert [owners.count(e) for e in range(experts)] == [-(-c // blocks.size) for c in counts]
+    seen = []
+    for index, (expert, rows) in enumerate(used):
+        for place in range(index * blocks.size, index * blocks.size + rows):
+            token, choice = divmod(int(blocks.pairs[place]), top_k)
+            assert ids[token, choice] == expert
+            assert abs(float(blocks.weights[place]) - want[token, expert]) < 1e-5
+            seen.append((token, expert))
+    assert sorted(seen) == sorted(want)
+    assert [expert * n + token for token, expert in seen] == sorted(e * n + t for t, e in want)
+
+
+def skewed_logits(n: int, experts: int, kind: str, seed: int) -> torch.Tensor:
+    """Random logits without ties: even ones, one hot expert, or half of the experts unused."""
+    gen = torch.Generator().manual_seed(seed)
+    logits = torch.randperm(n * experts, generator=gen).view(n, experts).float() / experts
+    if kind == "hot":
+        logits[:, experts // 2] += 10.0 * n
+    if kind == "empty":
+        logits[:, : experts // 2] -= 10.0 * n
+    return logits / max(1.0, float(logits.std(correction=0)))

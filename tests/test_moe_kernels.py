@@ -1,0 +1,111 @@
+"""Chapter 11b: blocks of pairs against brute force, grouped GEMMs against chapter 11."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl.kernels import moe
+from minisgl.kernels.linear import Tiling
+from minisgl.kernels.moe import (
+    align,
+    expert_parts,
+    fit_tiling,
+    most_blocks,
+)
+from minisgl.layers.moe import MoE, grouped_experts, route
+from tests.fused_cases import check_model, few_programs, small_model
+from tests.moe_cases import check_blocks, skewed_logits
+
+__all__ = ["few_programs"]  # a fixture
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with a GPU, Triton does not interpret kernels on a CPU"
+)
+
+
+@settings(max_examples=12)
+@given(
+    st.integers(1, 150), st.integers(1, 12), st.sampled_from(["even", "hot", "empty"]),
+    st.sampled_from([4, 16]), st.booleans(), st.data(),
+)  # fmt: skip
+def test_blocks_hold_every_pair_once(
+    n: int, experts: int, kind: str, size: int, normalize: bool, data: st.DataObject
+) -> None:
+    top_k = data.draw(st.integers(1, min(experts, 4)))
+    logits = skewed_logits(n, experts, kind, n)
+    blocks = align(logits[None], top_k, normalize, size)
+    assert len(blocks.rows) == most_blocks(n * top_k, experts, size)
+    check_blocks(blocks, logits, top_k, normalize)
+
+
+def test_split_logits_are_added_up() -> None:
+    logits = skewed_logits(5, 6, "even", 0)
+    blocks = align(torch.stack((logits - 1, torch.ones(5, 6))), 2, True, 16)
+    check_blocks(blocks, logits, 2, True)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=20), st.sampled_from([1, 4, 16]))
+def test_most_blocks_is_enough_for_every_routing(counts: list[int], size: int) -> None:
+    needed = sum(-(-count // size) for count in counts)
+    assert needed <= most_blocks(sum(counts), len(counts), size)
+
+
+@pytest.mark.parametrize("row", moe.TILINGS)
+@pytest.mark.parametrize(("n", "kind"), [(1, "even"), (9, "hot"), (20, "empty")])
+def test_parts_add_up_to_the_oracle(
+    monkeypatch: pytest.MonkeyPatch, row: tuple[float, Tiling, Tiling], n: int, kind: str
+) -> None:
+    """All tilings, whatever the batch that they are meant for."""
+    monkeypatch.setattr(moe, "TILINGS", ((float("inf"), *row[1:]),))
+    gen = torch.Generator().manual_seed(n)
+    x, logits = torch.randn(n, 64, generator=gen), skewed_logits(n, 5, kind, n)
+    gate_up = torch.randn(5, 64, 64, generator=gen) / 8
+    down = torch.randn(5, 64, 32, generator=gen) / 6
+    parts = expert_parts(x, logits[None], gate_up, down, 2, True)
+    assert parts.shape == (2, n, 64)
+    want = grouped_experts(x, *route(logits, 2, True), gate_up, down)
+    torch.testing.assert_close(parts.sum(0), want, atol=1e-4, rtol=1e-4)
+
+
+def test_a_token_alone_gets_the_same_bits_where_that_is_asked_for() -> None:
+    gen = torch.Generator().manual_seed(0)
+    x, logits = torch.randn(20, 32, generator=gen), skewed_logits(20, 4, "hot", 0)
+    weights = torch.randn(4, 32, 32, generator=gen), torch.randn(4, 32, 16, generator=gen)
+    together = expert_parts(x, logits[None], *weights, 2, True, fixed=True)
+    for rows in (slice(0, 1), slice(7, 20)):
+        alone = expert_parts(x[rows], logits[None, rows], *weights, 2, True, fixed=True)
+        assert torch.equal(alone, together[:, rows])
+
+
+def test_tiles_divide_the_weights_and_fit_the_device() -> None:
+    wanted = Tiling(128, 128, 64, 8, 4, False)
+    assert fit_tiling(wanted, 768, 2048, True, 232_448, 2) == wanted
+    small = fit_tiling(wanted, 192, 96, True, 101_376, 2)
+    assert (small.bn, small.bk) == (64, 32) and 192 % small.bn == 0 and 96 % small.bk == 0
+    stage = (128 + 2 * 64) * 32 * 2
+    assert small.stages * stage <= 101_376
+    assert fit_tiling(wanted, 2048, 768, True, 101_376, 2).stages == 2
+    tiny = fit_tiling(wanted, 2048, 768, True, 49_152, 2)
+    assert tiny.bn < 64 and tiny.stages * (128 + 2 * tiny.bn) * 64 * 2 <= 49_152
+    with pytest.raises(ValueError, match="multiples of 16, got 24 and 64"):
+        fit_tiling(wanted, 24, 64, False, 232_448, 2)
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])
+def test_fused_model_equals_the_plain_one(arch: str, few_programs: None) -> None:
+    sizes: dict[str, Any] = {"num_local_experts": 4, "intermediate_size": 128}
+    if arch == "qwen3_moe":  # with one dense layer
+        sizes = {"moe_intermediate_size": 128, "num_experts": 4, "mlp_only_layers": [0]}
+    sizes["num_experts_per_tok"] = 2
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+    model = small_model(arch, num_hidden_layers=2, **sizes, **heads)
+    for layer in model.model.layers:
+        if isinstance(layer.mlp, MoE):
+            layer.mlp.gate.data *= 20  # so that experts differ in weight
+    check_model(model, [9], None)
+    check_model(model, [5, 20], None)
+    check_model(model, [2, 3, 6], [2, 1, 3])
