@@ -27,9 +27,9 @@ collect_ignore_glob = [] if GPU else ["gpu/*"]
 SLOW = [
     "test_server_operations", "test_mutations", "test_mutations_odd", "test_server_faults",
     "test_tensor_parallel", "test_structured_output", "test_online", "test_deterministic",
-    "test_sampler", "test_build", "test_fp8", "test_fused", "test_moe_kernels",
-    "test_speculative", "test_tools", "test_server_responses", "test_soak_script",
-    "test_benchmark", "test_server_api", "test_tiny", "test_paged_equals_dense", "test_decode_path", "test_server", "test_graph",
+    "test_sampler", "test_build", "test_fp8", "test_fused", "test_moe_kernels", "test_speculative",
+    "test_tools", "test_server_responses", "test_soak_script", "test_benchmark", "test_server_api",
+    "test_tiny", "test_paged_equals_dense", "test_decode_path", "test_server", "test_graph",
     "test_server_clients", "test_openai",
 ]  # fmt: skip
 DAYS = 6  # a mutation has its turn every sixth day, a test marked `drill` every third
