@@ -241,8 +241,8 @@ class LLM:
     ) -> list[dict[str, Any]]:
         """Answer one conversation, or a list of them; each is a list of role and content.
 
-        The model sees `tools`; what it calls is in the text. `chat_template_kwargs` are variables
-        of its chat template.
+        The model sees `tools`; what it calls is in the text as it wrote it, and the server alone
+        parses that. `chat_template_kwargs` are variables of its chat template.
         """
         if self.tokenizer is None:
             raise ValueError(f"messages: {self.config.model_path} has no tokenizer")
