@@ -413,7 +413,9 @@ def test_a_matcher_is_a_function_of_the_answer() -> None:
 
 
 def test_tokens_that_the_tokenizer_lacks_are_never_allowed() -> None:
-    matcher = Matcher(compile_grammar(tokenizer(), "regex", "(?s:.*)"), "regex")
+    grammars = load_grammars(FOLDER, MODEL.vocab_size, [EOS])
+    matcher = Matcher(grammars.compile("regex", "(?s:.*)").result(), "regex")
+    assert len(matcher.ll.compute_bitmask()) == 4 * -(-MODEL.vocab_size // 32)  # to the last token
     size = LLTokenizer(TEXT).vocab_size
     assert size < MODEL.vocab_size and max(allowed(matcher)) < size and len(allowed(matcher)) > 999
 

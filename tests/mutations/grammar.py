@@ -42,7 +42,7 @@ MUTATIONS = [
         GRAMMAR,
         "n_vocab=vocab_size, ",
         "",
-        DRAW,
+        TESTS + "test_tokens_that_the_tokenizer_lacks_are_never_allowed",
     ),
     Mutation(
         "grammar_failures_end_as_if_all_were_well",
