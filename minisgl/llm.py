@@ -5,9 +5,10 @@ Generated from notebooks/09c_llm.ipynb: edit there.
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import (
     AbortMsg,
     ErrorReply,
+    ExitMsg,
     InvalidRequestError,
     TokenReply,
     UserMsg,
@@ -119,11 +121,20 @@ def make_config(folder: Path, num_pages: int | None, fields: dict[str, Any]) -> 
     return SchedulerConfig(model_path=str(folder), **{"num_page_override": num_pages, **fields})
 
 
+def start_ranks(config: SchedulerConfig, eos_token_ids: Collection[int]) -> Any:
+    """The other ranks as processes, by chapter 10b; None if there are none."""
+    if config.tp.size == 1:
+        return None
+    return importlib.import_module("minisgl.runtime.ranks").Ranks(config, eos_token_ids)
+
+
 class LLM:
     """A model that answers in this process. Prefixes stay cached from one call to the next.
 
     `model_path` is a folder, a hub id, or None for the embedded model. All other fields of
-    `SchedulerConfig` may be given by name; `num_pages` is `num_page_override`.
+    `SchedulerConfig` may be given by name; `num_pages` is `num_page_override`, and
+    `tensor_parallel_size` is `tp`: with more than one rank, this process is rank 0 and starts the
+    others. After a failure it has to end them, and answers no more.
     """
 
     def __init__(
@@ -131,17 +142,26 @@ class LLM:
         model_path: str | Path | None = None,
         *,
         num_pages: int | None = None,
+        tensor_parallel_size: int = 1,
         progress: bool = False,
         **fields: Any,
     ) -> None:
         folder = resolve_model_path(model_path)
-        self.config = make_config(folder, num_pages, fields)
+        self.config = make_config(folder, num_pages, {"tp": tensor_parallel_size, **fields})
         self.tokenizer = load_tokenizer(folder)
         self.channel = InProcessChannel()
         ends = () if self.tokenizer is None else self.tokenizer.eos_token_ids
-        self.scheduler = build_scheduler(
-            self.config, self.channel, progress=progress, eos_token_ids=ends
-        )
+        self.ranks = start_ranks(self.config, ends)
+        alone = self.ranks is None
+        parts = (self.channel,) if alone else (self.ranks.channel(self.channel), self.ranks.comm)
+        try:
+            self.scheduler = build_scheduler(
+                self.config, *parts, progress=progress, eos_token_ids=ends
+            )
+        except BaseException:
+            if not alone:
+                self.ranks.give_up()
+            raise
         self.limits = limits_of(self.scheduler.engine)
         self.next_uid, self.closed, self.pid = 0, False, os.getpid()
         self.lock = threading.Lock()  # threads may share the object; their calls take turns
@@ -204,6 +224,10 @@ class LLM:
                 )
                 with tqdm(total=len(outputs), desc="requests", disable=not progress) as bar:
                     self.run_until_done(dict(zip(uids, outputs)), bar)
+            except BaseException:
+                if self.ranks is not None:
+                    self.end(failed=True)
+                raise
             finally:
                 self.drop_leftovers()
         return [output.out for output in outputs]
@@ -258,11 +282,26 @@ class LLM:
         """Wait for the device and give the engine up, with its memory; twice is once."""
         with self.lock:
             if not self.closed:
-                self.closed = True
-                try:
-                    self.scheduler.stop()
-                finally:
-                    self.scheduler.engine.shutdown()
+                self.end()
+
+    def end(self, failed: bool = False) -> None:
+        """Leave with all ranks; after a failure, without them. WorkerFailed if one failed."""
+        self.closed = True
+        try:
+            if failed:
+                self.ranks.explain()
+            else:
+                self.channel.put_messages(ExitMsg())
+                self.scheduler.run()
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            if failed and self.ranks is not None:
+                self.ranks.give_up()
+            self.scheduler.engine.shutdown()
+            if not failed and self.ranks is not None:
+                self.ranks.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from minisgl.models.base import CausalLM
 from minisgl.models.quantization import quantize_linears
 from minisgl.models.registry import build_model
 from minisgl.models.weights import load_dummy_weights
-from minisgl.parallel.comm import SingleRank
+from minisgl.parallel.comm import Comm, SingleRank
 from tests.checkpoints import base_config
 
 
@@ -216,7 +217,7 @@ def check_rotate(
 
 def small_model(
     arch: str, device: str = "cpu", dtype: torch.dtype = torch.float32, scales: str = "",
-    **changes: Any,
+    comm: Comm | None = None, **changes: Any,
 ) -> CausalLM:  # fmt: skip
     """A model of random weights whose sizes suit every kernel.
 
@@ -228,7 +229,7 @@ def small_model(
         "max_position_embeddings": 2048,
     }  # fmt: skip
     config = ModelConfig.from_hf({**base_config(arch), **sizes, **changes})
-    model = build_model(config, SingleRank(), dtype=dtype, device="meta")
+    model = build_model(config, comm or SingleRank(), dtype=dtype, device="meta")
     if scales:
         quantize_linears(model, Stored("", 128, 128) if scales == "block" else None)
     load_dummy_weights(model, device=device, dtype=dtype)
@@ -250,9 +251,10 @@ def check_model(model: CausalLM, lens: list[int], extend: list[int] | None) -> N
     from minisgl.models.fused import FusedModel
 
     config, weight = model.config, model.model.embed_tokens.weight
+    heads = cast(Any, model.model.layers[0]).self_attn  # of this rank
     world = World(
-        lens, kv=config.num_kv_heads, dim=config.head_dim, layers=config.num_layers,
-        device=str(weight.device), dtype=weight.dtype, qo=config.num_qo_heads,
+        lens, kv=heads.num_kv_heads, dim=config.head_dim, layers=config.num_layers,
+        device=str(weight.device), dtype=weight.dtype, qo=heads.num_qo_heads,
     )  # fmt: skip
     phase = Phase.DECODE if extend is None else Phase.PREFILL
     meta = world.meta(phase, extend)
@@ -339,8 +341,7 @@ def check_drafts_of_model(model: CausalLM) -> None:
     close(world.pool.buffer, stored, limit_of(weight.dtype))
 
 
-@pytest.fixture
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def enlarge_blocks(replace_by: Callable[[Any, str, Any], None]) -> None:
     """Large blocks: the interpreter takes as long as there are programs, however large they are."""
     real, choose = linear.row_block, linear.choose_tiling
 
@@ -355,5 +356,10 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         bk = 128 if how["scales"] > 1 else 512
         return replace(found, bn=256, bk=bk, splits=min(2, found.splits))
 
-    monkeypatch.setattr(linear, "row_block", wide)
-    monkeypatch.setattr(linear, "choose_tiling", coarse)
+    replace_by(linear, "row_block", wide)
+    replace_by(linear, "choose_tiling", coarse)
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    enlarge_blocks(monkeypatch.setattr)

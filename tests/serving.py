@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-import build  # notebooks/build.py
 import httpx
 import psutil
 import pytest
@@ -142,7 +141,9 @@ class Served:
         self.folder = folder
         self.started = time.monotonic()
         port = [] if "--port" in flags else ["--port", "0"]
-        device = [] if build.has_gpu() else ["--device", "cpu"]  # spares it to ask torch for a GPU
+        from build import has_gpu  # whose tools a GPU machine may lack
+
+        device = [] if has_gpu() else ["--device", "cpu"]  # spares it to ask torch for a GPU
         start = ["-m", "minisgl"] if script is None else [str(script)]
         self.process = Popen(
             [sys.executable, *start, *port, *device, *flags],

@@ -28,6 +28,7 @@ from minisgl.config.known_models import (
     KNOWN_CONFIGS,
     LLAMA_3_1_8B,
     QWEN2_5_7B,
+    QWEN3_0_6B,
     QWEN3_8B,
     QWEN3_30B_A3B,
 )
@@ -148,7 +149,7 @@ def test_number_fields(name: str) -> None:
         ("reserve_tokens", [0, -1, 1.5, True]),
         ("cuda_graph_bs", [4, "1,2", (0,), (1, True), (2.0,), {1: 2}]),
         ("model_path", ["", 3, b"x"]),
-        ("tp", [2, None, (0, 1)]),
+        ("tp", [0, True, None, (0, 1)]),
         ("host", ["", None, 127]),
         ("port", [65536]),
         ("served_model_name", ["", 1]),
@@ -187,6 +188,7 @@ BILLIONS = {  # as published
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
     "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-14B": 14_768_307_200,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
@@ -657,11 +659,12 @@ def test_resolve_refuses_what_does_not_fit() -> None:
 
 
 def test_pitfall_09_kv_heads_fewer_than_ranks() -> None:
+    model = ModelConfig.from_hf(QWEN3_0_6B)  # 16 query heads, 8 KV heads
+    assert [model.kv_heads_per_rank(size) for size in (1, 2, 4, 8, 16)] == [8, 4, 2, 1, 1]
     model = ModelConfig.from_hf(QWEN2_5_7B)  # 28 query heads, 4 KV heads
-    assert [model.kv_heads_per_rank(size) for size in (1, 2, 4, 8)] == [4, 2, 1, 1]
     model.check_tp(4)
     for size in (0, 3, 8, True):
-        assert refused(model.check_tp, size).startswith("tp_size: ")
+        assert refused(model.check_tp, size).startswith("tp_size: must be one of [1, 2, 4")
 
 
 def test_a_config_is_more_specific_step_by_step() -> None:

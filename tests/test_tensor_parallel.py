@@ -25,10 +25,11 @@ from minisgl.config.model import ModelConfig
 from minisgl.core import Batch, SamplingParams
 from minisgl.layers.embedding import LMHead, VocabParallelEmbedding
 from minisgl.layers.linear import head_shard
+from minisgl.llm import LLM
 from minisgl.models.registry import build_model
 from minisgl.models.shards import ShardSpec, layer_shards, model_shards
 from minisgl.models.weights import Checkpoint, WeightError, load_weights
-from minisgl.parallel import gloo
+from minisgl.parallel import gloo, nccl
 from minisgl.parallel.comm import Comm, ParallelContext, SingleRank
 from minisgl.parallel.gloo import CommError, GlooComm
 from minisgl.runtime.broadcast import BroadcastChannel
@@ -207,6 +208,41 @@ def test_a_thread_that_fails_frees_the_others() -> None:
     with pytest.raises(ZeroDivisionError):
         run_threads(tp_drills.fail_on_last, 3, timeout=5.0)
     assert time.monotonic() - start < 4
+
+
+def test_rows_are_summed_in_shared_memory() -> None:
+    """By the kernel of GPUs that write into each other's memory; the same bits on all ranks."""
+    for dtype, size in ((torch.float32, 2), (torch.float16, 3)):
+        first, *others = run_ranks(tp_drills.sum_rows, size, 30, dtype)
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("reach, works", [(True, True), (True, False), (False, True)])
+def test_memory_that_one_rank_cannot_map_is_used_by_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reach: bool, works: bool
+) -> None:
+    parts = [torch.zeros(1), torch.ones(1)]
+
+    def open_handle(*args: Any) -> torch.Tensor:
+        if args[0] == 0 and not works:
+            raise RuntimeError("no such handle")
+        return parts[args[0]]
+
+    def rank(comm: Comm) -> list[torch.Tensor]:
+        monkeypatch.setattr(nccl, "reduce_tensor", lambda mine: (None, [int(mine), *range(14)]))
+        return nccl.map_buffers(parts[comm.rank], comm)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: reach)
+    monkeypatch.setattr(nccl, "rebuild_cuda_tensor", open_handle)
+    found = run_threads(rank, 2)
+    assert found == ([parts, parts] if reach and works else [[], []])
+    assert ("NCCL sums everything" in caplog.text) == (not (reach and works))
+
+
+def test_the_fused_model_on_two_ranks_equals_the_plain_one() -> None:
+    run_ranks(tp_drills.fused_model, 2)
 
 
 def living_ranks() -> list[multiprocessing.Process]:
@@ -433,6 +469,53 @@ def test_two_processes_generate_the_same_tokens_and_end_together(folder: Path) -
         os.kill(ranks.processes.processes["rank 1"].pid or 0, signal.SIGKILL)
         ask(scheduler, channel, 200, prompts)
     assert not living_ranks()
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_an_llm_leads_its_ranks() -> None:
+    """The same tokens as alone, and nothing is left."""
+    prompts, params = workload(4), SamplingParams(max_tokens=12, ignore_eos=True)
+    with LLM(device="cpu", num_pages=64) as one:
+        want = [out["token_ids"] for out in one.generate(prompts, params)]
+    with LLM(device="cpu", num_pages=64, tensor_parallel_size=2) as llm:
+        for _ in range(2):
+            assert [out["token_ids"] for out in llm.generate(prompts, params)] == want
+    assert not living_ranks() and not dist.is_initialized()
+
+
+@pytest.mark.clock
+@pytest.mark.usefixtures("quick_ranks")
+def test_a_rank_killed_at_any_moment_is_told_soon() -> None:
+    """`python -m tests.tp_drills 20 8 cpu` does it twenty times."""
+    tp_drills.kill_drill(2, 6.0, device="cpu")
+    assert not living_ranks() and not dist.is_initialized()
+
+
+def test_a_bad_end_of_a_rank_frees_the_gpu() -> None:
+    """And takes nothing from the supervisor, which has yet to read the status."""
+    ranks, freed = object.__new__(Ranks), []
+    ranks.lost, ranks.stop_waiting = threading.Event(), lambda: freed.append(1)
+    for code in (0, 3):
+        process = multiprocessing.get_context("fork").Process(target=os._exit, args=(code,))
+        process.start()
+        assert process.pid is not None
+        ranks.watch(process.pid)
+        assert bool(freed) == ranks.lost.is_set() == (code != 0)
+        process.join()
+        assert process.exitcode == code
+        ranks.watch(process.pid)  # too late: somebody else has waited for it
+
+
+def test_nothing_leaves_rank_0_once_a_rank_is_lost() -> None:
+    outer, ranks = InProcessChannel(), object.__new__(Ranks)
+    ranks.comm, ranks.lost = SingleRank(), threading.Event()  # type: ignore[assignment]
+    ranks.explain = fail  # type: ignore[method-assign]
+    channel = ranks.channel(outer)
+    channel.send([TokenReply(uid=4, token=7)])
+    ranks.lost.set()
+    with pytest.raises(RuntimeError, match="remote process exited"):
+        channel.send([TokenReply(uid=4, token=8)])
+    assert [reply.token for reply in outer.take_replies()] == [7]
 
 
 def test_exit_message_reaches_every_rank(folder: Path) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ import pytest
 import torch
 
 from minisgl.config.model import ModelConfig
+from minisgl.core import SamplingParams
+from minisgl.llm import LLM
 from minisgl.models.registry import build_model
 from minisgl.models.weights import load_weights
 from minisgl.parallel.comm import Comm
@@ -151,6 +156,159 @@ def cuda_collectives(comm: Comm) -> dict[str, Any]:
     return {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in seen.items()}
 
 
+def cuda_sums(comm: Comm) -> list[torch.Tensor]:
+    """Sums of random rows on GPUs, by whatever way serves each size, and replayed from a graph."""
+    device, said = torch.device("cuda", comm.rank), []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for rows, width in ((1, 256), (3, 5120), (64, 5120), (256, 1000), (257, 5120)):
+            gen = torch.Generator(device).manual_seed(rows)
+            parts = torch.randn(comm.size, 2, rows, width, generator=gen, device=device)
+            parts[:, :, :, :2] = -0.0
+            residual = torch.randn(rows, width, generator=gen, device=device).to(dtype)
+            norm = torch.randn(width, generator=gen, device=device).to(dtype)
+            sums = parts.sum(1).to(dtype)
+            exact, mine = sums.double().sum(0), sums[comm.rank].clone()
+
+            def step(mine=mine, parts=parts, residual=residual, norm=norm):  # type: ignore[no-untyped-def]
+                total = comm.all_reduce(mine * 1)
+                both = comm.all_reduce_add_norm(parts[comm.rank], residual, norm, 1e-6)  # type: ignore[attr-defined]
+                return [total, *(both or ())]
+
+            eager = step()
+            limit = 1e-5 if dtype == torch.float32 else 1e-2
+            torch.testing.assert_close(eager[0].double(), exact, atol=limit, rtol=limit)
+            assert (len(eager) == 3) == (rows <= 256), "a kernel of our own serves few rows"
+            if len(eager) == 3:
+                torch.testing.assert_close(eager[2].double(), exact + residual.double(),
+                                           atol=limit, rtol=limit)  # fmt: skip
+                want = torch.nn.functional.rms_norm(
+                    eager[2].double(), (width,), norm.double(), 1e-6
+                )
+                torch.testing.assert_close(eager[1].double(), want, atol=limit, rtol=limit)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                recorded = step() + step() + step()[:1]
+            for turn in range(7):
+                for part in recorded:
+                    part.zero_()
+                graph.replay()
+                if turn % 2:  # eager calls between replays
+                    assert all(torch.equal(a, b) for a, b in zip(eager, step(), strict=True))
+                for part, want in zip(recorded, [*eager, *eager, eager[0]], strict=True):
+                    assert torch.equal(part, want)
+            said += [part.cpu() for part in eager]
+    return said
+
+
+def share_memory(comm: Comm, width: int, rows: int, dtype: torch.dtype) -> tuple[Any, list[Any]]:
+    """Buffers of all ranks as the kernel wants them, in memory that processes share."""
+    from minisgl.kernels.all_reduce import PeerBuffers, empty_entry
+
+    count = 3 * comm.size * rows * width
+    mine = SharedMemory(create=True, size=count * dtype.itemsize)
+    bits = torch.int16 if dtype.itemsize == 2 else torch.int32
+    torch.frombuffer(mine.buf, dtype=bits).fill_(empty_entry(dtype))
+    names = [comm.broadcast_object(mine.name, src=rank) for rank in range(comm.size)]
+    parts = [mine if rank == comm.rank else SharedMemory(name) for rank, name in enumerate(names)]
+    addresses = torch.tensor([torch.frombuffer(p.buf, dtype=bits).data_ptr() for p in parts])
+    comm.barrier()
+    mine.unlink()
+    turns, quit = torch.zeros(rows, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    return PeerBuffers(addresses, turns, quit, comm.rank, width), parts
+
+
+def sum_rows(comm: Comm, steps: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Sums of random rows by the kernel, each rank at its own pace, against plain PyTorch."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from minisgl.kernels import all_reduce as kernels
+
+    rows, width, said, pace = 4, 24, [], random.Random(comm.rank)
+    peers, memory = share_memory(comm, width, rows, dtype)
+    for step in range(steps):
+        gen = torch.Generator().manual_seed(step)
+        m = int(torch.randint(1, rows + 1, (1,), generator=gen))
+        parts = torch.randn(comm.size, 2, m, width, generator=gen)
+        parts[:, :, :, 0] = -0.0  # its bits are those of an entry that has not come
+        residual = torch.randn(m, width, generator=gen).to(dtype)
+        norm = torch.randn(width, generator=gen).to(dtype)
+        sums = parts.sum(1).to(dtype)
+        time.sleep(pace.choice([0, 0, 0.003]))
+        if step % 3 == 0:
+            got = kernels.all_reduce(sums[comm.rank], peers)
+            torch.testing.assert_close(got, sums.float().sum(0).to(dtype), atol=1e-2, rtol=1e-2)
+        else:
+            out, got = kernels.all_reduce_add_norm(parts[comm.rank], residual, norm, 1e-6, peers)
+            want = (sums.float().sum(0) + residual.float()).to(dtype)
+            torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-2)
+            want = torch.nn.functional.rms_norm(got.float(), (width,), norm.float(), 1e-6)
+            torch.testing.assert_close(out, want.to(dtype), atol=1e-2, rtol=1e-2)
+        said.append(got)
+    peers.quit.fill_(1)
+    if comm.rank == 0:  # nobody else comes: without the flag this would wait for ever
+        kernels.all_reduce(sums[0], peers)
+    assert memory
+    return said
+
+
+def fused_model(comm: Comm) -> None:
+    """The fused model on several ranks equals the plain one, in Triton's interpreter."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from tests.fused_cases import check_model, enlarge_blocks, small_model
+
+    enlarge_blocks(setattr)
+    torch.manual_seed(0)  # norms are the same on all ranks
+    few = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 1}
+    model = small_model("qwen3", comm=comm, **few, **sizes)
+    check_model(model, [9], None)
+    check_model(model, [5, 20], None)
+    check_model(model, [2, 6], [2, 3])
+
+
+def kill_a_rank(delay: float, ready: bool = False, **fields: Any) -> tuple[float, str]:
+    """Kill rank 1 so long after the start of an `LLM`, or after it is `ready`.
+
+    Returns the seconds from there to the error, and the error.
+    """
+    killed = [0.0]
+
+    def kill() -> None:
+        while not (victims := multiprocessing.active_children()):
+            time.sleep(0.01)
+        killed[0] = time.monotonic()
+        victims[-1].kill()
+
+    llm = None
+    timer = threading.Timer(delay, kill)
+    try:
+        if not ready:
+            timer.start()
+        llm = LLM(tensor_parallel_size=2, num_pages=256, **fields)
+        if ready:
+            timer.start()
+        prompts, params = [[5, 6, 7]] * 8, SamplingParams(max_tokens=1000, ignore_eos=True)
+        while time.monotonic() - (killed[0] or time.monotonic()) < 30:
+            llm.generate(prompts, params)
+    except WorkerFailed as error:
+        return time.monotonic() - killed[0], str(error)
+    finally:
+        timer.cancel()
+        if llm is not None:
+            llm.shutdown()
+    raise AssertionError(f"rank 1 was killed {delay:.2f} s after the start, and nothing happened")
+
+
+def kill_drill(times: int, seconds: float, ready: bool = False, **fields: Any) -> None:
+    """Kill rank 1 at so many random moments of the first `seconds` of an engine."""
+    draw = random.Random(times)
+    for _ in range(times):
+        delay = draw.uniform(0.3, seconds)
+        took, why = kill_a_rank(delay, ready, **fields)
+        print(f"killed after {delay:5.2f} s, told within {took:4.2f} s: {why}", flush=True)
+        assert took < 5 and "rank 1 was killed by signal 9" in why
+        assert not multiprocessing.active_children()
+
+
 def fail_on_last(comm: Comm) -> None:
     """The last rank has a bug, the others wait for it."""
     if comm.rank == comm.size - 1:
@@ -197,3 +355,8 @@ def orphan() -> None:
     join(group.store, Place(0, 2, "cpu", 60.0, 0))
     print(group.processes["rank 1"].pid, flush=True)
     os.kill(os.getpid(), 9)
+
+
+if __name__ == "__main__":  # python -m tests.tp_drills TIMES SECONDS DEVICE
+    where = sys.argv[3]  # GPUs that connect notice a death only after `distributed_timeout`
+    kill_drill(int(sys.argv[1]), float(sys.argv[2]), ready=where == "cuda", device=where)

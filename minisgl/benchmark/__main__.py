@@ -54,6 +54,7 @@ def started(folder: Path, args: argparse.Namespace) -> Iterator[tuple[LLM, dict[
         engine = llm.scheduler.engine
         about = {name: getattr(engine.config, name) for name in flags.ENGINE_FIELDS}
         about |= {"num_pages": engine.num_pages, "makes_text": llm.tokenizer is not None}
+        about["tp"] = engine.config.tp.size
         about["seconds_to_first_token"] = round(first_token, 2)
         about["graph_sizes"] = list(engine.graph.sizes) if engine.graph is not None else []
         with frozen_heap():
@@ -67,7 +68,9 @@ def roofline_of(folder: Path, args: argparse.Namespace) -> Roofline:
     rows = kernels.measure_rows(kernels.ceiling_rows(dtype, device), device)
     fields = ("quantization", "kv_cache_dtype")
     eight_bits = frozenset(name for name in fields if getattr(args, name, None) == "fp8")
-    return Roofline(model, kernels.ceilings_of(rows), dtype.itemsize, eight_bits)
+    one, ranks = kernels.ceilings_of(rows), getattr(args, "tp", 1)
+    together = kernels.Ceilings(one.bytes_per_s * ranks, one.flops_per_s * ranks)
+    return Roofline(model, together, dtype.itemsize, eight_bits)
 
 
 def run_offline(folder: Path, args: argparse.Namespace) -> dict[str, Any]:

@@ -112,7 +112,8 @@ def fill_sizes(args: argparse.Namespace) -> None:
         raise ValueError(f"device: torch finds no GPU here, got {args.device!r}")
     if kind == "cuda":
         torch.cuda.set_device(device)
-    args.device = device
+    several = getattr(args, "tp", 1) > 1 and args.device in ("auto", "cuda")
+    args.device = kind if several else device  # ranks take the GPUs in order
     for name, sizes in SIZES.items():
         if getattr(args, name, 0) is None:
             setattr(args, name, sizes[kind == "cpu"])

@@ -39,6 +39,12 @@ class TPInfo(Validated):
             raise refuse("rank", f"below the group's size {self.size}", self.rank)
 
 
+def as_group(size: Any) -> Any:
+    """A number of ranks, as rank 0 sees them."""
+    return TPInfo(size=size) if type(size) is int and size > 0 else size
+
+
+Group = Annotated[TPInfo, BeforeValidator(as_group)]
 PathText = Annotated[Text, BeforeValidator(lambda p: str(p) if isinstance(p, Path) else p)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 # One backend, or two for prefill and decode; "fused" only decodes.
@@ -58,7 +64,7 @@ class EngineConfig(Validated):
     """
 
     model_path: PathText | None = None
-    tp: TPInfo = TPInfo()
+    tp: Group = TPInfo()  # or the number of ranks
     dtype: Dtype | Literal["auto"] = "auto"
     device: Device = "auto"
     max_running_req: Positive = 256

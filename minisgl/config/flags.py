@@ -40,6 +40,7 @@ def count_or_all(text: str) -> int | None:
 
 
 ENGINE_FLAGS = (
+    Flag("--tensor-parallel-size --tp", "tp", "ranks (default: 1)", {"type": int, "metavar": "N"}),
     Flag("--attention-backend --attn", "attention_backend",
          "torch, triton, fi, or two for prefill,decode; fused only decodes; auto: fi,fused on a "
          "GPU, triton,fused without FlashInfer, torch on a CPU"),
@@ -57,7 +58,7 @@ ENGINE_FLAGS = (
     Flag("--schedule-policy", "schedule_policy", "in order of arrival, or clients in turns"),
     Flag("--reserve-tokens", "reserve_tokens",
          "tokens of an answer whose pages are promised ahead; all: the longest possible one",
-         {"type": count_or_all}),
+         {"type": count_or_all, "metavar": "N"}),
     Flag("--num-speculative-tokens", "num_speculative_tokens", "n-gram guesses a step; 0: none"),
     Flag("--cuda-graph-max-bs", "cuda_graph_max_bs",
          "largest captured batch; 0: none (default: 256)"),
@@ -84,10 +85,10 @@ def add_engine_flags(group: Group, defaults: SchedulerConfig) -> None:
     """What an engine may be told; the help shows what `defaults` has instead."""
     for names, field, what, more in ENGINE_FLAGS:
         value = getattr(defaults, field)
-        help_text = what if value is None or field == "overlap" else f"{what} (default: {value})"
-        options = more if "action" in more else {**argument_options(field), **more}
+        text = what if value is None or field in ("overlap", "tp") else f"{what} (default: {value})"
+        options = more if "action" in more or "type" in more else argument_options(field)
         group.add_argument(
-            *names.split(), dest=field, default=argparse.SUPPRESS, help=help_text, **options
+            *names.split(), dest=field, default=argparse.SUPPRESS, help=text, **options
         )
 
 

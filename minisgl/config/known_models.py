@@ -49,6 +49,10 @@ QWEN3_14B: dict[str, Any] = QWEN3_8B | {
     "hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 40,
     "num_hidden_layers": 40,
 }  # fmt: skip
+QWEN3_32B: dict[str, Any] = QWEN3_8B | {
+    "hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64,
+    "num_hidden_layers": 64,
+}  # fmt: skip
 QWEN3_30B_A3B: dict[str, Any] = QWEN3_8B | {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
     "intermediate_size": 6144, "moe_intermediate_size": 768, "norm_topk_prob": True,
@@ -62,5 +66,6 @@ KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-0.6B": QWEN3_0_6B,
     "Qwen/Qwen3-8B": QWEN3_8B,
     "Qwen/Qwen3-14B": QWEN3_14B,
+    "Qwen/Qwen3-32B": QWEN3_32B,
     "Qwen/Qwen3-30B-A3B": QWEN3_30B_A3B,
 }

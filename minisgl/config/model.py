@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import gcd
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +21,6 @@ from minisgl.config.rules import (
     Positive,
     PositiveNumber,
     Validated,
-    check_positive,
     explain,
     refuse,
 )
@@ -53,8 +53,8 @@ class RopeScaling(Validated):
     def __post_init__(self) -> None:
         """Refuse impossible values, and fields that are fine alone but do not fit together."""
         super().__post_init__()
-        if self.kind != "linear":
-            check_positive(original_max_position=self.original_max_position)
+        if self.kind != "linear" and self.original_max_position == 0:
+            raise refuse("original_max_position", "above 0", 0)
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             must = f"above low_freq_factor {self.low_freq_factor:g}"
             raise refuse("high_freq_factor", must, self.high_freq_factor)
@@ -133,23 +133,16 @@ class ModelConfig:
 
     def kv_heads_per_rank(self, tp_size: int) -> int:
         """KV heads that one of `tp_size` ranks holds; fewer heads than ranks are copied."""
-        check_positive(tp_size=tp_size)
-        if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
-            must = f"a divisor or a multiple of num_key_value_heads {self.num_kv_heads}"
-            raise refuse("tp_size", must, tp_size)
+        self.check_tp(tp_size)
         return max(1, self.num_kv_heads // tp_size)
 
     def check_tp(self, tp_size: int) -> None:
-        """Raise ValueError if the model cannot be split over `tp_size` ranks."""
-        self.kv_heads_per_rank(tp_size)
-        sizes = {
-            "num_attention_heads": self.num_qo_heads,
-            "intermediate_size": self.intermediate_size,
-        }
-        sizes |= {"moe_intermediate_size": self.moe.intermediate_size} if self.moe else {}
-        for name, size in sizes.items():
-            if size % tp_size:
-                raise refuse("tp_size", f"a divisor of {name} {size}", tp_size)
+        """Raise ValueError, which names sizes that would do, if ranks cannot share the model."""
+        moe, kv = self.moe.intermediate_size if self.moe else 0, self.num_kv_heads
+        common = gcd(self.num_qo_heads, self.intermediate_size, moe)
+        fits = [n for n in range(1, common + 1) if common % n == 0 and (kv % n == 0 or n % kv == 0)]
+        if isinstance(tp_size, bool) or tp_size not in fits:
+            raise refuse("tp_size", f"one of {fits}, which divide heads and MLPs", tp_size)
 
     @property
     def expert_parameters(self) -> int:

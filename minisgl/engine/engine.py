@@ -210,7 +210,7 @@ def start_device(config: EngineConfig, comm: Comm) -> torch.device:
     if config.tp.size != comm.size:
         raise ValueError(
             f"tp: the config asks for {config.tp.size} ranks, the communicator has {comm.size}; "
-            "`python -m minisgl --tp N` starts ranks, and so does minisgl.runtime.ranks.Ranks"
+            "`python -m minisgl --tp N` and `LLM(tensor_parallel_size=N)` start them"
         )
     if device.type == "cuda":
         if not torch.cuda.is_available():

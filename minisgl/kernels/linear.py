@@ -119,7 +119,7 @@ def row_block(
         bk = 512
         bn, warps = (8, 4) if gated else (4, 4) if n <= 4096 else (16, 4)
     else:
-        bk = 1024
+        bk = 512 if k % 1024 else 1024
         bn, warps = (2, 4) if n <= 2048 else (8, 2)
     return None if n % bn or k % bk else (bn, bk, warps)
 
@@ -301,6 +301,8 @@ def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [m, k] by weight [n, k], plus bias [n]: [m, n]."""
     m, n, k = x.shape[0], *weight.shape
+    if m == 1 and (row := row_linear(x, weight, bias=bias)) is not None:
+        return row
     tiles = choose_tiling(m, n, k, gated=False, split_k=False, scales=count_scales(weight))
     if tiles is None:
         return library_linear(x, weight, bias)
@@ -312,6 +314,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def split_k_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [m, k] by weight [n, k] as parts [splits, m, n], still to be added up: float32 if many."""
     m, n, k = x.shape[0], *weight.shape
+    if m == 1 and (row := row_linear(x, weight)) is not None:
+        return row[None]
     tiles = choose_tiling(m, n, k, gated=False, split_k=True, scales=count_scales(weight))
     if tiles is None:
         return library_linear(x, weight)[None]
@@ -350,6 +354,8 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     """silu(x gate^T) * (x up^T): x [m, k], weight [2 n, k] holds gate and up: [m, n]."""
     m, n, k = x.shape[0], weight.shape[0] // 2, weight.shape[1]
+    if m == 1 and (row := row_linear(x, weight, gated=True)) is not None:
+        return row
     tiles = choose_tiling(m, n, k, gated=True, split_k=False, scales=count_scales(weight))
     if tiles is None:
         return silu_and_mul(library_linear(x, weight))

@@ -16,7 +16,6 @@ from minisgl.attention.fused_backend import FusedPlan
 from minisgl.kernels.embedding import embed
 from minisgl.kernels.linear import (
     gated_linear,
-    library_linear,
     linear,
     row_linear,
     split_k_linear,
@@ -151,24 +150,30 @@ class FusedModel:
         """The layers over any number of tokens, and the final norm of the rows wanted."""
         parts: Tensor | None = None
         for layer_id, layer in enumerate(self.layers):
-            x, residual = add_norm(parts, residual, layer.first_norm, self.eps)
+            x, residual = self.add_norm(parts, residual, layer.first_norm)
             qkv = linear(x, layer.attention.qkv, layer.attention.bias)
             y = layer.attention.attend(qkv, fb, layer_id)
             if layer is self.layers[-1] and fb.last_idx is not None:
                 # Only the rows wanted go on: the others are never read again.
                 y, residual = y[fb.last_idx], residual[fb.last_idx]
-            parts = self.row_parallel(y, layer.attention.out)
-            x, residual = add_norm(parts, residual, layer.second_norm, self.eps)
+            parts = split_k_linear(y, layer.attention.out)
+            x, residual = self.add_norm(parts, residual, layer.second_norm)
             if layer.gate_up is None or layer.down is None:
                 parts = layer.experts.parts(x)
-                if self.comm.size > 1:
-                    parts = self.comm.all_reduce(parts.sum(0).to(x.dtype))[None]
             else:
-                parts = self.row_parallel(gated_linear(x, layer.gate_up), layer.down)
-        return add_norm(parts, residual, self.final_norm, self.eps)[0]
+                parts = split_k_linear(gated_linear(x, layer.gate_up), layer.down)
+        return self.add_norm(parts, residual, self.final_norm)[0]
 
-    def row_parallel(self, x: Tensor, weight: Tensor) -> Tensor:
-        """A GEMM split by its input: parts [p, n, hidden], summed over the ranks."""
-        if self.comm.size == 1:
-            return split_k_linear(x, weight)
-        return self.comm.all_reduce(library_linear(x, weight))[None]
+    def add_norm(
+        self, parts: Tensor | None, residual: Tensor, norm: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`add_norm` of parts [p, n, hidden], which are summed over the ranks first."""
+        if parts is not None and self.comm.size > 1:
+            fused = getattr(self.comm, "all_reduce_add_norm", None)  # of GPUs that share memory
+            done = fused(parts, residual, norm, self.eps) if fused is not None else None
+            if done is not None:
+                both: tuple[Tensor, Tensor] = done
+                return both
+            one = parts[0] if len(parts) == 1 else parts.sum(0).to(residual.dtype)
+            parts = self.comm.all_reduce(one)[None]
+        return add_norm(parts, residual, norm, self.eps)

@@ -1,21 +1,57 @@
-"""Ranks with a GPU each: CUDA tensors travel over NCCL, everything else over gloo.
+"""Ranks with a GPU each: sums by kernels of our own or over NCCL, everything else over gloo.
 
-Generated from notebooks/10b_ranks.ipynb: edit there.
+Generated from notebooks/10a_gpu_all_reduce.ipynb: edit there.
 """
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from minisgl.parallel.comm import Comm
 from minisgl.parallel.gloo import GlooComm
+
+logger = logging.getLogger("minisgl.parallel")
+
+
+def map_buffers(mine: Tensor, comm: Comm) -> list[Tensor]:
+    """The buffers of all ranks in order, for this rank's GPU to write to; [] if that fails."""
+    index, why = mine.device.index, None
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    torch.cuda.synchronize(mine.device)
+    try:
+        if not all(torch.cuda.can_device_access_peer(index, other) for other in others):
+            raise RuntimeError("this GPU has no access to the memory of another one")
+        handle = reduce_tensor(mine)[1]
+    except RuntimeError as error:
+        handle, why = None, error
+    handles = [comm.broadcast_object(handle, src=rank) for rank in range(comm.size)]
+    found = []
+    try:
+        for rank, args in enumerate(handles if all(handles) else []):
+            # Mapped for our own GPU, or theirs would get a context of ours; nothing to wait for.
+            args = [*args[:6], index, *args[7:14], False]
+            found.append(mine if rank == comm.rank else rebuild_cuda_tensor(*args))
+    except RuntimeError as error:
+        found, why = [], error
+    if comm.min_ints([len(found)]) == [comm.size]:
+        return found
+    if why is not None:
+        logger.warning("all-reduce: NCCL sums everything on rank %d: %s", comm.rank, why)
+    return []
 
 
 class NcclComm(GlooComm):
     """Like `GlooComm`, and CUDA tensors stay on the GPUs. Its calls can be captured in a graph.
 
     An operation is put into the current stream and returns at once; the stream keeps the order.
+    Sums of few rows are a kernel of our own where every GPU can write to the others' memory.
     """
 
     backend = "cpu:gloo,cuda:nccl"
@@ -25,7 +61,78 @@ class NcclComm(GlooComm):
     ) -> None:
         torch.cuda.set_device(device)
         super().__init__(store, rank, size, timeout)
-        first = torch.zeros(1, device=device)  # fails on a GPU that is full or not ours
+        from minisgl.kernels import all_reduce  # Triton is not everywhere
+
+        self.kernels, self.device = all_reduce, device
+        self.peers: dict[tuple[int, torch.dtype], Any] = {}
+        self.views: list[Tensor] = []  # memory of all ranks, ours and mapped
+        self.quit = torch.zeros(1, dtype=torch.int32, device=device)  # fails on a full GPU
+        self.one = torch.ones(1, dtype=torch.int32).pin_memory()
         self.barrier()  # a rank that failed is noticed here, and within our own timeout
-        self.all_reduce(first)  # the first call connects, and takes long
+        self.all_reduce(self.quit)  # the first call connects, and takes long
         torch.cuda.synchronize(device)
+
+    def peers_for(self, x: Tensor) -> Any:
+        """Shared memory for a sum of x [m, n], or None.
+
+        It is made at the first call, by all ranks: the first sum of a width must not be captured.
+        """
+        few = x.is_cuda and x.ndim == 2 and 0 < len(x) <= self.kernels.MAX_ROWS
+        usual = x.is_floating_point() and x.itemsize in self.kernels.BITS
+        if not (few and usual and x.shape[1] <= self.kernels.MAX_WIDTH):
+            return None
+        key = x.shape[1], x.dtype
+        if key not in self.peers:
+            self.peers[key] = self.share(*key)
+        return self.peers[key]
+
+    def share(self, width: int, dtype: torch.dtype) -> Any:
+        """Buffers for rows of one width, which all ranks map; None if they cannot."""
+        rows, empty = self.kernels.MAX_ROWS, self.kernels.empty_entry(dtype)
+        bits = torch.int16 if dtype.itemsize == 2 else torch.int32
+        mine = torch.full((3, self.size, rows, width), empty, dtype=bits, device=self.device)
+        views = map_buffers(mine, self)
+        if not views:
+            return None
+        self.views += views
+        addresses = torch.tensor([view.data_ptr() for view in views], device=self.device)
+        turns = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        return self.kernels.PeerBuffers(addresses, turns, self.quit, self.rank, width)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum of `x` over the ranks; it may be overwritten, and the sum may be new memory."""
+        peers = self.peers_for(x)
+        if peers is None:
+            return GlooComm.all_reduce(self, x)
+        total: Tensor = self.kernels.all_reduce(x.contiguous(), peers)
+        return total
+
+    def all_reduce_add_norm(
+        self, parts: Tensor, residual: Tensor, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """(RMS norm of the sum, the sum) of all ranks' parts [p, m, n] and the residual [m, n].
+
+        None if a kernel of our own cannot do it.
+        """
+        peers = self.peers_for(residual)
+        if peers is None:
+            return None
+        both: tuple[Tensor, Tensor] = self.kernels.all_reduce_add_norm(
+            parts, residual, norm, eps, peers
+        )
+        return both
+
+    def abort(self) -> None:
+        """Free the GPU from waiting for a rank that died; from now on it computes garbage."""
+        torch.cuda.set_device(self.device)  # of this thread
+        side = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(side):
+            self.quit.copy_(self.one, non_blocking=True)  # the copy engine is free
+        with suppress(RuntimeError):  # left already
+            distributed_c10d._get_default_group()._get_backend(self.device).abort()
+
+    def close(self) -> None:
+        """Let go of the others' memory and leave the group; all ranks call this."""
+        self.peers.clear()
+        self.views.clear()
+        GlooComm.close(self)

@@ -5,8 +5,11 @@ Generated from notebooks/10b_ranks.ipynb: edit there.
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple, Self
@@ -26,6 +29,7 @@ from minisgl.runtime.broadcast import BroadcastChannel
 from minisgl.runtime.supervisor import PeerFailed, Supervisor, Worker, WorkerContext
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
+from minisgl.scheduler.messages import Reply
 
 TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined]
 START_SECONDS = 600.0  # for a process to start and import torch on a busy machine
@@ -109,10 +113,11 @@ def config_of_rank(config: SchedulerConfig, rank: int, size: int) -> SchedulerCo
     return replace(config, tp=TPInfo(rank=rank, size=size))
 
 
-def tp_worker(comm: Comm, config: SchedulerConfig) -> None:
+def tp_worker(comm: Comm, config: SchedulerConfig, eos_token_ids: Collection[int] = ()) -> None:
     """The work of a rank other than 0: engine and scheduler, then what rank 0 passes on."""
     config = config_of_rank(config, comm.rank, comm.size)
-    scheduler = build_scheduler(config, BroadcastChannel(None, comm), comm)
+    channel = BroadcastChannel(None, comm)
+    scheduler = build_scheduler(config, channel, comm, eos_token_ids=eos_token_ids)
     try:
         with frozen_heap():
             scheduler.run()
@@ -142,12 +147,15 @@ class Ranks:
     Raises `ValueError` for an impossible split, `WorkerFailed` if another rank fails.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, eos_token_ids: Collection[int] = ()) -> None:
         devices, size = devices_of(config), config.tp.size
         timeout = config.distributed_timeout
         self.processes = RankProcesses(
-            tp_worker, (config,), ranks=range(1, size), size=size, devices=devices, timeout=timeout
-        )
+            tp_worker, (config, eos_token_ids),
+            ranks=range(1, size), size=size, devices=devices, timeout=timeout,
+        )  # fmt: skip
+        self.lost = threading.Event()  # a rank: what a step under way computes is garbage
+        self.stop_waiting: Callable[[], None] = lambda: None
         self.processes.__enter__()
         try:
             while self.processes.starting():
@@ -157,6 +165,10 @@ class Ranks:
             self.give_up()
             raise
         self.comm.on_failure = self.explain
+        if isinstance(self.comm, NcclComm):
+            self.stop_waiting = self.comm.abort
+            for process in self.processes.processes.values():
+                threading.Thread(target=self.watch, args=(process.pid,), daemon=True).start()
 
     def _meet(self, place: Place) -> GlooComm:
         """Join the group as rank 0; WorkerFailed if another rank could not and says why."""
@@ -171,9 +183,18 @@ class Ranks:
         self.processes.listen(1.0)
         self.processes.check()
 
+    def watch(self, pid: int) -> None:
+        """Wait for the end of another rank's process; free our GPU if that was no orderly one."""
+        with suppress(ChildProcessError):  # another thread has waited for it, and acts
+            # Without taking the status away from `multiprocessing`.
+            ending = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            if ending is not None and ending.si_status != 0:
+                self.lost.set()
+                self.stop_waiting()
+
     def channel(self, outer: Channel) -> BroadcastChannel:
         """Rank 0's end of the channel that all ranks share."""
-        return BroadcastChannel(outer, self.comm)
+        return LeadingChannel(outer, self)
 
     def alive(self) -> bool:
         """True, or WorkerFailed: for a loop that waits, which would notice no death otherwise."""
@@ -191,6 +212,7 @@ class Ranks:
         """End all ranks at once."""
         self.processes.grace = 0.0
         self.processes.stop()
+        self.stop_waiting()
         leave_group()  # which asks nothing of the others: they are gone
 
     def __enter__(self) -> Self:
@@ -201,3 +223,16 @@ class Ranks:
             self.close()
         else:
             self.give_up()
+
+
+class LeadingChannel(BroadcastChannel):
+    """Rank 0's end of the channel that all ranks share; silent once a rank is lost."""
+
+    def __init__(self, outer: Channel, ranks: Ranks) -> None:
+        super().__init__(outer, ranks.comm)
+        self.ranks = ranks
+
+    def send(self, replies: Sequence[Reply]) -> None:
+        if self.ranks.lost.is_set():
+            self.ranks.explain()
+        super().send(replies)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from minisgl.config import flags
-from minisgl.config.engine import ServerConfig, TPInfo
+from minisgl.config.engine import ServerConfig
 from minisgl.config.rules import Count, Number, Positive, PositiveNumber, Text, Validated
 
 MODELS = "folder in Hugging Face layout, or a hub id; none: the small model in the package"
@@ -28,9 +28,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     model = parser.add_argument_group("model")
     flags.add_model_flags(model, MODELS)
-    model.add_argument(
-        "--tensor-parallel-size", "--tp", metavar="N", type=int, default=1, help="ranks, one a GPU"
-    )
     flags.add_engine_flags(parser.add_argument_group("engine"), ServerConfig())
     server = parser.add_argument_group("server")
     add_settings(server, SERVER_FLAGS, ServerConfig())
@@ -108,7 +105,6 @@ def config_from(args: argparse.Namespace) -> ServerConfig:
     return ServerConfig(
         **flags.engine_fields(args),
         model_path=args.model,
-        tp=TPInfo(rank=0, size=args.tensor_parallel_size),
         api_key=flags.key_of(args),
         **values_of(args, SERVER_FLAGS),
     )

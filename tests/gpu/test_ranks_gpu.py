@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -45,6 +47,36 @@ def test_nccl_processes_and_graph() -> None:
         assert torch.equal(seen["replayed"], torch.full((2, 3), 3.0))
 
 
+def test_sums_of_every_size_and_their_replay() -> None:
+    """Against double precision; eager, replayed and on both ranks the same bits."""
+    group = RankProcesses(tp_drills.cuda_sums, ranks=range(2), size=2, devices=["cuda:0", "cuda:1"])
+    with group:
+        first, second = tp_drills.results(group, 300)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_an_llm_on_two_gpus_answers_as_on_one() -> None:
+    """Twice in one process; float32 to the last token, bfloat16 by kernels that sum."""
+    params = SamplingParams(temperature=0.0, max_tokens=64)
+    for dtype in ("float32", "bfloat16"):
+        with LLM(device=DEVICE, dtype=dtype, num_pages=512) as one:
+            want = [out["text"] for out in one.chat(TALKS, params)]
+        with LLM(device=DEVICE, dtype=dtype, num_pages=512, tensor_parallel_size=2) as two:
+            found = [out["text"] for out in two.chat(TALKS, params)]
+            assert len(two.ranks.comm.peers) == 1 and None not in two.ranks.comm.peers.values()
+        if dtype == "float32":
+            assert found == want
+        assert all(str(a + b) in text for (a, b), text in zip(SUMS, found, strict=False))
+
+
+def test_a_killed_rank_ends_an_llm() -> None:
+    """In a process of its own, which has to end, too; `python -m tests.tp_drills 20 4 cuda`."""
+    command = [sys.executable, "-m", "tests.tp_drills", "3", "4", DEVICE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("rank 1 was killed by signal 9") == 3
+
+
 def two_ranks(folder: Path, *flags: str) -> Served:
     """The embedded model on two devices."""
     return Served(folder, "--tp", "2", "--device", DEVICE, "--log-format", "none", *flags)
@@ -78,7 +110,7 @@ def test_two_ranks_answer_as_one_does(tmp_path: Path, dtype: str) -> None:
 
 def test_a_killed_rank_ends_the_server(tmp_path: Path) -> None:
     """No GPU stays taken, and every stream hears of it."""
-    served = two_ranks(tmp_path, "--num-pages", "512", "--step-timeout", "10")
+    served = two_ranks(tmp_path, "--num-pages", "512")
     url = served.ready()
     children = served.children()
     rank: psutil.Process = served.workers()[0].children()[-1]
@@ -86,7 +118,9 @@ def test_a_killed_rank_ends_the_server(tmp_path: Path) -> None:
         lines = response.iter_lines()
         next(lines)
         rank.send_signal(signal.SIGKILL)
+        started = time.monotonic()
         assert "[DONE]" not in last_event(lines)
+        assert time.monotonic() - started < 5
     assert "rank 1 was killed by signal 9" in served.ended(children, status=1)
 
 
