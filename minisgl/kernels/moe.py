@@ -144,6 +144,14 @@ def align(logits: Tensor, top_k: int, normalize: bool, size: int) -> Blocks:
 
 
 @triton.jit
+def dot(w, x, total, SWAP: tl.constexpr):
+    """total + x w^T, or its transpose; float32 is not shortened to the 19 bits of TF32."""
+    if SWAP:
+        x, w = w, x
+    return tl.dot(x, tl.trans(w), total, input_precision="ieee")
+
+
+@triton.jit
 def expert_tile(
     x_ptr, w_ptr, real, OUT, K, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr,
@@ -154,10 +162,9 @@ def expert_tile(
     for k in tl.range(0, K, BK, num_stages=STAGES):
         x = tl.load(x_ptr + k, mask=real[:, None], other=0.0)
         w = tl.load(w_ptr + k)
-        y = tl.dot(w, tl.trans(x), y) if SWAP else tl.dot(x, tl.trans(w), y)
+        y = dot(w, x, y, SWAP)
         if GATED:
-            u = tl.load(w_ptr + k + OUT * K)
-            up = tl.dot(u, tl.trans(x), up) if SWAP else tl.dot(x, tl.trans(u), up)
+            up = dot(tl.load(w_ptr + k + OUT * K), x, up, SWAP)
     if SWAP:
         y, up = tl.trans(y), tl.trans(up)
     return y, up

@@ -125,8 +125,8 @@ MUTATIONS += [
     Mutation(
         "moe kernels: up is taken for gate",
         KERNELS,
-        "u = tl.load(w_ptr + k + OUT * K)\n            up",
-        "u = tl.load(w_ptr + k)\n            up",
+        "dot(tl.load(w_ptr + k + OUT * K), x, up, SWAP)",
+        "dot(tl.load(w_ptr + k), x, up, SWAP)",
         PARTS,
     ),
     Mutation(
