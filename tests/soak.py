@@ -120,7 +120,9 @@ def soak(requests: int, at_once: int, seed: int = 0) -> dict[str, Any]:
         )
         flags = ["--model", str(checkpoint), "--num-pages", str(PAGES), "--log-format", "none"]
         # Short promises: requests are taken back again and again.
-        served = Served(folder, *flags, "--max-running-requests", "32", "--reserve-tokens", "4")
+        served = Served(
+            folder, *flags, "--max-running-requests", "32", "--reserve-tokens", "4", real=True
+        )
         stack.callback(served.process.kill)  # does nothing after a good end
         url = served.ready()
         root = url.removesuffix("/v1")
