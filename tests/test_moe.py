@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 
 from minisgl.config.known_models import QWEN3_30B_A3B
 from minisgl.config.model import ModelConfig, MoEConfig
+from minisgl.core import SamplingParams
 from minisgl.layers.invariant import make_invariant
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.moe import MoE, grouped_experts, route, sort_by_expert
+from minisgl.llm import LLM
 from minisgl.models.registry import build_model
 from minisgl.models.weights import WeightError, load_weights
 from minisgl.parallel.comm import ParallelContext, SingleRank
 from tests import tp_drills
 from tests.checkpoints import make_checkpoint
+from tests.dense import dense_batch
 from tests.test_model import assert_equal_to_transformers, open_model
 from tests.tp_drills import run_ranks, run_threads
 
@@ -227,3 +230,19 @@ def test_every_expert_is_cut(tmp_path: Path) -> None:
         mine = slice(16 * index, 16 * index + 16)
         want = torch.cat([part[:, mine] for part in gate_up.chunk(2, 1)], 1)
         assert torch.equal(rows, want) and torch.equal(columns, down[..., mine])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_engine_serves_experts(tmp_path: Path, deterministic: bool) -> None:
+    """Greedy tokens of two requests in pages and batches are those of the bare model."""
+    path = make_checkpoint(tmp_path, "qwen3_moe")
+    prompts = [[5, 9, 200, 31], list(range(40, 60))]
+    with LLM(path, device="cpu", num_pages=64, deterministic=deterministic) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        found = [out["token_ids"] for out in llm.generate(prompts, params)]
+    model = open_model(path)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        ids = [*prompt, *tokens]
+        with torch.inference_mode():
+            best = model(dense_batch([ids])).argmax(-1).tolist()
+        assert tokens == best[len(prompt) - 1 : -1]
