@@ -513,7 +513,8 @@ def test_start_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(engine_module, name, called)
 
-    names = ["start_device", "agree_on_free", "load_model", "decide_pages", "KVPool", "GraphRunner"]
+    names = ["start_device", "agree_on_free", "load_model", "decide_pages", "make_pool",
+             "GraphRunner"]  # fmt: skip
     for name in names:
         spy(name)
     make(folder, num_page_override=None, cuda_graph_bs=(1,))

@@ -279,6 +279,28 @@ def test_one_row_of_eight_bits(group: int) -> None:
 
 
 @INTERPRETED
+def test_more_than_one_row_goes_to_tensor_cores_of_eight_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels = pytest.importorskip("minisgl.kernels.linear")
+    weight, asked = random_weight(128, 128, 128), []
+
+    def linear(self: Fp8Weight, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        asked.append(len(x))
+        return torch.nn.functional.linear(x, self.dequantized(x.dtype), bias)
+
+    monkeypatch.setattr(Fp8Weight, "has_scaled_mm", lambda self, dtype: True)
+    monkeypatch.setattr(Fp8Weight, "linear", linear)
+    for rows in (1, 2, 64):
+        x = normal(rows, 128)
+        y = x @ weight.dequantized(torch.float32).T
+        close(kernels.linear(x, weight), y, 1e-5)
+        close(kernels.split_k_linear(x, weight).sum(0), y, 1e-5)
+        close(kernels.gated_linear(x, weight), silu_mul(y), 1e-5)
+    assert asked == [2, 2, 2, 64, 64, 64]
+
+
+@INTERPRETED
 @pytest.mark.parametrize("scales", ["channel", "block"])
 @pytest.mark.parametrize("lens", [[9], [3, 20]])
 def test_fused_model_of_eight_bits(few_programs: None, scales: str, lens: list[int]) -> None:

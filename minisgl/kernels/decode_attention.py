@@ -213,8 +213,8 @@ def decode_kernel(
                 k_cache_ptr, v_cache_ptr, tl.load(slots_ptr + request) * (KV * HEAD_DIM), scale,
                 k_scale, v_scale, m, total, acc, HEAD_DIM, NORM, ROTATE,
             )  # fmt: skip
-        finish(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc * v_scale,
-               request * KV + head, split, count, g, real, HEAD_DIM, GROUP, ROWS, SPLITS)  # fmt: skip
+        finish(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc * v_scale, request * KV + head,
+               split, count, g, real, HEAD_DIM, GROUP, ROWS, SPLITS)  # fmt: skip
 
 
 # (TILE, warps, stages) for heads of 128 in 16 bits, and how many such programs an H200 runs at once

@@ -114,7 +114,8 @@ def row_block(
 ) -> tuple[int, int, int] | None:
     """(BN, BK, warps) of `row_kernel` for a weight [n, k]; None if no choice divides it."""
     if scales:
-        bn, bk, warps = (32, 128, 4) if scales > 1 else (8, 512, 4) if gated else (4, 1024, 4)
+        bn, bk, warps = (32, 128, 4) if scales > 1 else (8, 512, 4) if gated else (8, 1024, 4)
+        bk = 512 if k % bk else bk
     elif norm or gated:
         bk = 512
         bn, warps = (8, 4) if gated else (4, 4) if n <= 4096 else (16, 4)
@@ -291,6 +292,17 @@ def launch_rows(
     )  # fmt: skip
 
 
+def tiling_of(
+    x: Tensor, weight: Tensor, *, gated: bool = False, split_k: bool = False
+) -> Tiling | None:
+    """`choose_tiling`; None as well where a weight of eight bits has a faster way for its rows."""
+    m, n, k = x.shape[0], weight.shape[0] // (2 if gated else 1), weight.shape[1]
+    faster = getattr(weight, "has_scaled_mm", None)  # chapter 05g
+    if m > 1 and faster is not None and faster(x.dtype):
+        return None
+    return choose_tiling(m, n, k, gated=gated, split_k=split_k, scales=count_scales(weight))
+
+
 def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As `linear`, by cuBLAS; a weight of eight bits brings its own way (chapter 05g)."""
     own = getattr(weight, "linear", None)
@@ -300,10 +312,10 @@ def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [m, k] by weight [n, k], plus bias [n]: [m, n]."""
-    m, n, k = x.shape[0], *weight.shape
+    m, n = x.shape[0], weight.shape[0]
     if m == 1 and (row := row_linear(x, weight, bias=bias)) is not None:
         return row
-    tiles = choose_tiling(m, n, k, gated=False, split_k=False, scales=count_scales(weight))
+    tiles = tiling_of(x, weight)
     if tiles is None:
         return library_linear(x, weight, bias)
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
@@ -313,10 +325,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def split_k_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [m, k] by weight [n, k] as parts [splits, m, n], still to be added up: float32 if many."""
-    m, n, k = x.shape[0], *weight.shape
+    m, n = x.shape[0], weight.shape[0]
     if m == 1 and (row := row_linear(x, weight)) is not None:
         return row[None]
-    tiles = choose_tiling(m, n, k, gated=False, split_k=True, scales=count_scales(weight))
+    tiles = tiling_of(x, weight, split_k=True)
     if tiles is None:
         return library_linear(x, weight)[None]
     dtype = torch.float32 if tiles.splits > 1 else x.dtype
@@ -353,10 +365,10 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     """silu(x gate^T) * (x up^T): x [m, k], weight [2 n, k] holds gate and up: [m, n]."""
-    m, n, k = x.shape[0], weight.shape[0] // 2, weight.shape[1]
+    m, n = x.shape[0], weight.shape[0] // 2
     if m == 1 and (row := row_linear(x, weight, gated=True)) is not None:
         return row
-    tiles = choose_tiling(m, n, k, gated=True, split_k=False, scales=count_scales(weight))
+    tiles = tiling_of(x, weight, gated=True)
     if tiles is None:
         return silu_and_mul(library_linear(x, weight))
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)

@@ -64,9 +64,18 @@ class Fp8Weight(nn.Parameter):
             scale = scale.repeat_interleave(self.group, 1)[:, : self.shape[1]]
         return (self.float() * scale).to(dtype)
 
+    def has_scaled_mm(self, dtype: torch.dtype) -> bool:
+        """True if torch multiplies by this weight without a copy of it in more bits."""
+        if not self.is_cuda or dtype is not torch.bfloat16 or self.shape[0] % 16:
+            return False
+        ours = capability(self.device.index or 0)
+        if self.scale.shape[1] == 1:
+            return ours >= (8, 9) and self.shape[1] % 16 == 0
+        return ours == (9, 0) and self.group == 128 and self.shape[1] % 128 == 0
+
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [m, k] by it, plus bias [n]: [m, n]; on tensor cores of eight bits where there are."""
-        if not has_scaled_mm(self, x.dtype):
+        if not self.has_scaled_mm(x.dtype):
             return F.linear(x, self.dequantized(x.dtype), bias)
         product: Tensor = import_module("minisgl.kernels.scaled_mm").scaled_linear(x, self, bias)
         return product
@@ -138,13 +147,3 @@ def check_device(field: str, device: torch.device | str) -> None:
     if device.type == "cuda" and capability(device.index or 0) < (8, 9):
         found = ".".join(map(str, capability(device.index or 0)))
         raise refuse(field, "none on a GPU of compute capability below 8.9", f"fp8 on {found}")
-
-
-def has_scaled_mm(weight: Fp8Weight, dtype: torch.dtype) -> bool:
-    """True if torch multiplies by this weight without a copy of it in more bits."""
-    if not weight.is_cuda or dtype is not torch.bfloat16 or weight.shape[0] % 16:
-        return False
-    ours = capability(weight.device.index or 0)
-    if weight.scale.shape[1] == 1:
-        return ours >= (8, 9) and weight.shape[1] % 16 == 0
-    return ours == (9, 0) and weight.group == 128 and weight.shape[1] % 128 == 0

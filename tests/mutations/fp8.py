@@ -78,6 +78,13 @@ MUTATIONS = [
         f"{TEST}test_gemms_of_eight_bits[7-128]",
     ),
     Mutation(
+        "fp8: a few rows are widened all the same",
+        LINEAR,
+        "if m > 1 and faster is not None",
+        "if m > 64 and faster is not None",
+        f"{TEST}test_more_than_one_row_goes_to_tensor_cores_of_eight_bits",
+    ),
+    Mutation(
         "fp8: one row forgets the scale of the row",
         LINEAR,
         "        y *= tl.load(scale_ptr + cols)\n",
