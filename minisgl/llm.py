@@ -9,6 +9,7 @@ import importlib
 import os
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -299,7 +300,8 @@ class LLM:
         finally:
             if failed and self.ranks is not None:
                 self.ranks.give_up()
-            self.scheduler.engine.shutdown()
+            with suppress(*[RuntimeError] * failed):  # a GPU may be lost with its rank
+                self.scheduler.engine.shutdown()
             if not failed and self.ranks is not None:
                 self.ranks.close()
 

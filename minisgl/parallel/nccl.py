@@ -124,11 +124,10 @@ class NcclComm(GlooComm):
 
     def abort(self) -> None:
         """Free the GPU from waiting for a rank that died; from now on it computes garbage."""
-        torch.cuda.set_device(self.device)  # of this thread
-        side = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(side):
-            self.quit.copy_(self.one, non_blocking=True)  # the copy engine is free
-        with suppress(RuntimeError):  # left already
+        with suppress(RuntimeError, ValueError):  # the GPU is lost as well, or the group was left
+            torch.cuda.set_device(self.device)  # of this thread
+            with torch.cuda.stream(torch.cuda.Stream(self.device)):
+                self.quit.copy_(self.one, non_blocking=True)  # the copy engine is free
             distributed_c10d._get_default_group()._get_backend(self.device).abort()
 
     def close(self) -> None:
