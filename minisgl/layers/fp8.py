@@ -66,12 +66,10 @@ class Fp8Weight(nn.Parameter):
 
     def has_scaled_mm(self, dtype: torch.dtype) -> bool:
         """True if torch multiplies by this weight without a copy of it in more bits."""
-        if not self.is_cuda or dtype is not torch.bfloat16 or self.shape[0] % 16:
+        (n, k), whole = self.shape, self.scale.shape[1] == 1
+        if not self.is_cuda or dtype is not torch.bfloat16 or n % 16 or k % (16 if whole else 128):
             return False
-        ours = capability(self.device.index or 0)
-        if self.scale.shape[1] == 1:
-            return ours >= (8, 9) and self.shape[1] % 16 == 0
-        return ours == (9, 0) and self.group == 128 and self.shape[1] % 128 == 0
+        return (whole or self.group == 128) and can_multiply(self.device.index or 0, whole)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [m, k] by it, plus bias [n]: [m, n]; on tensor cores of eight bits where there are."""
@@ -147,3 +145,17 @@ def check_device(field: str, device: torch.device | str) -> None:
     if device.type == "cuda" and capability(device.index or 0) < (8, 9):
         found = ".".join(map(str, capability(device.index or 0)))
         raise refuse(field, "none on a GPU of compute capability below 8.9", f"fp8 on {found}")
+
+
+@cache
+def can_multiply(index: int, whole: bool) -> bool:
+    """Whether `scaled_mm` takes scales of whole rows, or of 128 columns, on GPU number `index`."""
+    device = torch.device("cuda", index)
+    weight = fp8_weight(256, 256, None, device, 256 if whole else 128)
+    weight.copy_(torch.ones(256, 256, device=device))
+    x = torch.ones(4, 256, dtype=torch.bfloat16, device=device)
+    try:
+        got: Tensor = import_module("minisgl.kernels.scaled_mm").scaled_linear(x, weight)
+    except (ImportError, RuntimeError, ValueError):
+        return False
+    return bool((got == 256).all())

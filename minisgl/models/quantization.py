@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minisgl.config.paths import read_json
 from minisgl.config.rules import refuse
-from minisgl.layers.fp8 import Fp8Weight, Stored, check_device, fp8_weight
+from minisgl.layers.fp8 import Fp8Weight, Stored, can_multiply, check_device, fp8_weight
 from minisgl.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
 FORMATS = "fp8 with weight_block_size, compressed-tensors of 8-bit floats by channel or block"
@@ -73,3 +73,5 @@ def quantize_model(
         raise refuse("quantization", "none for a mixture of experts", "fp8")
     check_device("quantization", device)
     quantize_linears(model, stored)
+    if torch.device(device).type == "cuda":  # found out now, not while steps are recorded
+        can_multiply(torch.device(device).index or 0, stored is None or stored.columns is None)
