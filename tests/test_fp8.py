@@ -125,8 +125,19 @@ def test_a_rank_that_would_cut_a_block_is_refused(tmp_path: Path) -> None:
     quantized, _ = make_fp8_checkpoints(tmp_path, "block", block=32)  # down_proj has 96 columns
     for rank in range(2):
         comm: Any = SimpleNamespace(rank=rank, size=2)
-        with pytest.raises(ValueError, match=r"tp_size: .*down_proj .*blocks of 32.*48"):
+        with pytest.raises(
+            ValueError, match=r"tp_size: .*96 columns of .*down_proj .*of 32, got 2"
+        ):
             open_model(quantized, comm)
+
+
+def test_experts_are_refused_by_the_field_that_asks_for_eight_bits(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^quantization: .*mixture of experts"):
+        open_model(make_checkpoint(tmp_path / "plain", "qwen3_moe"), quantization="fp8")
+    entry = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    stored = make_checkpoint(tmp_path / "stored", "qwen3_moe", quantization_config=entry)
+    with pytest.raises(ValueError, match=r"^quantization_config: .*mixture of experts"):
+        open_model(stored)
 
 
 def test_weights_are_quantized_while_they_are_read(tmp_path: Path) -> None:

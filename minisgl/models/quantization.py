@@ -57,7 +57,8 @@ def quantize_linears(model: nn.Module, stored: Stored | None) -> None:
             group = stored.columns if stored and stored.columns else k
             full = layer.full_shape[1] if isinstance(layer, RowParallelLinear) else k
             if k % group and group < full and k < full:
-                raise refuse("tp_size", f"such that {path} is cut between blocks of {group}", k)
+                rule = f"such that {full} columns of {path} are cut between blocks of {group}"
+                raise refuse("tp_size", rule, full // k)
             layer.weight = fp8_weight(n, k, stored, group=min(group, k))
             layer.linear = on_dequantized(layer.linear)
 
@@ -70,7 +71,8 @@ def quantize_model(
     if stored is None and quantization != "fp8":
         return
     if model.config.moe is not None:
-        raise refuse("quantization", "none for a mixture of experts", "fp8")
+        field = "quantization_config" if stored else "quantization"
+        raise refuse(field, "none for a mixture of experts", "fp8")
     check_device("quantization", device)
     quantize_linears(model, stored)
     if torch.device(device).type == "cuda":  # found out now, not while steps are recorded
