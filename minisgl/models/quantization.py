@@ -70,10 +70,10 @@ def quantize_model(
     stored = read_stored(folder)
     if stored is None and quantization != "fp8":
         return
+    field = "quantization_config" if stored else "quantization"
     if model.config.moe is not None:
-        field = "quantization_config" if stored else "quantization"
         raise refuse(field, "none for a mixture of experts", "fp8")
-    check_device("quantization", device)
+    check_device(field, device)
     quantize_linears(model, stored)
     if torch.device(device).type == "cuda":  # found out now, not while steps are recorded
         can_multiply(torch.device(device).index or 0, stored is None or stored.columns is None)
