@@ -38,13 +38,9 @@ def test_bytes_per_token_by_hand() -> None:
     llama, qwen = ModelConfig.from_hf(LLAMA_3_1_8B), ModelConfig.from_hf(QWEN2_5_7B)
     assert kv_bytes_per_token(llama, 2) == 131072
     assert kv_bytes_per_token(ModelConfig.from_hf(QWEN3_0_6B), 4) == 229376
-    # 4 KV heads: split until each rank has one, then copied
-    assert [kv_bytes_per_token(qwen, 2, size) for size in (1, 2, 4, 8)] == [
-        57344,
-        28672,
-        14336,
-        14336,
-    ]
+    # 8 KV heads: split until each rank has one, then copied
+    sizes = [kv_bytes_per_token(llama, 2, size) for size in (1, 2, 4, 8, 16)]
+    assert sizes == [131072, 65536, 32768, 16384, 16384]
     for size in (0, 3, -1, True):
         with pytest.raises(ValueError, match=r"^tp_size: must be "):
             kv_bytes_per_token(qwen, 2, size)
