@@ -50,6 +50,13 @@ MUTATIONS = [
         f"{TEST}test_a_rank_that_would_cut_a_block_is_refused",
     ),
     Mutation(
+        "fp8: a checkpoint's bits are refused by the name of an option",
+        QUANTIZATION,
+        '"quantization_config" if stored else "quantization"',
+        '"quantization"',
+        f"{TEST}test_experts_are_refused_by_the_field_that_asks_for_eight_bits",
+    ),
+    Mutation(
         "fp8: stored weights may have any dtype",
         LAYERS,
         'yield replace(spec, dtypes=("F8_E4M3",))',
