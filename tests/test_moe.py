@@ -75,7 +75,8 @@ def test_dense_layers(fields: dict[str, Any], dense: tuple[int, ...]) -> None:
     [{"num_experts_per_tok": 129}, {"num_experts": None}, {"num_experts_per_tok": None}],
 )
 def test_impossible_experts_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="num_experts_per_tok: must be at most num_experts"):
+    field = "num_experts_per_tok" if "num_experts_per_tok" in fields else "num_experts"
+    with pytest.raises(ValueError, match=f"^{field}: must be "):
         ModelConfig.from_hf(QWEN3_30B_A3B | fields)
 
 

@@ -358,7 +358,9 @@ def read_moe(file: ConfigFile, family: Family) -> MoEConfig | None:
     if not family.moe:
         return None
     experts, top_k, step = file.num_experts, file.num_experts_per_tok, file.decoder_sparse_step
-    if experts is None or top_k is None or top_k > experts:
+    if experts is None:
+        raise refuse("num_experts", "a number of experts", experts)
+    if top_k is None or top_k > experts:
         raise refuse("num_experts_per_tok", f"at most num_experts {experts}", top_k)
     width = file.moe_intermediate_size or file.intermediate_size
     layers = range(file.num_hidden_layers)
