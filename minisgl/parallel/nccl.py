@@ -6,6 +6,7 @@ Generated from notebooks/10a_gpu_all_reduce.ipynb: edit there.
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -128,7 +129,9 @@ class NcclComm(GlooComm):
             torch.cuda.set_device(self.device)  # of this thread
             with torch.cuda.stream(torch.cuda.Stream(self.device)):
                 self.quit.copy_(self.one, non_blocking=True)  # the copy engine is free
-            distributed_c10d._get_default_group()._get_backend(self.device).abort()
+            nccl = distributed_c10d._get_default_group()._get_backend(self.device)
+            # Its kernels end at once; the call itself ends with the last graph that holds one of them.
+            threading.Thread(target=nccl.abort, daemon=True, name="abort NCCL").start()
 
     def close(self) -> None:
         """Let go of the others' memory and leave the group; all ranks call this."""

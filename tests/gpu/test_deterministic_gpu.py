@@ -87,7 +87,7 @@ def test_engine(arch: str, record: int, tmp_path_factory: pytest.TempPathFactory
     folder = make_checkpoint(
         tmp_path_factory.mktemp(arch), arch, seed=3, vocab_size=512, hidden_size=512,
         intermediate_size=1024, head_dim=64, num_attention_heads=8, max_position_embeddings=512,
-        dtype="bfloat16",
+        dtype=torch.bfloat16,
     )  # fmt: skip
     shapes = [(40 * (i % 3), 1 + 9 * i, 24, i % 2 * 1.0) for i in range(16)]
     prompts, params = as_requests(shapes)
