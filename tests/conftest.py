@@ -16,8 +16,8 @@ import build  # notebooks/build.py
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from tests.forks import ForkedProvisioner
 from tests.interpreter import quicken
+from tests.provisioner import ForkedProvisioner
 
 GPU = build.has_gpu()
 # Without a GPU those files are not even imported; chapters' `gpu` cells are skipped one by one.

@@ -1,4 +1,4 @@
-"""Kernels, servers and runs of mutated copies: forks of one process that has all libraries."""
+"""Servers and runs of mutated copies: forks of one process that has all libraries."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import psutil
-from jupyter_client.connect import KernelConnectionInfo
-from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
 
 WARM = "MINISGL_TESTS_WARM"  # the variable that tells forks the folder of `tests/warm.py`
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
@@ -90,25 +87,6 @@ class Forked:
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
-
-
-class ForkedProvisioner(LocalProvisioner):
-    """Starts Jupyter's kernels of Python as forks: 0.1 instead of 4 seconds of a core."""
-
-    async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
-        self.cwd = kwargs.get("cwd") or os.getcwd()
-        env = dict(kwargs.get("env") or os.environ)
-        self.process = Forked("kernel", command=cmd, env=env, folder=str(self.cwd))
-        self.pid = self.pgid = self.process.pid
-        return self.connection_info
-
-    @classmethod
-    def use(cls) -> None:
-        """Make it the one that starts all kernels of this process."""
-        value = f"{cls.__module__}:{cls.__name__}"
-        factory = KernelProvisionerFactory.instance()
-        factory.provisioners["forked"] = EntryPoint("forked", value, factory.GROUP_NAME)
-        factory.default_provisioner_name = "forked"
 
 
 class Popen(subprocess.Popen[Any]):
