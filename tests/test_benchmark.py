@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl.attention.metadata import build_metadata
-from minisgl.benchmark import kernels, options
+from minisgl.benchmark import kernels, offline, options
 from minisgl.benchmark.__main__ import main
 from minisgl.benchmark.kernels import Ceilings
 from minisgl.benchmark.latency import (
@@ -197,6 +198,33 @@ def test_offline_counts_what_was_launched(llm: LLM) -> None:
     assert found["tokens_per_s"] == pytest.approx(
         found["output_tokens"] / found["median_seconds"], rel=0.01
     )
+    assert found["joules_per_token"] is None  # no GPU
+
+
+def test_joules_of_all_ranks_and_repetitions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counters of GPUs 0 and 1 go up by 3 joules each; a driver that fails costs no run."""
+    drawn = {"GPU-0": 1e6, "GPU-1": 2e6}
+
+    def count(handle: str) -> float:
+        drawn[handle] += 3000
+        return drawn[handle]
+
+    nvml = types.SimpleNamespace(
+        NVMLError=ZeroDivisionError, nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid, nvmlDeviceGetTotalEnergyConsumption=count,
+    )  # fmt: skip
+    for name, fake in (("find_spec", lambda name: name), ("import_module", lambda name: nvml)):
+        monkeypatch.setattr(offline, name, fake)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda gpu: types.SimpleNamespace(uuid=gpu)
+    )
+    assert offline.joules_drawn(2) == 3006.0
+    requests = random_workload(320, 2, (4, 5), (5, 6))
+    found = measure_offline(llm, requests, temperature=0.6, repeats=2)
+    assert found["joules_per_token"] == pytest.approx(3 / (2 * found["output_tokens"]), abs=1e-4)
+    nvml.nvmlInit = lambda: 1 / 0
+    assert offline.joules_drawn(2) is None
 
 
 def test_every_launch_is_seen(llm: LLM) -> None:
@@ -423,7 +451,8 @@ SHORT = {
 }
 KEYS = {
     "offline": {"engine", "workload", "tokens_per_s", "median_seconds", "seconds", "steps",
-                "input_tokens", "output_tokens", "warm_up_seconds", "ceilings", "floors"},
+                "input_tokens", "output_tokens", "joules_per_token", "warm_up_seconds", "ceilings",
+                "floors"},
     "latency": {"engine", "workload", "rows", "profile", "ceilings"},
     "kernels": {"dtype", "workload", "rows", "ceilings"},
 }  # fmt: skip

@@ -90,6 +90,8 @@ def run_offline(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         f"{found['tokens_per_s']:,.0f} tokens/s: {found['output_tokens']} output tokens in "
         f"{found['median_seconds']} s, runs {found['seconds']}\nsteps: {found['steps']}"
     )
+    if found["joules_per_token"] is not None:
+        print(f"{found['joules_per_token']:.3f} joules per output token")
     for name, seconds in floors.items():
         print(f"{name} floor {seconds:.3f} s = {found['output_tokens'] / seconds:,.0f} tokens/s; "
               f"the engine reaches {seconds / found['median_seconds']:.0%} of it")  # fmt: skip

@@ -8,10 +8,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from minisgl.benchmark.workload import RandomRequest
@@ -86,18 +89,39 @@ def step_counts(log: Sequence[Launch]) -> dict[str, float]:
     }
 
 
+def joules_drawn(gpus: int) -> float | None:
+    """Energy that the first `gpus` GPUs have drawn since their driver was loaded; None if unknown.
+
+    NVML counts it, in millijoules, on GPUs since Volta.
+    """
+    if not torch.cuda.is_available() or find_spec("pynvml") is None:
+        return None
+    nvml = import_module("pynvml")  # of the package nvidia-ml-py, which comes with FlashInfer
+    with suppress(nvml.NVMLError):
+        nvml.nvmlInit()
+        uuids = [torch.cuda.get_device_properties(gpu).uuid for gpu in range(gpus)]
+        handles = [nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in uuids]
+        return sum(nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in handles) / 1e3
+    return None
+
+
 def measure_offline(
     llm: LLM, requests: Sequence[RandomRequest], *, temperature: float, repeats: int, seed: int = 0
 ) -> dict[str, Any]:
-    """Seconds of every repetition, their median as tokens per second, and what was launched."""
+    """Seconds of every repetition, their median as tokens per second, and what was launched.
+
+    `joules_per_token`, over all output tokens, is None where no GPU tells what it draws.
+    """
     short = [RandomRequest(r.input_ids, min(4, r.output_len)) for r in requests]
     warm_up = run_once(llm, short, temperature)
-    seconds = []
+    seconds, gpus = [], llm.config.tp.size
+    before = joules_drawn(gpus)
     for index in tqdm(range(repeats), desc="offline runs", disable=None):
         fresh = redraw(requests, llm.limits.vocab_size, seed + 1 + index)
         with launches(llm.scheduler) as log:
             seconds.append(run_once(llm, fresh, temperature))
-    output_tokens = sum(r.output_len for r in requests)
+    after, output_tokens = joules_drawn(gpus), sum(r.output_len for r in requests)
+    drawn = None if before is None or after is None else after - before
     return {
         "tokens_per_s": round(output_tokens / statistics.median(seconds), 1),
         "median_seconds": round(statistics.median(seconds), 4),
@@ -105,5 +129,6 @@ def measure_offline(
         "warm_up_seconds": round(warm_up, 3),
         "input_tokens": sum(len(r.input_ids) for r in requests),
         "output_tokens": output_tokens,
+        "joules_per_token": drawn and round(drawn / (repeats * output_tokens), 4),
         "steps": step_counts(log),  # of the last repetition
     }

@@ -130,7 +130,7 @@ class NcclComm(GlooComm):
             with torch.cuda.stream(torch.cuda.Stream(self.device)):
                 self.quit.copy_(self.one, non_blocking=True)  # the copy engine is free
             nccl = distributed_c10d._get_default_group()._get_backend(self.device)
-            # Its kernels end at once; the call itself ends with the last graph that holds one of them.
+            # Its kernels end at once, the call only with the last graph that holds one of them.
             threading.Thread(target=nccl.abort, daemon=True, name="abort NCCL").start()
 
     def close(self) -> None:

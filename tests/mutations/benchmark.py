@@ -13,6 +13,13 @@ MUTATIONS = [
         test=TEST + "test_redraw_keeps_lengths_and_changes_tokens",
     ),
     Mutation(
+        name="benchmark: the joules of all repetitions are those of one",
+        module="minisgl.benchmark.offline",
+        old="drawn / (repeats * output_tokens)",
+        new="drawn / output_tokens",
+        test=TEST + "test_joules_of_all_ranks_and_repetitions",
+    ),
+    Mutation(
         name="benchmark: a clamped answer is timed as if it were whole",
         module="minisgl.benchmark.offline",
         old="if need > llm.limits.total:",
