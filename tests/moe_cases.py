@@ -8,21 +8,28 @@ from minisgl.kernels.moe import Blocks
 from minisgl.layers.moe import route
 
 
-def check_blocks(blocks: Blocks, logits: torch.Tensor, top_k: int, normalize: bool) -> None:
-    """Every pair once, with its weight, in a block of its expert, and those in order."""
+def check_blocks(
+    blocks: Blocks, logits: torch.Tensor, top_k: int, normalize: bool, held: range | None = None
+) -> None:
+    """Every pair once, with its weight, in a block of its expert, and those in order.
+
+    held: the experts of this rank; blocks of others are marked with -1.
+    """
     n, experts = logits.shape
+    held = range(experts) if held is None else held
     ids, weights = route(logits, top_k, normalize)
     want = {
         (token, expert): weight
         for token in range(n)
         for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True)
     }
-    used = [(e, r) for e, r in zip(blocks.experts.tolist(), blocks.rows.tolist()) if r]
-    assert not any(blocks.rows.tolist()[len(used) :]), "unused blocks are at the end"
-    owners = [expert for expert, _ in used]
-    assert owners == sorted(owners)
     counts = ids.flatten().bincount(minlength=experts).tolist()
-    assert [owners.count(e) for e in range(experts)] == [-(-c // blocks.size) for c in counts]
+    owners = [e for e in range(experts) for _ in range(-(-counts[e] // blocks.size))]
+    said = [e - held.start if e in held else -1 for e in owners]
+    assert blocks.experts.tolist()[: len(owners)] == said
+    rows = blocks.rows.tolist()
+    assert all(rows[: len(owners)]) and not any(rows[len(owners) :]), "unused ones are at the end"
+    used = list(zip(owners, rows[: len(owners)], strict=True))
     seen = []
     for index, (expert, rows) in enumerate(used):
         for place in range(index * blocks.size, index * blocks.size + rows):

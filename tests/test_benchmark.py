@@ -340,6 +340,10 @@ def test_rows_count_bytes_and_operations() -> None:
     assert down.flops == 2 * 3 * 96 * 64
     assert down.nbytes == 4 * (96 * 64 + 3 * (96 + 64))
     assert down.launches * 4 * 96 * 64 >= 1 << 23
+    sparse, mixed = base_config("qwen3_moe"), base_config("qwen3_moe") | {"mlp_only_layers": [0]}
+    for fields, times in ((sparse, 3), (mixed, 5)):  # without layers that are dense, no such MLP
+        some = ModelConfig.from_hf(fields)
+        assert len(kernels.linear_rows(some, [3], torch.float32, CPU)) == times
 
 
 @interpreted

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,13 +19,15 @@ from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.moe import MoE, grouped_experts, route, sort_by_expert
 from minisgl.llm import LLM
 from minisgl.models.registry import build_model
-from minisgl.models.weights import WeightError, load_weights
+from minisgl.models.weights import Checkpoint, WeightError, load_weights
 from minisgl.parallel.comm import ParallelContext, SingleRank
 from tests import tp_drills
 from tests.checkpoints import make_checkpoint
 from tests.dense import dense_batch
-from tests.test_model import assert_equal_to_transformers, open_model
-from tests.tp_drills import run_ranks, run_threads
+from tests.test_model import assert_equal_to_transformers, open_model, reference_logits
+from tests.tp_drills import quick_ranks, run_ranks, run_threads
+
+__all__ = ["quick_ranks"]  # a fixture
 
 SEQUENCES = [[5, 9, 200, 31, 7, 7, 280, 14], [3], list(range(40, 60))]
 
@@ -72,10 +75,13 @@ def test_dense_layers(fields: dict[str, Any], dense: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"num_experts_per_tok": 129}, {"num_experts": None}, {"num_experts_per_tok": None}],
-)
+    [
+        {"num_experts_per_tok": 129}, {"num_experts": None}, {"num_experts_per_tok": None},
+        {"moe_intermediate_size": None}, {"mlp_only_layers": [0, 48]},
+    ],
+)  # fmt: skip
 def test_impossible_experts_are_refused(fields: dict[str, Any]) -> None:
-    field = "num_experts_per_tok" if "num_experts_per_tok" in fields else "num_experts"
+    (field,) = fields
     with pytest.raises(ValueError, match=f"^{field}: must be "):
         ModelConfig.from_hf(QWEN3_30B_A3B | fields)
 
@@ -231,6 +237,105 @@ def test_every_expert_is_cut(tmp_path: Path) -> None:
         mine = slice(16 * index, 16 * index + 16)
         want = torch.cat([part[:, mine] for part in gate_up.chunk(2, 1)], 1)
         assert torch.equal(rows, want) and torch.equal(columns, down[..., mine])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 12), st.sampled_from([1, 2, 3, 6]))
+def test_whole_experts_of_all_ranks_add_up(seed: int, n: int, size: int) -> None:
+    """Also where a rank has no pair at all."""
+    gen = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, 6, generator=gen) + 9.0 * torch.arange(6) * (seed % 2)
+    ids, weights = route(logits, 2, True)
+    x = torch.randn(n, 8, generator=gen)
+    layer = torch.randn(6, 12, 8, generator=gen), torch.randn(6, 8, 6, generator=gen)
+    total, count = torch.zeros(n, 8), 6 // size
+    for first in range(0, 6, count):
+        mine = [part[first : first + count] for part in layer]
+        order, counts = sort_by_expert(ids, count, first)
+        assert counts == [int((ids == first + e).sum()) for e in range(count)]
+        assert len(order) == sum(counts)
+        total += grouped_experts(x, ids, weights, *mine, first=first)
+    torch.testing.assert_close(total, grouped_experts(x, ids, weights, *layer))
+
+
+@pytest.mark.parametrize(("arch", "packed"), [("qwen3_moe", False), ("mixtral", True)])
+def test_whole_experts_over_gloo_equal_transformers(
+    tmp_path: Path, arch: str, packed: bool
+) -> None:
+    """Two and four processes, each with its own experts; one layer of Qwen3 is dense."""
+    fields = {"mlp_only_layers": [0]} if arch == "qwen3_moe" else {}
+    path = make_checkpoint(tmp_path, arch, packed=packed, **fields)
+    want = torch.cat([reference_logits(path, ids) for ids in SEQUENCES])
+    for size in (2, 4):
+        many = run_ranks(tp_drills.logits, size, path, SEQUENCES, True, timeout=120)
+        for logits in many:
+            torch.testing.assert_close(logits, want, atol=1e-4, rtol=0)
+            assert torch.equal(logits, many[0])
+
+
+@pytest.mark.parametrize(
+    ("arch", "packed"), [("qwen3_moe", False), ("qwen3_moe", True), ("mixtral", False)]
+)
+def test_a_rank_reads_its_own_experts_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, packed: bool
+) -> None:
+    path = make_checkpoint(tmp_path, arch, packed=packed, num_hidden_layers=1)
+    one: Any = open_model(path)
+    whole = one.model.layers[0].mlp
+    read: list[str] = []
+    real = Checkpoint.read
+    monkeypatch.setattr(
+        Checkpoint, "read", lambda self, spec: (read.append(spec.name), real(self, spec))[1]
+    )
+    for rank in range(2):
+        comm, config = SimpleNamespace(rank=rank, size=2), ModelConfig.from_path(path)
+        model = build_model(config, cast(Any, comm), dtype=torch.float32, expert_parallel=True)
+        read.clear()
+        load_weights(
+            model, path, cast(Any, comm), device="cpu", dtype=torch.float32, progress=False
+        )
+        mlp: Any = model.model.layers[0].mlp  # type: ignore[union-attr]
+        half = len(whole.gate_up) // 2
+        mine = slice(half * rank, half * (rank + 1))
+        assert torch.equal(mlp.gate, whole.gate)
+        assert torch.equal(mlp.gate_up, whole.gate_up[mine])
+        assert torch.equal(mlp.down, whole.down[mine])
+        singles = {int(name.split(".experts.")[1].split(".")[0])
+                   for name in read if ".experts." in name and not packed}  # fmt: skip
+        assert singles == set(range(mine.start, mine.stop) if not packed else ())
+
+
+def test_an_expert_that_another_rank_reads_is_missed_by_all(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.7.up_proj.weight"
+    path = make_checkpoint(tmp_path, "qwen3_moe", drop=(name,))
+    comm: Any = SimpleNamespace(rank=0, size=2)
+    config = ModelConfig.from_path(path)
+    model = build_model(config, comm, dtype=torch.float32, expert_parallel=True)
+    with pytest.raises(WeightError, match=f"missing {name}"):
+        load_weights(model, path, comm, device="cpu", dtype=torch.float32, progress=False)
+
+
+def test_experts_that_ranks_do_not_divide_are_refused() -> None:
+    odd = ModelConfig.from_hf(QWEN3_30B_A3B | {"num_experts": 10, "moe_intermediate_size": 100})
+    odd.check_tp(2, True)
+    odd.check_tp(4)
+    with pytest.raises(ValueError, match=r"^tp_size: must be one of \[1, 2\], .* experts, got 4"):
+        odd.check_tp(4, True)
+    dense = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    with pytest.raises(ValueError, match=r"^expert_parallel: must be off for Qwen3ForCausalLM"):
+        ModelConfig.from_hf(QWEN3_30B_A3B | dense).check_tp(2, True)
+    with pytest.raises(ValueError, match=r"^expert_parallel: must be off"):
+        LLM(device="cpu", expert_parallel=True)
+
+
+def test_an_llm_with_whole_experts_says_the_same(tmp_path: Path, quick_ranks: None) -> None:
+    path = make_checkpoint(tmp_path, "qwen3_moe")
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    found = []
+    for fields in ({}, {"tensor_parallel_size": 2, "expert_parallel": True}):
+        with LLM(path, device="cpu", num_pages=64, **fields) as llm:  # type: ignore[arg-type]
+            found.append([out["token_ids"] for out in llm.generate([[5, 9, 200, 31]], params)])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

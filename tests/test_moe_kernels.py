@@ -14,6 +14,7 @@ from minisgl.kernels.linear import Tiling
 from minisgl.kernels.moe import (
     align,
     expert_parts,
+    expert_sum,
     fit_tiling,
     most_blocks,
 )
@@ -40,6 +41,34 @@ def test_blocks_hold_every_pair_once(
     blocks = align(logits[None], top_k, normalize, size)
     assert len(blocks.rows) == most_blocks(n * top_k, experts, size)
     check_blocks(blocks, logits, top_k, normalize)
+
+
+@pytest.mark.parametrize(("n", "kind"), [(3, "even"), (70, "hot"), (20, "empty")])
+def test_blocks_of_other_ranks_are_marked(n: int, kind: str) -> None:
+    logits = skewed_logits(n, 6, kind, n)
+    for first in (0, 2, 4):
+        blocks = align(logits[None], 2, True, 4, first, 2)
+        check_blocks(blocks, logits, 2, True, range(first, first + 2))
+
+
+@pytest.mark.parametrize("row", [0, 3])
+@pytest.mark.parametrize(("n", "kind"), [(1, "even"), (20, "empty")])
+def test_parts_of_all_ranks_add_up(
+    monkeypatch: pytest.MonkeyPatch, row: int, n: int, kind: str
+) -> None:
+    """Zeros for experts of others, also where the memory was full of something else."""
+    monkeypatch.setattr(moe, "TILINGS", ((float("inf"), *moe.TILINGS[row][1:]),))
+    dirty = lambda *shape, **how: real(*shape, **how).fill_(7)  # noqa: E731
+    real = torch.empty
+    monkeypatch.setattr(torch, "empty", dirty)
+    x, logits = torch.randn(n, 64), skewed_logits(n, 6, kind, n)
+    gate_up, down = torch.randn(6, 64, 64) / 8, torch.randn(6, 64, 32) / 6
+    total = torch.zeros(n, 64)
+    for first in (0, 3):
+        mine = slice(first, first + 3)
+        total += expert_sum(x, logits[None], gate_up[mine], down[mine], 2, True, first=first)
+    want = grouped_experts(x, *route(logits, 2, True), gate_up, down)
+    torch.testing.assert_close(total, want, atol=1e-4, rtol=1e-4)
 
 
 def test_split_logits_are_added_up() -> None:

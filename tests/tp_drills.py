@@ -108,9 +108,12 @@ def run_ranks(entry: Callable[..., Any], size: int, *args: Any, timeout: float =
         return results(group, timeout)
 
 
-def logits(comm: Comm, folder: Path, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+def logits(
+    comm: Comm, folder: Path, sequences: Sequence[Sequence[int]], expert_parallel: bool = False
+) -> torch.Tensor:
     """Logits [n, vocab] of whole sequences by this rank's part of the model."""
-    model = build_model(ModelConfig.from_path(folder), comm, dtype=torch.float32)
+    config = ModelConfig.from_path(folder)
+    model = build_model(config, comm, dtype=torch.float32, expert_parallel=expert_parallel)
     load_weights(model, folder, comm, device="cpu", dtype=torch.float32, progress=False)
     with torch.inference_mode():
         return model(dense_batch(sequences)).clone()

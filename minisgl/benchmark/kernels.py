@@ -180,6 +180,8 @@ def linear_rows(
               "down": (inner, hidden), "head": (hidden, model.vocab_size)}  # fmt: skip
     if fused:
         del shapes["head"]
+    if model.moe is not None and not model.moe.dense_layers:  # experts: see chapter 11b
+        del shapes["gate_up"], shapes["down"]
     enough = (1 << 28) if device.type == "cuda" else (1 << 23)  # bytes, more than a cache holds
     rows = []
     for (name, (width, out)), batch in ((s, b) for s in shapes.items() for b in batches):

@@ -65,6 +65,7 @@ class EngineConfig(Validated):
 
     model_path: PathText | None = None
     tp: Group = TPInfo()  # or the number of ranks
+    expert_parallel: bool = False  # whole experts on each rank, see chapter 11
     dtype: Dtype | Literal["auto"] = "auto"
     device: Device = "auto"
     max_running_req: Positive = 256
@@ -185,7 +186,7 @@ C = TypeVar("C", bound=EngineConfig)
 
 def resolve(config: C, model: ModelConfig) -> C:
     """A new config in which device, dtype, backends and page size are settled and fit the model."""
-    model.check_tp(config.tp.size)
+    model.check_tp(config.tp.size, config.expert_parallel)
     max_seq_len(config, model)
     device = choose_device(config.device, config.tp.rank)
     dtype = choose_dtype(config.dtype, device, model)

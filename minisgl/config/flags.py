@@ -41,6 +41,7 @@ def count_or_all(text: str) -> int | None:
 
 ENGINE_FLAGS = (
     Flag("--tensor-parallel-size --tp", "tp", "ranks (default: 1)", {"type": int, "metavar": "N"}),
+    Flag("--expert-parallel", "expert_parallel", "whole experts a rank", {"action": "store_true"}),
     Flag("--attention-backend --attn", "attention_backend",
          "torch, triton, fi, or two for prefill,decode; fused only decodes; auto: fi,fused on a "
          "GPU, triton,fused without FlashInfer, torch on a CPU"),

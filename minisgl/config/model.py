@@ -133,16 +133,22 @@ class ModelConfig:
 
     def kv_heads_per_rank(self, tp_size: int) -> int:
         """KV heads that one of `tp_size` ranks holds; fewer heads than ranks are copied."""
-        self.check_tp(tp_size)
         return max(1, self.num_kv_heads // tp_size)
 
-    def check_tp(self, tp_size: int) -> None:
+    def check_tp(self, tp_size: int, expert_parallel: bool = False) -> None:
         """Raise ValueError, which names sizes that would do, if ranks cannot share the model."""
-        moe, kv = self.moe.intermediate_size if self.moe else 0, self.num_kv_heads
-        common = gcd(self.num_qo_heads, self.intermediate_size, moe)
+        moe, kv = self.moe, self.num_kv_heads
+        if expert_parallel and moe is None:
+            raise refuse(
+                "expert_parallel", f"off for {self.architecture}, which has no experts", True
+            )
+        experts = (
+            0 if moe is None else moe.num_experts if expert_parallel else moe.intermediate_size
+        )
+        common = gcd(self.num_qo_heads, self.intermediate_size, experts)
         fits = [n for n in range(1, common + 1) if common % n == 0 and (kv % n == 0 or n % kv == 0)]
         if isinstance(tp_size, bool) or tp_size not in fits:
-            raise refuse("tp_size", f"one of {fits}, which divide heads and MLPs", tp_size)
+            raise refuse("tp_size", f"one of {fits}, which divide heads, MLPs and experts", tp_size)
 
     @property
     def expert_parameters(self) -> int:
@@ -161,8 +167,9 @@ class ModelConfig:
         attention += (q_width + 2 * kv_width) * self.qkv_bias + 2 * head_dim * self.qk_norm
         dense = len(self.moe.dense_layers) if self.moe else self.num_layers
         mlps = dense * 3 * hidden * self.intermediate_size + self.expert_parameters
-        if self.moe:
-            mlps += (self.num_layers - dense) * hidden * self.moe.num_experts  # the routers
+        mlps += (
+            (self.num_layers - dense) * hidden * (self.moe.num_experts if self.moe else 0)
+        )  # router
         layers = self.num_layers * (attention + 2 * hidden) + mlps  # two norms a layer
         tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         return layers + tables + hidden
@@ -288,9 +295,7 @@ def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 def in_one_spelling(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
     """The file with today's names and forms; what is null counts as absent."""
     file = {name: value for name, value in config.items() if value is not None}
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if name in rope:
-            file[name] = rope[name]
+    file |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     dtype = file.get("dtype", file.get("torch_dtype", "float32"))
     file["dtype"] = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
     file.setdefault("num_experts", file.get("num_local_experts"))
@@ -357,14 +362,17 @@ def read_moe(file: ConfigFile, family: Family) -> MoEConfig | None:
     """The experts of a file, or None for a dense family; Mixtral's are as wide as its MLP."""
     if not family.moe:
         return None
-    experts, top_k, step = file.num_experts, file.num_experts_per_tok, file.decoder_sparse_step
-    if experts is None:
-        raise refuse("num_experts", "a number of experts", experts)
-    if top_k is None or top_k > experts:
+    wide = "intermediate_size" if family.model_type == "mixtral" else "moe_intermediate_size"
+    sizes = {name: getattr(file, name) for name in ("num_experts", "num_experts_per_tok", wide)}
+    if missing := [name for name, size in sizes.items() if size is None]:
+        raise refuse(missing[0], "there in a mixture of experts", None)
+    experts, top_k, width = sizes.values()
+    if top_k > experts:
         raise refuse("num_experts_per_tok", f"at most num_experts {experts}", top_k)
-    width = file.moe_intermediate_size or file.intermediate_size
-    layers = range(file.num_hidden_layers)
-    dense = tuple(i for i in layers if i in file.mlp_only_layers or (i + 1) % step)
+    layers, alone = range(file.num_hidden_layers), file.mlp_only_layers
+    if absent := set(alone) - set(layers):
+        raise refuse("mlp_only_layers", f"below num_hidden_layers {len(layers)}", sorted(absent))
+    dense = tuple(i for i in layers if i in alone or (i + 1) % file.decoder_sparse_step)
     return MoEConfig(experts, top_k, width, file.norm_topk_prob or family.norm_topk_prob, dense)
 
 

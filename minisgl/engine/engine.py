@@ -224,7 +224,10 @@ def load_model(
 ) -> nn.Module:
     """The model with its weights on the device: shapes first, values afterwards."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    model = build_model(model_config, comm, dtype=dtype, deterministic=config.deterministic)
+    model = build_model(
+        model_config, comm, dtype=dtype, deterministic=config.deterministic,
+        expert_parallel=config.expert_parallel,
+    )  # fmt: skip
     quantize_model(model, config.quantization, path, device)
     if config.use_dummy_weight:
         load_dummy_weights(model, device=device, dtype=dtype, seed=config.seed)

@@ -59,10 +59,10 @@ def sum_counts(counts_ptr, part, parts, WIDTH: tl.constexpr):
     return total, before
 
 
-@triton.jit(do_not_specialize=["N", "parts", "num_blocks"])
+@triton.jit(do_not_specialize=["N", "first", "parts", "num_blocks"])
 def align_kernel(
     logits_ptr, counts_ptr, pairs_ptr, weights_ptr, experts_ptr, rows_ptr,
-    N, E, parts, num_blocks,
+    N, E, first, local, parts, num_blocks,
     SPLITS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, SIZE: tl.constexpr, COUNT: tl.constexpr, ALONE: tl.constexpr,
     PDL: tl.constexpr,
@@ -92,7 +92,8 @@ def align_kernel(
         tl.store(weights_ptr + place, weights, mask=chosen)
         for j in range(part, tl.max(blocks, 0), parts):  # the j-th block of every expert
             block, inside = ends - blocks + j, j < blocks
-            tl.store(experts_ptr + block, experts, mask=inside)
+            here = (experts >= first) & (experts < first + local)
+            tl.store(experts_ptr + block, tl.where(here, experts - first, -1), mask=inside)
             tl.store(rows_ptr + block, tl.minimum(total - j * SIZE, SIZE), mask=inside)
         for first in range(tl.max(ends, 0) + part * WIDTH, num_blocks, parts * WIDTH):
             tl.store(rows_ptr + first + experts, 0, mask=first + experts < num_blocks)
@@ -103,7 +104,8 @@ class Blocks:
     """Pairs of token and expert, sorted by expert; each expert's begin with a block of `size`.
 
     pairs, weights [blocks * size]: `token * top_k + choice`, and its weight; undefined beyond the
-    rows of a block. experts, rows [blocks]: whose block it is, and its pairs (0: it is not used).
+    rows of a block. experts, rows [blocks]: whose block it is (-1: an expert of another rank), and
+    its pairs (0: it is not used).
     """
 
     pairs: Tensor
@@ -118,10 +120,13 @@ def most_blocks(pairs: int, experts: int, size: int) -> int:
     return (pairs + min(pairs, experts) * (size - 1)) // size
 
 
-def align(logits: Tensor, top_k: int, normalize: bool, size: int) -> Blocks:
+def align(
+    logits: Tensor, top_k: int, normalize: bool, size: int, first: int = 0, local: int | None = None
+) -> Blocks:
     """Route tokens and sort them into blocks: logits [splits, n, experts], added up over splits.
 
     The choices of a token are in the order of their weights. Nothing waits for the device.
+    Of the experts, this rank has `local` (None: all) from `first` on; blocks count from there.
     """
     (splits, n, experts), device = logits.shape, logits.device
     count = most_blocks(n * top_k, experts, size)
@@ -135,10 +140,10 @@ def align(logits: Tensor, top_k: int, normalize: bool, size: int) -> Blocks:
     weights = torch.empty(count * size, dtype=torch.float32, device=device)
     for counting in (False,) if parts == 1 else (True, False):
         align_kernel[(parts,)](
-            logits, counts, pairs, weights, owners, rows, n, experts, parts, count, SPLITS=splits,
-            TOP_K=top_k, NORMALIZE=normalize, WIDTH=width, TOKENS=tokens, SIZE=size,
-            COUNT=counting, ALONE=parts == 1, num_warps=8 if tokens == 16 else 16,
-            **launch_options(logits),
+            logits, counts, pairs, weights, owners, rows, n, experts, first,
+            experts if local is None else local, parts, count, SPLITS=splits, TOP_K=top_k,
+            NORMALIZE=normalize, WIDTH=width, TOKENS=tokens, SIZE=size, COUNT=counting,
+            ALONE=parts == 1, num_warps=8 if tokens == 16 else 16, **launch_options(logits),
         )  # fmt: skip
     return Blocks(pairs, weights, owners, rows, size)
 
@@ -153,13 +158,13 @@ def dot(w, x, total, SWAP: tl.constexpr):
 
 @triton.jit
 def expert_tile(
-    x_ptr, w_ptr, real, OUT, K, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x_ptr, w_ptr, real, OUT, K, depth, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """[BM, BN] of x w^T, and of x times the rows that lie `OUT` further down if `GATED`."""
+    """[BM, BN] of x w^T over `depth` of K columns; if `GATED` of rows `OUT` further down, too."""
     y = tl.zeros([BN if SWAP else BM, BM if SWAP else BN], tl.float32)
     up = y
-    for k in tl.range(0, K, BK, num_stages=STAGES):
+    for k in tl.range(0, depth, BK, num_stages=STAGES):
         x = tl.load(x_ptr + k, mask=real[:, None], other=0.0)
         w = tl.load(w_ptr + k)
         y = dot(w, x, y, SWAP)
@@ -191,11 +196,12 @@ def expert_kernel(
         wait_then_launch()  # the second GEMM reads the blocks before it waits
     block = tl.program_id(1)
     count = tl.load(rows_ptr + block)
-    if count == 0:
-        return
     expert = tl.load(experts_ptr + block).to(tl.int64)
+    away = expert < 0  # of another rank: only zeros for its place in the sum
+    if (count == 0) | (away & GATED):
+        return
     cols, ks = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
-    w_ptr += (expert * (2 * OUT if GATED else OUT) + cols[:, None]) * K
+    w_ptr += tl.where(away, 0, (expert * (2 * OUT if GATED else OUT) + cols[:, None]) * K)
     line = tl.arange(0, BM)
     real, place = line < count, block * BM + line
     pair = tl.load(pairs_ptr + place, mask=real, other=0)
@@ -204,7 +210,10 @@ def expert_kernel(
         prefetch(w_ptr + tl.arange(0, AHEAD)[None, :] * 64)
         gdc_wait()
     x_ptr += (pair // TOP_K if GATED else place)[:, None].to(tl.int64) * K + ks[None, :]
-    y, up = expert_tile(x_ptr, w_ptr + ks[None, :], real, OUT, K, GATED, BM, BN, BK, SWAP, STAGES)
+    y, up = expert_tile(
+        x_ptr, w_ptr + ks[None, :], real, OUT, K, tl.where(away, 0, K), GATED, BM, BN, BK, SWAP,
+        STAGES,
+    )  # fmt: skip
     if GATED:
         y = y * tl.sigmoid(y) * up
     else:
@@ -262,35 +271,36 @@ def launch_experts(x: Tensor, w: Tensor, out: Tensor, blocks: Blocks, tiles: Til
 
 def expert_parts(
     x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalize: bool, *,
-    fixed: bool = False,
+    first: int = 0, fixed: bool = False,
 ) -> Tensor:  # fmt: skip
     """What each choice of each token gives, weighted: [top_k, n, hidden], still to be added up.
 
-    x [n, hidden]; logits [splits, n, experts]; gate_up [experts, 2 width, hidden];
-    down [experts, hidden, width]. fixed: the same tiles for every n, so that no token depends on
-    the others.
+    x [n, hidden]; logits [splits, n, experts]; gate_up [local, 2 width, hidden] and
+    down [local, hidden, width]: of the experts from `first` on; others give zeros. fixed: the same
+    tiles for every n, so that no token depends on the others.
     """
-    n, (experts, hidden, width) = len(x), down.shape
-    average = 0.0 if fixed else n * top_k / experts
-    first, second = next(tiles for most, *tiles in TILINGS if average <= most)
+    n, (local, hidden, width) = len(x), down.shape
+    average = 0.0 if fixed else n * top_k / logits.shape[-1]
+    in_tiles, out_tiles = next(tiles for most, *tiles in TILINGS if average <= most)
     room, itemsize = shared_memory(x.device), x.element_size()
-    first = fit_tiling(first, width, hidden, True, room, itemsize)
-    second = fit_tiling(second, hidden, width, False, room, itemsize)
-    blocks = align(logits, top_k, normalize, first.bm)
+    in_tiles = fit_tiling(in_tiles, width, hidden, True, room, itemsize)
+    out_tiles = fit_tiling(out_tiles, hidden, width, False, room, itemsize)
+    blocks = align(logits, top_k, normalize, in_tiles.bm, first, local)
     mid = torch.empty(len(blocks.pairs), width, dtype=x.dtype, device=x.device)
-    launch_experts(x, gate_up, mid, blocks, first, top_k, gated=True)
+    launch_experts(x, gate_up, mid, blocks, in_tiles, top_k, gated=True)
     dtype = torch.float32 if fixed or n <= FEW_ROWS else x.dtype
     parts = torch.empty(top_k, n, hidden, dtype=dtype, device=x.device)
-    launch_experts(mid, down, parts, blocks, second, top_k, gated=False)
+    launch_experts(mid, down, parts, blocks, out_tiles, top_k, gated=False)
     return parts
 
 
 def expert_sum(
     x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalize: bool, *,
-    fixed: bool = False,
+    first: int = 0, fixed: bool = False,
 ) -> Tensor:  # fmt: skip
     """The experts' results, added up: [n, hidden]; in one order for every n if `fixed`."""
-    parts = expert_parts(x, logits, gate_up, down, top_k, normalize, fixed=fixed)
+    how = top_k, normalize
+    parts = expert_parts(x, logits, gate_up, down, *how, first=first, fixed=fixed)
     y: Tensor = sum(parts.unbind()) if fixed else parts.sum(0)  # type: ignore[assignment]
     return y.to(x.dtype)
 
@@ -304,8 +314,9 @@ class FusedExperts:
     down: Tensor
     top_k: int
     normalize: bool
+    first: int = 0  # of this rank's experts
 
     def parts(self, x: Tensor) -> Tensor:
         """Normalised x [n, hidden] to [top_k, n, hidden], still to be added up."""
-        logits = split_k_linear(x, self.router)
-        return expert_parts(x, logits, self.gate_up, self.down, self.top_k, self.normalize)
+        weights, how = (self.gate_up, self.down), (self.top_k, self.normalize)
+        return expert_parts(x, split_k_linear(x, self.router), *weights, *how, first=self.first)

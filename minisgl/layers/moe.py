@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from minisgl.config.model import MoEConfig
 from minisgl.layers.linear import even_shard
-from minisgl.parallel.comm import ParallelContext
+from minisgl.parallel.comm import ParallelContext, SingleRank
 
 
 def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -28,28 +28,31 @@ def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     return ids, weights / weights.sum(-1, keepdim=True) if normalize else weights
 
 
-def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:
-    """Pairs in the order of their experts, and how many each has; ids [n, top_k].
+def sort_by_expert(ids: Tensor, num_experts: int, first: int = 0) -> tuple[Tensor, list[int]]:
+    """Pairs of `num_experts` experts from `first` on, and how many each has; ids [n, top_k].
 
     Pair `p` is choice `p % top_k` of token `p // top_k`; those of an expert keep their order.
     """
-    flat = ids.flatten()
-    counts: list[int] = flat.bincount(minlength=num_experts).tolist()
-    return flat.argsort(stable=True), counts
+    flat = ids.flatten() - first
+    flat = flat.where((flat >= 0) & (flat < num_experts), num_experts)  # all others: one more
+    counts: list[int] = flat.bincount(minlength=num_experts + 1).tolist()[:-1]
+    return flat.argsort(stable=True)[: sum(counts)], counts
 
 
 def grouped_experts(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
     linear: Callable[..., Tensor] = F.linear, silu: Callable[[Tensor], Tensor] = F.silu,
+    first: int = 0,
 ) -> Tensor:  # fmt: skip
     """Weighted sums over the experts of each token: x [n, hidden] to [n, hidden].
 
     ids, weights: [n, top_k], by `route`. gate_up [experts, 2 width, hidden] and
-    down [experts, hidden, width]: the experts' weights. linear, silu: what they compute by.
+    down [experts, hidden, width]: the weights of the experts from `first` on; others add nothing.
+    linear, silu: what they compute by.
     """
-    order, counts = sort_by_expert(ids, len(gate_up))
+    order, counts = sort_by_expert(ids, len(gate_up), first)
     blocks = x[order // ids.shape[1]].split(counts)
-    out = torch.empty(ids.numel(), x.shape[1], dtype=torch.float32, device=x.device)
+    out = torch.zeros(ids.numel(), x.shape[1], dtype=torch.float32, device=x.device)
     for expert, (block, pairs) in enumerate(zip(blocks, order.split(counts), strict=True)):
         if len(pairs):
             gate, up = linear(block, gate_up[expert]).chunk(2, dim=-1)
@@ -61,7 +64,8 @@ def grouped_experts(
 class MoE(nn.Module):
     """Routed experts in place of an MLP: x [n, hidden] to [n, hidden].
 
-    Each rank holds an equal slice of the width of every expert; ValueError if there is none.
+    Each rank holds an equal slice of the width of every expert, or, if `ctx.expert_parallel`, an
+    equal number of whole experts; ValueError if the ranks do not divide the one or the other.
     """
 
     layout: Literal["packed", "qwen", "mixtral"] = "qwen"  # of the checkpoint: see `models.moe`
@@ -69,27 +73,30 @@ class MoE(nn.Module):
     def __init__(self, hidden: int, config: MoEConfig, ctx: ParallelContext) -> None:
         super().__init__()
         self.config, self.comm, self.linear, self.silu = config, ctx.comm, ctx.linear, ctx.silu
-        self.shard = even_shard("moe_intermediate_size", config.intermediate_size, ctx.comm)
-        experts, width = config.num_experts, self.shard.size
-        self.gate = ctx.parameter(experts, hidden)
+        cut, whole = ctx.comm, SingleRank()
+        by_expert, by_width = (cut, whole) if ctx.expert_parallel else (whole, cut)
+        self.experts = even_shard("num_experts", config.num_experts, by_expert)
+        self.shard = even_shard("moe_intermediate_size", config.intermediate_size, by_width)
+        experts, width = self.experts.size, self.shard.size
+        self.gate = ctx.parameter(config.num_experts, hidden)
         self.gate_up = ctx.parameter(experts, 2 * width, hidden)
         self.down = ctx.parameter(experts, hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = self.linear(x, self.gate)
-        how = self.config.top_k, self.config.norm_topk_prob
+        logits, weights = self.linear(x, self.gate), (self.gate_up, self.down)
+        how, first = (self.config.top_k, self.config.norm_topk_prob), self.experts.start
         if x.is_cuda:
-            fixed = self.linear is not F.linear  # by functions of a deterministic engine
-            weights = (self.gate_up, self.down)
-            y: Tensor = load_kernels().expert_sum(x, logits[None], *weights, *how, fixed=fixed)
+            kernels, fixed = load_kernels(), self.linear is not F.linear  # fixed: deterministic
+            y: Tensor = kernels.expert_sum(
+                x, logits[None], *weights, *how, first=first, fixed=fixed
+            )
         else:
-            functions = (self.linear, self.silu)
-            y = grouped_experts(x, *route(logits, *how), self.gate_up, self.down, *functions)
+            y = grouped_experts(x, *route(logits, *how), *weights, self.linear, self.silu, first)
         return self.comm.all_reduce(y)
 
     def fuse(self) -> Any:
         """The experts of this rank for the fused model of chapter 05e."""
-        how = self.config.top_k, self.config.norm_topk_prob
+        how = self.config.top_k, self.config.norm_topk_prob, self.experts.start
         return load_kernels().FusedExperts(self.gate, self.gate_up, self.down, *how)
 
 

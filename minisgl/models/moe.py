@@ -6,6 +6,7 @@ Generated from notebooks/11_mixture_of_experts.ipynb: edit there.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from functools import partial
 
 from torch import nn
 
@@ -40,24 +41,26 @@ NAMES = {"qwen": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", 
 
 @layer_shards.register
 def moe_shards(layer: MoE, path: str) -> Iterator[ShardSpec]:
-    """The router, and of each expert this rank's rows of gate and up and columns of down."""
+    """The router, and of each of its experts this rank's rows of gate and up, columns of down."""
     if layer.layout == "mixtral":
         path = f"{path.rpartition('.')[0]}.block_sparse_moe"
-    (experts, hidden), full = layer.gate.shape, layer.shard.full
+    (experts, hidden), full, first = layer.gate.shape, layer.shard.full, layer.experts.start
     mine = slice(layer.shard.start, layer.shard.start + layer.shard.size)
+    held = slice(first, first + layer.experts.size)
     yield ShardSpec(f"{path}.gate.weight", (experts, hidden), param="gate")
     top, bottom = slice(None, layer.shard.size), slice(layer.shard.size, None)
     if layer.layout == "packed":
         name, shape = f"{path}.experts.gate_up_proj", (experts, 2 * full, hidden)
         second = slice(full + mine.start, full + mine.stop)  # up lies below gate
-        yield ShardSpec(name, shape, (ALL, mine), (ALL, top), "gate_up")
-        yield ShardSpec(name, shape, (ALL, second), (ALL, bottom), "gate_up")
+        yield ShardSpec(name, shape, (held, mine), (ALL, top), "gate_up")
+        yield ShardSpec(name, shape, (held, second), (ALL, bottom), "gate_up")
         shape = (experts, hidden, full)
-        yield ShardSpec(f"{path}.experts.down_proj", shape, (ALL, ALL, mine), (), "down")
+        yield ShardSpec(f"{path}.experts.down_proj", shape, (held, ALL, mine), (), "down")
         return
     gate, up, down = NAMES[layer.layout]
     for i in range(experts):
-        one, name = slice(i, i + 1), f"{path}.experts.{i}"
-        yield ShardSpec(f"{name}.{gate}.weight", (full, hidden), (mine,), (one, top), "gate_up")
-        yield ShardSpec(f"{name}.{up}.weight", (full, hidden), (mine,), (one, bottom), "gate_up")
-        yield ShardSpec(f"{name}.{down}.weight", (hidden, full), (ALL, mine), (one,), "down")
+        one, name = slice(i - first, i - first + 1), f"{path}.experts.{i}"
+        spec = partial(ShardSpec, mine=held.start <= i < held.stop)
+        yield spec(f"{name}.{gate}.weight", (full, hidden), (mine,), (one, top), "gate_up")
+        yield spec(f"{name}.{up}.weight", (full, hidden), (mine,), (one, bottom), "gate_up")
+        yield spec(f"{name}.{down}.weight", (hidden, full), (ALL, mine), (one,), "down")

@@ -27,17 +27,19 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device | str = "meta",
     deterministic: bool = False,
+    expert_parallel: bool = False,
 ) -> nn.Module:
     """The model of `config.architecture`, without values; ValueError for an unknown name.
 
     deterministic: what it computes for a token does not depend on the rest of the batch.
+    expert_parallel: a rank holds whole experts, not a slice of each.
     """
     if config.architecture not in MODELS:
         known = ", ".join(sorted(MODELS))
         raise ValueError(f"architecture: {config.architecture!r} is unknown; known are {known}")
     module, _, name = MODELS[config.architecture].partition(":")
     build = getattr(importlib.import_module(module), name)
-    ctx = ParallelContext(comm, dtype, device)
+    ctx = ParallelContext(comm, dtype, device, expert_parallel=expert_parallel)
     if deterministic:  # by functions of chapter 05f
         ctx = importlib.import_module("minisgl.layers.invariant").make_invariant(ctx)
     model: nn.Module = build(config, ctx, scaled_frequencies)

@@ -27,7 +27,8 @@ class ShardSpec:
     source: the part of it that this rank reads. target: where that part goes in the parameter
     (it is broadcast if the target is larger). param: the layer's attribute. An empty index
     means all of it. dtypes: that the tensor may have. repeat: each of its rows stands for so many,
-    and `source` counts those.
+    and `source` counts those. mine: False if other ranks alone read it; it has to be there and fit
+    all the same.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ShardSpec:
     param: str = "weight"
     dtypes: tuple[str, ...] = FLOATS
     repeat: int = 1
+    mine: bool = True
 
 
 @singledispatch

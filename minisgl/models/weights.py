@@ -190,7 +190,8 @@ def load_weights(
         materialize(model, device, dtype)
         hidden = not progress or comm.rank != 0
         for layer, spec in tqdm(model_shards(model), "weights", unit="tensor", disable=hidden):
-            fill(attrgetter(spec.param)(layer), spec.target, checkpoint.read(spec))
+            if spec.mine:
+                fill(attrgetter(spec.param)(layer), spec.target, checkpoint.read(spec))
 
 
 @torch.no_grad()

@@ -69,6 +69,7 @@ class ParallelContext:
     device: torch.device | str = "meta"
     linear: Callable[..., torch.Tensor] = F.linear
     silu: Callable[[torch.Tensor], torch.Tensor] = F.silu
+    expert_parallel: bool = False  # whole experts on each rank: chapter 11
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """A parameter without values or gradient; on the `meta` device it takes no memory."""

@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from minisgl.parallel.comm import Comm
@@ -37,6 +37,7 @@ def map_buffers(mine: Tensor, comm: Comm) -> list[Tensor]:
     try:
         for rank, args in enumerate(handles if all(handles) else []):
             # Mapped for our own GPU, or theirs would get a context of ours; nothing to wait for.
+            # No public call maps for another GPU than the sender's: these are a pickle's arguments.
             args = [*args[:6], index, *args[7:14], False]
             found.append(mine if rank == comm.rank else rebuild_cuda_tensor(*args))
     except RuntimeError as error:
@@ -125,13 +126,16 @@ class NcclComm(GlooComm):
 
     def abort(self) -> None:
         """Free the GPU from waiting for a rank that died; from now on it computes garbage."""
-        with suppress(RuntimeError, ValueError):  # the GPU is lost as well, or the group was left
+        with suppress(RuntimeError):  # the GPU is lost as well
             torch.cuda.set_device(self.device)  # of this thread
             with torch.cuda.stream(torch.cuda.Stream(self.device)):
                 self.quit.copy_(self.one, non_blocking=True)  # the copy engine is free
-            nccl = distributed_c10d._get_default_group()._get_backend(self.device)
-            # Its kernels end at once, the call only with the last graph that holds one of them.
-            threading.Thread(target=nccl.abort, daemon=True, name="abort NCCL").start()
+            if (group := dist.group.WORLD) is not None:
+                nccl = group._get_backend(
+                    self.device
+                )  # `group.abort()`, in public, ends gloo as well
+                # Its kernels end at once; the call itself, with the last graph that holds one.
+                threading.Thread(target=nccl.abort, daemon=True, name="abort NCCL").start()
 
     def close(self) -> None:
         """Let go of the others' memory and leave the group; all ranks call this."""

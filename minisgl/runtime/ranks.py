@@ -129,7 +129,9 @@ def devices_of(config: SchedulerConfig) -> list[str]:
     """A device for each rank. Raises `ValueError` if the model or the GPUs do not allow so many."""
     size = config.tp.size
     model = ModelConfig.from_path(resolve_model_path(config.model_path))
-    model.check_tp(size)  # before processes start that would all say the same
+    model.check_tp(
+        size, config.expert_parallel
+    )  # before processes start that would all say the same
     devices = [choose_device(config.device, rank) for rank in range(size)]
     if size > 1 and devices[0] != "cpu" and len(set(devices)) == 1:
         raise refuse("device", f"cuda, which is a GPU for each of {size} ranks", config.device)

@@ -103,6 +103,25 @@ def test_replay_equals_eager_bit_for_bit(n: int) -> None:
         assert torch.equal(recorded, step())
 
 
+@pytest.mark.parametrize("kind", ["even", "hot", "empty"])
+@pytest.mark.parametrize("n", [1, 8, 64, 300, 4096])
+def test_whole_experts_of_two_ranks_add_up(n: int, kind: str) -> None:
+    """Each rank's parts, recorded and replayed over dirty memory, and their sum."""
+    x, logits, weights = normal(n, 2048), logits_of(n, 128, kind), experts_of(QWEN)
+    total = torch.zeros(n, 2048, device="cuda")
+    for first in (0, 64):
+        mine = [part[first : first + 64].contiguous() for part in weights]
+        eager = expert_parts(x, logits[None], *mine, 8, True, first=first)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recorded = expert_parts(x, logits[None], *mine, 8, True, first=first)
+        recorded.fill_(7.0)
+        graph.replay()
+        assert torch.equal(recorded, eager)
+        total += eager.float().sum(0)
+    close(total, grouped_experts(x, *route(logits, 8, True), *weights).float(), 2e-2)
+
+
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_model_of_real_sizes(dtype: torch.dtype) -> None:
     real: dict[str, Any] = {**QWEN3_30B_A3B, "num_hidden_layers": 2, "vocab_size": 2000}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -16,6 +17,7 @@ import torch
 from minisgl import LLM, SamplingParams
 from minisgl.runtime.ranks import RankProcesses
 from tests import tp_drills
+from tests.checkpoints import make_checkpoint
 from tests.serving import Served, last_event, stream
 from tests.test_tensor_parallel import check_collectives
 
@@ -67,6 +69,31 @@ def test_an_llm_on_two_gpus_answers_as_on_one() -> None:
         if dtype == "float32":
             assert found == want
         assert all(str(a + b) in text for (a, b), text in zip(SUMS, found, strict=False))
+
+
+@pytest.mark.parametrize("how", ["whole", "cut"])
+def test_experts_on_two_gpus_answer_as_on_one(tmp_path: Path, how: str) -> None:
+    """Tokens in float32; in bfloat16, by recorded fused kernels, nearly the same probabilities."""
+    sizes = {"hidden_size": 256, "head_dim": 64, "num_experts": 16, "moe_intermediate_size": 64}
+    path = make_checkpoint(tmp_path, "qwen3_moe", vocab_size=1000, **sizes)
+    prompts = [list(range(first, first + 20)) for first in range(1, 60, 7)]
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=1)
+
+    def answers(**fields: Any) -> list[dict[str, Any]]:
+        with LLM(path, device=DEVICE, num_pages=512, **fields) as llm:
+            return llm.generate(prompts, params)
+
+    want = answers(dtype="float32")
+    two: dict[str, Any] = {"tensor_parallel_size": 2, "expert_parallel": how == "whole"}
+    found = answers(dtype="float32", **two)
+    assert [out["token_ids"] for out in found] == [out["token_ids"] for out in want]
+    near = 0
+    for ours, theirs in zip(answers(dtype="bfloat16", **two), want, strict=True):
+        pairs = list(zip(ours["logprobs"], theirs["logprobs"], strict=True))[:2]
+        if all(a["token_id"] == b["token_id"] for a, b in pairs):
+            near += 1
+            assert all(abs(a["logprob"] - b["logprob"]) < 0.15 for a, b in pairs)
+    assert near > len(prompts) // 2
 
 
 def test_a_killed_rank_ends_an_llm() -> None:
