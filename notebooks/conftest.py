@@ -4,6 +4,12 @@ from tests.conftest import (
     pytest_collection_modifyitems,
     pytest_configure,
     pytest_ignore_collect,
+    pytest_xdist_setupnodes,
 )
 
-__all__ = ["pytest_collection_modifyitems", "pytest_configure", "pytest_ignore_collect"]
+__all__ = [
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_ignore_collect",
+    "pytest_xdist_setupnodes",
+]

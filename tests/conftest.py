@@ -6,7 +6,9 @@ takes over what is here.
 
 from __future__ import annotations
 
+import gc
 import os
+import subprocess
 import sys
 import zlib
 from datetime import date
@@ -16,6 +18,8 @@ import build  # notebooks/build.py
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from tests.compiled import allow_compiled, compile_tests
+from tests.forks import WorkerPopen, warm
 from tests.interpreter import quicken
 from tests.provisioner import ForkedProvisioner
 
@@ -32,7 +36,7 @@ SLOW = [
     "test_tiny", "test_paged_equals_dense", "test_decode_path", "test_server", "test_graph",
     "test_server_clients", "test_openai",
 ]  # fmt: skip
-DAYS = 6  # a mutation has its turn every sixth day, a test marked `drill` every third
+DAYS = 8  # a mutation has its turn every eighth day, a test marked `drill` every fourth
 # Before anything imports torch or triton: threads, no network, Triton's interpreter on a CPU.
 build.run_environment(Path(__file__).resolve().parents[1], GPU)
 # Each client of httpx would read all certificates, in 30 ms, for servers that speak no TLS.
@@ -57,7 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rotate", choices=("today", "all", "none", *days), default="today",
         help="which bugs to put into copies of the package, and which drills of whole servers to "
-        "run: all, none, or those of one day of six (default: today)",
+        "run: all, none, or those of one day of eight (default: today)",
     )  # fmt: skip
 
 
@@ -100,6 +104,25 @@ def pytest_configure(config: pytest.Config) -> None:
     if rules:
         ForkedProvisioner.use()
         config.option.nbval_sanitize_with = str(config.rootpath / rules)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Make workers forks of one process with all libraries; CUDA would not survive that.
+
+    While it imports them, here is the time to compile the tests.
+    """
+    allow_compiled()
+    if not GPU:
+        warm()
+        subprocess.Popen = WorkerPopen  # type: ignore[misc]
+    compile_tests(config, Path(__file__).parent)
+
+
+def pytest_sessionfinish() -> None:
+    """Collect garbage once among a million objects; pytest would five times."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

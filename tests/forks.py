@@ -96,12 +96,18 @@ class Popen(subprocess.Popen[Any]):
     `real` makes it a new process all the same.
     """
 
+    become = "python"
+
     def __init__(self, args: Any, *more: Any, real: bool = False, **options: Any) -> None:
         plain = isinstance(args, list) and len(args) > 1 and args[0] == sys.executable
-        plain = plain and (args[1] == "-m" or args[1].endswith(".py"))
+        plain = plain and self.is_known(args[1])
         self.forked = plain and not real and "preexec_fn" not in options
         self.session = bool(options.get("start_new_session"))
         super().__init__(args, *more, **options)
+
+    @staticmethod
+    def is_known(option: str) -> bool:
+        return option == "-m" or option.endswith(".py")
 
     def _execute_child(self, args: Any, *more: Any) -> None:
         """What starts the process; from Python 3.9 to 3.14 its arguments are the same."""
@@ -111,7 +117,7 @@ class Popen(subprocess.Popen[Any]):
         cwd, env, ends = more[4], more[5], more[9:15]
         files = (ends[0], ends[3], ends[5])  # -1: the same as ours
         self.pid = ask(
-            become="python",
+            become=self.become,
             files=tuple(own if file == -1 else file for own, file in enumerate(files)),
             words=args[1:],
             env=dict(os.environ if env is None else env),
@@ -137,6 +143,16 @@ class Popen(subprocess.Popen[Any]):
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
             time.sleep(0.02)
         return code
+
+
+class WorkerPopen(Popen):
+    """Forks `python -u -c …`, with which pytest-xdist starts its processes."""
+
+    become = "worker"
+
+    @staticmethod
+    def is_known(option: str) -> bool:
+        return option == "-u"
 
 
 def leave_with_parent() -> None:

@@ -618,7 +618,7 @@ def test_main_line_has_a_budget_as_a_whole(capsys: pytest.CaptureFixture[str]) -
     assert "B_workshop" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("kind", "turns"), [("mutation", 6), ("drill", 3), ("plain", 1)])
+@pytest.mark.parametrize(("kind", "turns"), [("mutation", 8), ("drill", 4), ("plain", 1)])
 def test_mutations_and_drills_take_turns(kind: str, turns: int) -> None:
     def item(name: str) -> Any:
         params = {"mutation": SimpleNamespace(name=name)} if kind == "mutation" else {}

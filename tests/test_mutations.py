@@ -6,6 +6,7 @@ import compileall
 import importlib
 import os
 import pkgutil
+import re
 import shutil
 import signal
 import tempfile
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests import mutations
+from tests.compiled import compile_tests
 from tests.forks import Forked
 from tests.mutations import Mutation
 
@@ -50,6 +52,7 @@ def copy_project(target: Path) -> Path:
     shutil.copy2(ROOT / "pyproject.toml", target / "pyproject.toml")
     os.symlink(ROOT / "notebooks", target / "notebooks")
     compileall.compile_dir(target / "minisgl", quiet=2)
+    compileall.compile_dir(target / "tests", quiet=2, rx=re.compile("/test_"))
     return target
 
 
@@ -78,29 +81,31 @@ class Runner:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def run(
-        self, tests: list[str], seconds: int = SECONDS, compiled: bool = False
-    ) -> tuple[int, str]:
-        """Exit status and output of pytest on tests of the copy; it may leave compiled tests."""
+    def run(self, tests: list[str], seconds: int = SECONDS) -> tuple[int, str]:
+        """Exit status and output of pytest on tests of the copy."""
         with tempfile.NamedTemporaryFile("r") as file:
             fields = {"root": str(self.root), "tests": tests, "seconds": seconds}
-            code = Forked("tests", output=file.name, compiled=compiled, **fields).wait(3 * seconds)
+            code = Forked("tests", output=file.name, **fields).wait(3 * seconds)
             return code, file.read()[-4000:]
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    """One copy of the project for all mutations of a file; every test that they name is found."""
-    runner = Runner(copy_project(tmp_path_factory.mktemp("copy")))
-    named = sorted({mutation.test for mutation in ALL})
-    code, output = runner.run(["--collect-only", *named], seconds=120, compiled=True)
-    assert code == 0, output
-    return runner
+def runner(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Runner:
+    """One copy of the project, with compiled tests, for all mutations of a file."""
+    root = copy_project(tmp_path_factory.mktemp("copy"))
+    compile_tests(request.config, root / "tests")
+    return Runner(root)
 
 
 def test_names_are_unique() -> None:
     names = [mutation.name for mutation in ALL]
     assert len(set(names)) == len(names)
+
+
+def test_every_named_test_is_found(runner: Runner) -> None:
+    named = sorted({mutation.test for mutation in ALL})
+    code, output = runner.run(["--collect-only", *named], seconds=120)
+    assert code == 0, output
 
 
 def test_unbroken_copy_passes(runner: Runner) -> None:

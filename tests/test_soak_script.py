@@ -74,7 +74,7 @@ def test_the_kernels_that_memcheck_sees_are_there(tmp_path: Path) -> None:
     ids = tmp_path / "ids.txt"
     ids.touch()
     fields = {"root": str(report.ROOT), "tests": ["--collect-only", *files], "seconds": 120}
-    assert Forked("tests", output=str(ids), compiled=True, **fields).wait(120) == 0
+    assert Forked("tests", output=str(ids), **fields).wait(120) == 0
     assert not set(report.CHECKED) - set(ids.read_text().splitlines())
 
 

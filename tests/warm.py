@@ -58,14 +58,13 @@ def become_kernel(command: list[str], env: dict[str, str], folder: str) -> None:
     sys.modules["ipykernel.kernelapp"].launch_new_instance(arguments)
 
 
-def become_tests(root: str, tests: list[str], seconds: int, compiled: bool) -> None:
+def become_tests(root: str, tests: list[str], seconds: int) -> None:
     """A run of pytest, with the copy of the project at `root` first on the path.
 
-    It leaves compiled forms only if it is told to: the next mutation of a module may have the same
-    size and second.
+    It leaves no compiled forms: the next mutation of a module may have the same size and second.
     """
     os.chdir(root)
-    sys.dont_write_bytecode = not compiled
+    sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     os.environ.update(PYTHONPATH=root, HYPOTHESIS_PROFILE="mutation")
     fork_python()
@@ -94,13 +93,26 @@ def become_python(words: list[str], env: dict[str, str], folder: str, session: b
             runpy.run_path(words[0], run_name="__main__")
 
 
-def enter(folder: str, env: dict[str, str]) -> None:
+def become_worker(words: list[str], env: dict[str, str], folder: str, session: bool) -> None:
+    """A process of pytest-xdist; it starts Python as a new process unless a test forks it."""
+    gc.unfreeze()
+    forks.leave_with_parent()
+    enter(folder, env, fork=False)
+    own_streams()
+    with as_process():
+        sys.modules["__main__"] = types.ModuleType("__main__")  # it is no file that a child needs
+        sys.argv = ["-c"]
+        exec(words[words.index("-c") + 1], vars(sys.modules["__main__"]))
+
+
+def enter(folder: str, env: dict[str, str], fork: bool = True) -> None:
     """Work in a folder, with these variables; start Python by a fork again."""
     os.chdir(folder)
     here = os.environ[forks.WARM]
     os.environ.clear()
     os.environ.update(env, **{forks.WARM: here})
-    fork_python()
+    if fork:
+        fork_python()
 
 
 @functools.cache
@@ -177,7 +189,7 @@ def start(become: str, files: list[int], output: str = os.devnull, **fields: Any
     for stream, file in enumerate(files):
         os.dup2(file, stream)
         os.close(file)
-    {"kernel": become_kernel, "tests": become_tests, "python": become_python}[become](**fields)
+    globals()[f"become_{become}"](**fields)
     sys.exit()
 
 
