@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,13 @@ from minisgl.attention.factory import create_backend
 from minisgl.attention.fused_backend import FusedBackend, StoreFirstBackend
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.kernels import linear as kernels
-from minisgl.kernels.decode_attention import TILES, splits_of, tile_of
+from minisgl.kernels.decode_attention import TILES, splits_of, tile_of, waves
+from minisgl.kernels.device import H200, DeviceLimits
 from minisgl.kernels.embedding import embed
 from minisgl.kernels.norm import add_norm
 
 __all__ = ["few_programs"]  # the fixture
+CARDS = {"A100": DeviceLimits(108, 166_912, 80), "L4": DeviceLimits(58, 101_376, 89), "H200": H200}
 FEW_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
 
@@ -88,6 +92,23 @@ def test_tiling_fills_the_gpu_and_divides_the_work() -> None:
     assert kernels.choose_tiling(8, 1024, 2048, gated=False, split_k=True).splits == 8
     assert kernels.choose_tiling(256, 4096, 1024, gated=False, split_k=False) is None
     assert kernels.choose_tiling(8, 100, 1024, gated=False, split_k=False) is None
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_tiles_fit_into_the_shared_memory_of_a_card(card: str) -> None:
+    limits, endless = CARDS[card], replace(H200, shared_memory=2**30)
+    for m, gated, scales in itertools.product((8, 32, 64, 128), (False, True), (0, 1)):
+        for n, k in ((1024, 3072), (3072, 1024), (4096, 4096)):
+            how: dict[str, Any] = {"gated": gated, "split_k": True, "scales": scales}
+            cut = kernels.choose_tiling(m, n, k, **how, limits=limits)
+            if cut is not None:
+                weights = cut.bn * (2 if gated else 1) * (1 if scales else 2)
+                assert cut.stages * (2 * cut.bm + weights) * cut.bk <= limits.shared_memory
+                assert cut.stages >= 2 and cut.splits * n // cut.bn * -(-m // cut.bm) <= max(
+                    limits.sms, n // cut.bn * -(-m // cut.bm)
+                )
+            if card == "H200":  # for which they were chosen
+                assert cut == kernels.choose_tiling(m, n, k, **how, limits=endless)
 
 
 @pytest.mark.parametrize("parts", [None, 1, 3])
@@ -157,6 +178,15 @@ def test_tiles_fill_one_wave_if_they_can() -> None:
     for first, last, shape in ((1, 48, large), (56, 64, middle), (72, 400, small)):
         found = {tile for size, tile in chosen.items() if first <= size <= last}
         assert found == {shape}, (first, last)
+
+
+def test_decode_is_cut_for_the_card_it_runs_on() -> None:
+    at_once = {card: [count for _, count in waves(limits)] for card, limits in CARDS.items()}
+    assert at_once == {"A100": [216, 432, 432], "L4": [58, 116, 116], "H200": [396, 528, 792]}
+    small = DeviceLimits(40, 65_536, 75)  # too little for the largest tile
+    assert [shape for shape, _ in waves(small)] == [shape for shape, _ in TILES[1:]]
+    assert splits_of(1, 8, CARDS["L4"]) == (8, 1) and splits_of(8, 8, CARDS["L4"]) == (2, 2048)
+    assert tile_of(8, 8, 128, 2, CARDS["L4"]) == TILES[1][0]
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])

@@ -14,6 +14,7 @@ from minisgl.attention.base import AttentionPlan, DecodeBuffers
 from minisgl.attention.metadata import AttentionMetadata
 from minisgl.core import Phase
 from minisgl.kernels.decode_attention import Scratch, decode_attention, splits_of
+from minisgl.kernels.device import device_limits
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
 
@@ -56,7 +57,8 @@ class FusedBackend:
         self.pool, self.tables, self.scale = pool, tables, sm_scale
         kv = pool.num_kv_heads
         sizes = range(1, max(tables.num_rows, 32) + 2)  # a few requests may have many drafts
-        most = max(bs * kv * splits_of(bs, kv)[0] for bs in sizes)
+        limits = device_limits(pool.buffer.device)
+        most = max(bs * kv * splits_of(bs, kv, limits)[0] for bs in sizes)
         self.scratch = Scratch(most, num_qo_heads // kv, pool.head_dim, pool.buffer.device)
 
     def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> AttentionPlan:

@@ -15,6 +15,7 @@ from torch import Tensor
 from minisgl.attention.base import AttentionPlan, DecodeBuffers
 from minisgl.attention.metadata import AttentionMetadata, ragged_arange
 from minisgl.attention.staging import StagingRing
+from minisgl.kernels.device import device_limits
 from minisgl.kernels.paged_attention import attention_kernel, merge_kernel
 from minisgl.kernels.store_kv import rows_contiguous, store_kv
 from minisgl.kvcache.page_table import TableManager
@@ -44,8 +45,8 @@ CPU_SMS = 16  # multiprocessors to plan for where there is no GPU, so that small
 
 def count_sms(device: torch.device, dtype: torch.dtype) -> int:
     """Multiprocessors to plan for; RuntimeError where the kernels cannot run, or not rightly."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
+    if device.type != "cpu":
+        return device_limits(device).sms
     if isinstance(attention_kernel, triton.JITFunction):
         raise RuntimeError(
             "attention_backend: 'triton' needs a GPU; to run its kernels on a CPU, slowly, "

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernels.device import H200, DeviceLimits, device_limits
 from minisgl.kernels.pdl import launch_options
 from minisgl.kernels.rotate_store import rotate
 
@@ -217,27 +218,38 @@ def decode_kernel(
                split, count, g, real, HEAD_DIM, GROUP, ROWS, SPLITS)  # fmt: skip
 
 
-# (TILE, warps, stages) for heads of 128 in 16 bits, and how many such programs an H200 runs at once
-TILES = ((128, 4, 2), 396), ((64, 2, 2), 528), ((32, 1, 6), 792)
+# (TILE, warps, stages) for heads of 128 in 16 bits; the most such programs that registers of an
+# SM hold, and the shared memory of one, in bytes
+TILES = ((128, 4, 2), (3, 73_728)), ((64, 2, 2), (4, 38_912)), ((32, 1, 6), (6, 37_376))
 
 
-def splits_of(batch_size: int, num_kv_heads: int) -> tuple[int, int]:
+def waves(limits: DeviceLimits) -> list[tuple[tuple[int, int, int], int]]:
+    """The shapes that a GPU can run, and how many such programs it runs at once."""
+    counted = [(shape, limits.at_once(*needs)) for shape, needs in TILES]
+    return [(shape, count) for shape, count in counted if count]
+
+
+def splits_of(batch_size: int, num_kv_heads: int, limits: DeviceLimits = H200) -> tuple[int, int]:
     """Into how many parts to split keys at most, and the least length of a part, in tokens.
 
     Few requests are split until the GPU is full, and at least in two while one wave of the largest
     tiles holds them; more of them only where one request is very long.
     """
     programs = batch_size * num_kv_heads
-    if programs > TILES[0][1]:
+    if programs > waves(limits)[0][1]:
         return 2, 2048
-    return max(2, min(16, triton.next_power_of_2(triton.cdiv(256, programs)))), 1
+    full = 1 << (2 * limits.sms).bit_length() - 1
+    return max(2, min(16, triton.next_power_of_2(triton.cdiv(full, programs)))), 1
 
 
-def tile_of(batch_size: int, num_kv_heads: int, head_dim: int, itemsize: int) -> tuple[int, ...]:
+def tile_of(
+    batch_size: int, num_kv_heads: int, head_dim: int, itemsize: int, limits: DeviceLimits = H200
+) -> tuple[int, ...]:
     """(TILE, warps, stages): the largest that runs all programs in one wave, else the smallest."""
     programs = batch_size * num_kv_heads
-    fitting = [shape for shape, at_once in TILES if programs <= at_once]
-    tile, warps, stages = fitting[0] if fitting else TILES[-1][0]
+    shapes = waves(limits)
+    fitting = [shape for shape, at_once in shapes if programs <= at_once]
+    tile, warps, stages = fitting[0] if fitting else shapes[-1][0]
     return max(16, tile * 256 // max(256, head_dim * itemsize)), warps, stages
 
 
@@ -258,8 +270,9 @@ def decode_attention(
     """
     bs, qo, dim = q.shape
     kv = k.shape[1]
-    splits, shortest = splits_of(bs, kv)
-    tile, warps, stages = tile_of(bs, kv, dim, q.element_size())
+    limits = device_limits(q.device)
+    splits, shortest = splits_of(bs, kv, limits)
+    tile, warps, stages = tile_of(bs, kv, dim, q.element_size(), limits)
     out = torch.empty(bs, qo, dim, dtype=q.dtype, device=q.device)
     q_norm, k_norm = norms if norms is not None else (q, q)
     decode_kernel[(kv, bs, splits)](

@@ -5,7 +5,8 @@ Generated from notebooks/05d_gemm.ipynb: edit there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernels.device import H200, DeviceLimits, device_limits
 from minisgl.kernels.pdl import launch_options
 
 
@@ -229,13 +231,17 @@ class Tiling:
     swap: bool
     splits: int = 1
 
+    def fit(self, x_bytes: int, w_bytes: int, room: int) -> Self:
+        """With as many stages as fit into `room`, of so many bytes for a row of x, one of w."""
+        stage = self.bm * x_bytes + self.bn * w_bytes
+        return replace(self, stages=max(2, min(self.stages, room // stage)))
+
 
 # Measured on an H200 in whole layers of Qwen3-0.6B, 8B and 14B: up to FEW_ROWS our kernel and what
 # it saves beat cuBLAS, except for large weights; beyond, only small GEMMs do.
 FEW_ROWS = 64
 SMALL_FLOPS = 2.5e9
 LARGE, LARGE_GATED = 2**26, 2**25  # numbers of a weight, and of each half of a gated one
-SMS = 132  # multiprocessors of an H200
 
 
 def beats_cublas(m: int, n: int, k: int, gated: bool, split_k: bool) -> bool:
@@ -247,12 +253,13 @@ def beats_cublas(m: int, n: int, k: int, gated: bool, split_k: bool) -> bool:
 
 
 def choose_tiling(
-    m: int, n: int, k: int, *, gated: bool, split_k: bool, scales: int | None = 0
-) -> Tiling | None:
+    m: int, n: int, k: int, *, gated: bool, split_k: bool, scales: int | None = 0,
+    limits: DeviceLimits = H200,
+) -> Tiling | None:  # fmt: skip
     """How to tile x [m, k] by a weight [n, k]; None: leave it to cuBLAS.
 
     split_k: the caller adds up the splits, so a weight with few rows may be split along k, too.
-    scales: of each row of a weight of eight bits.
+    scales: of each row of a weight of eight bits. limits: of the GPU.
     """
     if scales is None or not (m <= FEW_ROWS if scales else beats_cublas(m, n, k, gated, split_k)):
         return None
@@ -269,11 +276,13 @@ def choose_tiling(
         bm, bn, bk, warps, stages, swap = 64, 64, 128, 4, 4, False
     if n % bn or k % bk:
         return None
-    splits = 1
+    splits, sms = 1, limits.sms
     tiles = n // bn * -(-m // bm)
-    while split_k and 2 * tiles * splits <= SMS and splits < 8 and k % (2 * splits * bk) == 0:
+    while split_k and 2 * tiles * splits <= sms and splits < 8 and k % (2 * splits * bk) == 0:
         splits *= 2
-    return Tiling(bm, bn, bk, warps, stages, swap, splits)
+    x_bytes, w_bytes = 2 * bk, (1 if scales else 2) * bk * (2 if gated else 1)
+    tiling = Tiling(bm, bn, bk, warps, stages, swap, splits)
+    return tiling.fit(x_bytes, w_bytes, limits.shared_memory)
 
 
 def launch_rows(
@@ -300,7 +309,10 @@ def tiling_of(
     faster = getattr(weight, "has_scaled_mm", None)  # chapter 05g
     if m > 1 and faster is not None and faster(x.dtype):
         return None
-    return choose_tiling(m, n, k, gated=gated, split_k=split_k, scales=count_scales(weight))
+    return choose_tiling(
+        m, n, k, gated=gated, split_k=split_k, scales=count_scales(weight),
+        limits=device_limits(x.device),
+    )  # fmt: skip
 
 
 def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

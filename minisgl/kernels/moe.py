@@ -6,7 +6,6 @@ Generated from notebooks/11b_moe_kernels.ipynb: edit there.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 
@@ -16,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernels.device import device_limits
 from minisgl.kernels.linear import FEW_ROWS, Tiling, prefetch, split_k_linear
 from minisgl.kernels.pdl import launch_options
 
@@ -232,15 +232,6 @@ TILINGS = (
 )
 
 
-@cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may use; on a CPU those of a Hopper GPU."""
-    if device.type != "cuda":
-        return 232_448
-    found = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
-    return int(found["max_shared_mem"])
-
-
 def fit_tiling(tiles: Tiling, out: int, k: int, gated: bool, room: int, itemsize: int) -> Tiling:
     """Tiles that divide a weight [out, k], with as many stages as fit into `room` bytes."""
     bn, bk = min(tiles.bn, out & -out), min(tiles.bk, k & -k)
@@ -248,8 +239,8 @@ def fit_tiling(tiles: Tiling, out: int, k: int, gated: bool, room: int, itemsize
         raise ValueError(f"moe: sizes of experts must be multiples of 16, got {out} and {k}")
     while 2 * (tiles.bm + bn * (2 if gated else 1)) * bk * itemsize > room and bn > 16:
         bn //= 2
-    stage = (tiles.bm + bn * (2 if gated else 1)) * bk * itemsize
-    return replace(tiles, bn=bn, bk=bk, stages=max(2, min(tiles.stages, room // stage)))
+    row = bk * itemsize
+    return replace(tiles, bn=bn, bk=bk).fit(row, 2 * row if gated else row, room)
 
 
 def lines_ahead(k: int) -> int:
@@ -282,7 +273,7 @@ def expert_parts(
     n, (local, hidden, width) = len(x), down.shape
     average = 0.0 if fixed else n * top_k / logits.shape[-1]
     in_tiles, out_tiles = next(tiles for most, *tiles in TILINGS if average <= most)
-    room, itemsize = shared_memory(x.device), x.element_size()
+    room, itemsize = device_limits(x.device).shared_memory, x.element_size()
     in_tiles = fit_tiling(in_tiles, width, hidden, True, room, itemsize)
     out_tiles = fit_tiling(out_tiles, hidden, width, False, room, itemsize)
     blocks = align(logits, top_k, normalize, in_tiles.bm, first, local)

@@ -5,12 +5,12 @@ Generated from notebooks/06c_sampling_kernel.ipynb: edit there.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from minisgl.kernels.device import device_limits
 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -153,12 +153,9 @@ def merge_kernel(best_ptr, best_id_ptr, out_ptr, parts, PARTS: tl.constexpr):
 SLICE_BLOCK = 2048  # tokens that a program looks at together
 
 
-@cache
 def programs_wanted(device: torch.device) -> int:
-    """Programs of a launch: four for each multiprocessor; those of an H200 without a GPU."""
-    if device.type != "cuda":
-        return 4 * 132
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
+    """Programs of a launch: four for each multiprocessor."""
+    return 4 * device_limits(device).sms
 
 
 def slices(rows: int, vocab: int, programs: int) -> tuple[int, int, int]:

@@ -24,13 +24,13 @@ import torch
 from minisgl.benchmark.__main__ import main as benchmark
 from minisgl.benchmark.report import circumstances
 from minisgl.kernels import moe
+from minisgl.kernels.device import device_limits
 from minisgl.kernels.linear import Tiling
 from minisgl.kernels.moe import (
     FusedExperts,
     align,
     fit_tiling,
     launch_experts,
-    shared_memory,
 )
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 128, 8, 2048, 768
@@ -88,7 +88,7 @@ class Layers:
         x = self.normal(n, HIDDEN) * 50
         logits = [(x @ router.T).float()[None] for router in self.router]
         out, k = (WIDTH, HIDDEN) if gated else (HIDDEN, WIDTH)
-        fitted = fit_tiling(tiles, out, k, gated, shared_memory(x.device), 2)
+        fitted = fit_tiling(tiles, out, k, gated, device_limits(x.device).shared_memory, 2)
         blocks = [align(one, TOP_K, True, fitted.bm) for one in logits]
         mids = [self.normal(len(one.pairs), WIDTH) for one in blocks]
         parts = torch.empty(TOP_K, n, HIDDEN, dtype=torch.float32, device="cuda")

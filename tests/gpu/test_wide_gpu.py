@@ -108,7 +108,7 @@ def test_wide_steps_in_a_row_answer_like_single_ones(
     prompts = [[r.randrange(1000, 90_000) for _ in range(40)] for _ in range(200)]
     for recorded in (True, False):
         if not recorded:
-            monkeypatch.setattr(pdl, "has_dependent_launch", lambda index: False)
+            monkeypatch.setattr(pdl, "can_launch_early", lambda x: False)
         how: dict[str, Any] = {"cuda_graph_max_bs": 256 if recorded else 0, "overlap": recorded}
         how |= {"num_pages": 2048, "page_size": 16, "max_seq_len_override": 512}
         with LLM(

@@ -72,10 +72,10 @@ def cut(way: str) -> Iterator[None]:
     shape, _, parts = way.partition(" ")
     tile, warps, stages = map(int, shape.split("-"))
 
-    def tile_of(bs: int, kv: int, dim: int, itemsize: int) -> tuple[int, ...]:
+    def tile_of(bs: int, kv: int, dim: int, itemsize: int, limits: Any = None) -> tuple[int, ...]:
         return max(16, tile * 256 // max(256, dim * itemsize)), warps, stages
 
-    def splits_of(bs: int, kv: int) -> tuple[int, int]:
+    def splits_of(bs: int, kv: int, limits: Any = None) -> tuple[int, int]:
         return SPLITS[parts] if parts in SPLITS else (int(parts), 1)
 
     with (

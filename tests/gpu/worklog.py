@@ -337,7 +337,8 @@ class Cache:
 
 def attention_stages(stages: ModuleType, c: Cache) -> list[tuple[str, Callable[[int], object]]]:
     """The ladder of decode attention; each call works on one layer."""
-    splits = decode.splits_of(c.batch, c.kv)[0] if c.batch * c.kv <= decode.TILES[0][1] else 1
+    fits = c.batch * c.kv <= decode.waves(decode.H200)[0][1]
+    splits = decode.splits_of(c.batch, c.kv)[0] if fits else 1
     shape = decode.tile_of(c.batch, c.kv, 128, 2)
     to = (c.table, c.rows, c.positions)
 

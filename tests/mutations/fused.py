@@ -50,6 +50,20 @@ MUTATIONS = [
         f"{TEST}test_gemms_of_few_rows",
     ),
     Mutation(
+        "fused: stages are not cut to a card's shared memory",
+        LINEAR,
+        "max(2, min(self.stages, room // stage))",
+        "self.stages",
+        f"{TEST}test_tiles_fit_into_the_shared_memory_of_a_card",
+    ),
+    Mutation(
+        "fused: decode attention takes every card for an H200",
+        DECODE,
+        "limits.at_once(*needs)",
+        "H200.at_once(*needs)",
+        f"{TEST}test_decode_is_cut_for_the_card_it_runs_on",
+    ),
+    Mutation(
         "fused: only the first part of a product is added",
         NORM,
         "for part in tl.static_range(PARTS):",
