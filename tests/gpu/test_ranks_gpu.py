@@ -71,8 +71,9 @@ def test_an_llm_on_two_gpus_answers_as_on_one() -> None:
         assert all(str(a + b) in text for (a, b), text in zip(SUMS, found, strict=False))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("how", ["whole", "cut"])
-def test_experts_on_two_gpus_answer_as_on_one(tmp_path: Path, how: str) -> None:
+def test_experts_on_two_gpus_answer_as_on_one(tmp_path: Path, how: str, dtype: str) -> None:
     """Tokens in float32; in bfloat16, by recorded fused kernels, nearly the same probabilities."""
     sizes = {"hidden_size": 256, "head_dim": 64, "num_experts": 16, "moe_intermediate_size": 64}
     path = make_checkpoint(tmp_path, "qwen3_moe", vocab_size=1000, **sizes)
@@ -80,20 +81,20 @@ def test_experts_on_two_gpus_answer_as_on_one(tmp_path: Path, how: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=1)
 
     def answers(**fields: Any) -> list[dict[str, Any]]:
-        with LLM(path, device=DEVICE, num_pages=512, **fields) as llm:
+        few = {"num_pages": 512, "max_running_req": 8, "cuda_graph_bs": (8,)}
+        with LLM(path, device=DEVICE, **few, **fields) as llm:
             return llm.generate(prompts, params)
 
     want = answers(dtype="float32")
-    two: dict[str, Any] = {"tensor_parallel_size": 2, "expert_parallel": how == "whole"}
-    found = answers(dtype="float32", **two)
-    assert [out["token_ids"] for out in found] == [out["token_ids"] for out in want]
-    near = 0
-    for ours, theirs in zip(answers(dtype="bfloat16", **two), want, strict=True):
-        pairs = list(zip(ours["logprobs"], theirs["logprobs"], strict=True))[:2]
-        if all(a["token_id"] == b["token_id"] for a, b in pairs):
-            near += 1
-            assert all(abs(a["logprob"] - b["logprob"]) < 0.15 for a, b in pairs)
-    assert near > len(prompts) // 2
+    found = answers(dtype=dtype, tensor_parallel_size=2, expert_parallel=how == "whole")
+    if dtype == "float32":
+        assert [out["token_ids"] for out in found] == [out["token_ids"] for out in want]
+    off = []  # for the first two tokens: of a prefill, and of a recorded step
+    for ours, theirs in zip(found, want, strict=True):
+        for a, b in list(zip(ours["logprobs"], theirs["logprobs"], strict=True))[:2]:
+            same = a["token_id"] == b["token_id"]
+            off.append(abs(a["logprob"] - b["logprob"]) if same else float("inf"))
+    assert sorted(off)[len(off) // 2] < 0.05, off  # a token near a tie takes other experts
 
 
 def test_a_killed_rank_ends_an_llm() -> None:
