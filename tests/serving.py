@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
 import uvicorn
 
 from minisgl.config.engine import ServerConfig
@@ -141,9 +142,8 @@ class Served:
         self.folder = folder
         self.started = time.monotonic()
         port = [] if "--port" in flags else ["--port", "0"]
-        from build import has_gpu  # whose tools a GPU machine may lack
-
-        device = [] if has_gpu() else ["--device", "cpu"]  # spares it to ask torch for a GPU
+        # Spares a fork of a process that has no GPU to ask for one.
+        device = [] if torch.cuda.is_available() else ["--device", "cpu"]
         start = ["-m", "minisgl"] if script is None else [str(script)]
         self.process = Popen(
             [sys.executable, *start, *port, *device, *flags],

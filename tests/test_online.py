@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -751,6 +752,23 @@ def test_ctrl_c_prints_what_was_measured(live: Live, answered: Answered, tmp_pat
     assert process.returncode == 130 and "of 64 requests" in said and "not sent" in said
     [run] = json.loads(out.read_text())["results"]["runs"]
     assert run["interrupted"] and run["completed"] + sum(run["errors"].values()) == 64
+
+
+@pytest.mark.drill
+def test_a_killed_benchmark_stops_its_server(tmp_path: Path) -> None:
+    """SIGTERM, as `timeout` and job schedulers send it."""
+    words = ["overhead", "--streams", "2", "--repeats", "99", "--device", "cpu"]
+    process = Popen([sys.executable, "-m", "minisgl.benchmark", *words], stdout=subprocess.DEVNULL)
+    started: list[psutil.Process] = []
+
+    def serves() -> bool:
+        started[:] = psutil.Process(process.pid).children(recursive=True)
+        return any(child.net_connections("tcp") for child in started)
+
+    wait_for(serves, "a server", seconds=150)
+    process.terminate()
+    assert process.wait(120) == 1
+    assert not psutil.wait_procs(started, timeout=60)[1]
 
 
 def test_no_answer_at_all_is_a_failure() -> None:

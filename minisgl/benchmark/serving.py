@@ -53,6 +53,8 @@ def served(folder: Path | None, flags: Sequence[str], patience: float = 600.0) -
     """Our server on a free port; `ValueError` with its last words if it does not start."""
     command = [sys.executable, "-m", "minisgl", "--port", "0", *flags]
     command += [] if folder is None else ["--model", str(folder)]
+    if threading.current_thread() is threading.main_thread():  # a kill stops the server as well
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with TemporaryFile("w+") as errors:
         process = subprocess.Popen(  # in a session of its own: Ctrl-C is for us, we stop it
             command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
