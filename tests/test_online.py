@@ -758,7 +758,8 @@ def test_ctrl_c_prints_what_was_measured(live: Live, answered: Answered, tmp_pat
 def test_a_killed_benchmark_stops_its_server(tmp_path: Path) -> None:
     """SIGTERM, as `timeout` and job schedulers send it."""
     words = ["overhead", "--streams", "2", "--repeats", "99", "--device", "cpu"]
-    process = Popen([sys.executable, "-m", "minisgl.benchmark", *words], stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "minisgl.benchmark", *words]
+    process = Popen(command, real=True, stdout=subprocess.DEVNULL)
     started: list[psutil.Process] = []
 
     def serves() -> bool:
