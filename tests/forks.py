@@ -34,21 +34,21 @@ def warm() -> Path:
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "socket").exists():
+        if not (folder / "package").exists():
             script = Path(__file__).with_name("warm.py")
             command = [sys.executable, str(script), str(folder), str(owner)]
             # Ctrl-C is not its
             process = subprocess.Popen(command, cwd="/", start_new_session=True)
-            while not (folder / "socket").exists():
+            while not (folder / "package").exists():
                 assert process.poll() is None, "tests/warm.py has ended"
                 time.sleep(0.01)
     return folder
 
 
-def ask(files: tuple[int, ...] = (), **job: Any) -> Any:
-    """The answer of `tests/warm.py` to a job."""
+def ask(imported: str, files: tuple[int, ...] = (), **job: Any) -> Any:
+    """The answer to a job, of a process that has imported all "libraries" or our "package", too."""
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(warm() / "socket"))
+        connection.connect(str(warm() / imported))
         line = json.dumps(job).encode() + b"\n"
         sent = socket.send_fds(connection, [line], files) if files else 0
         connection.sendall(line[sent:])
@@ -61,12 +61,13 @@ class Forked:
     stdin = stdout = stderr = None
 
     def __init__(self, become: str, output: str = os.devnull, **fields: Any) -> None:
-        self.pid: int = ask(become=become, output=output, **fields)
+        self.imported = "libraries" if become == "tests" else "package"
+        self.pid: int = ask(self.imported, become=become, output=output, **fields)
         self.code: int | None = None
 
     def poll(self) -> int | None:
         if self.code is None:
-            self.code = ask(pid=self.pid)
+            self.code = ask(self.imported, pid=self.pid)
         return self.code
 
     def wait(self, seconds: float = math.inf) -> int:
@@ -114,13 +115,17 @@ class Popen(subprocess.Popen[Any]):
         if not self.forked:
             super()._execute_child(args, *more)  # type: ignore[misc]
             return
-        cwd, env, ends = more[4], more[5], more[9:15]
+        cwd, env, ends = more[4], more[5] or os.environ, more[9:15]
         files = (ends[0], ends[3], ends[5])  # -1: the same as ours
+        here = env.get("PYTHONPATH", "").partition(os.pathsep)[0]
+        same = os.path.realpath(here) == os.path.realpath(warm() / "root")  # or a mutated copy
+        self.imported = "package" if same else "libraries"
         self.pid = ask(
+            self.imported,
             become=self.become,
             files=tuple(own if file == -1 else file for own, file in enumerate(files)),
             words=args[1:],
-            env=dict(os.environ if env is None else env),
+            env=dict(env),
             folder=str(cwd or os.getcwd()),
             session=self.session,
         )
@@ -131,7 +136,7 @@ class Popen(subprocess.Popen[Any]):
         if not self.forked:
             return super()._internal_poll(*more, **options)  # type: ignore[misc]
         if self.returncode is None:
-            self.returncode = ask(pid=self.pid)
+            self.returncode = ask(self.imported, pid=self.pid)
         return self.returncode
 
     def _wait(self, timeout: float | None) -> int:

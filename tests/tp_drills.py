@@ -26,6 +26,7 @@ from minisgl.parallel.comm import Comm
 from minisgl.runtime.ranks import Place, RankProcesses, join
 from minisgl.runtime.supervisor import WorkerFailed
 from tests.dense import dense_batch
+from tests.interpreter import quicken
 
 # A server process that has imported torch once is forked for every rank: seconds less per test.
 multiprocessing.set_forkserver_preload(["tests.tp_drills", "minisgl.runtime.ranks"])
@@ -220,9 +221,15 @@ def share_memory(comm: Comm, width: int, rows: int, dtype: torch.dtype) -> tuple
     return PeerBuffers(addresses, turns, quit, comm.rank, width), parts
 
 
+def interpret() -> None:
+    """Let Triton's interpreter run the kernels of this process."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    quicken()
+
+
 def sum_rows(comm: Comm, steps: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Sums of random rows by the kernel, each rank at its own pace, against plain PyTorch."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     from minisgl.kernels import all_reduce as kernels
 
     rows, width, said, pace = 4, 24, [], random.Random(comm.rank)
@@ -255,7 +262,7 @@ def sum_rows(comm: Comm, steps: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def fused_model(comm: Comm) -> None:
     """The fused model on several ranks equals the plain one, in Triton's interpreter."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     from tests.fused_cases import check_model, enlarge_blocks, small_model
 
     enlarge_blocks(setattr)

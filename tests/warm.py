@@ -1,8 +1,8 @@
-"""A process that has imported the libraries once; what it is asked to run is a fork of it.
+"""Processes that have imported what tests need once; what they are asked to run is a fork of them.
 
-`python warm.py FOLDER PID` listens on the socket `FOLDER/socket` until the process PID is gone. A
-connection carries one job, a line of JSON and perhaps files, and its answer, another line.
-`tests.forks` asks.
+`python warm.py FOLDER PID` listens on the socket `FOLDER/libraries`, and its child, which has
+imported our package, too, on `FOLDER/package`, until the process PID is gone. A connection carries
+one job, a line of JSON and perhaps files, and its answer, another line. `tests.forks` asks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib
 import json
 import multiprocessing.util
 import os
+import pkgutil
 import runpy
 import shutil
 import signal
@@ -39,10 +40,12 @@ OPTIONS += ["-p", "no:rerunfailures", "-p", "no:schemathesis", "-p", "no:unraisa
 # What chapters, tests, the package and pytest's plugins import, but for the package itself: copies
 # of it are mutated. None of them starts a thread when it is imported: threads do not survive forks.
 LIBRARIES = [
-    "build", "pytest", "hypothesis", "schemathesis", "anyio.pytest_plugin", "openai", "httpx",
-    "fastapi", "uvicorn", "prompt_toolkit", "matplotlib.pyplot", "scipy.stats", "sympy", "torch",
-    "torch._dynamo", "triton", "tokenizers", "transformers.models.auto.modeling_auto",
-    "transformers.tokenization_utils_tokenizers", "nbval.plugin", "ipykernel.kernelapp",
+    "build", "pytest", "hypothesis", "schemathesis", "anyio.pytest_plugin", "openai", "httpx_sse",
+    "fastapi", "uvicorn", "prometheus_client", "zmq.asyncio", "msgspec", "llguidance", "scipy.stats",
+    "prompt_toolkit", "matplotlib.pyplot", "sympy", "torch", "torch._dynamo", "triton",
+    "tokenizers", "safetensors.torch", "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3", "transformers.tokenization_utils_tokenizers",
+    "nbval.plugin", "ipykernel.kernelapp",
 ]  # fmt: skip
 
 
@@ -203,21 +206,58 @@ def poll(pid: int, ended: dict[int, int]) -> int | None:
     return ended[pid]
 
 
-def main(folder: Path, owner: int) -> None:
-    """Answer job after job."""
-    sys.path[0] = str(Path(__file__).resolve().parents[1] / "notebooks")
+def listen(path: Path) -> socket.socket:
+    """A socket that is seen only once it listens."""
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(folder / "unheard"))
+    listener.bind(f"{path}.unheard")
     listener.listen()
-    (folder / "unheard").rename(folder / "socket")  # seen only once it listens
+    listener.settimeout(1)
+    Path(f"{path}.unheard").rename(path)
+    return listener
+
+
+def import_package() -> None:
+    """All modules of the package that import on this machine, but for the command."""
+    package = importlib.import_module("minisgl")
+    for module in pkgutil.walk_packages(package.__path__, "minisgl."):
+        if not module.name.endswith("__main__"):
+            with suppress(ImportError):
+                importlib.import_module(module.name)
+
+
+def freeze() -> None:
+    """A collection in a child would look at, and so copy, all that is there now."""
+    gc.collect()
+    gc.freeze()
+
+
+def main(folder: Path, owner: int) -> None:
+    """Answer job after job; a second process does so that has imported the package, too."""
+    root = Path(__file__).resolve().parents[1]
+    sys.path[0] = str(root / "notebooks")
+    (folder / "root").symlink_to(root)
+    libraries, package = listen(folder / "libraries"), listen(folder / "package")
     for name in LIBRARIES:
         importlib.import_module(name)
     interpreter.quicken()
     os.environ[forks.WARM] = str(folder)
     has_gpu()  # asked once
-    gc.collect()
-    gc.freeze()  # a collection in a child would look at, and so copy, all that these have made
-    listener.settimeout(1)
+    freeze()
+    if not os.fork():
+        libraries.close()
+        if not has_gpu():  # which no process may have asked before it forks
+            import_package()
+        freeze()
+        serve(package, owner)
+        os._exit(0)
+    package.close()
+    serve(libraries, owner)
+    shutil.rmtree(folder)
+    os._exit(0)
+
+
+def serve(listener: socket.socket, owner: int) -> None:
+    """Answer until the owner is gone."""
     ended: dict[int, int] = {}
     while psutil.pid_exists(owner):
         with suppress(TimeoutError), listener.accept()[0] as connection:
@@ -229,8 +269,6 @@ def main(folder: Path, owner: int) -> None:
             for file in files:
                 os.close(file)
             connection.sendall(json.dumps(answer).encode() + b"\n")
-    shutil.rmtree(folder)
-    os._exit(0)
 
 
 if __name__ == "__main__":
