@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,12 +21,10 @@ def dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def chapter_of_modules(root: Path) -> dict[str, str]:
-    """Which chapter exports each module; folders without a chapter of their own come first."""
-    package = build.generate(root)
-    return {
-        dotted(path): package.owner.get(path, "") for path in package.files if path.suffix == ".py"
-    }
+def chapter_of(source: str) -> str:
+    """Which chapter exports a module, as its head says; a folder without one comes first."""
+    found = re.search(r"Generated from notebooks/(\w+)\.ipynb", source)
+    return found[1] if found else ""
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -61,10 +60,10 @@ def violations(sources: dict[str, str], chapters: dict[str, str]) -> list[str]:
 
 
 def test_the_package_follows_the_map() -> None:
-    chapters = chapter_of_modules(ROOT)
     files = list((ROOT / "minisgl").rglob("*.py"))
     sources = {dotted(p.relative_to(ROOT / "minisgl")): p.read_text() for p in files}
-    assert sources.keys() == chapters.keys()
+    chapters = {name: chapter_of(source) for name, source in sources.items()}
+    assert len(set(chapters.values())) > 30  # heads are read; that they are true, test_build says
     assert violations(sources, chapters) == []
 
 

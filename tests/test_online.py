@@ -736,7 +736,7 @@ def test_ctrl_c_prints_what_was_measured(live: Live, answered: Answered, tmp_pat
         "--api-key",
         "secret",
         "--rate",
-        "0.5",
+        "2",
         "--json",
         str(out),
     ]

@@ -506,7 +506,7 @@ def run_case(operation: Any) -> None:
 
     @given(case=strategy)
     @settings(
-        max_examples=8, deadline=None, derandomize=True, database=None,
+        max_examples=6, deadline=None, derandomize=True, database=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     def run(case: Any) -> None:

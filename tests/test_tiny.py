@@ -466,5 +466,5 @@ def test_shipped_model_answers() -> None:
     turn = data.draw(rng, "add", held_out=True)
     cases.append(evaluate.case("system", turn, system=system_prompt(rng)))
     generate = evaluate.transformers_generate(model, tokenizer, max_new_tokens=120)
-    scores, wrong = evaluate.evaluate(generate, tokenizer, cases)
-    assert len(wrong) <= 2, (scores, wrong)  # of 33
+    scores, wrong = evaluate.evaluate(generate, tokenizer, cases[::2])
+    assert len(wrong) <= 1, (scores, wrong)  # of 17

@@ -41,9 +41,9 @@ OPTIONS += ["-p", "no:rerunfailures", "-p", "no:schemathesis", "-p", "no:unraisa
 # of it are mutated. None of them starts a thread when it is imported: threads do not survive forks.
 LIBRARIES = [
     "build", "pytest", "hypothesis", "schemathesis", "anyio.pytest_plugin", "openai", "httpx_sse",
-    "fastapi", "uvicorn", "prometheus_client", "zmq.asyncio", "msgspec", "llguidance", "scipy.stats",
-    "prompt_toolkit", "matplotlib.pyplot", "sympy", "torch", "torch._dynamo", "triton",
-    "tokenizers", "safetensors.torch", "transformers.models.auto.modeling_auto",
+    "fastapi", "uvicorn", "prometheus_client", "zmq.asyncio", "msgspec", "llguidance",
+    "prompt_toolkit", "matplotlib.pyplot", "scipy.stats", "sympy", "torch", "torch._dynamo",
+    "triton", "tokenizers", "safetensors.torch", "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3.modeling_qwen3", "transformers.tokenization_utils_tokenizers",
     "nbval.plugin", "ipykernel.kernelapp",
 ]  # fmt: skip
