@@ -61,13 +61,13 @@ class Forked:
     stdin = stdout = stderr = None
 
     def __init__(self, become: str, output: str = os.devnull, **fields: Any) -> None:
-        self.imported = "libraries" if become == "tests" else "package"
-        self.pid: int = ask(self.imported, become=become, output=output, **fields)
+        # A chapter shows what is there before a module of the package is imported, and after it.
+        self.pid: int = ask("libraries", become=become, output=output, **fields)
         self.code: int | None = None
 
     def poll(self) -> int | None:
         if self.code is None:
-            self.code = ask(self.imported, pid=self.pid)
+            self.code = ask("libraries", pid=self.pid)
         return self.code
 
     def wait(self, seconds: float = math.inf) -> int:
