@@ -97,7 +97,10 @@ class TritonBackend:
                 ragged_arange(np.zeros_like(tiles), tiles),
             )
         )
-        return TritonPlan(self, out_loc, args, tile_q, int(meta.seq_lens.max()))
+        splits = self.num_splits(
+            int(tiles.sum()) * self.pool.num_kv_heads, int(meta.seq_lens.max())
+        )
+        return TritonPlan(self, out_loc, args, tile_q, splits)
 
     def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> AttentionPlan:
         """Decode over the caller's buffers; everything else is the same for all batches."""
@@ -111,7 +114,11 @@ class TritonBackend:
             numbers[:-1].repeat_interleave(count),
             numbers[:count].repeat(batch_size),
         )
-        return TritonPlan(self, buffers.out_loc, args, tile_q, self.tables.page_table.shape[1])
+        places, longest = (
+            batch_size * count * self.pool.num_kv_heads,
+            self.tables.page_table.shape[1],
+        )
+        return TritonPlan(self, buffers.out_loc, args, tile_q, self.num_splits(places, longest))
 
 
 LOG2_E = 1.4426950408889634  # the kernels use exp2, which is what the hardware has
@@ -122,16 +129,17 @@ class TritonPlan(AttentionPlan):
     """One batch on the device, ready for every layer."""
 
     def __init__(
-        self, backend: TritonBackend, out_loc: Tensor, args: KernelArgs, tile_q: int, max_len: int
+        self, backend: TritonBackend, out_loc: Tensor, args: KernelArgs, tile_q: int, splits: int
     ) -> None:
-        """`max_len` is the length of the longest request, or the greatest that it can have."""
+        """`splits` is the number of parts that keys may be cut into."""
         self.pool, self.tables, self.scale = backend.pool, backend.tables, backend.scale
         self.out_loc, self.args, self.tile_q = out_loc, args, tile_q
         self.group, self.head_dim = backend.group, self.pool.head_dim
         self.dim = max(16, 1 << (self.head_dim - 1).bit_length())  # tl.dot wants 16 at least
-        places = len(args.request) * self.pool.num_kv_heads
-        self.splits = backend.num_splits(places, max_len)
-        rows = places * self.splits * tile_q if self.splits > 1 else 1
+        self.splits = splits
+        self.out: Tensor | None = None  # memory for the answers; None: new in each layer
+        self.tile_kv, self.warps = TILE_KV, 4
+        rows = len(args.request) * self.pool.num_kv_heads * splits * tile_q if splits > 1 else 1
         self.parts = torch.empty(rows, self.dim, dtype=torch.float32, device=out_loc.device)
         self.lse = torch.empty(rows, dtype=torch.float32, device=out_loc.device)
 
@@ -151,15 +159,15 @@ class TritonPlan(AttentionPlan):
             self.pool.num_kv_heads,
         )
         q = rows_contiguous(q)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if self.out is None else self.out
         where = (args.last, args.qo_indptr, args.request, args.tile)
         sizes = {"GROUP": self.group, "HEAD_DIM": self.head_dim, "DIM": self.dim,
-                 "TILE_Q": self.tile_q, "TILE_KV": TILE_KV}  # fmt: skip
+                 "TILE_Q": self.tile_q, "TILE_KV": self.tile_kv}  # fmt: skip
         attention_kernel[(len(args.request), kv_heads, self.splits)](
             q, k_cache, v_cache, out, self.parts, self.lse, page_table, args.rows, *where,
             self.scale * k_scale * LOG2_E, v_scale,
             q.stride(0), k_cache.stride(1), page_table.stride(0),
-            SPLIT=self.splits > 1, **sizes,
+            SPLIT=self.splits > 1, num_warps=self.warps, **sizes,
         )  # fmt: skip
         if self.splits > 1:
             merge_kernel[(len(args.request), kv_heads)](

@@ -72,6 +72,7 @@ class EngineConfig(Validated):
     attention_backend: Backend = "auto"
     cuda_graph_bs: BatchSizes | None = None
     cuda_graph_max_bs: Count | None = None
+    prefill_graph_max_tokens: Count | None = None  # see chapter 07d
     page_size: Positive | None = None
     memory_ratio: Annotated[PositiveNumber, Field(le=1)] = 0.9
     memory_trial_tokens: Count = 0

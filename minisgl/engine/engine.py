@@ -27,6 +27,7 @@ from minisgl.core import Batch, Phase, Req, SamplingParams
 from minisgl.engine.graph import Graph, GraphRunner, choose_sizes
 from minisgl.engine.logits_processors import LogitsProcessors
 from minisgl.engine.memory import agree_on_free, decide_pages, peak_of
+from minisgl.engine.prefill_graph import PrefillRunner, record_prefill
 from minisgl.engine.sample_kernel import load_sample_kernel
 from minisgl.engine.sampler import SampleOutput, Sampler
 from minisgl.engine.step import ForwardInput, ForwardOutput, build_forward_input
@@ -98,19 +99,18 @@ class Engine:
         self.forward_pass = choose_forward(config, model)
         self.ring, self.dummy_req = StagingRing(self.device), dummy_request(self.tables.dummy_row)
         self.graph: GraphRunner | None = None
+        self.prefill_graph: PrefillRunner | None = None  # 07d
         self.deferral: Deferral | None = None  # for grammars, from chapter 09a on
         self.scorer: Callable[[ForwardInput, ForwardBatch], Tensor] | None = None  # 08a
 
     def prepare(self, batch: Batch) -> ForwardInput:
         """Pad a decode batch to a captured size, if there is one, and lay the step out."""
-        size = None
-        if self.graph is not None and batch.phase is Phase.DECODE:
-            size = self.graph.bucket(batch.size)
+        size = self.graph.bucket(batch.size) if self.graph and batch.phase is Phase.DECODE else None
         if size is not None:
             batch.reqs = sorted(batch.reqs, key=device_len, reverse=True)
             batch.padded_reqs = batch.reqs + [self.dummy_req] * (size - batch.size)
-        use_graph = size is not None
-        return build_forward_input(batch, self.tables, self.page_size, self.sampler, use_graph)
+        fi = build_forward_input(batch, self.tables, self.page_size, self.sampler, size is not None)
+        return fi if self.prefill_graph is None else self.prefill_graph.prepare(fi)
 
     def on_stream(self) -> AbstractContextManager[object]:
         """All that the engine does on a GPU is in one stream, in the order of the calls."""
@@ -143,14 +143,13 @@ class Engine:
 
     def run_recorded(self, fi: ForwardInput) -> ForwardOutput:
         """Replay a recorded step; rows with filters or log probabilities are drawn again."""
-        assert fi.packed is not None and self.graph is not None
+        graph = self.graph if fi.batch.phase is Phase.DECODE else self.prefill_graph
+        assert fi.packed is not None and graph is not None
         size, count = fi.packed.shape[1], len(fi.sampled)
-        ids = self.graph.replay(fi.packed)[:count]
+        ids = graph.replay(fi.packed)[:count]
         if fi.sampling is None or fi.sampling.simple:
             return ForwardOutput(SampleOutput(ids))
-        return self.draw(
-            fi, self.graph.logits[:count], self.graph.steps[size].static.scatter[:count]
-        )
+        return self.draw(fi, graph.logits[:count], graph.steps[size].static.scatter[:count])
 
     def draw(self, fi: ForwardInput, logits: Tensor, scatter: Tensor) -> ForwardOutput:
         """Draw now, or hand the draw over until the step before it is known."""
@@ -171,7 +170,7 @@ class Engine:
             self.deferral.draw()
 
     def capture(self, new_graph: Callable[[], Graph] | None = None, progress: bool = True) -> None:
-        """Record decode steps; on a CPU only by a `new_graph` that works there, else ValueError."""
+        """Record steps; on a CPU only by a `new_graph` that works there, else ValueError."""
         config = self.config
         if new_graph is None and self.stream is None:
             if config.cuda_graph_bs:
@@ -182,23 +181,24 @@ class Engine:
         sizes = choose_sizes(config.cuda_graph_bs, config.cuda_graph_max_bs, most)
         if not sizes:
             return
-        graph = GraphRunner(
-            forward=self.forward_pass, draw=self.sampler.draw_rows, backend=self.backend,
-            tables=self.tables, sizes=sizes, vocab_size=self.model_config.vocab_size,
+        new_runner = partial(
+            GraphRunner, forward=self.forward_pass, draw=self.sampler.draw_rows, tables=self.tables,
+            backend=self.backend, vocab_size=self.model_config.vocab_size,
             dtype=getattr(torch, config.dtype), new_graph=new_graph or torch.cuda.CUDAGraph,
         )  # fmt: skip
         with self.on_stream():
-            graph.capture(progress)
-        self.graph = graph
+            prefill = record_prefill(config, self.model_config, self.pool, new_runner, progress)
+            graph = new_runner(sizes=sizes)
+            graph.capture(progress, None if prefill is None else prefill.pool)
+        self.graph, self.prefill_graph = graph, prefill
 
     def shutdown(self) -> None:
         """Wait for the device and give its memory back; this engine must not be used any more."""
         if self.stream is not None:
             self.stream.synchronize()
-        self.graph = None  # it holds addresses of the pool
+        self.graph = self.prefill_graph = None  # they hold addresses of the pool
         self.pool.free()
-        if self.stream is not None:
-            torch.cuda.empty_cache()  # torch keeps what is freed, out of reach of other processes
+        torch.cuda.empty_cache()  # torch keeps what is freed, out of reach of other processes
 
 
 device_len = attrgetter("device_len")
@@ -224,10 +224,8 @@ def load_model(
 ) -> nn.Module:
     """The model with its weights on the device: shapes first, values afterwards."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    model = build_model(
-        model_config, comm, dtype=dtype, deterministic=config.deterministic,
-        expert_parallel=config.expert_parallel,
-    )  # fmt: skip
+    model = build_model(model_config, comm, dtype=dtype, deterministic=config.deterministic,
+                        expert_parallel=config.expert_parallel)  # fmt: skip
     quantize_model(model, config.quantization, path, device)
     if config.use_dummy_weight:
         load_dummy_weights(model, device=device, dtype=dtype, seed=config.seed)

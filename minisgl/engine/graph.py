@@ -34,9 +34,10 @@ class StepBuffers(NamedTuple):
     out_loc: Tensor  # int64 [size]: slots that the new keys and values go to
     keys: Tensor  # int32 [2, size]: of the sampler's noise
     temperature: Tensor  # float32 [size]: 0 is greedy
+    last_idx: Tensor | None = None  # of prefill, in chapter 07d; None: a row is a request
 
 
-NUM_FIELDS = len(StepBuffers._fields)
+NUM_FIELDS = 7
 
 
 def view_buffers(memory: Tensor, size: int) -> StepBuffers:
@@ -120,20 +121,24 @@ class CapturedStep:
 class GraphRunner:
     """Captures whole decode steps of fixed sizes, and replays the one that fits a batch."""
 
+    phase = Phase.DECODE
+
     def __init__(
         self, *, forward: Callable[[ForwardBatch], Tensor], draw: Draw, backend: AttentionBackend,
         tables: TableManager, sizes: Sequence[int], vocab_size: int, dtype: torch.dtype,
-        new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph,
+        new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph, rows: int | None = None,
     ) -> None:  # fmt: skip
-        """Nothing is captured yet. `dtype` is that of the logits; ValueError for sizes below 1."""
+        """Nothing is captured yet. `dtype` and `rows` are those of the logits, None: as many as the
+        largest size; ValueError for sizes below 1."""
         if not sizes or min(sizes) < 1:
             raise ValueError(f"sizes: must be positive batch sizes, got {list(sizes)}")
         self.forward, self.draw, self.backend, self.tables = forward, draw, backend, tables
         self.sizes, self.new_graph = sorted(set(sizes)), new_graph
         self.device, most = tables.token_pool.device, self.sizes[-1]
         self.memory = torch.zeros(NUM_FIELDS * most, dtype=torch.int64, device=self.device)
-        self.next_ids = torch.zeros(most, dtype=torch.int64, device=self.device)
-        self.logits = torch.zeros(most, vocab_size, dtype=dtype, device=self.device)
+        rows = most if rows is None else rows
+        self.next_ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self.logits = torch.zeros(rows, vocab_size, dtype=dtype, device=self.device)
         self.ring = StagingRing(self.device)
         self.pool: Any = None  # memory that all graphs share
         self.steps: dict[int, CapturedStep] = {}
@@ -141,14 +146,14 @@ class GraphRunner:
 
     def run_step(self, static: StepBuffers, plan: AttentionPlan) -> None:
         """What a graph holds: gather, forward, draw, scatter."""
-        tokens, size = self.tables.token_pool.view(-1), len(static.rows)
+        tokens, size = self.tables.token_pool.view(-1), len(static.scatter)
         logits = self.logits[:size]
         fb = ForwardBatch(
-            phase=Phase.DECODE,
+            phase=self.phase,
             input_ids=tokens.index_select(0, static.gather),
             positions=static.positions,
             out_loc=static.out_loc,
-            last_idx=None,
+            last_idx=static.last_idx,
             attn=plan,
             logits=logits,
         )
@@ -159,12 +164,16 @@ class GraphRunner:
         self.next_ids[:size].copy_(drawn)
         tokens.index_copy_(0, static.scatter, drawn)
 
-    def capture_size(self, size: int) -> CapturedStep:
-        """A dry run, in which libraries choose their algorithms, then the capture."""
+    def lay_out(self, size: int) -> tuple[StepBuffers, AttentionPlan]:
+        """Buffers that hold a step of dummies, and the plan over them."""
         static = view_buffers(self.memory, size)
         self.ring.send([dummy_step(size, self.tables)], self.memory)
         buffers = DecodeBuffers(static.rows, static.positions, static.out_loc)
-        plan = self.backend.graph_plan(size, buffers)
+        return static, self.backend.graph_plan(size, buffers)
+
+    def capture_size(self, size: int) -> CapturedStep:
+        """A dry run, in which libraries choose their algorithms, then the capture."""
+        static, plan = self.lay_out(size)
         self.run_step(static, plan)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -177,14 +186,17 @@ class GraphRunner:
         return CapturedStep(graph, plan, static)
 
     @torch.inference_mode()
-    def capture(self, progress: bool = True) -> None:
-        """Capture all sizes, on the current stream; CUDA wants another one than the default."""
+    def capture(self, progress: bool = True, pool: Any = None) -> None:
+        """Capture all sizes, on the current stream; CUDA wants another one than the default.
+
+        `pool` is the memory of other graphs, to be shared; None: a new one.
+        """
         self.tables.flush()
         if self.device.type == "cuda":
             gc.collect()  # not in the midst of a capture
             torch.cuda.synchronize(self.device)
-            self.pool = torch.cuda.graph_pool_handle()
-        for size in tqdm(self.sizes, desc="capture", unit="graph", disable=not progress):
+            self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        for size in tqdm(self.sizes[::-1], desc="capture", unit="graph", disable=not progress):
             self.steps[size] = self.capture_size(size)
 
     def bucket(self, batch_size: int) -> int | None:

@@ -1,0 +1,43 @@
+"""Plans of recorded prefill steps by the Triton kernels.
+
+Generated from notebooks/07d_recorded_prefill.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl.attention.base import AttentionPlan
+from minisgl.attention.triton_backend import KernelArgs, TritonBackend, TritonPlan
+from minisgl.engine.graph import StepBuffers
+from minisgl.engine.prefill_graph import Tiles
+
+MOST_SPLITS = 8  # scratch memory grows with them
+
+
+class TiledPrefill:
+    """Query tiles against the pool, whatever the lengths of the requests."""
+
+    def __init__(self, backend: TritonBackend, dtype: torch.dtype) -> None:
+        """`dtype` is that of queries and answers."""
+        self.backend, self.dtype, self.group = backend, dtype, backend.group
+
+    def programs(self, size: int, tile_q: int) -> int:
+        """Programs with work, of a single prompt whose keys are not split."""
+        return -(-size * self.group // tile_q) * self.backend.pool.num_kv_heads
+
+    def tile_rows(self, size: int) -> int:
+        """Large tiles where they are enough for half of the multiprocessors."""
+        widest = self.backend.query_rows(128)
+        enough = 2 * self.programs(size, widest) >= self.backend.num_sms
+        return widest if enough else min(64, widest)
+
+    def plan(self, size: int, static: StepBuffers, tiles: Tiles) -> AttentionPlan:
+        """Few tokens may stand behind many cached ones: then keys are split."""
+        backend, tile_q = self.backend, self.tile_rows(size)
+        splits = max(1, min(MOST_SPLITS, backend.num_sms // self.programs(size, tile_q)))
+        plan = TritonPlan(backend, static.out_loc, KernelArgs(*tiles), tile_q, splits)
+        heads, device = self.group * backend.pool.num_kv_heads, backend.device
+        # Padding has no tile: its answers stay what they are here, numbers.
+        plan.out = torch.zeros(size, heads, backend.pool.head_dim, dtype=self.dtype, device=device)
+        return plan

@@ -1,0 +1,237 @@
+"""Prefill steps as CUDA graphs: rounded numbers of tokens, and a few requests in each.
+
+Generated from notebooks/07d_recorded_prefill.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from minisgl.attention.base import AttentionBackend, AttentionPlan, DecodeBuffers
+from minisgl.attention.factory import create_backend, parts_of
+from minisgl.attention.metadata import ragged_arange
+from minisgl.config.engine import EngineConfig, SchedulerConfig
+from minisgl.config.model import ModelConfig
+from minisgl.core import Phase
+from minisgl.engine.graph import GraphRunner, StepBuffers
+from minisgl.kvcache.page_table import TableManager
+from minisgl.kvcache.pool import KVPool
+
+if TYPE_CHECKING:
+    from minisgl.engine.step import ForwardInput
+
+
+SMALLEST, MAX_REQUESTS = 64, 16  # tokens of the smallest step; requests that fit each of them
+
+
+def prefill_sizes(most: int) -> tuple[int, ...]:
+    """Numbers of tokens to record, up to `most`: powers of two, from 512 on half ways, `most`."""
+    powers = [SMALLEST << n for n in range(16)]
+    halves = [n + n // 2 for n in powers if n >= 512]
+    return tuple(sorted({n for n in (*powers, *halves, most) if 0 < n <= most}))
+
+
+class Tiles(NamedTuple):
+    """What attention reads besides, int32: of `MAX_REQUESTS` requests and one that is empty."""
+
+    table_idx: Tensor  # [requests + 1] row of the page table
+    last: Tensor  # [requests + 1] position of the last token; -1 for a request without tokens
+    qo_indptr: Tensor  # [requests + 2] tokens
+    request: Tensor  # [tiles] request of a query tile
+    tile: Tensor  # [tiles] which of its request's tiles it is
+
+
+def num_tiles(size: int, group: int, tile_q: int) -> int:
+    """Most query tiles of a step: each request may have one that is not full."""
+    return size * group // tile_q + min(size, MAX_REQUESTS)
+
+
+def num_words(size: int, tiles: int) -> int:
+    """Length of the memory that `view_prefill` divides, a multiple of `size`."""
+    words = 4 * (size + MAX_REQUESTS) + (3 * MAX_REQUESTS + 4 + 2 * tiles + 1) // 2
+    return -(-words // size) * size
+
+
+def view_prefill(memory: Tensor, size: int, tiles: int) -> tuple[StepBuffers, Tiles]:
+    """The buffers of a step of `size` tokens at the start of a flat memory, int64."""
+    most = MAX_REQUESTS
+    gather, rows, positions, out_loc = memory[: 4 * size].view(4, size)
+    per_request = memory[4 * size :][: 4 * most].view(4, most)
+    scatter, last_idx, keys = per_request[0], per_request[1], per_request[2].view(torch.int32)
+    temperature = per_request[3].view(torch.float32)[:most]
+    static = StepBuffers(
+        gather, scatter, rows, positions, out_loc, keys.view(2, most), temperature, last_idx
+    )
+    lengths = [most + 1, most + 1, most + 2, tiles, tiles]
+    rest = memory[4 * (size + most) :].view(torch.int32)[: sum(lengths)]
+    return static, Tiles(*rest.split(lengths))
+
+
+class PrefillPlans(Protocol):
+    """Attention for recorded prefill."""
+
+    group: int  # query heads of a KV head: rows of a token in a tile
+
+    def tile_rows(self, size: int) -> int:
+        """Rows of one query tile in a step of `size` tokens."""
+        ...
+
+    def plan(self, size: int, static: StepBuffers, tiles: Tiles) -> AttentionPlan:
+        """A plan over buffers whose values change between runs, and addresses do not."""
+        ...
+
+
+class PerTokenPlans:
+    """Each token as a decode request of its own, which finds those before it in the pool."""
+
+    group = 1
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        """`backend` stores all keys and values before one token attends."""
+        self.backend = backend
+
+    def tile_rows(self, size: int) -> int:
+        """Nobody reads the tiles: one for a request."""
+        return size
+
+    def plan(self, size: int, static: StepBuffers, tiles: Tiles) -> AttentionPlan:
+        """Decode of `size` requests."""
+        buffers = DecodeBuffers(static.rows, static.positions, static.out_loc)
+        return self.backend.graph_plan(size, buffers)
+
+
+class PrefillRunner(GraphRunner):
+    """Captures prefill steps of fixed numbers of tokens, of up to `MAX_REQUESTS` requests."""
+
+    phase = Phase.PREFILL
+
+    def __init__(self, *, plans: PrefillPlans, **of_runner: Any) -> None:
+        """As for `GraphRunner`; `sizes` are numbers of tokens."""
+        super().__init__(rows=MAX_REQUESTS, **of_runner)
+        self.plans = plans
+        self.blanks = {size: self.blank(size) for size in self.sizes}
+        words = max(blank.size for blank in self.blanks.values())
+        self.memory = torch.zeros(words, dtype=torch.int64, device=self.device)
+
+    def view(self, memory: Tensor, size: int) -> tuple[StepBuffers, Tiles]:
+        """`view_prefill` with the tiles that the plans of this runner need."""
+        tiles = num_tiles(size, self.plans.group, self.plans.tile_rows(size))
+        return view_prefill(memory, size, tiles)
+
+    def blank(self, size: int) -> NDArray[np.int64]:
+        """A step of padding alone: tokens in the dummy row, requests and tiles without tokens."""
+        tables = self.tables
+        tiles = num_tiles(size, self.plans.group, self.plans.tile_rows(size))
+        packed = np.zeros((num_words(size, tiles) // size, size), np.int64)
+        static, of_attention = self.view(torch.from_numpy(packed).view(-1), size)
+        static.gather[:] = static.scatter[:] = tables.dummy_row * tables.width
+        static.rows[:] = of_attention.table_idx[:] = tables.dummy_row
+        static.out_loc[:] = int(tables.page_table[tables.dummy_row, 0])
+        of_attention.last[:] = -1
+        of_attention.request[:] = MAX_REQUESTS
+        return packed
+
+    def lay_out(self, size: int) -> tuple[StepBuffers, AttentionPlan]:
+        """Buffers that hold a step of padding, and the plan over them."""
+        static, tiles = self.view(self.memory, size)
+        self.ring.send([self.blanks[size]], self.memory)
+        return static, self.plans.plan(size, static, tiles)
+
+    def pack(self, fi: ForwardInput, size: int) -> NDArray[np.int64]:
+        """The step as one array, padded to `size` tokens."""
+        packed, width = self.blanks[size].copy(), self.tables.width
+        views: Any = self.view(torch.from_numpy(packed).view(-1), size)
+        to, tiles = (type(part)(*(tensor.numpy() for tensor in part)) for part in views)
+        n, count = len(fi.positions), len(fi.sampled)
+        to.gather[:n] = fi.token_rows.astype(np.int64) * width + fi.positions
+        to.rows[:n], to.positions[:n], to.out_loc[:n] = fi.token_rows, fi.positions, fi.out_loc
+        to.scatter[:count] = fi.write_rows.astype(np.int64) * width + fi.write_positions
+        to.last_idx[:count] = fi.last_idx[:count]
+        if fi.sampling is not None:
+            to.keys[:, :count], to.temperature[:count] = fi.sampling.keys, fi.sampling.temperature
+        self.pack_tiles(fi, tiles, size)
+        return packed
+
+    def pack_tiles(self, fi: ForwardInput, tiles: Any, size: int) -> None:
+        """Cut the queries of each request into tiles; requests behind the last have no tokens."""
+        meta, rows = fi.meta, self.plans.tile_rows(size)
+        assert meta is not None
+        bs, counts = meta.batch_size, -(-meta.extend_lens * self.plans.group // rows)
+        tiles.table_idx[:bs], tiles.last[:bs] = meta.table_idx, meta.seq_lens - 1
+        tiles.qo_indptr[: bs + 1], tiles.qo_indptr[bs + 1 :] = meta.qo_indptr, meta.num_tokens
+        total = int(counts.sum())
+        tiles.request[:total] = np.repeat(np.arange(bs, dtype=np.int32), counts)
+        tiles.tile[:total] = ragged_arange(np.zeros_like(counts), counts)
+
+    def prepare(self, fi: ForwardInput) -> ForwardInput:
+        """The step with all that its recording needs; as it is if it has to be computed eagerly."""
+        batch = fi.batch
+        if batch.phase is Phase.DECODE or batch.size > MAX_REQUESTS:
+            return fi
+        size = self.bucket(len(fi.positions))
+        if size is None or any(req.scores_prompt for req in batch.reqs):
+            return fi
+        return replace(fi, packed=self.pack(fi, size))
+
+
+LAYER_SECONDS = 340e-6  # of a host that launches a layer
+FLOPS = 600e12  # of a GPU in large GEMMs, each second
+
+
+def prefill_tokens(config: EngineConfig, model: ModelConfig) -> int:
+    """The largest number of tokens to record; 0: none."""
+    most = config.prefill_graph_max_tokens
+    if config.deterministic:  # a padded step has other bits than an eager one
+        return 0
+    if most is None:
+        if config.device == "cpu" or config.tp.size > 1:  # several GPUs: only if asked for
+            return 0
+        moe, tables = model.moe, 1 if model.tie_word_embeddings else 2
+        met = model.num_parameters - tables * model.vocab_size * model.hidden_size
+        if moe is not None:
+            met -= model.expert_parameters * (moe.num_experts - moe.top_k) // moe.num_experts
+        break_even = LAYER_SECONDS * FLOPS / 2 / (met / model.num_layers)
+        most = min(2048, 1 << int(break_even).bit_length() - 1)
+    if isinstance(config, SchedulerConfig) and config.max_extend_tokens is not None:
+        most = min(most, config.max_extend_tokens)
+    return most
+
+
+def prefill_plans(
+    config: EngineConfig, model: ModelConfig, pool: KVPool, tables: TableManager
+) -> PrefillPlans | None:
+    """Attention for recorded prefill, near to that of eager prefill; None where there is none."""
+    torch_alone = parts_of(config.attention_backend)[0] == "torch"
+    if torch_alone != (config.device == "cpu"):
+        return None
+    heads = model.num_qo_heads // config.tp.size
+    backend = create_backend(
+        "torch" if torch_alone else "triton", pool=pool, tables=tables, num_qo_heads=heads
+    )
+    if torch_alone:
+        return PerTokenPlans(backend)
+    tiled = import_module("minisgl.attention.tiled_prefill")  # Triton is not everywhere
+    plans: PrefillPlans = tiled.TiledPrefill(backend, getattr(torch, config.dtype))
+    return plans
+
+
+def record_prefill(
+    config: EngineConfig, model: ModelConfig, pool: KVPool, runner: partial[GraphRunner],
+    progress: bool,
+) -> PrefillRunner | None:  # fmt: skip
+    """What replays prefill for an engine whose runners begin like `runner`; None: nothing does."""
+    how, sizes = runner.keywords, prefill_sizes(prefill_tokens(config, model))
+    plans = prefill_plans(config, model, pool, how["tables"]) if sizes else None
+    if plans is None:
+        return None
+    prefill = PrefillRunner(plans=plans, sizes=sizes, **how)
+    prefill.capture(progress)
+    return prefill
