@@ -246,9 +246,11 @@ def test_nothing_of_a_larger_step_is_left(pair: tuple[Engine, Engine]) -> None:
     engine, runner = pair[0], runner_of(pair[0])
     fi = engine.prepare(Batch(reqs=admit(engine, [[7, 8, 9]]), phase=Phase.PREFILL))
     assert fi.packed is not None
-    wanted = runner.replay(fi.packed)[:1].clone(), runner.logits[:1].clone()
+    wanted, sent = (runner.replay(fi.packed)[:1].clone(), runner.logits[:1].clone()), fi.packed + 0
     prefill(engine, admit(engine, [list(range(1, 20)), [5] * 20]))
-    admit(engine, [[7, 8, 9]])
+    prefill(engine, admit(engine, [[5] * 5, [6] * 3]))
+    fi = engine.prepare(Batch(reqs=admit(engine, [[7, 8, 9]]), phase=Phase.PREFILL))
+    assert fi.packed is not None and np.array_equal(fi.packed, sent)
     runner.memory.fill_(10**6)
     engine.pool.buffer[:, :, engine.num_pages :] = 50.0
     runner.logits.fill_(torch.nan)

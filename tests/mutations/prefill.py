@@ -33,7 +33,7 @@ MUTATIONS = [
         "prefill_buffers_overlap",
         MODULE,
         "rest = memory[4 * (size + most) :]",
-        "rest = memory[4 * (size + most) - 1 :]",
+        "rest = memory[4 * (size + most) - 9 :]",
         TESTS + "test_buffers_share_no_word",
     ),
     Mutation(
