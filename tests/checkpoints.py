@@ -9,6 +9,7 @@ Nothing here imports transformers.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -232,17 +233,18 @@ def fp8_tensors(
     """Tensors as an eight-bit checkpoint stores them, and the numbers that those stand for."""
     stored, meant = dict(tensors), dict(tensors)
     for name, weight in tensors.items():
-        if "_proj.weight" not in name:
+        if not re.search(r"(_proj|\.w[123])(\.weight)?$", name):
             continue
-        n, k = weight.shape
+        *experts, n, k = weight.shape
         rows, columns = (block, block) if layout == "block" else (1, k)
-        scale = torch.empty(-(-n // rows), -(-k // columns))
-        for i in range(scale.shape[0]):
-            for j in range(scale.shape[1]):
-                part = weight[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
-                scale[i, j] = part.float().abs().max() / 448
+        scale = torch.empty(*experts, -(-n // rows), -(-k // columns))
+        for i in range(scale.shape[-2]):
+            for j in range(scale.shape[-1]):
+                part = weight[..., i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+                scale[..., i, j] = part.float().abs().amax((-2, -1)) / 448
         scale = scale.bfloat16().float()  # as Qwen's files have them
-        wide = scale.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+        wide = scale.repeat_interleave(rows, -2)[..., :n, :]
+        wide = wide.repeat_interleave(columns, -1)[..., :k]
         values = (weight.float() / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
         stored[name] = values
         suffix = "_scale_inv" if layout == "block" else "_scale"
@@ -252,11 +254,13 @@ def fp8_tensors(
 
 
 def make_fp8_checkpoints(
-    folder: Path, layout: str, *, block: int = 128, seed: int = 0, **overrides: Any
-) -> tuple[Path, Path]:
+    folder: Path, layout: str, arch: str = "qwen3", *, block: int = 128, seed: int = 0,
+    packed: bool = False, **overrides: Any,
+) -> tuple[Path, Path]:  # fmt: skip
     """A checkpoint of eight bits, "block" or "channel", and one of the same numbers in float32."""
-    config = finish_config(base_config("qwen3"), overrides, old=False)
-    stored, meant = fp8_tensors(random_tensors(config, seed), layout, block)
+    tensors = random_tensors(finish_config(base_config(arch), overrides, old=False), seed)
+    stored, meant = fp8_tensors(pack_experts(tensors) if packed else tensors, layout, block)
+    overrides |= {"arch": arch, "packed": packed}
     entry = dict(FP8_CONFIGS[layout])
     if layout == "block":
         entry["weight_block_size"] = [block, block]

@@ -1,4 +1,5 @@
 """Triton's interpreter, in half the time: it looks for what it replaces once, not for each call.
+And it rounds to eight bits as a GPU does.
 
 Before each launch, and before each call of a function within a kernel, it replaces some hundred
 functions of `triton.language`, and searches its modules for them.
@@ -46,3 +47,26 @@ def quicken() -> None:
     interpreter._patch_builtin = patch_builtin
     interpreter._LangPatchScope = Scope
     interpreter._patch_lang = patch_once
+    if hasattr(interpreter, "_convert_float"):
+        interpreter._convert_float = rounding(interpreter._convert_float)
+
+
+def rounding(convert: Any) -> Any:
+    """`convert`, but float8_e4m3fn as a GPU has it: the interpreter loses carries of a mantissa."""
+    import numpy as np
+    import torch
+
+    dtypes = {"fp8e4nv": torch.float8_e4m3fn, "fp32": torch.float32, "fp16": torch.float16}
+
+    def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if "fp8e4nv" not in (source.name, target.name) or not {source.name, target.name} <= {
+            *dtypes
+        }:
+            return convert(data, source, target, mode)
+        found = torch.from_numpy(np.ascontiguousarray(data)).view(dtypes[source.name])
+        if target.name == "fp8e4nv":
+            found = found.clamp(-448, 448)
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtypes[target.name].itemsize]
+        return found.to(dtypes[target.name]).view(bits).numpy().reshape(data.shape)
+
+    return rounded

@@ -79,7 +79,7 @@ def test_quantize_is_within_half_a_step(group: int) -> None:
 
 @pytest.mark.parametrize("group", [24, 16, 7])
 def test_dequantize_multiplies_each_group_by_its_scale(group: int) -> None:
-    weight = fp8_weight(3, 24, None, "cpu", group)
+    weight = fp8_weight(3, 24, device="cpu", group=group)
     weight.copy_(torch.ones(3, 24).to(FP8))
     weight.scale.copy_(torch.arange(1.0, 1 + weight.scale.numel()).view_as(weight.scale))
     expected = [[float(weight.scale[i, j // group]) for j in range(24)] for i in range(3)]
@@ -126,18 +126,9 @@ def test_a_rank_that_would_cut_a_block_is_refused(tmp_path: Path) -> None:
     for rank in range(2):
         comm: Any = SimpleNamespace(rank=rank, size=2)
         with pytest.raises(
-            ValueError, match=r"tp_size: .*96 columns of .*down_proj .*of 32, got 2"
+            ValueError, match=r"tp_size: .*96 columns of .*down_proj.* of 32, got 2"
         ):
             open_model(quantized, comm)
-
-
-def test_experts_are_refused_by_the_field_that_asks_for_eight_bits(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^quantization: .*mixture of experts"):
-        open_model(make_checkpoint(tmp_path / "plain", "qwen3_moe"), quantization="fp8")
-    entry = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    stored = make_checkpoint(tmp_path / "stored", "qwen3_moe", quantization_config=entry)
-    with pytest.raises(ValueError, match=r"^quantization_config: .*mixture of experts"):
-        open_model(stored)
 
 
 def test_weights_are_quantized_while_they_are_read(tmp_path: Path) -> None:
@@ -243,7 +234,7 @@ def test_flag_of_the_config() -> None:
 def random_weight(n: int, k: int, group: int) -> Fp8Weight:
     """Rows, and groups of columns, of different sizes."""
     gen = torch.Generator().manual_seed(n + k)
-    weight = fp8_weight(n, k, None, "cpu", group)
+    weight = fp8_weight(n, k, device="cpu", group=group)
     weight.copy_((torch.randn(n, k, generator=gen) * 50).to(FP8))
     weight.scale.copy_(torch.rand(weight.scale.shape, generator=gen) * 0.01 + 0.001)
     return weight
@@ -261,22 +252,38 @@ def silu_mul(y: torch.Tensor) -> torch.Tensor:
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
 
 
+def products() -> Any:
+    """The kernels of chapter 05d, which know weights of eight bits."""
+    pytest.importorskip("minisgl.kernels.fp8_linear")
+    return pytest.importorskip("minisgl.kernels.linear")
+
+
+# Activations keep eight bits, and Triton's interpreter cuts off where the hardware rounds.
+SPLIT_LIMIT = 5e-3
+
+
 @INTERPRETED
 @pytest.mark.parametrize("group", [512, 128])
 @pytest.mark.parametrize("rows", [1, 7, 20, 64, 65])
 def test_gemms_of_eight_bits(rows: int, group: int) -> None:
-    kernels = pytest.importorskip("minisgl.kernels.linear")
+    kernels, limit = products(), 1e-5
     weight, x, bias = random_weight(128, 512, group), normal(rows, 512), normal(128)
+    x[0] *= 1000  # of each row by itself
     y = x @ weight.dequantized(torch.float32).T
-    close(kernels.linear(x, weight, bias), y + bias, 1e-5)
-    close(kernels.split_k_linear(x, weight).sum(0), y, 1e-5)
-    close(kernels.gated_linear(x, weight), silu_mul(y), 1e-5)
+    for got, want in (
+        (kernels.linear(x, weight, bias), y + bias),
+        (kernels.split_k_linear(x, weight).sum(0), y),
+        (kernels.gated_linear(x, weight), silu_mul(y)),
+    ):
+        close(got[0], want[0], limit)
+        close(got[-1], want[-1], limit)
+        close(got, want, limit)
 
 
 @INTERPRETED
 @pytest.mark.parametrize("group", [1024, 128])
 def test_one_row_of_eight_bits(group: int) -> None:
-    kernels = pytest.importorskip("minisgl.kernels.linear")
+    kernels = products()
     weight, x, norm = random_weight(64, 1024, group), normal(1, 1024), normal(1024)
     wide = weight.dequantized(torch.float32)
     y = torch.nn.functional.rms_norm(x, (1024,), norm, 1e-6) @ wide.T
@@ -290,25 +297,25 @@ def test_one_row_of_eight_bits(group: int) -> None:
 
 
 @INTERPRETED
-def test_more_than_one_row_goes_to_tensor_cores_of_eight_bits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kernels = pytest.importorskip("minisgl.kernels.linear")
-    weight, asked = random_weight(128, 128, 128), []
+def test_several_rows_go_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a bias and gated, where torch multiplies by eight bits."""
+    kernels, asked = products(), []
+    from minisgl.kernels import fp8_linear
 
-    def linear(self: Fp8Weight, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def scaled(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
         asked.append(len(x))
-        return torch.nn.functional.linear(x, self.dequantized(x.dtype), bias)
+        return torch.nn.functional.linear(x, weight.dequantized(x.dtype))
 
-    monkeypatch.setattr(Fp8Weight, "has_scaled_mm", lambda self, dtype: True)
-    monkeypatch.setattr(Fp8Weight, "linear", linear)
-    for rows in (1, 2, 64):
+    monkeypatch.setattr(fp8_linear, "has_scaled_mm", lambda weight, dtype: True)
+    monkeypatch.setattr(fp8_linear, "scaled_linear", scaled)
+    weight, bias = random_weight(128, 128, 128), normal(128)
+    for rows in (1, 64, 65):
         x = normal(rows, 128)
         y = x @ weight.dequantized(torch.float32).T
-        close(kernels.linear(x, weight), y, 1e-5)
-        close(kernels.split_k_linear(x, weight).sum(0), y, 1e-5)
-        close(kernels.gated_linear(x, weight), silu_mul(y), 1e-5)
-    assert asked == [2, 2, 2, 64, 64, 64]
+        close(kernels.linear(x, weight, bias), y + bias, SPLIT_LIMIT)
+        close(kernels.split_k_linear(x, weight).sum(0), y, SPLIT_LIMIT)
+        close(kernels.gated_linear(x, weight), silu_mul(y), SPLIT_LIMIT)
+    assert asked == [1] * 3 + [64] * 3 + [65] * 3
 
 
 @INTERPRETED
@@ -316,7 +323,8 @@ def test_more_than_one_row_goes_to_tensor_cores_of_eight_bits(
 @pytest.mark.parametrize("lens", [[9], [3, 20]])
 def test_fused_model_of_eight_bits(few_programs: None, scales: str, lens: list[int]) -> None:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
-    check_model(small_model("qwen3", scales=scales, num_hidden_layers=1, **heads), lens, None)
+    model = small_model("qwen3", scales=scales, num_hidden_layers=1, **heads)
+    check_model(model, lens, None)
 
 
 @INTERPRETED

@@ -20,6 +20,7 @@ import torch
 from minisgl.config.model import ModelConfig
 from minisgl.core import SamplingParams
 from minisgl.llm import LLM
+from minisgl.models.quantization import quantize_model
 from minisgl.models.registry import build_model
 from minisgl.models.weights import load_weights
 from minisgl.parallel.comm import Comm
@@ -115,6 +116,7 @@ def logits(
     """Logits [n, vocab] of whole sequences by this rank's part of the model."""
     config = ModelConfig.from_path(folder)
     model = build_model(config, comm, dtype=torch.float32, expert_parallel=expert_parallel)
+    quantize_model(model, "none", folder)
     load_weights(model, folder, comm, device="cpu", dtype=torch.float32, progress=False)
     with torch.inference_mode():
         return model(dense_batch(sequences)).clone()

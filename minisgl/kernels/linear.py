@@ -6,6 +6,7 @@ Generated from notebooks/05d_gemm.ipynb: edit there.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import singledispatch
 from typing import Self
 
 import torch
@@ -43,29 +44,31 @@ def finish_row(
 
 
 @triton.jit
-def widen(w, scale_ptr, k, stride, SCALES: tl.constexpr, DTYPE: tl.constexpr):
-    """A tile [rows, BK] of weights in DTYPE. Of several scales a row, each is for 128 columns."""
-    if SCALES > 0:
-        w = w.to(tl.float32)  # straight to bfloat16 is a slower instruction
+def fold(w, x, scale_ptr, SCALES: tl.constexpr, FOLD: tl.constexpr):
+    """Products of a tile [rows, BK] of weights, each FOLD columns added up: [rows, BK / FOLD]."""
+    y = w.to(tl.float32) * x[None, :]
+    if FOLD > 1:
+        y = tl.sum(tl.reshape(y, [w.shape[0], w.shape[1] // FOLD, FOLD]), 2)
     if SCALES > 1:
-        w *= tl.load(scale_ptr + k // 128 * stride)[:, None]
-    return w.to(DTYPE)
+        y *= tl.load(scale_ptr)
+    return y
 
 
 @triton.jit
 def add_products(
-    w, u, k, total, total_up, squares, x_ptr, norm_ptr, scale_ptr, N, cols, ks,
-    NORM: tl.constexpr, GATED: tl.constexpr, SCALES: tl.constexpr,
+    w, u, k, total, total_up, squares, x_ptr, norm_ptr, scale_ptr, N, ks,
+    NORM: tl.constexpr, GATED: tl.constexpr, SCALES: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """One tile of weights, w and u, times its part of the row; and the squares of that part."""
     x = tl.load(x_ptr + k + ks).to(tl.float32)
     if NORM:
         squares += x * x
         x *= tl.load(norm_ptr + k + ks).to(tl.float32)
-    stride = 2 * N if GATED else N  # from one scale of a row to the next
-    total += widen(w, scale_ptr + cols, k, stride, SCALES, tl.float32) * x[None, :]
+    folds = k + tl.arange(0, ks.shape[0] // FOLD) * FOLD
+    scale_ptr += folds // 128 * (2 * N if GATED else N)  # one for 128 columns, side by side
+    total += fold(w, x, scale_ptr, SCALES, FOLD)
     if GATED:
-        total_up += widen(u, scale_ptr + N + cols, k, stride, SCALES, tl.float32) * x[None, :]
+        total_up += fold(u, x, scale_ptr + N, SCALES, FOLD)
     return total, total_up, squares
 
 
@@ -73,7 +76,8 @@ def add_products(
 def row_kernel(
     x_ptr, w_ptr, scale_ptr, norm_ptr, bias_ptr, add_ptr, out_ptr, N, K, eps,
     BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    BIAS: tl.constexpr, ADD: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, SCALES: tl.constexpr, FOLD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """`BN` outputs of one row: out = x w^T, x [K], w [N, K], or [2 N, K] where it is gated."""
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -85,17 +89,18 @@ def row_kernel(
     u = tl.load(w_ptr + N * K) if GATED else w
     if PDL:
         gdc_wait()
-    total = tl.zeros([BN, BK], tl.float32)
+    total = tl.zeros([BN, BK // FOLD], tl.float32)
     squares = tl.zeros([BK], tl.float32)
+    scales = scale_ptr + cols[:, None]
     total, total_up, squares = add_products(
-        w, u, 0, total, total, squares, x_ptr, norm_ptr, scale_ptr, N, cols, ks, NORM, GATED, SCALES
+        w, u, 0, total, total, squares, x_ptr, norm_ptr, scales, N, ks, NORM, GATED, SCALES, FOLD
     )
     for k in range(BK, K, BK):
         w = tl.load(w_ptr + k)
         u = tl.load(w_ptr + N * K + k) if GATED else w
         total, total_up, squares = add_products(
-            w, u, k, total, total_up, squares, x_ptr, norm_ptr, scale_ptr, N, cols, ks,
-            NORM, GATED, SCALES,
+            w, u, k, total, total_up, squares, x_ptr, norm_ptr, scales, N, ks,
+            NORM, GATED, SCALES, FOLD,
         )  # fmt: skip
     y = finish_row(
         tl.sum(total, 1), tl.sum(total_up, 1), tl.sum(squares, 0), K, eps, bias_ptr, add_ptr,
@@ -107,24 +112,28 @@ def row_kernel(
 def count_scales(weight: Tensor) -> int | None:
     """Scales of each row: 0 for a weight of 16 bits; None if they are not for 128 columns each."""
     scale = getattr(weight, "scale", None)  # chapter 05g
-    count = 0 if scale is None else int(scale.shape[1])
-    return None if count > 1 and count * 128 != weight.shape[1] else count
+    count = 0 if scale is None else int(scale.shape[-1])
+    return None if count > 1 and count * 128 != weight.shape[-1] else count
 
 
 def row_block(
     n: int, k: int, norm: bool, gated: bool, scales: int = 0
-) -> tuple[int, int, int] | None:
-    """(BN, BK, warps) of `row_kernel` for a weight [n, k]; None if no choice divides it."""
-    if scales:
-        bn, bk, warps = (32, 128, 4) if scales > 1 else (8, 512, 4) if gated else (8, 1024, 4)
-        bk = 512 if k % bk else bk
+) -> tuple[int, int, int, int] | None:
+    """(BN, BK, warps, FOLD) of `row_kernel` for a weight [n, k]; None if no choice divides it."""
+    fold = 1
+    if scales == 1 and not norm and k % 2048:
+        bn, bk, warps = 8, 512 if k % 1024 else 1024, 4
+    elif scales:
+        fold, (bn, bk, warps) = 16, (8, 512 if gated or k % 1024 else 1024, 4)
+        if scales == 1 and not norm:
+            bn, bk = 4, 2048
     elif norm or gated:
         bk = 512
         bn, warps = (8, 4) if gated else (4, 4) if n <= 4096 else (16, 4)
     else:
         bk = 512 if k % 1024 else 1024
         bn, warps = (2, 4) if n <= 2048 else (8, 2)
-    return None if n % bn or k % bk else (bn, bk, warps)
+    return None if n % bn or k % bk else (bn, bk, warps, fold)
 
 
 def row_linear(
@@ -141,13 +150,13 @@ def row_linear(
     block = None if scales is None else row_block(n, k, norm is not None, gated, scales)
     if block is None or x.shape[0] != 1:
         return None
-    bn, bk, warps = block
+    bn, bk, warps, fold = block
     out = torch.empty(1, n, dtype=x.dtype, device=x.device)
     row_kernel[(n // bn,)](
         x, weight, getattr(weight, "scale", x), x if norm is None else norm,
         x if bias is None else bias, x if add is None else add, out, n, k, eps, BN=bn, BK=bk,
         NORM=norm is not None, GATED=gated, BIAS=bias is not None, ADD=add is not None,
-        SCALES=scales, num_warps=warps, **launch_options(x),
+        SCALES=scales, FOLD=fold, num_warps=warps, **launch_options(x),
     )  # fmt: skip
     return out
 
@@ -162,15 +171,8 @@ def prefetch(pointers):
 
 
 @triton.jit
-def finish_rows(
-    y, up, bias_ptr, scale_ptr, N, cols,
-    GATED: tl.constexpr, BIAS: tl.constexpr, SCALES: tl.constexpr,
-):  # fmt: skip
-    """The epilogue of a GEMM: the scales of rows of the weight, the bias, the gate."""
-    if SCALES == 1:
-        y *= tl.load(scale_ptr + cols)[None, :]
-        if GATED:
-            up *= tl.load(scale_ptr + N + cols)[None, :]
+def finish_rows(y, up, bias_ptr, cols, GATED: tl.constexpr, BIAS: tl.constexpr):
+    """The epilogue of a GEMM: the bias, the gate."""
     if BIAS:
         y += tl.load(bias_ptr + cols).to(tl.float32)[None, :]
     if GATED:
@@ -180,10 +182,10 @@ def finish_rows(
 
 @triton.jit(do_not_specialize=["M"])
 def rows_kernel(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, M, N, K, part,
+    x_ptr, w_ptr, bias_ptr, out_ptr, M, N, K, part,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
-    SCALES: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, LINE: tl.constexpr,
-    AHEAD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    SWAP: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out[split] [M, N] = x[:, part of K] w[:, part of K]^T; grid (N / BN, M / BM, splits).
 
@@ -196,25 +198,24 @@ def rows_kernel(
     ks = split * part + tl.arange(0, BK)
     if PDL:
         gdc_launch_dependents()
-        lines = split * part + tl.arange(0, AHEAD) * LINE
+        lines = split * part + tl.arange(0, AHEAD) * 64
         prefetch(w_ptr + cols[:, None].to(tl.int64) * K + lines[None, :])
         gdc_wait()
     real = rows[:, None] < M
     x_ptr += rows[:, None].to(tl.int64) * K + ks[None, :]
     w_ptr += cols[:, None].to(tl.int64) * K + ks[None, :]
     y = tl.zeros([BN if SWAP else BM, BM if SWAP else BN], tl.float32)
-    up, at, stride = y, split * part, 2 * N if GATED else N
+    up = y
     for k in tl.range(0, part, BK, num_stages=STAGES):
         x = tl.load(x_ptr + k) if EVEN else tl.load(x_ptr + k, mask=real, other=0.0)
-        w = widen(tl.load(w_ptr + k), scale_ptr + cols, at + k, stride, SCALES, x.dtype)
+        w = tl.load(w_ptr + k)
         y = tl.dot(w, tl.trans(x), y) if SWAP else tl.dot(x, tl.trans(w), y)
         if GATED:
-            u, up_scale_ptr = tl.load(w_ptr + k + N * K), scale_ptr + N + cols
-            u = widen(u, up_scale_ptr, at + k, stride, SCALES, x.dtype)
+            u = tl.load(w_ptr + k + N * K)
             up = tl.dot(u, tl.trans(x), up) if SWAP else tl.dot(x, tl.trans(u), up)
     if SWAP:
         y, up = tl.trans(y), tl.trans(up)
-    y = finish_rows(y, up, bias_ptr, scale_ptr, N, cols, GATED, BIAS, SCALES)
+    y = finish_rows(y, up, bias_ptr, cols, GATED, BIAS)
     place = (split * M + rows[:, None]).to(tl.int64) * N + cols[None, :]
     tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=real)
 
@@ -252,21 +253,25 @@ def beats_cublas(m: int, n: int, k: int, gated: bool, split_k: bool) -> bool:
     return m <= FEW_ROWS or (small and (split_k or m <= 2 * FEW_ROWS))
 
 
+def count_splits(tiles: Tiling, m: int, n: int, k: int, sms: int) -> int:
+    """Into how many parts to split k, so that all SMs get programs; a power of two, up to 8."""
+    splits, programs = 1, n // tiles.bn * -(-m // tiles.bm)
+    while 2 * programs * splits <= sms and splits < 8 and k % (2 * splits * tiles.bk) == 0:
+        splits *= 2
+    return splits
+
+
 def choose_tiling(
-    m: int, n: int, k: int, *, gated: bool, split_k: bool, scales: int | None = 0,
-    limits: DeviceLimits = H200,
-) -> Tiling | None:  # fmt: skip
+    m: int, n: int, k: int, *, gated: bool, split_k: bool, limits: DeviceLimits = H200
+) -> Tiling | None:
     """How to tile x [m, k] by a weight [n, k]; None: leave it to cuBLAS.
 
     split_k: the caller adds up the splits, so a weight with few rows may be split along k, too.
-    scales: of each row of a weight of eight bits. limits: of the GPU.
+    limits: of the GPU.
     """
-    if scales is None or not (m <= FEW_ROWS if scales else beats_cublas(m, n, k, gated, split_k)):
+    if not beats_cublas(m, n, k, gated, split_k):
         return None
-    if scales:
-        bm = 16 if m <= 16 else 32 if m <= 32 else 64
-        bn, bk, warps, stages, swap = 64, 128, 4, 6, True
-    elif m <= 32:
+    if m <= 32:
         bm, bn, bk, warps, stages, swap = 16 if m <= 16 else 32, 64, 128, 4, 4 if gated else 6, True
     elif m <= FEW_ROWS and n * k >= 2**24:
         bm, bn, bk, warps, stages, swap = 64, 64, 64, 4, 8, True
@@ -276,13 +281,10 @@ def choose_tiling(
         bm, bn, bk, warps, stages, swap = 64, 64, 128, 4, 4, False
     if n % bn or k % bk:
         return None
-    splits, sms = 1, limits.sms
-    tiles = n // bn * -(-m // bm)
-    while split_k and 2 * tiles * splits <= sms and splits < 8 and k % (2 * splits * bk) == 0:
-        splits *= 2
-    x_bytes, w_bytes = 2 * bk, (1 if scales else 2) * bk * (2 if gated else 1)
-    tiling = Tiling(bm, bn, bk, warps, stages, swap, splits)
-    return tiling.fit(x_bytes, w_bytes, limits.shared_memory)
+    tiles = Tiling(bm, bn, bk, warps, stages, swap)
+    if split_k:
+        tiles = replace(tiles, splits=count_splits(tiles, m, n, k, limits.sms))
+    return tiles.fit(2 * bk, 2 * bk * (2 if gated else 1), limits.shared_memory)
 
 
 def launch_rows(
@@ -291,62 +293,13 @@ def launch_rows(
     """Start `rows_kernel`; out holds `tiles.splits` results [m, n]."""
     m, k = x.shape
     n, part = out.shape[-1], k // tiles.splits
-    line = 128 // weight.itemsize  # numbers in a cache line
     rows_kernel[(n // tiles.bn, triton.cdiv(m, tiles.bm), tiles.splits)](
-        x, weight, getattr(weight, "scale", x), x if bias is None else bias, out, m, n, k, part,
+        x, weight, x if bias is None else bias, out, m, n, k, part,
         BM=tiles.bm, BN=tiles.bn, BK=tiles.bk, GATED=gated, BIAS=bias is not None,
-        SCALES=count_scales(weight), SWAP=tiles.swap, EVEN=m % tiles.bm == 0, LINE=line,
-        AHEAD=min(8, 1 << max(part // line, 1).bit_length() - 1), STAGES=tiles.stages,
+        SWAP=tiles.swap, EVEN=m % tiles.bm == 0,
+        AHEAD=min(8, 1 << max(part // 64, 1).bit_length() - 1), STAGES=tiles.stages,
         num_warps=tiles.warps, **launch_options(x),
     )  # fmt: skip
-
-
-def tiling_of(
-    x: Tensor, weight: Tensor, *, gated: bool = False, split_k: bool = False
-) -> Tiling | None:
-    """`choose_tiling`; None as well where a weight of eight bits has a faster way for its rows."""
-    m, n, k = x.shape[0], weight.shape[0] // (2 if gated else 1), weight.shape[1]
-    faster = getattr(weight, "has_scaled_mm", None)  # chapter 05g
-    if m > 1 and faster is not None and faster(x.dtype):
-        return None
-    return choose_tiling(
-        m, n, k, gated=gated, split_k=split_k, scales=count_scales(weight),
-        limits=device_limits(x.device),
-    )  # fmt: skip
-
-
-def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `linear`, by cuBLAS; a weight of eight bits brings its own way (chapter 05g)."""
-    own = getattr(weight, "linear", None)
-    product: Tensor = F.linear(x, weight, bias) if own is None else own(x, bias)
-    return product
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [m, k] by weight [n, k], plus bias [n]: [m, n]."""
-    m, n = x.shape[0], weight.shape[0]
-    if m == 1 and (row := row_linear(x, weight, bias=bias)) is not None:
-        return row
-    tiles = tiling_of(x, weight)
-    if tiles is None:
-        return library_linear(x, weight, bias)
-    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    launch_rows(x, weight, out, tiles, bias, gated=False)
-    return out
-
-
-def split_k_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [m, k] by weight [n, k] as parts [splits, m, n], still to be added up: float32 if many."""
-    m, n = x.shape[0], weight.shape[0]
-    if m == 1 and (row := row_linear(x, weight)) is not None:
-        return row[None]
-    tiles = tiling_of(x, weight, split_k=True)
-    if tiles is None:
-        return library_linear(x, weight)[None]
-    dtype = torch.float32 if tiles.splits > 1 else x.dtype
-    out = torch.empty(tiles.splits, m, n, dtype=dtype, device=x.device)
-    launch_rows(x, weight, out, tiles, None, gated=False)
-    return out
 
 
 @triton.jit
@@ -375,14 +328,40 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
+@singledispatch
+def rows_linear(
+    weight: Tensor, x: Tensor, bias: Tensor | None = None, *, gated: bool = False,
+    split_k: bool = False,
+) -> Tensor:  # fmt: skip
+    """x [m, k] by weight [n, k] in parts [splits, m, n], still to be added up: float32 if many.
+
+    gated: of a weight [2 n, k], as `gated_linear`. Other kinds of weights register their own.
+    """
+    (m, k), n = x.shape, weight.shape[0] // (2 if gated else 1)
+    limits = device_limits(x.device)
+    tiles = choose_tiling(m, n, k, gated=gated, split_k=split_k, limits=limits)
+    if tiles is None:
+        y = F.linear(x, weight, bias)
+        return (silu_and_mul(y) if gated else y)[None]
+    dtype = torch.float32 if tiles.splits > 1 else x.dtype
+    out = torch.empty(tiles.splits, m, n, dtype=dtype, device=x.device)
+    launch_rows(x, weight, out, tiles, bias, gated)
+    return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [m, k] by weight [n, k], plus bias [n]: [m, n]."""
+    row = row_linear(x, weight, bias=bias)
+    return rows_linear(weight, x, bias)[0] if row is None else row
+
+
+def split_k_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [m, k] by weight [n, k] as parts [splits, m, n], still to be added up: float32 if many."""
+    row = row_linear(x, weight)
+    return rows_linear(weight, x, split_k=True) if row is None else row[None]
+
+
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     """silu(x gate^T) * (x up^T): x [m, k], weight [2 n, k] holds gate and up: [m, n]."""
-    m, n = x.shape[0], weight.shape[0] // 2
-    if m == 1 and (row := row_linear(x, weight, gated=True)) is not None:
-        return row
-    tiles = tiling_of(x, weight, gated=True)
-    if tiles is None:
-        return silu_and_mul(library_linear(x, weight))
-    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    launch_rows(x, weight, out, tiles, None, gated=True)
-    return out
+    row = row_linear(x, weight, gated=True)
+    return rows_linear(weight, x, gated=True)[0] if row is None else row

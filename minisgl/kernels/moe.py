@@ -16,8 +16,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernels.device import device_limits
-from minisgl.kernels.linear import FEW_ROWS, Tiling, prefetch, split_k_linear
+from minisgl.kernels.fp8_linear import halve
+from minisgl.kernels.linear import FEW_ROWS, Tiling, count_scales, prefetch, split_k_linear
 from minisgl.kernels.pdl import launch_options
+from minisgl.layers.fp8 import Fp8Weight
 
 
 @triton.jit
@@ -176,6 +178,58 @@ def expert_tile(
 
 
 @triton.jit
+def dot_split(w, high, low, size, scale_ptr, SCALES: tl.constexpr):
+    """w [BN, BK] by the transpose of x [BM, BK] in two parts: [BN, BM], in float32.
+
+    scale_ptr [BN]: if there are several scales a row, those of these columns of w.
+    """
+    y = tl.dot(w, tl.trans(high)) + tl.dot(w, tl.trans(low)) * 0.0625
+    if SCALES > 1:
+        y *= tl.load(scale_ptr)[:, None]
+    return y * size[None, :]
+
+
+@triton.jit
+def split_tile(
+    x_ptr, w_ptr, scale_ptr, real, N, K, depth, GATED: tl.constexpr, SCALES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """[BM, BN] of x w^T over `depth` of K columns; if GATED of rows `N` further down, too.
+
+    real [BM, 1]: which rows of x are there. scale_ptr [BN]. It computes the transpose, as
+    `rows_kernel` does; BK divides 128 where a scale is for 128 columns.
+    """
+    y = tl.zeros([BN, BM], tl.float32)
+    up, stride = y, 2 * N if GATED else N
+    for k in tl.range(0, depth, BK, num_stages=STAGES):
+        high, low, size = halve(tl.load(x_ptr + k, mask=real, other=0.0))
+        scales = scale_ptr + k // 128 * stride
+        y += dot_split(tl.load(w_ptr + k), high, low, size, scales, SCALES)
+        if GATED:
+            up += dot_split(tl.load(w_ptr + k + N * K), high, low, size, scales + N, SCALES)
+    if SCALES == 1:
+        y *= tl.load(scale_ptr)[:, None]
+        if GATED:
+            up *= tl.load(scale_ptr + N)[:, None]
+    return tl.trans(y), tl.trans(up)
+
+
+@triton.jit
+def one_tile(
+    x_ptr, w_ptr, scale_ptr, real, OUT, K, depth, GATED: tl.constexpr, SCALES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`split_tile` where weights have scales, else `expert_tile`."""
+    if SCALES > 0:
+        y, up = split_tile(
+            x_ptr, w_ptr, scale_ptr, real[:, None], OUT, K, depth, GATED, SCALES, BM, BN, BK, STAGES
+        )
+    else:
+        y, up = expert_tile(x_ptr, w_ptr, real, OUT, K, depth, GATED, BM, BN, BK, SWAP, STAGES)
+    return y, up
+
+
+@triton.jit
 def wait_then_launch():
     """Let the next kernel begin when the kernels before this one have ended: it may read theirs."""
     gdc_wait()
@@ -184,9 +238,10 @@ def wait_then_launch():
 
 @triton.jit(do_not_specialize=["N"])
 def expert_kernel(
-    x_ptr, w_ptr, out_ptr, pairs_ptr, weights_ptr, experts_ptr, rows_ptr, N, OUT, K,
+    x_ptr, w_ptr, scale_ptr, out_ptr, pairs_ptr, weights_ptr, experts_ptr, rows_ptr, N, OUT, K,
     TOP_K: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    SCALES: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A block of pairs by their expert; grid (OUT / BN, blocks). out is [TOP_K, N, OUT], weighted.
 
@@ -201,7 +256,8 @@ def expert_kernel(
     if (count == 0) | (away & GATED):
         return
     cols, ks = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
-    w_ptr += tl.where(away, 0, (expert * (2 * OUT if GATED else OUT) + cols[:, None]) * K)
+    row = tl.maximum(expert, 0) * (2 * OUT if GATED else OUT)  # the first of this expert
+    w_ptr += (row + cols[:, None]) * K
     line = tl.arange(0, BM)
     real, place = line < count, block * BM + line
     pair = tl.load(pairs_ptr + place, mask=real, other=0)
@@ -210,9 +266,10 @@ def expert_kernel(
         prefetch(w_ptr + tl.arange(0, AHEAD)[None, :] * 64)
         gdc_wait()
     x_ptr += (pair // TOP_K if GATED else place)[:, None].to(tl.int64) * K + ks[None, :]
-    y, up = expert_tile(
-        x_ptr, w_ptr + ks[None, :], real, OUT, K, tl.where(away, 0, K), GATED, BM, BN, BK, SWAP,
-        STAGES,
+    w_ptr, depth = w_ptr + ks[None, :], tl.where(away, 0, K)
+    y, up = one_tile(
+        x_ptr, w_ptr, scale_ptr + row * SCALES + cols, real, OUT, K, depth, GATED, SCALES, BM, BN,
+        BK, SWAP, STAGES,
     )  # fmt: skip
     if GATED:
         y = y * tl.sigmoid(y) * up
@@ -230,6 +287,19 @@ TILINGS = (
     (48, Tiling(64, 64, 64, 4, 4, False), Tiling(64, 64, 64, 4, 4, False)),
     (float("inf"), Tiling(128, 128, 64, 8, 3, False), Tiling(128, 256, 64, 8, 3, False)),
 )
+# The same for weights of eight bits, whose tiles are always transposed.
+FP8_TILINGS = (
+    (8, Tiling(16, 64, 128, 4, 4, True), Tiling(16, 64, 128, 4, 4, True)),
+    (24, Tiling(32, 64, 128, 4, 3, True), Tiling(32, 64, 128, 4, 4, True)),
+    (float("inf"), Tiling(64, 64, 128, 4, 3, True), Tiling(64, 128, 128, 8, 3, True)),
+)
+
+
+def known_scales(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight, or what it stands for if its scales are not as the kernel wants them."""
+    if isinstance(weight, Fp8Weight) and count_scales(weight) is None:
+        return weight.dequantized(dtype)
+    return weight
 
 
 def fit_tiling(tiles: Tiling, out: int, k: int, gated: bool, room: int, itemsize: int) -> Tiling:
@@ -253,10 +323,10 @@ def launch_experts(x: Tensor, w: Tensor, out: Tensor, blocks: Blocks, tiles: Til
     """Start `expert_kernel`; out [rows, width] in the order of blocks, or [top_k, n, hidden]."""
     width, k = out.shape[-1], w.shape[-1]
     expert_kernel[(width // tiles.bn, len(blocks.rows))](
-        x, w, out, blocks.pairs, blocks.weights, blocks.experts, blocks.rows,
-        out.shape[-2], width, k, TOP_K=top_k, GATED=gated, BM=tiles.bm, BN=tiles.bn, BK=tiles.bk,
-        SWAP=tiles.swap, STAGES=tiles.stages, AHEAD=lines_ahead(k),
-        num_warps=tiles.warps, **launch_options(x),
+        x, w, getattr(w, "scale", x), out, blocks.pairs, blocks.weights, blocks.experts,
+        blocks.rows, out.shape[-2], width, k, TOP_K=top_k, GATED=gated, BM=tiles.bm, BN=tiles.bn,
+        BK=tiles.bk, SCALES=count_scales(w), SWAP=tiles.swap, STAGES=tiles.stages,
+        AHEAD=lines_ahead(k), num_warps=tiles.warps, **launch_options(x),
     )  # fmt: skip
 
 
@@ -272,7 +342,9 @@ def expert_parts(
     """
     n, (local, hidden, width) = len(x), down.shape
     average = 0.0 if fixed else n * top_k / logits.shape[-1]
-    in_tiles, out_tiles = next(tiles for most, *tiles in TILINGS if average <= most)
+    gate_up, down = (known_scales(w, x.dtype) for w in (gate_up, down))
+    table = FP8_TILINGS if count_scales(gate_up) else TILINGS
+    in_tiles, out_tiles = next(tiles for most, *tiles in table if average <= most)
     room, itemsize = device_limits(x.device).shared_memory, x.element_size()
     in_tiles = fit_tiling(in_tiles, width, hidden, True, room, itemsize)
     out_tiles = fit_tiling(out_tiles, hidden, width, False, room, itemsize)

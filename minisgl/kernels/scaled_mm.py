@@ -14,6 +14,7 @@ from torch.nn.functional import ScalingType
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernels.pdl import launch_options
+from minisgl.layers.fp8 import Fp8Weight
 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -48,16 +49,14 @@ def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return out, scale.t()
 
 
-def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [m, k] by an `Fp8Weight` [n, k], plus bias [n]: [m, n] in bfloat16."""
-    weight_scale: Tensor = weight.scale  # type: ignore[attr-defined]
-    m, whole = len(x), weight_scale.shape[1] == 1
-    if not whole:
-        x = F.pad(x, (0, 0, 0, -m % 4))  # cuBLAS reads four scales of a column at a time
-    values, scale = quantize_rows(x.contiguous(), x.shape[1] // weight_scale.shape[1])
+def scaled_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
+    """x [m, k] by a weight [n, k], plus bias [n]: [m, n] in bfloat16."""
+    m, whole = len(x), weight.scale.shape[1] == 1
+    x = F.pad(x, (0, 0, 0, -m % 16))  # cuBLAS has no kernel for some odd numbers of rows
+    values, scale = quantize_rows(x.contiguous(), x.shape[1] // weight.scale.shape[1])
     kind = ScalingType.RowWise if whole else ScalingType.BlockWise1x128
     product: Tensor = F.scaled_mm(
-        values, weight.t(), scale, kind, weight_scale.t(), kind, bias=bias,
+        values, weight.t(), scale, kind, weight.scale.t(), kind, bias=bias,
         output_dtype=torch.bfloat16, use_fast_accum=whole,
     )  # fmt: skip
     return product[:m]

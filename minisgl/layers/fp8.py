@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
 from typing import NamedTuple
 
 import torch
@@ -26,11 +25,11 @@ LARGEST = torch.finfo(FP8).max  # 448
 def quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """x [n, k] as float8_e4m3fn [n, k] and scales float32 [n, ceil(k / group)]: x is their product.
 
-    The largest number of each `group` columns of a row becomes 448.
+    The largest number of each `group` columns of a row becomes 448. n may be several dimensions.
     """
-    wide = F.pad(x.float(), (0, -x.shape[1] % group)).unflatten(1, (-1, group))
+    wide = F.pad(x.float(), (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
     scale = wide.abs().amax(-1, keepdim=True).clamp_(min=1e-12) / LARGEST
-    return (wide / scale).flatten(1)[:, : x.shape[1]].to(FP8), scale[..., 0]
+    return (wide / scale).flatten(-2)[..., : x.shape[-1]].to(FP8), scale[..., 0]
 
 
 class Stored(NamedTuple):
@@ -44,8 +43,9 @@ class Stored(NamedTuple):
 class Fp8Weight(nn.Parameter):
     """A weight [n, k] in float8_e4m3fn. `scale` float32 [n, groups]: of each `group` columns.
 
-    The scales of a column of groups lie side by side in memory. `stored` is None if the checkpoint
-    has the weight in more bits: then it is quantized while it is read.
+    Experts have one more dimension in front. The scales of a column of groups lie side by side in
+    memory. `stored` is None if the checkpoint has the weight in more bits: then it is quantized
+    while it is read.
     """
 
     scale: Tensor
@@ -57,43 +57,29 @@ class Fp8Weight(nn.Parameter):
         """Of the weight and its scales."""
         return self.numel() + self.scale.nbytes
 
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The numbers that it stands for, [n, k]."""
-        scale = self.scale
-        if scale.shape[1] > 1:
-            scale = scale.repeat_interleave(self.group, 1)[:, : self.shape[1]]
-        return (self.float() * scale).to(dtype)
-
-    def has_scaled_mm(self, dtype: torch.dtype) -> bool:
-        """True if torch multiplies by this weight without a copy of it in more bits."""
-        (n, k), whole = self.shape, self.scale.shape[1] == 1
-        if not self.is_cuda or dtype is not torch.bfloat16 or n % 16 or k % (16 if whole else 128):
-            return False
-        return (whole or self.group == 128) and can_multiply(self.device.index or 0, whole)
-
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [m, k] by it, plus bias [n]: [m, n]; on tensor cores of eight bits where there are."""
-        if not self.has_scaled_mm(x.dtype):
-            return F.linear(x, self.dequantized(x.dtype), bias)
-        product: Tensor = import_module("minisgl.kernels.scaled_mm").scaled_linear(x, self, bias)
-        return product
+    def dequantized(self, dtype: torch.dtype, part: int | slice = slice(None)) -> Tensor:
+        """The numbers that it stands for, [n, k], or those of an expert or of some rows."""
+        scale = self.scale[part]
+        if scale.shape[-1] > 1:
+            scale = scale.repeat_interleave(self.group, -1)[..., : self.shape[-1]]
+        return (self.data[part].float() * scale).to(dtype)
 
 
 def fp8_weight(
-    n: int, k: int, stored: Stored | None, device: torch.device | str = "meta", group: int = 0
+    *shape: int, stored: Stored | None = None, device: torch.device | str = "meta", group: int = 0
 ) -> Fp8Weight:
     """Zeros [n, k] with scales of one; a group is the whole row unless it is given."""
-    weight = Fp8Weight(torch.zeros(n, k, dtype=FP8, device=device), requires_grad=False)
+    weight = Fp8Weight(torch.zeros(shape, dtype=FP8, device=device), requires_grad=False)
+    *experts, n, k = shape
     weight.group, weight.stored = group or k, stored
-    weight.scale = torch.ones(-(-k // weight.group), n, device=device).t()
+    weight.scale = torch.ones(*experts, -(-k // weight.group), n, device=device).mT
     return weight
 
 
 @new_like.register
 def new_fp8_weight(old: Fp8Weight, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
     """Of eight bits, whatever the dtype of the others."""
-    n, k = old.shape
-    return fp8_weight(n, k, old.stored, device, old.group)
+    return fp8_weight(*old.shape, stored=old.stored, device=device, group=old.group)
 
 
 @fill.register
@@ -118,18 +104,28 @@ def fill_fp8_randomly(weight: Fp8Weight, generator: torch.Generator) -> None:
 
 @parameter_shards.register
 def fp8_shards(weight: Fp8Weight, spec: ShardSpec) -> Iterator[ShardSpec]:
-    """The tensor itself, and the scales that a checkpoint has beside it."""
+    """The tensor itself, and the scales that a checkpoint has beside it.
+
+    ValueError, on all ranks alike, if ranks would cut a block.
+    """
     stored = weight.stored
     if stored is None:
         yield spec
         return
     yield replace(spec, dtypes=("F8_E4M3",))
-    (n, k), (rows, columns) = spec.shape, (*spec.source, slice(0, spec.shape[1]))[:2]
-    width, first, last = stored.columns or k, columns.start or 0, columns.stop or k
+    *experts, n, k = spec.shape
+    *some, rows, columns = (*spec.source, *[slice(None)] * (len(spec.shape) - len(spec.source)))
+    width, (start, stop, _) = stored.columns or k, columns.indices(k)
+    if stored.columns and stop - start < k and (stop - start) % width:
+        rule = f"such that {k} columns of {spec.name} are cut between blocks of {width}"
+        raise refuse("tp_size", rule, k // (stop - start))
+    base = spec.name.removesuffix(".weight")
+    mark = "." if base != spec.name else "_"  # experts in one tensor have no ".weight"
     yield replace(
-        spec, name=spec.name.removesuffix("weight") + stored.suffix, param=f"{spec.param}.scale",
-        shape=(-(-n // stored.rows), -(-k // width)), repeat=stored.rows,
-        source=(slice(*rows.indices(n)), slice(first // width, -(-last // width))),
+        spec, name=base + mark + stored.suffix[len("weight_") * (mark == "_") :],
+        param=f"{spec.param}.scale", shape=(*experts, -(-n // stored.rows), -(-k // width)),
+        source=(*some, slice(*rows.indices(n)), slice(start // width, -(-stop // width))),
+        repeat=stored.rows,
     )  # fmt: skip
 
 
@@ -145,17 +141,3 @@ def check_device(field: str, device: torch.device | str) -> None:
     if device.type == "cuda" and capability(device.index or 0) < (8, 9):
         found = ".".join(map(str, capability(device.index or 0)))
         raise refuse(field, "none on a GPU of compute capability below 8.9", f"fp8 on {found}")
-
-
-@cache
-def can_multiply(index: int, whole: bool) -> bool:
-    """Whether `scaled_mm` takes scales of whole rows, or of 128 columns, on GPU number `index`."""
-    device = torch.device("cuda", index)
-    weight = fp8_weight(256, 256, None, device, 256 if whole else 128)
-    weight.copy_(torch.ones(256, 256, device=device))
-    x = torch.ones(4, 256, dtype=torch.bfloat16, device=device)
-    try:
-        got: Tensor = import_module("minisgl.kernels.scaled_mm").scaled_linear(x, weight)
-    except (ImportError, RuntimeError, ValueError):
-        return False
-    return bool((got == 256).all())

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl.config.model import MoEConfig
+from minisgl.layers.fp8 import Fp8Weight
 from minisgl.layers.linear import even_shard
 from minisgl.parallel.comm import ParallelContext, SingleRank
 
@@ -39,6 +40,13 @@ def sort_by_expert(ids: Tensor, num_experts: int, first: int = 0) -> tuple[Tenso
     return flat.argsort(stable=True)[: sum(counts)], counts
 
 
+def one_expert(weights: Tensor, expert: int, dtype: torch.dtype) -> Tensor:
+    """The weight of an expert, [n, k]; one of eight bits in `dtype`."""
+    if isinstance(weights, Fp8Weight):
+        return weights.dequantized(dtype, expert)
+    return weights[expert]
+
+
 def grouped_experts(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
     linear: Callable[..., Tensor] = F.linear, silu: Callable[[Tensor], Tensor] = F.silu,
@@ -55,8 +63,8 @@ def grouped_experts(
     out = torch.zeros(ids.numel(), x.shape[1], dtype=torch.float32, device=x.device)
     for expert, (block, pairs) in enumerate(zip(blocks, order.split(counts), strict=True)):
         if len(pairs):
-            gate, up = linear(block, gate_up[expert]).chunk(2, dim=-1)
-            out[pairs] = linear(silu(gate).mul_(up), down[expert]).float()
+            gate, up = linear(block, one_expert(gate_up, expert, x.dtype)).chunk(2, dim=-1)
+            out[pairs] = linear(silu(gate).mul_(up), one_expert(down, expert, x.dtype)).float()
     parts = out.view(*ids.shape, x.shape[1]) * weights[..., None]
     return parts.sum(1).to(x.dtype)
 

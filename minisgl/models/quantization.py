@@ -6,6 +6,7 @@ Generated from notebooks/05g_fp8.ipynb: edit there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from minisgl.config.paths import read_json
 from minisgl.config.rules import refuse
-from minisgl.layers.fp8 import Fp8Weight, Stored, can_multiply, check_device, fp8_weight
+from minisgl.layers.fp8 import Fp8Weight, Stored, check_device, fp8_weight
 from minisgl.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
 FORMATS = "fp8 with weight_block_size, compressed-tensors of 8-bit floats by channel or block"
@@ -47,20 +48,31 @@ def on_dequantized(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def quantize_linears(model: nn.Module, stored: Stored | None) -> None:
-    """Linear layers of a model without values get weights of eight bits, stored so or not.
+    """Linear layers and experts of a model without values get weights of eight bits, stored or not.
 
-    Embedding and head stay as they are. ValueError if a rank would cut a block of the checkpoint.
+    Embedding, head and the router of experts stay as they are.
     """
-    for path, layer in model.named_modules():
+    for layer in model.modules():
+        linear = isinstance(layer, MergedColumnParallelLinear | RowParallelLinear)
+        for name, old in list(layer.named_parameters(recurse=False)):
+            if old.dim() == 3 or (linear and name == "weight"):  # of three dimensions: experts
+                group = (stored and stored.columns) or old.shape[-1]
+                new = fp8_weight(*old.shape, stored=stored, group=min(group, old.shape[-1]))
+                setattr(layer, name, new)
         if isinstance(layer, MergedColumnParallelLinear | RowParallelLinear):
-            n, k = layer.weight.shape
-            group = stored.columns if stored and stored.columns else k
-            full = layer.full_shape[1] if isinstance(layer, RowParallelLinear) else k
-            if k % group and group < full and k < full:
-                rule = f"such that {full} columns of {path} are cut between blocks of {group}"
-                raise refuse("tp_size", rule, full // k)
-            layer.weight = fp8_weight(n, k, stored, group=min(group, k))
             layer.linear = on_dequantized(layer.linear)
+
+
+def load_kernels(device: torch.device, whole: bool) -> None:
+    """Teach the kernels of chapter 05d weights of eight bits, if this is a GPU that has them.
+
+    whole: weights have one scale a row. What torch can do is found out now, not while steps are
+    recorded.
+    """
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from minisgl.kernels.fp8_linear import can_multiply  # Triton is not everywhere
+
+        can_multiply(device.index or 0, whole)
 
 
 def quantize_model(
@@ -70,10 +82,6 @@ def quantize_model(
     stored = read_stored(folder)
     if stored is None and quantization != "fp8":
         return
-    field = "quantization_config" if stored else "quantization"
-    if model.config.moe is not None:
-        raise refuse(field, "none for a mixture of experts", "fp8")
-    check_device(field, device)
+    check_device("quantization_config" if stored else "quantization", device)
     quantize_linears(model, stored)
-    if torch.device(device).type == "cuda":  # found out now, not while steps are recorded
-        can_multiply(torch.device(device).index or 0, stored is None or stored.columns is None)
+    load_kernels(torch.device(device), whole=stored is None or stored.columns is None)

@@ -78,11 +78,13 @@ class Checkpoint:
     def read(self, spec: ShardSpec) -> torch.Tensor:
         """This rank's part of a tensor; the rest of it stays on disk."""
         whole = self.file_of[spec.name].get_slice(spec.name)
+        part: torch.Tensor
         if spec.repeat == 1:
-            part: torch.Tensor = whole[spec.source]
+            part = whole[spec.source]
             return part
-        rows, columns = spec.source
-        return whole[:, columns].repeat_interleave(spec.repeat, 0)[rows]
+        *experts, rows, columns = spec.source
+        part = whole[(*experts, slice(None), columns)]
+        return part.repeat_interleave(spec.repeat, -2)[..., rows, :]
 
 
 logger = logging.getLogger("minisgl.weights")

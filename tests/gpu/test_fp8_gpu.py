@@ -18,11 +18,14 @@ from minisgl import LLM, SamplingParams
 from minisgl.attention.fused_backend import FusedBackend
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.attention.triton_backend import TritonBackend
+from minisgl.kernels import fp8_linear, moe
 from minisgl.kernels import linear as kernels
 from minisgl.kernels.scaled_mm import quantize_rows
 from minisgl.layers.fp8 import FP8, Fp8Weight, fp8_weight, quantize
+from minisgl.layers.moe import grouped_experts, route
 from tests.checkpoints import make_fp8_checkpoints
 from tests.fused_cases import check_eight_bits, check_model, close, small_model
+from tests.moe_cases import skewed_logits
 
 BF16 = torch.bfloat16
 if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
@@ -37,7 +40,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tenso
 
 
 def random_weight(n: int, k: int, group: int) -> Fp8Weight:
-    weight = fp8_weight(n, k, None, "cuda", group)
+    weight = fp8_weight(n, k, device="cuda", group=group)
     weight.copy_((normal(n, k, seed=1, dtype=torch.float32) * 50).to(FP8))
     weight.scale.copy_(normal(*weight.scale.shape, seed=2).float().abs() * 0.001 + 0.0005)
     return weight
@@ -56,7 +59,7 @@ def test_gemms(rows: int, group: int, size: tuple[int, int], dtype: torch.dtype)
     """Activations of one row keep their bits; of more rows, both sides have eight."""
     n, k = size
     weight, x, bias = random_weight(n, k, group), normal(rows, k, dtype=dtype), normal(n).to(dtype)
-    limit = 5e-2 if rows > 1 and weight.has_scaled_mm(dtype) else 1e-2
+    limit = 5e-2 if rows > 1 and fp8_linear.has_scaled_mm(weight, dtype) else 1e-2
     exact = x.double() @ weight.dequantized(torch.float64).T
     close(kernels.linear(x, weight, bias), exact + bias, limit)
     close(kernels.split_k_linear(x, weight).sum(0), exact, limit)
@@ -81,6 +84,25 @@ def test_one_row(group: int, size: tuple[int, int]) -> None:
     close(got, add.double() + x.double() @ wide, 1e-2)
 
 
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(("n", "kind"), [(1, "even"), (7, "hot"), (64, "even"), (700, "empty")])
+def test_experts(n: int, kind: str, group: int) -> None:
+    """Sixteen experts of Qwen3-30B-A3B, against the dequantized weights."""
+    each = (1536, 2048), (2048, 768)
+    made = [[random_weight(*size, group) for _ in range(16)] for size in each]
+    packed = []
+    for parts in made:
+        packed.append(fp8_weight(16, *parts[0].shape, device="cuda", group=group))
+        for i, part in enumerate(parts):
+            part.scale *= 1 + i / 8
+            packed[-1].data[i].copy_(part)
+            packed[-1].scale[i].copy_(part.scale * 0.02)
+    x, router = normal(n, 2048), skewed_logits(n, 16, kind, n).cuda()
+    got = moe.expert_sum(x, router[None], *packed, 4, True)
+    wide = [weight.dequantized(torch.float32) for weight in packed]
+    close(got, grouped_experts(x.float(), *route(router, 4, True), *wide), 2e-2)
+
+
 @pytest.mark.parametrize("group", [1024, 128])
 def test_rows_are_quantized_as_weights_are(group: int) -> None:
     x = normal(70, 1024)
@@ -98,7 +120,7 @@ def test_fused_model_equals_the_plain_one(
     scales: str, lens: list[int], extend: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With activations in sixteen bits, as the plain model has them."""
-    monkeypatch.setattr(Fp8Weight, "has_scaled_mm", lambda self, dtype: False)
+    monkeypatch.setattr(fp8_linear, "has_scaled_mm", lambda weight, dtype: False)
     check_model(small_model("qwen3", "cuda", BF16, scales=scales), lens, extend)
 
 

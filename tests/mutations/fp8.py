@@ -5,10 +5,12 @@ from __future__ import annotations
 from tests.mutations import Mutation
 
 TEST = "tests/test_fp8.py::"
+EXPERTS = "tests/test_fp8_experts.py::"
 LAYERS = "minisgl.layers.fp8"
 QUANTIZATION = "minisgl.models.quantization"
 POOL = "minisgl.kvcache.fp8_pool"
 LINEAR = "minisgl.kernels.linear"
+PRODUCTS = "minisgl.kernels.fp8_linear"
 DECODE = "minisgl.kernels.decode_attention"
 RANKS = f"{TEST}test_ranks_read_their_scales"
 OVER = f"{TEST}test_attention_over_eight_bits"
@@ -31,30 +33,23 @@ MUTATIONS = [
     Mutation(
         "fp8: every rank reads the scales of the first rank's columns",
         LAYERS,
-        "slice(first // width, -(-last // width))",
-        "slice(0, -(-(last - first) // width))",
+        "slice(start // width, -(-stop // width))",
+        "slice(0, -(-(stop - start) // width))",
         f"{RANKS}[2-block-options0]",
     ),
     Mutation(
         "fp8: rows of scales are not repeated for the rows of a block",
         "minisgl.models.weights",
-        ".repeat_interleave(spec.repeat, 0)[rows]",
-        ".repeat(spec.repeat, 1)[rows]",
+        ".repeat_interleave(spec.repeat, -2)[..., rows, :]",
+        ".repeat(spec.repeat, 1)[..., rows, :]",
         f"{RANKS}[2-block-options0]",
     ),
     Mutation(
         "fp8: a cut through a block is let pass",
-        QUANTIZATION,
-        "if k % group and group < full and k < full:",
-        "if k % group and group < full and k > full:",
+        LAYERS,
+        "if stored.columns and stop - start < k and",
+        "if stored.columns and stop - start > k and",
         f"{TEST}test_a_rank_that_would_cut_a_block_is_refused",
-    ),
-    Mutation(
-        "fp8: a checkpoint's bits are refused by the name of an option",
-        QUANTIZATION,
-        '"quantization_config" if stored else "quantization"',
-        '"quantization"',
-        f"{TEST}test_experts_are_refused_by_the_field_that_asks_for_eight_bits",
     ),
     Mutation(
         "fp8: stored weights may have any dtype",
@@ -71,25 +66,32 @@ MUTATIONS = [
         f"{TEST}test_other_formats_are_refused_with_the_list",
     ),
     Mutation(
-        "fp8: the scales of a gate are those of its other half",
-        LINEAR,
-        "            up *= tl.load(scale_ptr + N + cols)[None, :]",
-        "            up *= tl.load(scale_ptr + cols)[None, :]",
-        f"{TEST}test_gemms_of_eight_bits[7-512]",
+        "fp8: a few rows are multiplied in sixteen bits",
+        PRODUCTS,
+        "if has_scaled_mm(weight, x.dtype):",
+        "if has_scaled_mm(weight, x.dtype) and len(x) > 64:",
+        f"{TEST}test_several_rows_go_to_the_library",
     ),
     Mutation(
-        "fp8: each part of a split product takes the first part's scales",
-        LINEAR,
-        "u = widen(u, up_scale_ptr, at + k, stride, SCALES, x.dtype)",
-        "u = widen(u, up_scale_ptr, 0, stride, SCALES, x.dtype)",
-        f"{TEST}test_gemms_of_eight_bits[7-128]",
+        "fp8: experts that are one tensor have their scales under another name",
+        LAYERS,
+        'mark = "." if base != spec.name else "_"',
+        'mark = "."',
+        f"{EXPERTS}test_checkpoints_of_eight_bits[qwen3_moe-block-options1]",
     ),
     Mutation(
-        "fp8: a few rows are widened all the same",
-        LINEAR,
-        "if m > 1 and faster is not None",
-        "if m > 64 and faster is not None",
-        f"{TEST}test_more_than_one_row_goes_to_tensor_cores_of_eight_bits",
+        "fp8: every expert takes the first one's scales",
+        "minisgl.kernels.moe",
+        "scale_ptr + row * SCALES + cols",
+        "scale_ptr + cols",
+        f"{EXPERTS}test_parts_add_up_to_the_oracle[1-even-0-0]",
+    ),
+    Mutation(
+        "fp8: one expert is the first of them",
+        LAYERS,
+        "scale = self.scale[part]",
+        "scale = self.scale[part] if isinstance(part, slice) else self.scale[0]",
+        f"{EXPERTS}test_checkpoints_of_eight_bits[qwen3_moe-channel-options2]",
     ),
     Mutation(
         "fp8: one row forgets the scale of the row",

@@ -160,8 +160,8 @@ MUTATIONS += [
     Mutation(
         "moe kernels: experts of other ranks are computed by the first",
         KERNELS,
-        "tl.where(away, 0, K), GATED",
-        "K, GATED",
+        "ks[None, :], tl.where(away, 0, K)",
+        "ks[None, :], K",
         K + "test_parts_of_all_ranks_add_up",
     ),
     Mutation(
