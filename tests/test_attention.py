@@ -216,6 +216,7 @@ def test_triton_attends_to_what_is_stored(shape: Shape) -> None:
 SPLIT = {
     "decode": Shape(lens=((300, 1), (130, 1)), kv_heads=1, group=3, page_size=16),
     "prefill": Shape(lens=((280, 5), (0, 4)), kv_heads=1, group=2, page_size=16),
+    "long prompts": Shape(lens=((0, 70), (65, 66)), kv_heads=1, group=1, page_size=16),
 }
 
 
@@ -235,9 +236,16 @@ def test_triton_lists_every_tile_once() -> None:
     plan = world.backend("triton").plan(world.meta, world.out_loc)
     args = plan.args  # type: ignore[attr-defined]
     assert plan.tile_q == 16  # type: ignore[attr-defined]  # 32 rows, 3 requests
-    assert args.request.tolist() == [0, 0, 1, 2] and args.tile.tolist() == [0, 1, 0, 0]
+    assert args.request.tolist() == [0, 0, 2, 1] and args.tile.tolist() == [1, 0, 0, 0]
     assert args.last.tolist() == [12, 0, 7] and args.qo_indptr.tolist() == [0, 9, 10, 16]
     assert args.rows.tolist() == world.meta.table_idx.tolist()
+
+
+@pytest.mark.parametrize(("new", "rows"), [(130, 64), (1100, 128)])
+def test_triton_takes_wide_tiles_where_they_fill_the_gpu(new: int, rows: int) -> None:
+    world = make_world(Shape(lens=((0, new),), page_size=16), dtype=torch.float16)
+    plan = world.backend("triton").plan(world.meta, world.out_loc)
+    assert plan.tile_q == rows  # type: ignore[attr-defined]
 
 
 def test_triton_on_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,16 +87,15 @@ class TritonBackend:
         """Cut the queries into tiles and send the list to the device in one copy."""
         rows = meta.extend_lens * self.group
         tile_q = self.query_rows(int(rows.sum()) // len(rows))
+        if int(rows.sum()) // tile_q * self.pool.num_kv_heads < self.num_sms:
+            tile_q = min(tile_q, 64)  # wide tiles would leave SMs idle
         tiles = (rows + tile_q - 1) // tile_q  # of each request
-        args = KernelArgs(
-            *self.ring.upload(
-                meta.table_idx,
-                meta.seq_lens - 1,
-                meta.qo_indptr,
-                np.repeat(np.arange(len(rows), dtype=np.int32), tiles),
-                ragged_arange(np.zeros_like(tiles), tiles),
-            )
-        )
+        request = np.repeat(np.arange(len(rows), dtype=np.int32), tiles)
+        tile = ragged_arange(np.zeros_like(tiles), tiles)
+        seen = (meta.seq_lens - meta.extend_lens)[request] + (tile + 1) * tile_q // self.group
+        order = np.argsort(-seen, kind="stable")  # those with the most keys first
+        parts = (meta.table_idx, meta.seq_lens - 1, meta.qo_indptr, request[order], tile[order])
+        args = KernelArgs(*self.ring.upload(*parts))
         splits = self.num_splits(
             int(tiles.sum()) * self.pool.num_kv_heads, int(meta.seq_lens.max())
         )
@@ -138,7 +137,8 @@ class TritonPlan(AttentionPlan):
         self.dim = max(16, 1 << (self.head_dim - 1).bit_length())  # tl.dot wants 16 at least
         self.splits = splits
         self.out: Tensor | None = None  # memory for the answers; None: new in each layer
-        self.tile_kv, self.warps = TILE_KV, 4
+        self.tile_kv, self.stages = TILE_KV, 3
+        self.warps = 8 if tile_q > 64 else 4  # 8 hold wide tiles unspilt
         rows = len(args.request) * self.pool.num_kv_heads * splits * tile_q if splits > 1 else 1
         self.parts = torch.empty(rows, self.dim, dtype=torch.float32, device=out_loc.device)
         self.lse = torch.empty(rows, dtype=torch.float32, device=out_loc.device)
@@ -163,11 +163,11 @@ class TritonPlan(AttentionPlan):
         where = (args.last, args.qo_indptr, args.request, args.tile)
         sizes = {"GROUP": self.group, "HEAD_DIM": self.head_dim, "DIM": self.dim,
                  "TILE_Q": self.tile_q, "TILE_KV": self.tile_kv}  # fmt: skip
-        attention_kernel[(len(args.request), kv_heads, self.splits)](
+        attention_kernel[(kv_heads, len(args.request), self.splits)](
             q, k_cache, v_cache, out, self.parts, self.lse, page_table, args.rows, *where,
             self.scale * k_scale * LOG2_E, v_scale,
             q.stride(0), k_cache.stride(1), page_table.stride(0),
-            SPLIT=self.splits > 1, num_warps=self.warps, **sizes,
+            SPLIT=self.splits > 1, STAGES=self.stages, num_warps=self.warps, **sizes,
         )  # fmt: skip
         if self.splits > 1:
             merge_kernel[(len(args.request), kv_heads)](

@@ -250,8 +250,7 @@ def expert_kernel(
     if GATED and PDL:
         wait_then_launch()  # the second GEMM reads the blocks before it waits
     block = tl.program_id(1)
-    count = tl.load(rows_ptr + block)
-    expert = tl.load(experts_ptr + block).to(tl.int64)
+    count, expert = tl.load(rows_ptr + block), tl.load(experts_ptr + block).to(tl.int64)
     away = expert < 0  # of another rank: only zeros for its place in the sum
     if (count == 0) | (away & GATED):
         return

@@ -11,47 +11,49 @@ import triton.language as tl
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 @triton.jit
-def fold_tile(q, k, v, visible, scale_log2, m, total, acc):
+def nothing_yet(ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Maximum, sum and weighted sum of rows that have seen no key: below every score, 0 and 0."""
+    zeros = tl.zeros([ROWS], tl.float32)
+    return zeros - 1e30, zeros, tl.zeros([ROWS, DIM], tl.float32)
+
+
+@triton.jit
+def fold_tile(q, k, v, visible, scale_log2, m, total, acc, MASK: tl.constexpr):
     """Fold one KV tile into the running maximum m, sum `total` and weighted sum acc of each row."""
-    s = tl.dot(q, k, input_precision="ieee") * scale_log2
-    s = tl.where(visible, s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1))
-    base = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
-    p = tl.exp2(s - base[:, None])
-    rescale = tl.exp2(m - base)
+    s = tl.dot(q, k, input_precision="ieee")
+    if MASK:
+        s = tl.where(visible, s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
+    p = tl.exp2(tl.fma(s, scale_log2, -m_new[:, None]))
+    rescale = tl.exp2(m - m_new)
     total = total * rescale + tl.sum(p, 1)
-    acc = acc * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     return m_new, total, acc
 
 
 @triton.jit
 def attend_range(
-    q, limit, k_ptr, v_ptr, slots_ptr, begin, end, scale_log2, kv_stride,
-    HEAD_DIM: tl.constexpr, TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, DIM: tl.constexpr,
+    q, limit, m, total, acc, k_ptr, v_ptr, slots_ptr, begin, end, scale_log2, kv_stride,
+    HEAD_DIM: tl.constexpr, TILE_KV: tl.constexpr, DIM: tl.constexpr, MASK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of a query tile over [begin, end); `limit` is the last position a row sees."""
+    """Fold in the keys of [begin, end); `limit` is the last position a row sees, asked if MASK."""
     dims = tl.arange(0, DIM)
-    real_dim = dims < HEAD_DIM
-    m = tl.full([TILE_Q], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_Q], tl.float32)
-    acc = tl.zeros([TILE_Q, DIM], tl.float32)
-    for start in range(begin, end, TILE_KV):
+    for start in tl.range(begin, end, TILE_KV, num_stages=STAGES):
         positions = start + tl.arange(0, TILE_KV)
-        inside = positions < end
-        slots = tl.load(slots_ptr + positions, mask=inside, other=0).to(tl.int64) * kv_stride
-        k = tl.load(
-            k_ptr + slots[None, :] + dims[:, None],
-            mask=inside[None, :] & real_dim[:, None],
-            other=0.0,
-        )
-        v = tl.load(
-            v_ptr + slots[:, None] + dims[None, :],
-            mask=inside[:, None] & real_dim[None, :],
-            other=0.0,
-        )
-        visible = inside[None, :] & (positions[None, :] <= limit[:, None])
+        real = (dims < HEAD_DIM)[None, :]
+        if MASK:
+            inside = positions < end
+            slots = tl.load(slots_ptr + positions, mask=inside, other=0).to(tl.int64) * kv_stride
+            real = real & inside[:, None]
+            visible = inside[None, :] & (positions[None, :] <= limit[:, None])
+        else:
+            slots = tl.load(slots_ptr + positions).to(tl.int64) * kv_stride
+            visible = real
+        k = tl.load(k_ptr + slots[None, :] + dims[:, None], mask=tl.trans(real), other=0.0)
+        v = tl.load(v_ptr + slots[:, None] + dims[None, :], mask=real, other=0.0)
         k, v = k.to(q.dtype), v.to(q.dtype)  # the cache may have fewer bits
-        m, total, acc = fold_tile(q, k, v, visible, scale_log2, m, total, acc)
+        m, total, acc = fold_tile(q, k, v, visible, scale_log2, m, total, acc, MASK)
     return m, total, acc
 
 
@@ -108,39 +110,44 @@ UNALIGNED = ["rows_ptr", "last_ptr", "qo_indptr_ptr", "request_ptr", "tile_ptr"]
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr,
-    slots_ptr, rows_ptr, last_ptr, qo_indptr_ptr, request_ptr, tile_ptr,
-    scale_log2, v_scale, q_stride, kv_stride, slots_stride,
+    q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, slots_ptr, rows_ptr, last_ptr, qo_indptr_ptr,
+    request_ptr, tile_ptr, scale_log2, v_scale, q_stride, kv_stride, slots_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, SPLIT: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, kv_heads, splits). Row r of a tile is query head `r % GROUP` of a token."""
-    place, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_kv_heads, splits = tl.num_programs(1), tl.num_programs(2)
+    """Grid (kv_heads, tiles, splits). Row r of a tile is query head `r % GROUP` of a token."""
+    head, place, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_kv_heads, splits = tl.num_programs(0), tl.num_programs(2)
     request, tile = tl.load(request_ptr + place), tl.load(tile_ptr + place)
-    first, qo_len, cached, end, part = tile_keys(
-        request, tile, qo_indptr_ptr, last_ptr, splits, GROUP, TILE_Q, TILE_KV
-    )
+    first, qo_len, cached, end, part = tile_keys(request, tile, qo_indptr_ptr, last_ptr, splits,
+                                                 GROUP, TILE_Q, TILE_KV)  # fmt: skip
     begin = split * part
     if begin < end:
         token, real, column = tile_rows(tile, qo_len, head, GROUP, HEAD_DIM, TILE_Q)
         q = load_queries(q_ptr, first + token, real, column, q_stride, HEAD_DIM, DIM)
         slots_ptr += tl.load(rows_ptr + request).to(tl.int64) * slots_stride
+        k_ptr, v_ptr = k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM
+        stop, limit = tl.minimum(begin + part, end), cached + token
+        seen_by_all = tl.minimum(cached + tile * TILE_Q // GROUP + 1, stop)
+        edge = begin + tl.maximum(seen_by_all - begin, 0) // TILE_KV * TILE_KV
+        m, total, acc = nothing_yet(TILE_Q, DIM)
         m, total, acc = attend_range(
-            q, cached + token,
-            k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, slots_ptr,
-            begin, tl.minimum(begin + part, end), scale_log2, kv_stride,
-            HEAD_DIM, TILE_Q, TILE_KV, DIM,
+            q, limit, m, total, acc, k_ptr, v_ptr, slots_ptr, begin, edge,
+            scale_log2, kv_stride, HEAD_DIM, TILE_KV, DIM, False, STAGES,
         )  # fmt: skip
-        total = tl.where(total == 0.0, 1.0, total)  # a row that saw no key keeps m = -inf
+        m, total, acc = attend_range(
+            q, limit, m, total, acc, k_ptr, v_ptr, slots_ptr, edge, stop,
+            scale_log2, kv_stride, HEAD_DIM, TILE_KV, DIM, True, STAGES,
+        )  # fmt: skip
+        total = tl.where(total == 0.0, 1.0, total)  # a row that saw no key
         acc = acc / total[:, None] * v_scale
         if SPLIT:
             row = ((place * num_kv_heads + head) * splits + split) * TILE_Q + tl.arange(0, TILE_Q)
             tl.store(lse_ptr + row, m + tl.log2(total))
             tl.store(part_ptr + row[:, None] * DIM + tl.arange(0, DIM)[None, :], acc)
         else:
-            heads = GROUP * num_kv_heads
-            write_tile(out_ptr, acc, first + token, real, column, heads, HEAD_DIM, DIM)
+            write_tile(out_ptr, acc, first + token, real, column, GROUP * num_kv_heads, HEAD_DIM,
+                       DIM)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=UNALIGNED)
@@ -155,15 +162,12 @@ def merge_kernel(
     first, qo_len, _cached, end, part = tile_keys(
         request, tile, qo_indptr_ptr, last_ptr, splits, GROUP, TILE_Q, TILE_KV
     )
-    m = tl.full([TILE_Q], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_Q], tl.float32)
-    acc = tl.zeros([TILE_Q, DIM], tl.float32)
+    m, total, acc = nothing_yet(TILE_Q, DIM)
     for i in range(tl.cdiv(end, part)):
         row = ((place * num_kv_heads + head) * splits + i) * TILE_Q + tl.arange(0, TILE_Q)
         lse = tl.load(lse_ptr + row)
         m_new = tl.maximum(m, lse)
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        old, new = tl.exp2(m - base), tl.exp2(lse - base)
+        old, new = tl.exp2(m - m_new), tl.exp2(lse - m_new)
         o = tl.load(part_ptr + row[:, None] * DIM + tl.arange(0, DIM)[None, :])
         acc = acc * old[:, None] + o * new[:, None]
         total = total * old + new

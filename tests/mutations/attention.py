@@ -64,8 +64,8 @@ MUTATIONS = [
     Mutation(
         "attention: online softmax without rescaling the output",
         KERNELS,
-        "acc = acc * rescale[:, None] + tl.dot",
-        "acc = acc + tl.dot",
+        "acc * rescale[:, None], input_precision",
+        "acc, input_precision",
         f"{TEST}test_triton_split_and_merge",
     ),
     Mutation(
@@ -78,8 +78,8 @@ MUTATIONS = [
     Mutation(
         "attention: the kernel forgets the cached tokens in its mask",
         KERNELS,
-        "q, cached + token,",
-        "q, token,",
+        "tl.minimum(begin + part, end), cached + token",
+        "tl.minimum(begin + part, end), token",
         f"{TEST}test_triton_cases",
     ),
     Mutation(
@@ -158,9 +158,23 @@ MUTATIONS = [
     Mutation(
         "attention: parts overlap by one position",
         KERNELS,
-        "begin, tl.minimum(begin + part, end), scale_log2",
-        "begin, tl.minimum(begin + part + 1, end), scale_log2",
+        "stop, limit = tl.minimum(begin + part, end)",
+        "stop, limit = tl.minimum(begin + part + 1, end)",
         f"{TEST}test_triton_split_and_merge",
+    ),
+    Mutation(
+        "attention: a tile that holds the diagonal is not masked",
+        KERNELS,
+        "tl.maximum(seen_by_all - begin, 0) // TILE_KV",
+        "tl.cdiv(tl.maximum(seen_by_all - begin, 0), TILE_KV)",
+        f"{TEST}test_triton_split_and_merge[long prompts]",
+    ),
+    Mutation(
+        "attention: wide tiles are taken where half of the SMs get none",
+        TRITON,
+        "* self.pool.num_kv_heads < self.num_sms:",
+        "* self.pool.num_kv_heads < 0:",
+        f"{TEST}test_triton_takes_wide_tiles_where_they_fill_the_gpu",
     ),
     Mutation(
         "attention: the merge leaves out a part",
