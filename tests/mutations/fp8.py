@@ -26,7 +26,7 @@ MUTATIONS = [
     Mutation(
         "fp8: groups of columns get their scales in turn",
         LAYERS,
-        "scale = scale.repeat_interleave(self.group, 1)",
+        "scale = scale.repeat_interleave(self.group, -1)",
         "scale = scale.repeat(1, self.group)",
         f"{TEST}test_dequantize_multiplies_each_group_by_its_scale[16]",
     ),
