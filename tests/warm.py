@@ -256,10 +256,17 @@ def main(folder: Path, owner: int) -> None:
     os._exit(0)
 
 
+def lives(pid: int) -> bool:
+    """False for a zombie, too: who reaps it may wait for the end of its output, which we hold."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def serve(listener: socket.socket, owner: int) -> None:
     """Answer until the owner is gone."""
     ended: dict[int, int] = {}
-    while psutil.pid_exists(owner):
+    while lives(owner):
         with suppress(TimeoutError), listener.accept()[0] as connection:
             data, files, _, _ = socket.recv_fds(connection, 2**16, 3)
             while not data.endswith(b"\n"):
