@@ -543,7 +543,7 @@ def test_sm_scale_reaches_the_backend() -> None:
     heads = world.q.shape[1]
     for name in ("torch", "triton"):
         backend = create_backend(
-            name, pool=world.pool, tables=world.tables, num_qo_heads=heads, sm_scale=0.0
+            name, pool=world.pool, tables=world.tables, num_qo_heads=heads, sm_scale=1e-9
         )
         got = backend.plan(world.meta, world.out_loc).run(world.q, world.k, world.v, 1)
         seen = world.dense[0][1][:5].repeat_interleave(2, dim=1)  # all weights are equal
