@@ -15,6 +15,9 @@ from minisgl.config.rules import check_positive
 def kv_bytes_per_token(model: ModelConfig, itemsize: int, tp_size: int = 1) -> int:
     """Bytes of K and V that one token costs on one rank, in all layers; `itemsize` is in bytes."""
     check_positive(itemsize=itemsize)
+    kv = model.num_kv_heads
+    if isinstance(tp_size, bool) or tp_size < 1 or (kv % tp_size and tp_size % kv):
+        raise ValueError(f"tp_size: must be a divisor or a multiple of {kv}, got {tp_size!r}")
     heads = model.kv_heads_per_rank(tp_size)
     return 2 * model.num_layers * heads * model.head_dim * itemsize
 
