@@ -632,7 +632,8 @@ def test_ranks_do_not_outlive_their_parent(tmp_path: Path) -> None:
     script.write_text(
         "from tests.tp_drills import orphan\nif __name__ == '__main__':\n    orphan()"
     )
-    parent = Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    # A fork's process would end what it leaves behind.
+    parent = Popen([sys.executable, str(script)], real=True, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     assert parent.wait(30) == -signal.SIGKILL

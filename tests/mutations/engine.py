@@ -267,15 +267,15 @@ MUTATIONS = [
     Mutation(
         "replay_filters_the_wrong_logits",
         ENGINE,
-        "fi, self.graph.logits[:count], ",
-        "fi, self.graph.logits[-count:], ",
+        "fi, graph.logits[:count], ",
+        "fi, graph.logits[-count:], ",
         TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
     ),
     Mutation(
         "replay_samples_the_padding",
         ENGINE,
-        "fi, self.graph.logits[:count], ",
-        "fi, self.graph.logits[:size], ",
+        "fi, graph.logits[:count], ",
+        "fi, graph.logits[:size], ",
         TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
     ),
     Mutation(
