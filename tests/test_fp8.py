@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -150,6 +151,54 @@ def test_fp8_is_what_the_checkpoint_has_already(tmp_path: Path) -> None:
     quantized, _ = make_fp8_checkpoints(tmp_path, "block")
     by_flag, by_file = open_model(quantized, quantization="fp8"), open_model(quantized)
     assert torch.equal(logits(by_flag), logits(by_file))
+
+
+PROJECTIONS = "gate", "up", "down"
+
+
+def keep_wide(quantized: Path, plain: Path, module: str, **entry: Any) -> None:
+    """Let a checkpoint have a module in more bits, and say so in its config."""
+    from safetensors.torch import load_file, save_file
+
+    stored, wide = (load_file(folder / "model.safetensors") for folder in (quantized, plain))
+    kept = {name: t for name, t in stored.items() if not name.startswith(f"{module}.")}
+    kept |= {name: t for name, t in wide.items() if name.startswith(f"{module}.")}
+    save_file(kept, quantized / "model.safetensors")
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"] |= entry
+    (quantized / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("layout", "entry"),
+    [
+        ("block", {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp", "mlp.gate"]}),
+        ("block", {"ignored_layers": [f"model.layers.0.mlp.{p}_proj" for p in PROJECTIONS]}),
+        ("channel", {"ignore": ["lm_head", r"re:.*layers\.0\.mlp\..*"]}),
+    ],
+)
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_modules_that_a_checkpoint_keeps(
+    tmp_path: Path, arch: str, layout: str, entry: dict[str, Any]
+) -> None:
+    """They are read as they are; all others have eight bits."""
+    if arch == "qwen3_moe" and "ignored_layers" in entry:
+        entry = {"ignored_layers": ["model.layers.0.mlp.experts"]}
+    quantized, plain = make_fp8_checkpoints(tmp_path, layout, arch)
+    keep_wide(quantized, plain, "model.layers.0.mlp", **entry)
+    ours, theirs = open_model(quantized), open_model(plain)
+    for name, weight in ours.named_parameters():
+        wide = not name.endswith(("_proj.weight", "mlp.gate_up", "mlp.down"))
+        assert isinstance(weight, Fp8Weight) == (not wide and "layers.0.mlp" not in name), name
+    torch.testing.assert_close(logits(ours), logits(theirs), atol=1e-5, rtol=0)
+
+
+def test_a_part_of_a_layer_is_not_kept_alone(tmp_path: Path) -> None:
+    quantized, plain = make_fp8_checkpoints(tmp_path, "block")
+    module = "model.layers.1.self_attn.k_proj"
+    keep_wide(quantized, plain, module, modules_to_not_convert=[module])
+    with pytest.raises(ValueError, match=r"quantization_config: .*1.self_attn.qkv_proj.*k_proj"):
+        open_model(quantized)
 
 
 @pytest.mark.parametrize("lost", ["weight_scale_inv", "weight"])

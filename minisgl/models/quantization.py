@@ -5,7 +5,8 @@ Generated from notebooks/05g_fp8.ipynb: edit there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from minisgl.config.paths import read_json
 from minisgl.config.rules import refuse
 from minisgl.layers.fp8 import Fp8Weight, Stored, check_device, fp8_weight
 from minisgl.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from minisgl.models.shards import layer_shards
 
 FORMATS = "fp8 with weight_block_size, compressed-tensors of 8-bit floats by channel or block"
 
@@ -38,6 +40,21 @@ def read_stored(folder: Path) -> Stored | None:
     raise refuse("quantization_config", f"one of {FORMATS}", config)
 
 
+def find_kept(folder: Path) -> tuple[str, ...]:
+    """The modules that a checkpoint of eight bits leaves in more: names, or `re:` and a pattern."""
+    config = read_json(folder / "config.json").get("quantization_config") or {}
+    keys = ("modules_to_not_convert", "ignored_layers", "ignore")
+    return tuple(name for key in keys for name in config.get(key) or ())
+
+
+def is_kept(module: str, kept: Iterable[str]) -> bool:
+    """Whether a module is named, by itself, with those around it or in it, or by a pattern."""
+    return any(
+        re.match(name[3:], module) if name.startswith("re:") else f".{name}." in f".{module}."
+        for name in kept
+    )
+
+
 def on_dequantized(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The same product of a weight that is dequantized at each call."""
 
@@ -47,20 +64,29 @@ def on_dequantized(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return product
 
 
-def quantize_linears(model: nn.Module, stored: Stored | None) -> None:
+def quantize_linears(model: nn.Module, stored: Stored | None, kept: Iterable[str] = ()) -> None:
     """Linear layers and experts of a model without values get weights of eight bits, stored or not.
 
-    Embedding, head and the router of experts stay as they are.
+    Embedding, head, the router of experts and what is `kept` stay as they are. ValueError if a
+    layer of several projections would have to keep some.
     """
-    for layer in model.modules():
+    for path, layer in model.named_modules():
         linear = isinstance(layer, MergedColumnParallelLinear | RowParallelLinear)
         for name, old in list(layer.named_parameters(recurse=False)):
-            if old.dim() == 3 or (linear and name == "weight"):  # of three dimensions: experts
-                group = (stored and stored.columns) or old.shape[-1]
-                new = fp8_weight(*old.shape, stored=stored, group=min(group, old.shape[-1]))
-                setattr(layer, name, new)
-        if isinstance(layer, MergedColumnParallelLinear | RowParallelLinear):
-            layer.linear = on_dequantized(layer.linear)
+            if not (old.dim() == 3 or (linear and name == "weight")):  # three dimensions: experts
+                continue
+            specs = [spec.name for spec in layer_shards(layer, path) if spec.param == name]
+            wide = [spec for spec in specs if is_kept(spec.removesuffix(".weight"), kept)]
+            if wide and len(wide) < len(specs):
+                rule = f"such that all parts of {path}.{name} have the same number of bits"
+                raise refuse("quantization_config", rule, f"more than eight for {wide[0]}")
+            if wide:
+                continue
+            group = (stored and stored.columns) or old.shape[-1]
+            new = fp8_weight(*old.shape, stored=stored, group=min(group, old.shape[-1]))
+            setattr(layer, name, new)
+            if linear:
+                layer.linear = on_dequantized(layer.linear)
 
 
 def load_kernels(device: torch.device, whole: bool) -> None:
@@ -83,5 +109,5 @@ def quantize_model(
     if stored is None and quantization != "fp8":
         return
     check_device("quantization_config" if stored else "quantization", device)
-    quantize_linears(model, stored)
+    quantize_linears(model, stored, find_kept(folder))
     load_kernels(torch.device(device), whole=stored is None or stored.columns is None)

@@ -66,6 +66,20 @@ MUTATIONS = [
         f"{TEST}test_other_formats_are_refused_with_the_list",
     ),
     Mutation(
+        "fp8: modules are kept in more bits by their full names alone",
+        QUANTIZATION,
+        'f".{name}." in f".{module}."',
+        "name == module",
+        f"{TEST}test_modules_that_a_checkpoint_keeps[qwen3-block-entry0]",
+    ),
+    Mutation(
+        "fp8: a layer is kept in more bits for one of its projections",
+        QUANTIZATION,
+        "if wide and len(wide) < len(specs):",
+        "if wide and len(wide) > len(specs):",
+        f"{TEST}test_a_part_of_a_layer_is_not_kept_alone",
+    ),
+    Mutation(
         "fp8: a few rows are multiplied in sixteen bits",
         PRODUCTS,
         "if has_scaled_mm(weight, x.dtype):",
