@@ -9,9 +9,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -170,7 +170,7 @@ class Ranks:
         if isinstance(self.comm, NcclComm):
             self.stop_waiting = self.comm.abort
             for process in self.processes.processes.values():
-                threading.Thread(target=self.watch, args=(process.pid,), daemon=True).start()
+                threading.Thread(target=self.watch, args=(process,), daemon=True).start()
 
     def _meet(self, place: Place) -> GlooComm:
         """Join the group as rank 0; WorkerFailed if another rank could not and says why."""
@@ -185,14 +185,16 @@ class Ranks:
         self.processes.listen(1.0)
         self.processes.check()
 
-    def watch(self, pid: int) -> None:
+    def watch(self, process: BaseProcess) -> None:
         """Wait for the end of another rank's process; free our GPU if that was no orderly one."""
-        with suppress(ChildProcessError):  # another thread has waited for it, and acts
-            # Without taking the status away from `multiprocessing`.
-            ending = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-            if ending is not None and ending.si_status != 0:
-                self.lost.set()
-                self.stop_waiting()
+        try:  # without taking the status away from `multiprocessing`
+            ending = os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOWAIT)
+            status = ending and ending.si_status
+        except ChildProcessError:  # another thread has taken it
+            status = process.exitcode
+        if status != 0:
+            self.lost.set()
+            self.stop_waiting()
 
     def channel(self, outer: Channel) -> BroadcastChannel:
         """Rank 0's end of the channel that all ranks share."""

@@ -166,7 +166,7 @@ class Supervisor:
     def listen(self, seconds: float = 0.0) -> None:
         """Take in reports for at most that long; returns early when a worker has reported."""
         running = {name: self._pipes[name][0] for name in self.processes if name not in self.ended}
-        heard = wait(list(running.values()), timeout=seconds)
+        heard = wait(list(running.values()), timeout=seconds) if running else []
         for name, pipe in running.items():
             if pipe not in heard:
                 continue

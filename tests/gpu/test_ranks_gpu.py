@@ -22,6 +22,7 @@ from tests.serving import Served, last_event, stream
 from tests.test_tensor_parallel import check_collectives
 
 DEVICE = "cuda"
+BACKENDS = {"float32": "triton", "bfloat16": "triton,fused"}  # FlashInfer builds for a minute
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,9 +62,10 @@ def test_an_llm_on_two_gpus_answers_as_on_one() -> None:
     """Twice in one process; float32 to the last token, bfloat16 by kernels that sum."""
     params = SamplingParams(temperature=0.0, max_tokens=64)
     for dtype in ("float32", "bfloat16"):
-        with LLM(device=DEVICE, dtype=dtype, num_pages=512) as one:
+        fields = {"dtype": dtype, "attention_backend": BACKENDS[dtype]}
+        with LLM(device=DEVICE, num_pages=512, **fields) as one:
             want = [out["text"] for out in one.chat(TALKS, params)]
-        with LLM(device=DEVICE, dtype=dtype, num_pages=512, tensor_parallel_size=2) as two:
+        with LLM(device=DEVICE, num_pages=512, tensor_parallel_size=2, **fields) as two:
             found = [out["text"] for out in two.chat(TALKS, params)]
             assert len(two.ranks.comm.peers) == 1 and None not in two.ranks.comm.peers.values()
         if dtype == "float32":
@@ -80,13 +82,14 @@ def test_experts_on_two_gpus_answer_as_on_one(tmp_path: Path, how: str, dtype: s
     prompts = [list(range(first, first + 20)) for first in range(1, 60, 7)]
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=1)
 
-    def answers(**fields: Any) -> list[dict[str, Any]]:
+    def answers(dtype: str, **fields: Any) -> list[dict[str, Any]]:
         few = {"num_pages": 512, "max_running_req": 8, "cuda_graph_bs": (8,)}
+        fields |= {"dtype": dtype, "attention_backend": BACKENDS[dtype]}
         with LLM(path, device=DEVICE, **few, **fields) as llm:
             return llm.generate(prompts, params)
 
-    want = answers(dtype="float32")
-    found = answers(dtype=dtype, tensor_parallel_size=2, expert_parallel=how == "whole")
+    want = answers("float32")
+    found = answers(dtype, tensor_parallel_size=2, expert_parallel=how == "whole")
     if dtype == "float32":
         assert [out["token_ids"] for out in found] == [out["token_ids"] for out in want]
     off = []  # for the first two tokens: of a prefill, and of a recorded step
@@ -105,9 +108,11 @@ def test_a_killed_rank_ends_an_llm() -> None:
     assert done.stdout.count("rank 1 was killed by signal 9") == 3
 
 
-def two_ranks(folder: Path, *flags: str) -> Served:
-    """The embedded model on two devices."""
-    return Served(folder, "--tp", "2", "--device", DEVICE, "--log-format", "none", *flags)
+def two_ranks(folder: Path, dtype: str = "bfloat16") -> Served:
+    """The embedded model on two devices; a new process, as CUDA wants no forks."""
+    flags = ["--tp", "2", "--device", DEVICE, "--log-format", "none", "--num-pages", "512"]
+    flags += ["--dtype", dtype, "--attention-backend", BACKENDS[dtype]]
+    return Served(folder, *flags, real=True)
 
 
 def answer(url: str, talk: list[dict[str, str]]) -> str:
@@ -121,9 +126,10 @@ def answer(url: str, talk: list[dict[str, str]]) -> str:
 def test_two_ranks_answer_as_one_does(tmp_path: Path, dtype: str) -> None:
     """In float32 to the last token; in half precision the sums must be right."""
     params = SamplingParams(temperature=0.0, max_tokens=64)
-    with LLM(device=DEVICE, dtype=dtype, num_pages=512) as llm:
+    fields = {"dtype": dtype, "attention_backend": BACKENDS[dtype]}
+    with LLM(device=DEVICE, num_pages=512, **fields) as llm:
         want = [out["text"] for out in llm.chat(TALKS, params)]
-    served = two_ranks(tmp_path, "--dtype", dtype, "--num-pages", "512")
+    served = two_ranks(tmp_path, dtype)
     url = served.ready()
     children = served.children()
     found = [answer(url, talk) for talk in TALKS]
@@ -138,7 +144,7 @@ def test_two_ranks_answer_as_one_does(tmp_path: Path, dtype: str) -> None:
 
 def test_a_killed_rank_ends_the_server(tmp_path: Path) -> None:
     """No GPU stays taken, and every stream hears of it."""
-    served = two_ranks(tmp_path, "--num-pages", "512")
+    served = two_ranks(tmp_path)
     url = served.ready()
     children = served.children()
     rank: psutil.Process = served.workers()[0].children()[-1]
@@ -154,7 +160,7 @@ def test_a_killed_rank_ends_the_server(tmp_path: Path) -> None:
 
 def test_ctrl_c_with_answers_under_way(tmp_path: Path) -> None:
     """The second signal does not wait for them; ranks leave together."""
-    served = two_ranks(tmp_path, "--num-pages", "512")
+    served = two_ranks(tmp_path)
     url = served.ready()
     children = served.children()
     with stream(url, n=8) as response:

@@ -53,8 +53,15 @@ MUTATIONS = [
     Mutation(
         "launch: an orderly end of a rank counts as a death",
         "minisgl.runtime.ranks",
-        "ending.si_status != 0",
-        "ending.si_status >= 0",
+        "    if status != 0:\n",
+        "    if True:\n",
+        T + "test_a_bad_end_of_a_rank_frees_the_gpu",
+    ),
+    Mutation(
+        "launch: a death whose status another thread took frees nothing",
+        "minisgl.runtime.ranks",
+        "status = process.exitcode",
+        "status = 0",
         T + "test_a_bad_end_of_a_rank_frees_the_gpu",
     ),
     Mutation(
@@ -91,6 +98,13 @@ MUTATIONS = [
         'kinds.get("failed") or kinds["lost"]',
         'kinds.get("lost") or kinds["failed"]',
         T + "test_the_guilty_rank_is_blamed_not_those_who_lost_it",
+    ),
+    Mutation(
+        "launch: reports of ranks that have ended are waited for",
+        "minisgl.runtime.supervisor",
+        "timeout=seconds) if running else []",
+        "timeout=seconds)",
+        T + "test_nobody_waits_for_reports_of_ranks_that_have_ended",
     ),
     Mutation(
         "launch: two ranks share a GPU",
