@@ -298,10 +298,12 @@ class LLM:
             failed = True
             raise
         finally:
+            shutdown = self.scheduler.engine.shutdown
             if failed and self.ranks is not None:
-                self.ranks.give_up()
-            with suppress(*[RuntimeError] * failed):  # a GPU may be lost with its rank
-                self.scheduler.engine.shutdown()
+                self.ranks.give_up(shutdown)
+            else:
+                with suppress(*[RuntimeError] * failed):  # the GPU may be what failed
+                    shutdown()
             if not failed and self.ranks is not None:
                 self.ranks.close()
 

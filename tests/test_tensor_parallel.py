@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from minisgl.models.weights import Checkpoint, WeightError, load_weights
 from minisgl.parallel import gloo, nccl
 from minisgl.parallel.comm import Comm, ParallelContext, SingleRank
 from minisgl.parallel.gloo import CommError, GlooComm
+from minisgl.runtime import ranks as ranks_module
 from minisgl.runtime.broadcast import BroadcastChannel
 from minisgl.runtime.ranks import RankProcesses, Ranks, config_of_rank, tp_worker
 from minisgl.runtime.supervisor import Ending, WorkerFailed
@@ -514,6 +516,21 @@ def test_a_bad_end_of_a_rank_frees_the_gpu() -> None:
             assert bool(freed) == ranks.lost.is_set() == (code != 0)
             process.join()
             assert process.exitcode == code
+
+
+def test_graphs_go_before_the_group_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would wait for them, on the way out of a failure; that the GPU is lost is no error."""
+    ranks, done = object.__new__(Ranks), []
+
+    def shutdown() -> None:
+        done.append("graphs")
+        raise RuntimeError("CUDA error")
+
+    ranks.processes = SimpleNamespace(stop=partial(done.append, "processes"))  # type: ignore[assignment]
+    ranks.stop_waiting = partial(done.append, "kernels")
+    monkeypatch.setattr(ranks_module, "leave_group", partial(done.append, "group"))
+    ranks.give_up(shutdown)
+    assert done == ["processes", "kernels", "graphs", "group"]
 
 
 def test_nothing_leaves_rank_0_once_a_rank_is_lost() -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -212,11 +213,13 @@ class Ranks:
         finally:
             self.processes.stop()
 
-    def give_up(self) -> None:
-        """End all ranks at once."""
+    def give_up(self, shutdown: Callable[[], None] = lambda: None) -> None:
+        """End all ranks at once; `shutdown` is the engine's: NCCL ends after the last graph."""
         self.processes.grace = 0.0
         self.processes.stop()
         self.stop_waiting()
+        with suppress(RuntimeError):  # a GPU may be lost with its rank
+            shutdown()
         leave_group()  # which asks nothing of the others: they are gone
 
     def __enter__(self) -> Self:

@@ -48,8 +48,8 @@ MUTATIONS = [
     Mutation(
         "shutdown_stops_at_a_failure",
         "minisgl.llm",
-        "        finally:\n            if failed and self.ranks",
-        "        except KeyError:\n            if failed and self.ranks",
+        "        finally:\n            shutdown = ",
+        "        except KeyError:\n            shutdown = ",
         "tests/test_llm.py::test_shutdown_gives_the_memory_back_although_the_scheduler_fails",
     ),
     Mutation(

@@ -107,6 +107,13 @@ MUTATIONS = [
         T + "test_nobody_waits_for_reports_of_ranks_that_have_ended",
     ),
     Mutation(
+        "launch: graphs outlive the group",
+        "minisgl.runtime.ranks",
+        "            shutdown()\n        leave_group()",
+        "            leave_group()\n        shutdown()",
+        T + "test_graphs_go_before_the_group_is_left",
+    ),
+    Mutation(
         "launch: two ranks share a GPU",
         "minisgl.runtime.ranks",
         "len(set(devices)) == 1",

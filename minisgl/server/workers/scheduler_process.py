@@ -124,7 +124,7 @@ def scheduler_process(
                 context.ready()
                 scheduler.run()
         except WorkerFailed as error:  # of a rank: it says what happened, our own place does not
-            notes = getattr(error, "__notes__", [])
-            print(f"minisgl: {error}", *notes, sep="\n", file=sys.stderr)
+            print(f"minisgl: {error}", *getattr(error, "__notes__", []), sep="\n", file=sys.stderr)
+            ranks.give_up(scheduler.engine.shutdown)
             raise SystemExit(1) from error
         scheduler.engine.shutdown()  # graphs that hold collectives must go before the group does
