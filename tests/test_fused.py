@@ -209,7 +209,7 @@ BEFORE_THE_LAYERS = {  # what a kernel may read before it waits: no kernel of th
     "rows_kernel": {"w_ptr"},
     "silu_mul_kernel": set(),
     "add_norm_kernel": {"norm_ptr"},
-    "all_reduce_kernel": {"addresses_ptr"},
+    "all_reduce_kernel": {"addresses_ptr", "norm_ptr"},
     "rotate_store_kernel": set(),
     "quantize_rows_kernel": set(),
     "decode_kernel": {"positions_ptr", "rows_ptr", "table_ptr"},

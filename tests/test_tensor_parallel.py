@@ -221,6 +221,14 @@ def test_rows_are_summed_in_shared_memory() -> None:
             assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+def test_a_sum_of_rows_moves_16_bytes_at_a_time() -> None:
+    """Rows of 16 bits; the flag and a row's turn are single numbers of 32."""
+    moves = {"ld.volatile.global.v4.b32", "st.global.v4.b32"}
+    assert run_ranks(tp_drills.compiled_sum, 1) == [
+        {*moves, "ld.volatile.global.b32", "st.global.b32"}
+    ]
+
+
 @pytest.mark.parametrize("reach, works", [(True, True), (True, False), (False, True)])
 def test_memory_that_one_rank_cannot_map_is_used_by_none(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reach: bool, works: bool

@@ -6,6 +6,7 @@ import faulthandler
 import multiprocessing
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -263,6 +264,31 @@ def sum_rows(comm: Comm, steps: int, dtype: torch.dtype) -> list[torch.Tensor]:
         kernels.all_reduce(sums[0], peers)
     assert memory
     return said
+
+
+def compiled_sum(comm: Comm) -> set[str]:
+    """How the sum of wide rows loads and stores on an H100, by the compiler alone."""
+    os.environ.pop("TRITON_INTERPRET", None)
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from minisgl.kernels import all_reduce as kernels
+
+    fixed: dict[str, Any] = {
+        "RANK": comm.rank, "SIZE": 2, "PARTS": 1, "NORM": True, "BITS": kernels.BITS[2],
+        "EMPTY": kernels.empty_entry(torch.bfloat16), "BLOCK": 8192, "PDL": True,
+    }  # fmt: skip
+    kinds = {"addresses_ptr": "*i64", "turns_ptr": "*i32", "quit_ptr": "*i32", "eps": "fp32"}
+    types, multiples = {}, {}
+    for place, name in enumerate(kernels.all_reduce_kernel.arg_names):
+        usual = "constexpr" if name in fixed else "*bf16" if name.endswith("_ptr") else "i32"
+        types[name] = kinds.get(name, usual)
+        if name.endswith("_ptr") or name in ("N", "rows", "WIDTH"):
+            multiples[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernels.all_reduce_kernel, types, fixed, multiples)
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16})
+    return set(re.findall(r"\b(?:ld\.volatile|st)\.global\.\S+", code.asm["ptx"]))
 
 
 def fused_model(comm: Comm) -> None:

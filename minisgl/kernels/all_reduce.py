@@ -40,23 +40,26 @@ def exchange_row(
     x, here, addresses_ptr, turns_ptr, quit_ptr, row, rows, cols, inside, WIDTH,
     RANK: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
-    """Sum of a row over the ranks in their order, float32: each writes its part to everyone."""
+    """Sum of a row over the ranks in their order, float32: each writes its part to the others."""
     bits = x.to(BITS, bitcast=True)
     bits = tl.where(bits == EMPTY, 0, bits)
     turn = tl.load(turns_ptr + row)
     part = rows.to(tl.int64) * WIDTH
     now = (turn * SIZE * rows + row) * WIDTH + cols
     before = ((turn + 2) % 3 * SIZE * rows + row) * WIDTH + cols
-    here = here.to(tl.pointer_type(BITS))
+    here = tl.multiple_of(here.to(tl.pointer_type(BITS)), 16)
     for peer in tl.static_range(SIZE):
-        there = tl.load(addresses_ptr + peer).to(tl.pointer_type(BITS))
-        tl.store(there + RANK * part + now, bits, mask=inside)
-        tl.store(here + peer * part + before, EMPTY, mask=cols < WIDTH)
+        if peer != RANK:
+            there = tl.load(addresses_ptr + peer).to(tl.pointer_type(BITS))
+            tl.store(tl.multiple_of(there, 16) + RANK * part + now, bits, mask=inside)
+            tl.store(here + peer * part + before, EMPTY, mask=cols < WIDTH)
     total = tl.zeros(x.shape, tl.float32)
     for peer in tl.static_range(SIZE):
-        got = tl.load(here + peer * part + now, mask=inside, other=0, volatile=True)
-        while tl.max((got == EMPTY).to(tl.int32), 0) > tl.load(quit_ptr, volatile=True):
+        got = bits
+        if peer != RANK:
             got = tl.load(here + peer * part + now, mask=inside, other=0, volatile=True)
+            while tl.max((got == EMPTY).to(tl.int32), 0) > tl.load(quit_ptr, volatile=True):
+                got = tl.load(here + peer * part + now, mask=inside, other=0, volatile=True)
         total += got.to(x.dtype, bitcast=True).to(tl.float32)
     tl.store(turns_ptr + row, (turn + 1) % 3)
     return total
@@ -76,7 +79,12 @@ def all_reduce_kernel(
     here = tl.load(addresses_ptr + RANK)
     if PDL:
         gdc_launch_dependents()
+    if NORM:  # it depends on nothing
+        weight = tl.load(norm_ptr + cols, mask=inside, other=0.0)
+    if PDL:
         gdc_wait()
+    if NORM:
+        before = tl.load(residual_ptr + row * N + cols, mask=inside, other=0.0)
     x = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(PARTS):
         place = (part * M + row) * N + cols
@@ -86,13 +94,13 @@ def all_reduce_kernel(
         inside, WIDTH, RANK, SIZE, BITS, EMPTY,
     )  # fmt: skip
     if NORM:
-        total += tl.load(residual_ptr + row * N + cols, mask=inside, other=0.0).to(tl.float32)
+        total += before.to(tl.float32)
     rounded = total.to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + row * N + cols, rounded, mask=inside)
     if NORM:
         y = rounded.to(tl.float32)
         y *= tl.rsqrt(tl.sum(y * y, 0) / N + eps)
-        y *= tl.load(norm_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        y *= weight.to(tl.float32)
         tl.store(out_ptr + row * N + cols, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -44,6 +44,13 @@ MUTATIONS = [
         T + "test_rows_are_summed_in_shared_memory",
     ),
     Mutation(
+        "all-reduce: numbers travel one by one",
+        "minisgl.kernels.all_reduce",
+        "tl.store(tl.multiple_of(there, 16) + ",
+        "tl.store(there + ",
+        T + "test_a_sum_of_rows_moves_16_bytes_at_a_time",
+    ),
+    Mutation(
         "fused: parts of a product are not summed over the ranks",
         "minisgl.models.fused",
         "parts is not None and self.comm.size > 1",
