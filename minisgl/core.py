@@ -141,6 +141,7 @@ class Batch:
     reqs: list[Req]
     phase: Phase
     padded_reqs: list[Req] = field(default_factory=list)
+    verifies: bool = False  # a request may have several rows: chapter 09b
 
     def __post_init__(self) -> None:
         """Without padding both lists are one."""

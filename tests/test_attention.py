@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 from minisgl.attention import factory, torch_backend
 from minisgl.attention.base import DecodeBuffers
-from minisgl.attention.factory import available, create_backend
+from minisgl.attention.factory import create_backend
 from minisgl.attention.metadata import AttentionMetadata, build_metadata, ragged_arange
 from minisgl.attention.staging import StagingRing
 from minisgl.attention.torch_backend import TorchBackend
@@ -510,17 +510,6 @@ def test_pair_backend_routes_by_phase(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_factory_refuses_unknown_names(name: str) -> None:
     with pytest.raises(ValueError, match="attention_backend: must be one of torch, triton, fi"):
         make_world(CASES["decode"]).backend(name)
-
-
-def test_available_asks_for_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = {"triton"}
-    monkeypatch.setattr(factory, "find_spec", lambda name: name if name in installed else None)
-    assert available("torch") and available("triton") and available("torch,triton")
-    assert not available("fi") and not available("fi,triton") and not available("torch,fi")
-    installed.add("flashinfer")
-    assert available("fi") and available("fi,triton")
-    with pytest.raises(ValueError, match="attention_backend: must be one of torch, triton, fi"):
-        available("fa3")
 
 
 def test_factory_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -587,28 +587,3 @@ def test_graphs_need_a_gpu_or_a_maker(folder: Path) -> None:
         build_engine(config, progress=False)
     none = replace(config, cuda_graph_bs=None, cuda_graph_max_bs=8)
     assert build_engine(none, progress=False).graph is None
-
-
-@pytest.mark.parametrize("asked", ["auto", "torch"])
-def test_a_missing_flashinfer_is_said_before_anything_is_loaded(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: str
-) -> None:
-    class Loaded(Exception):
-        pass
-
-    def load(*given: Any) -> None:
-        raise Loaded
-
-    def settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-        return replace(config, device="cuda:0", attention_backend="triton,fused")
-
-    for name, value in {
-        "resolve": settled, "load_model": load, "available": lambda name: False,
-        "start_device": lambda config, comm: torch.device("cuda:0"),
-        "agree_on_free": lambda device, comm: 1,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(engine_module, name, value)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    with pytest.raises(Loaded):
-        build_engine(EngineConfig(model_path=str(folder), attention_backend=asked), progress=False)
-    assert ("FlashInfer is not installed, triton,fused serves" in caplog.text) == (asked == "auto")

@@ -26,9 +26,7 @@ from tests.fused_cases import (
 )
 
 pytest.importorskip("triton")
-from minisgl.attention.factory import create_backend
 from minisgl.attention.fused_backend import FusedBackend, StoreFirstBackend
-from minisgl.attention.torch_backend import TorchBackend
 from minisgl.kernels import linear as kernels
 from minisgl.kernels.decode_attention import TILES, splits_of, tile_of, waves
 from minisgl.kernels.device import H200, DeviceLimits
@@ -284,16 +282,6 @@ def test_rows_of_one_request_see_each_other_where_all_are_stored_first() -> None
     check_drafts(StoreFirstBackend, qo=2, kv=1, dim=32)
     with pytest.raises(AssertionError):
         check_drafts(FusedBackend, qo=2, kv=1, dim=32)
-
-
-def test_with_drafts_the_fused_backend_stores_first() -> None:
-    world = World([4], kv=1, dim=32, qo=1)
-    for drafts, want in ((False, FusedBackend), (True, StoreFirstBackend)):
-        made: Any = create_backend(
-            "torch,fused", pool=world.pool, tables=world.tables, num_qo_heads=1, drafts=drafts
-        )
-        assert type(made.decode) is type(made.recorded) is want
-        assert type(made.prefill) is TorchBackend
 
 
 def test_scratch_suits_many_drafts_of_few_requests() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +16,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
+from recorder import RecordingGraph
 
-from minisgl.config.engine import SchedulerConfig
+from minisgl.config.engine import EngineConfig, SchedulerConfig
 from minisgl.core import Batch, IntArray, Phase, Req, SamplingParams
+from minisgl.engine.engine import Engine, build_engine
 from minisgl.engine.sampler import Sampler
 from minisgl.engine.step import SampledTokens
 from minisgl.kvcache.audit import check_integrity
@@ -35,6 +39,7 @@ from minisgl.scheduler.speculative import (
 )
 from minisgl.server.workers.scheduler_process import stats_of
 from tests import test_scheduler
+from tests.checkpoints import make_checkpoint
 from tests.fakes import EOS, Driver, FakeEngine, record_on_a_cpu
 
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
@@ -489,16 +494,50 @@ def test_copying_takes_fewer_steps_and_a_story_no_more() -> None:
 
 def test_which_scheduler_is_built() -> None:
     """None for 0; steps with drafts are no larger than the largest recorded one."""
-    engine: Any = SimpleNamespace(graph=None)
+    engine: Any = SimpleNamespace(graph=None, verify_graph=None)
     assert scheduler_class(SchedulerConfig(), engine) is Scheduler
     config = SchedulerConfig(num_speculative_tokens=5)
     make: Any = scheduler_class(config, engine)
     assert make.keywords == {"num_speculative_tokens": 5, "max_rows": 32}
-    engine.graph = SimpleNamespace(sizes=[1, 2, 6])
+    engine.verify_graph = SimpleNamespace(sizes=[1, 2, 6])
     make = scheduler_class(config, engine)
     assert make.keywords["max_rows"] == 6
     with pytest.raises(ValueError, match="num_speculative_tokens: must be"):
         SchedulerConfig(num_speculative_tokens=32)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs without a GPU")
+def test_steps_with_drafts_store_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are recorded apart: a step without drafts stores and attends in one launch."""
+    pytest.importorskip("triton")
+    from minisgl.attention.fused_backend import FusedPlan, StoreFirstPlan
+
+    monkeypatch.setattr("minisgl.scheduler.speculative.MAX_ROWS", 1)
+    path = make_checkpoint(tmp_path, "llama", num_hidden_layers=1, head_dim=32)
+    config = EngineConfig(model_path=str(path), device="cpu", num_page_override=8,
+                          max_running_req=2, num_speculative_tokens=3)  # fmt: skip
+    made = build_engine(config, progress=False)
+    how: dict[str, Any] = {"attention_backend": "torch,fused", "cuda_graph_bs": (1, 2)}
+    engine = Engine(replace(made.config, **how), made.model_config, made.model, 8)
+    engine.capture(RecordingGraph, progress=False)
+    make: Any = scheduler_class(engine.config, engine)
+    assert engine.graph is not None and engine.verify_graph is not None
+    assert {type(step.plan) for step in engine.graph.steps.values()} == {FusedPlan}
+    found = {size: type(step.plan) for size, step in engine.verify_graph.steps.items()}
+    assert found == {1: StoreFirstPlan} and make.keywords["max_rows"] == 1
+    one, two = [engine.dummy_req], [engine.dummy_req] * 2
+    for batch, graph in ((Batch(one, Phase.DECODE), engine.graph),
+                         (VerifyBatch(one, Phase.DECODE), engine.verify_graph)):  # fmt: skip
+        before = graph.replays
+        engine.step(engine.prepare(batch))
+        assert graph.replays == before + 1
+    engine.graph = engine.verify_graph = None
+    seen: list[type] = []
+    forward = engine.forward_pass
+    engine.forward_pass = lambda fb: (seen.append(type(fb.attn)), forward(fb))[1]
+    for batch in (Batch(one, Phase.DECODE), VerifyBatch(two, Phase.DECODE)):
+        engine.step(engine.prepare(batch))
+    assert seen == [FusedPlan, StoreFirstPlan]
 
 
 def test_one_running_request_may_have_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
@@ -46,14 +45,12 @@ BACKENDS = {
     "triton": "minisgl.attention.triton_backend:TritonBackend",
     "fi": "minisgl.attention.flashinfer_backend:FlashInferBackend",
     "fused": "minisgl.attention.fused_backend:FusedBackend",  # decode only
-    "store_first": "minisgl.attention.fused_backend:StoreFirstBackend",  # "fused" with drafts
+    "store_first": "minisgl.attention.fused_backend:StoreFirstBackend",  # "fused" for drafts
 }
 INVARIANT = {  # for deterministic engines: see chapter 05f
     "torch": "minisgl.attention.invariant_torch:InvariantTorchBackend",
     "triton": "minisgl.attention.invariant_triton:InvariantTritonBackend",
 }
-LIBRARIES = {"torch": [], "triton": ["triton"], "fi": ["triton", "flashinfer"],
-             "fused": ["triton"], "store_first": ["triton"]}  # fmt: skip
 
 
 def parts_of(name: str) -> tuple[str, str]:
@@ -64,15 +61,6 @@ def parts_of(name: str) -> tuple[str, str]:
         known = ", ".join(BACKENDS)
         raise ValueError(f"attention_backend: must be one of {known} or a pair, got {name!r}")
     return parts
-
-
-def available(name: str) -> bool:
-    """True if the libraries of a backend, or of both of a pair, are installed; imports none.
-
-    Raises ValueError for an unknown name. Whether there is a GPU is not asked.
-    """
-    wanted = [library for part in parts_of(name) for library in LIBRARIES[part]]
-    return all(find_spec(library) is not None for library in wanted)
 
 
 def load(name: str, deterministic: bool = False) -> Any:
@@ -97,12 +85,10 @@ def create_backend(
     tables: TableManager,
     num_qo_heads: int,
     sm_scale: float | None = None,
-    drafts: bool = False,
     deterministic: bool = False,
 ) -> AttentionBackend:
     """The backend `name`, or `"prefill,decode"` for a pair; `sm_scale` defaults to head_dim^-0.5.
 
-    With `drafts` rows of a decode step may be of one request: all are stored before one attends.
     Raises ValueError for an unknown name, or for one that is not batch-invariant if `deterministic`
     asks for that, and ImportError when a backend's library is missing.
     """
@@ -110,8 +96,6 @@ def create_backend(
     if deterministic and name not in INVARIANT:
         raise ValueError(f"attention_backend: must be torch or triton for deterministic: {name!r}")
     recorded = "fused" if decode == "fi" else decode
-    if drafts:
-        decode, recorded = (part.replace("fused", "store_first") for part in (decode, recorded))
     scale = pool.head_dim**-0.5 if sm_scale is None else sm_scale
     built: dict[str, AttentionBackend] = {
         part: load(part, deterministic)(pool, tables, num_qo_heads, scale)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,7 +70,10 @@ class FusedBackend:
             torch.tensor(part, dtype=torch.int64, device=out_loc.device)
             for part in (meta.table_idx, meta.seq_lens - 1)
         )
-        return self.graph_plan(len(rows), DecodeBuffers(rows, positions, out_loc))
+        buffers = DecodeBuffers(rows, positions, out_loc)
+        if len(np.unique(meta.table_idx)) < len(rows):  # drafts
+            return StoreFirstPlan(self, buffers)
+        return self.graph_plan(len(rows), buffers)
 
     def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> AttentionPlan:
         """Decode over static buffers."""
@@ -90,7 +94,7 @@ class StoreFirstPlan(AttentionPlan):
 
 
 class StoreFirstBackend(FusedBackend):
-    """The fused kernel behind a launch that stores."""
+    """The fused kernel behind a launch that stores, in recorded steps too."""
 
     name = "store_first"
     plan_type = StoreFirstPlan

@@ -6,7 +6,6 @@ Generated from notebooks/01b_configuration.ipynb: edit there.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -157,7 +156,7 @@ def choose_dtype(dtype: str, device: str, model: ModelConfig) -> str:
 def choose_backend(config: EngineConfig, device: str, dtype: str, head_dim: int) -> str:
     """The attention backend that "auto" means on a device; ValueError if a named one cannot run.
 
-    On a GPU it is FlashInfer for prefill and our fused kernel for decode, where both can be had.
+    On a GPU it is Triton kernels: tiles for prefill, and the fused one for decode where it fits.
     """
     backend, eight_bits = config.attention_backend, config.kv_cache_dtype == "fp8"
     if config.deterministic:  # one backend for prefill and decode
@@ -171,9 +170,7 @@ def choose_backend(config: EngineConfig, device: str, dtype: str, head_dim: int)
         return "torch" if backend == "auto" else backend
     narrow = dtype != "float32" and head_dim in (32, 64, 128, 256)
     if backend == "auto":
-        fi = narrow and not eight_bits and find_spec("flashinfer") is not None
-        prefill = "fi" if fi else "triton"
-        return f"{prefill},fused" if narrow else prefill
+        return "triton,fused" if narrow else "triton"
     if "fused" in backend and not narrow:
         rule = "without 'fused' for float32 or heads that are not 32, 64, 128 or 256 wide"
         raise refuse("attention_backend", rule, backend)

@@ -43,8 +43,8 @@ ENGINE_FLAGS = (
     Flag("--tensor-parallel-size --tp", "tp", "ranks (default: 1)", {"type": int, "metavar": "N"}),
     Flag("--expert-parallel", "expert_parallel", "whole experts a rank", {"action": "store_true"}),
     Flag("--attention-backend --attn", "attention_backend",
-         "torch, triton, fi, or two for prefill,decode; fused only decodes; auto: fi,fused on a "
-         "GPU, triton,fused without FlashInfer, torch on a CPU"),
+         "torch, triton, fi, or two for prefill,decode; fused only decodes; auto: triton,fused on "
+         "a GPU, torch on a CPU; fi,fused (FlashInfer) may suit prompts of 4,096 tokens and more"),
     Flag("--kernels", "kernels", "what computes norms, GEMMs of few rows and sums of a layer"),
     Flag("--cache-type", "cache_type", "prefix cache"),
     Flag("--page-size", "page_size", "tokens per KV page (default: 16)"),

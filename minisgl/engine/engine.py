@@ -5,7 +5,6 @@ Generated from notebooks/08_engine.ipynb: edit there.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.attention.base import ForwardBatch
-from minisgl.attention.factory import available, create_backend
+from minisgl.attention.factory import create_backend
 from minisgl.attention.staging import StagingRing
 from minisgl.config.engine import EngineConfig, max_seq_len, resolve
 from minisgl.config.model import ModelConfig
@@ -91,7 +90,6 @@ class Engine:
         self.backend = create_backend(
             config.attention_backend, deterministic=config.deterministic, pool=self.pool,
             tables=self.tables, num_qo_heads=model_config.num_qo_heads // config.tp.size,
-            drafts=config.num_speculative_tokens > 0,
         )  # fmt: skip
         kernel, vocab_size = load_sample_kernel(self.device), model_config.vocab_size
         processors = LogitsProcessors(vocab_size, self.tables.token_pool)
@@ -99,13 +97,15 @@ class Engine:
         self.forward_pass = choose_forward(config, model)
         self.ring, self.dummy_req = StagingRing(self.device), dummy_request(self.tables.dummy_row)
         self.graph: GraphRunner | None = None
+        self.verify_graph: GraphRunner | None = None  # 09b; None: drafts need none of their own
         self.prefill_graph: PrefillRunner | None = None  # 07d
         self.deferral: Deferral | None = None  # for grammars, from chapter 09a on
         self.scorer: Callable[[ForwardInput, ForwardBatch], Tensor] | None = None  # 08a
 
     def prepare(self, batch: Batch) -> ForwardInput:
         """Pad a decode batch to a captured size, if there is one, and lay the step out."""
-        size = self.graph.bucket(batch.size) if self.graph and batch.phase is Phase.DECODE else None
+        graph = (self.verify_graph if batch.verifies else None) or self.graph
+        size = graph.bucket(batch.size) if graph and batch.phase is Phase.DECODE else None
         if size is not None:
             batch.reqs = sorted(batch.reqs, key=device_len, reverse=True)
             batch.padded_reqs = batch.reqs + [self.dummy_req] * (size - batch.size)
@@ -143,7 +143,8 @@ class Engine:
 
     def run_recorded(self, fi: ForwardInput) -> ForwardOutput:
         """Replay a recorded step; rows with filters or log probabilities are drawn again."""
-        graph = self.graph if fi.batch.phase is Phase.DECODE else self.prefill_graph
+        decode = (self.verify_graph if fi.batch.verifies else None) or self.graph
+        graph = decode if fi.batch.phase is Phase.DECODE else self.prefill_graph
         assert fi.packed is not None and graph is not None
         size, count = fi.packed.shape[1], len(fi.sampled)
         ids = graph.replay(fi.packed)[:count]
@@ -196,7 +197,9 @@ class Engine:
         """Wait for the device and give its memory back; this engine must not be used any more."""
         if self.stream is not None:
             self.stream.synchronize()
-        self.graph = self.prefill_graph = None  # they hold addresses of the pool
+        self.graph = self.verify_graph = self.prefill_graph = (
+            None  # they hold addresses of the pool
+        )
         self.pool.free()
         torch.cuda.empty_cache()  # torch keeps what is freed, out of reach of other processes
 
@@ -261,22 +264,15 @@ def count_pages(
     )  # fmt: skip
 
 
-logger = logging.getLogger("minisgl.engine")
-
-
 def build_engine(
     config: EngineConfig, comm: Comm | None = None, *, progress: bool = True,
     new_graph: Callable[[], Graph] | None = None,
 ) -> Engine:  # fmt: skip
     """An engine from a config, part by part; `new_graph` makes graphs without a GPU, for tests."""
-    asked, comm = config.attention_backend, comm or SingleRank()
-    path = resolve_model_path(config.model_path)
+    comm, path = comm or SingleRank(), resolve_model_path(config.model_path)
     model_config = ModelConfig.from_path(path)
     config = resolve(config, model_config)
     device = start_device(config, comm)
-    if device.type == "cuda" and asked == "auto" and not available("fi"):
-        logger.warning("attention_backend: FlashInfer is not installed, %s serves; "
-                       "pip install 'minisgl[cuda]' adds it", config.attention_backend)  # fmt: skip
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     free_before = agree_on_free(device, comm)
     model = load_model(config, model_config, path, comm, progress)

@@ -13,9 +13,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from minisgl.attention.factory import create_backend, parts_of
 from minisgl.config.engine import EngineConfig
 from minisgl.core import Batch, IntArray, Phase, Req
 from minisgl.engine.engine import Engine
+from minisgl.engine.graph import GraphRunner
 from minisgl.engine.step import SampledTokens
 from minisgl.scheduler.decode import pages_to_come
 from minisgl.scheduler.scheduler import Launched, Scheduler
@@ -82,6 +84,7 @@ class NGramProposer:
 class VerifyBatch(Batch):
     """A decode step in which a request stands once more for each of its drafts."""
 
+    verifies: bool = True
     drafts: dict[Req, IntArray] = field(default_factory=dict)  # of all its requests; some are empty
 
 
@@ -226,10 +229,31 @@ class SpeculativeScheduler(Scheduler):
 NO_TOKENS = np.empty(0, np.int32)
 
 
+def record_verify(engine: Engine) -> None:
+    """Record small decode steps anew, for rows of one request, if the recorded ones would race."""
+    graph = engine.graph
+    if graph is None or parts_of(engine.config.attention_backend)[1] not in ("fused", "fi"):
+        return
+    backend = create_backend(
+        "store_first", pool=engine.pool, tables=engine.tables,
+        num_qo_heads=engine.model_config.num_qo_heads // engine.config.tp.size,
+    )  # fmt: skip
+    runner = GraphRunner(
+        forward=graph.forward, draw=graph.draw, backend=backend, tables=graph.tables,
+        sizes=[size for size in graph.sizes if size <= MAX_ROWS] or graph.sizes[:1],
+        vocab_size=graph.logits.shape[1], dtype=graph.logits.dtype, new_graph=graph.new_graph,
+    )  # fmt: skip
+    with engine.on_stream():
+        runner.capture(progress=False, pool=graph.pool)
+    engine.verify_graph = runner
+
+
 def scheduler_class(config: EngineConfig, engine: Engine) -> Callable[..., Scheduler]:
     """What makes the scheduler that a config asks for; steps with drafts are recorded ones, too."""
     most = config.num_speculative_tokens
     if most == 0:
         return Scheduler
-    rows = MAX_ROWS if engine.graph is None else min(MAX_ROWS, engine.graph.sizes[-1])
+    record_verify(engine)
+    recorded, rows = engine.verify_graph or engine.graph, MAX_ROWS
+    rows = rows if recorded is None else min(rows, recorded.sizes[-1])
     return partial(SpeculativeScheduler, num_speculative_tokens=most, max_rows=rows)

@@ -147,8 +147,8 @@ MUTATIONS = [
     Mutation(
         "speculative_runs_eagerly_beyond_the_recorded_sizes",
         SPECULATIVE,
-        "min(MAX_ROWS, engine.graph.sizes[-1])",
-        "MAX_ROWS",
+        "min(rows, recorded.sizes[-1])",
+        "rows",
         TESTS + "test_which_scheduler_is_built",
     ),
     Mutation(
@@ -160,10 +160,10 @@ MUTATIONS = [
     ),
     Mutation(
         "speculative_lets_drafts_race",
-        "minisgl.attention.factory",
-        'part.replace("fused", "store_first")',
-        "part",
-        "tests/test_fused.py::test_with_drafts_the_fused_backend_stores_first",
+        "minisgl.scheduler.speculative",
+        'not in ("fused", "fi")',
+        'in ("fused", "fi")',
+        TESTS + "test_steps_with_drafts_store_first",
     ),
     Mutation(
         "speculative_scratch_for_running_requests_only",
@@ -171,5 +171,19 @@ MUTATIONS = [
         "max(tables.num_rows, 32) + 2",
         "tables.num_rows + 2",
         "tests/test_fused.py::test_scratch_suits_many_drafts_of_few_requests",
+    ),
+    Mutation(
+        "speculative_lets_eager_drafts_race",
+        "minisgl.attention.fused_backend",
+        "if len(np.unique(meta.table_idx)) < len(rows)",
+        "if False",
+        TESTS + "test_steps_with_drafts_store_first",
+    ),
+    Mutation(
+        "speculative_replays_drafts_by_the_steps_of_others",
+        "minisgl.engine.engine",
+        "decode = (self.verify_graph if fi.batch.verifies else None) or self.graph",
+        "decode = self.graph",
+        TESTS + "test_steps_with_drafts_store_first",
     ),
 ]
