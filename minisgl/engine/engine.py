@@ -197,9 +197,7 @@ class Engine:
         """Wait for the device and give its memory back; this engine must not be used any more."""
         if self.stream is not None:
             self.stream.synchronize()
-        self.graph = self.verify_graph = self.prefill_graph = (
-            None  # they hold addresses of the pool
-        )
+        self.graph = self.verify_graph = self.prefill_graph = None  # they know the pool
         self.pool.free()
         torch.cuda.empty_cache()  # torch keeps what is freed, out of reach of other processes
 

@@ -116,7 +116,7 @@ MUTATIONS = [
     Mutation(
         "prefill_stays_when_the_engine_goes",
         "minisgl.engine.engine",
-        "self.graph = self.prefill_graph = None",
+        "self.graph = self.verify_graph = self.prefill_graph = None",
         "self.graph = None",
         TESTS + "test_sizes_share_one_memory_and_all_leave_together",
     ),
