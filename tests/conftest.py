@@ -30,11 +30,11 @@ collect_ignore_glob = [] if GPU else ["gpu/*"]
 # The longest comes first; so it is run, too.
 SLOW = [
     "test_server_operations", "test_mutations", "test_mutations_odd", "test_server_faults",
-    "test_tensor_parallel", "test_structured_output", "test_online", "test_deterministic",
-    "test_sampler", "test_build", "test_fp8", "test_fused", "test_moe_kernels", "test_speculative",
-    "test_tools", "test_server_responses", "test_soak_script", "test_benchmark", "test_server_api",
-    "test_tiny", "test_paged_equals_dense", "test_decode_path", "test_server", "test_graph",
-    "test_server_clients", "test_openai",
+    "test_compile", "test_tensor_parallel", "test_structured_output", "test_online",
+    "test_deterministic", "test_sampler", "test_build", "test_fused", "test_moe_kernels",
+    "test_speculative", "test_tools", "test_server_responses", "test_soak_script", "test_benchmark",
+    "test_server_api", "test_tiny", "test_paged_equals_dense", "test_decode_path", "test_server",
+    "test_graph", "test_server_clients", "test_openai",
 ]  # fmt: skip
 DAYS = 8  # a mutation has its turn every eighth day, a test marked `drill` every fourth
 # Before anything imports torch or triton: threads, no network, Triton's interpreter on a CPU.
@@ -74,6 +74,9 @@ def settle_rotation(choice: str, day: int, selected: bool) -> str:
 
 def is_left_out(item: pytest.Item, choice: str) -> bool:
     """True for what has another day; names decide, so that a new test moves no other."""
+    day = item.get_closest_marker("day")
+    if day is not None:
+        return choice not in ("all", str(day.args[0]))
     mutation = getattr(getattr(item, "callspec", None), "params", {}).get("mutation")
     if choice == "all" or not (mutation or item.get_closest_marker("drill")):
         return False
@@ -94,6 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU, skipped where there is none")
     config.addinivalue_line("markers", "quick: the tests to run before each change, in a minute")
     config.addinivalue_line("markers", "clock: measures real time; may try three times")
+    config.addinivalue_line("markers", "day(n): only on the n-th day of eight")
     config.addinivalue_line("markers", "drill: a fault or load of whole servers; takes turns")
     config.option.rotate = settle_rotation(  # the workers of pytest-xdist inherit it
         getattr(config.option, "rotate", "all"),

@@ -32,9 +32,9 @@ from minisgl.kernels.decode_attention import TILES, splits_of, tile_of, waves
 from minisgl.kernels.device import H200, DeviceLimits
 from minisgl.kernels.embedding import embed
 from minisgl.kernels.norm import add_norm
+from tests.compile_cards import CARDS
 
 __all__ = ["few_programs"]  # the fixture
-CARDS = {"A100": DeviceLimits(108, 166_912, 80), "L4": DeviceLimits(58, 101_376, 89), "H200": H200}
 FEW_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
 

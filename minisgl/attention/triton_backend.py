@@ -46,7 +46,13 @@ CPU_SMS = 16  # multiprocessors to plan for where there is no GPU, so that small
 def count_sms(device: torch.device, dtype: torch.dtype) -> int:
     """Multiprocessors to plan for; RuntimeError where the kernels cannot run, or not rightly."""
     if device.type != "cpu":
-        return device_limits(device).sms
+        limits = device_limits(device)
+        if not limits.runs_tiles:
+            raise RuntimeError(
+                "attention_backend: 'triton' needs a GPU of compute capability 8.0 or above, got "
+                f"{limits.capability / 10}; choose 'fi' or 'torch'"
+            )
+        return limits.sms
     if isinstance(attention_kernel, triton.JITFunction):
         raise RuntimeError(
             "attention_backend: 'triton' needs a GPU; to run its kernels on a CPU, slowly, "

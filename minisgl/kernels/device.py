@@ -22,6 +22,11 @@ class DeviceLimits:
     shared_memory: int  # bytes that a program may use; an SM has `RESERVED` more
     capability: int  # 90 is compute capability 9.0
 
+    @property
+    def runs_tiles(self) -> bool:
+        """Whether our kernels' tiles fit: before 8.0 there are 64 KiB, and no copies ahead."""
+        return self.capability >= 80
+
     def at_once(self, most: int, nbytes: int) -> int:
         """Programs that run at the same time: `most` on an SM, if `nbytes` of each fit there."""
         room = self.shared_memory + RESERVED

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minisgl.attention.base import ForwardBatch
 from minisgl.attention.fused_backend import FusedPlan
+from minisgl.kernels.device import device_limits
 from minisgl.kernels.embedding import embed
 from minisgl.kernels.linear import (
     gated_linear,
@@ -106,10 +107,11 @@ def fuse_layer(layer: Any, eps: float, table: Tensor) -> FusedLayer:
 
 
 def can_fuse(model: Any) -> bool:
-    """True if the kernels compute this model: 16-bit weights on a GPU, heads a power of two."""
+    """True if the kernels compute this model: 16-bit weights, heads a power of two, tiles fit."""
     weight, dim = model.model.embed_tokens.weight, model.config.head_dim
-    fits = dim in (32, 64, 128, 256)
-    return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16) and fits
+    if not weight.is_cuda or weight.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return dim in (32, 64, 128, 256) and device_limits(weight.device).runs_tiles
 
 
 class FusedModel:

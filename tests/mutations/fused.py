@@ -64,6 +64,13 @@ MUTATIONS = [
         f"{TEST}test_decode_is_cut_for_the_card_it_runs_on",
     ),
     Mutation(
+        "fused: kernels are chosen for cards whose memory their tiles exceed",
+        "minisgl.models.fused",
+        " and device_limits(weight.device).runs_tiles",
+        "",
+        "tests/test_compile.py::test_kernels_that_do_not_fit_are_not_chosen",
+    ),
+    Mutation(
         "fused: only the first part of a product is added",
         NORM,
         "for part in tl.static_range(PARTS):",

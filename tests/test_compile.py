@@ -1,0 +1,76 @@
+"""All Triton kernels, compiled for GPUs that are not there; and those that have none that fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from minisgl.attention import triton_backend
+from minisgl.kernels.device import DeviceLimits
+from minisgl.models import fused
+from tests.compile_cards import CARDS
+
+ROOT = Path(__file__).parents[1]
+STACK = 128  # bytes that a thread may spill; 96 today
+EIGHT_BITS = {"minisgl.kernels.scaled_mm.quantize_rows_kernel"}  # an A100 has no such instructions
+PARTS = [
+    *(("A100", i, 4) for i in range(4)),
+    *((c, i, 6) for c in ("L4", "H200") for i in range(6)),
+]
+ROUND = date.today().toordinal() // 8 % 2  # half of all parts take their turns in eight days
+
+
+@pytest.mark.parametrize(
+    ("card", "part", "parts"),
+    [pytest.param(*p, marks=pytest.mark.day(i - 8 * ROUND)) for i, p in enumerate(PARTS)],
+)
+def test_every_kernel_fits_the_card(card: str, part: int, parts: int, tmp_path: Path) -> None:
+    """A sixteenth of all variants each day; in a new process, which knows no interpreter."""
+    script = "from tests.compile_cards import main; main()"
+    command = [sys.executable, "-c", script, card, "--part", str(part), "--parts", str(parts)]
+    settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **settings}, check=True, stdout=subprocess.PIPE
+    )
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = {
+        f"minisgl.kernels.{path.stem}.{name}"
+        for path in (ROOT / "minisgl" / "kernels").glob("*.py")
+        for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.M)
+    }
+    launched = {row["kernel"] for row in rows}
+    assert kernels - launched == (EIGHT_BITS if card == "A100" else set())
+    compiled = [row for row in rows if "shared" in row]
+    assert len(compiled) > 12
+    for row in compiled:
+        assert row["shared"] <= CARDS[card].shared_memory, row
+        assert row["stack"] <= STACK, row
+
+
+@pytest.mark.parametrize(("capability", "fits"), [(75, False), (80, True)])
+def test_kernels_that_do_not_fit_are_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, capability: int, fits: bool
+) -> None:
+    gpu, limits = torch.device("cuda:0"), DeviceLimits(40, 65_536, capability)
+    for module in (fused, triton_backend):
+        monkeypatch.setattr(module, "device_limits", lambda device: limits)
+    weight = SimpleNamespace(is_cuda=True, dtype=torch.float16, device=gpu)
+    model: Any = SimpleNamespace(embed_tokens=SimpleNamespace(weight=weight))
+    whole = SimpleNamespace(model=model, config=SimpleNamespace(head_dim=128))
+    assert fused.can_fuse(whole) == fits
+    if fits:
+        assert triton_backend.count_sms(gpu, torch.float16) == 40
+        return
+    with pytest.raises(RuntimeError, match=r"attention_backend: .* 8\.0 or above, got 7\.5"):
+        triton_backend.count_sms(gpu, torch.float16)
