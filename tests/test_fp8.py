@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -307,13 +308,9 @@ def products() -> Any:
     return pytest.importorskip("minisgl.kernels.linear")
 
 
-# Activations keep eight bits, and Triton's interpreter cuts off where the hardware rounds.
-SPLIT_LIMIT = 5e-3
-
-
 @INTERPRETED
 @pytest.mark.parametrize("group", [512, 128])
-@pytest.mark.parametrize("rows", [1, 7, 20, 64, 65])
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 20, 64, 65])
 def test_gemms_of_eight_bits(rows: int, group: int) -> None:
     kernels, limit = products(), 1e-5
     weight, x, bias = random_weight(128, 512, group), normal(rows, 512), normal(128)
@@ -346,8 +343,8 @@ def test_one_row_of_eight_bits(group: int) -> None:
 
 
 @INTERPRETED
-def test_several_rows_go_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a bias and gated, where torch multiplies by eight bits."""
+def test_many_rows_go_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a bias and gated, where torch multiplies by eight bits; open sums from 65 rows on."""
     kernels, asked = products(), []
     from minisgl.kernels import fp8_linear
 
@@ -357,14 +354,37 @@ def test_several_rows_go_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(fp8_linear, "has_scaled_mm", lambda weight, dtype: True)
     monkeypatch.setattr(fp8_linear, "scaled_linear", scaled)
-    weight, bias = random_weight(128, 128, 128), normal(128)
-    for rows in (1, 64, 65):
-        x = normal(rows, 128)
+    weight, bias = random_weight(256, 256, 128), normal(256)
+    for rows in (2, 16, 17, 64, 65):
+        x = normal(rows, 256)
         y = x @ weight.dequantized(torch.float32).T
-        close(kernels.linear(x, weight, bias), y + bias, SPLIT_LIMIT)
-        close(kernels.split_k_linear(x, weight).sum(0), y, SPLIT_LIMIT)
-        close(kernels.gated_linear(x, weight), silu_mul(y), SPLIT_LIMIT)
-    assert asked == [1] * 3 + [64] * 3 + [65] * 3
+        close(kernels.linear(x, weight, bias), y + bias, 1e-5)
+        close(kernels.split_k_linear(x, weight).sum(0), y, 1e-5)
+        close(kernels.gated_linear(x, weight), silu_mul(y), 1e-5)
+    assert asked == [17] * 2 + [64] * 2 + [65] * 3
+
+
+@INTERPRETED
+def test_tiles_of_eight_bits() -> None:
+    """They divide the weight, fit into shared memory, and give each SM several programs."""
+    choose = pytest.importorskip("minisgl.kernels.fp8_linear").choose_fp8_tiling
+    from minisgl.kernels.device import H200
+
+    small = dataclasses.replace(H200, shared_memory=101_376)
+    for m, split_k, gated, limits in itertools.product(
+        (2, 8, 9, 16, 17, 32, 33, 64), (False, True), (False, True), (H200, small)
+    ):
+        n, k = (4096, 12288) if split_k else (6144, 5120)
+        cut = choose(m, n, k, gated=gated, split_k=split_k, limits=limits)
+        if cut is None and gated and m > 32 and limits is small:
+            continue
+        assert cut is not None and n % cut.bn == 0 and k % (cut.splits * cut.bk) == 0
+        weights = cut.bn * cut.bk
+        stage = 2 * cut.bm * cut.bk + weights * (2 if gated else 1)
+        assert cut.stages * stage + weights <= limits.shared_memory
+        assert (cut.splits == 8) is split_k and m <= cut.bm < 2 * m + 8
+    for m, n, k in ((65, 4096, 4096), (8, 4112, 4096), (8, 4096, 4160)):
+        assert choose(m, n, k, gated=False, split_k=True) is None
 
 
 @INTERPRETED

@@ -18,8 +18,11 @@ from tests import tp_drills
 from tests.checkpoints import make_checkpoint, make_fp8_checkpoints
 from tests.fused_cases import check_model, close, few_programs, small_model
 from tests.moe_cases import skewed_logits
-from tests.test_fp8 import INTERPRETED, PROMPTS, SPLIT_LIMIT, logits, open_model
+from tests.test_fp8 import INTERPRETED, PROMPTS, logits, open_model
 from tests.tp_drills import run_ranks
+
+# Activations keep eight bits, and Triton's interpreter cuts off where the hardware rounds.
+SPLIT_LIMIT = 5e-3
 
 __all__ = ["few_programs"]  # the fixture
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [

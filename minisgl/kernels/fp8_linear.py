@@ -1,10 +1,11 @@
-"""GEMMs over weights of eight bits whose activations keep sixteen, as two numbers of eight.
+"""GEMMs over weights of eight bits: by widening them, or by eight bits on both sides.
 
 Generated from notebooks/05g_fp8.ipynb: edit there.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -15,7 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.linear import rows_linear, silu_and_mul
+from minisgl.kernels.device import H200, DeviceLimits, device_limits
+from minisgl.kernels.linear import (
+    FEW_ROWS,
+    Tiling,
+    count_scales,
+    count_splits,
+    launch_rows,
+    rows_linear,
+    silu_and_mul,
+)
 from minisgl.kernels.scaled_mm import scaled_linear
 from minisgl.layers.fp8 import Fp8Weight, fp8_weight
 
@@ -56,13 +66,48 @@ def has_scaled_mm(weight: Fp8Weight, dtype: torch.dtype) -> bool:
     return (whole or weight.group == 128) and can_multiply(weight.device.index or 0, whole)
 
 
+WIDENED = 16  # rows; of products that may be split, FEW_ROWS
+
+
+def choose_fp8_tiling(
+    m: int, n: int, k: int, *, gated: bool, split_k: bool, limits: DeviceLimits = H200
+) -> Tiling | None:
+    """As `choose_tiling`, for a weight of eight bits that is widened; None: `rows_kernel` cannot.
+
+    Up to 32 rows two warps: then Triton takes `mma.sync`, which has its operands in registers.
+    """
+    if m > 32:
+        tiles = Tiling(64, 128, 128, 8, 3, False)
+    else:
+        bm = 8 if m <= 8 else 16 if m <= 16 else 32
+        tiles = Tiling(bm, 64, 128, 2, 5, True) if split_k else Tiling(bm, 32, 128, 2, 6, True)
+    if m > FEW_ROWS or n % tiles.bn or k % tiles.bk:
+        return None
+    if split_k:
+        tiles = replace(tiles, splits=count_splits(tiles, m, n, k, 4 * limits.sms))
+    room = limits.shared_memory - tiles.bn * tiles.bk  # `wgmma` wants the widened tile there, too
+    tiles = tiles.fit(2 * tiles.bk, tiles.bk * (2 if gated else 1), room)
+    stage = 2 * tiles.bm * tiles.bk + tiles.bn * tiles.bk * (2 if gated else 1)
+    return tiles if tiles.stages * stage <= room else None
+
+
 @rows_linear.register
 def fp8_rows_linear(
     weight: Fp8Weight, x: Tensor, bias: Tensor | None = None, *, gated: bool = False,
     split_k: bool = False,
 ) -> Tensor:  # fmt: skip
-    """As `rows_linear`, by a weight of eight bits; the sum is never left open."""
-    if has_scaled_mm(weight, x.dtype):
+    """As `rows_linear`, by a weight of eight bits."""
+    (m, k), n = x.shape, weight.shape[0] // (2 if gated else 1)
+    library, tiles = has_scaled_mm(weight, x.dtype), None
+    if count_scales(weight) is not None and (split_k or m <= WIDENED or not library):
+        limits = device_limits(x.device)
+        tiles = choose_fp8_tiling(m, n, k, gated=gated, split_k=split_k, limits=limits)
+    if tiles is not None:
+        dtype = torch.float32 if tiles.splits > 1 else x.dtype
+        out = torch.empty(tiles.splits, m, n, dtype=dtype, device=x.device)
+        launch_rows(x.contiguous(), weight, out, tiles, bias, gated)
+        return out
+    if library:
         y = scaled_linear(x, weight)
         y = y if bias is None else y + bias
     else:

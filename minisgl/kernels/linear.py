@@ -171,8 +171,30 @@ def prefetch(pointers):
 
 
 @triton.jit
-def finish_rows(y, up, bias_ptr, cols, GATED: tl.constexpr, BIAS: tl.constexpr):
-    """The epilogue of a GEMM: the bias, the gate."""
+def add_product(x, w, total, scale_ptr, SWAP: tl.constexpr, SCALES: tl.constexpr):
+    """total + x w^T, or its transpose. scale_ptr: of these columns, if a row has several scales."""
+    if SCALES > 0:
+        w = w.to(tl.float32).to(x.dtype)  # in pairs: straight to bfloat16 goes one by one
+    if SWAP:
+        x, w = w, x
+    if SCALES > 1:
+        scale = tl.load(scale_ptr)
+        total += tl.dot(x, tl.trans(w)) * (scale[:, None] if SWAP else scale[None, :])
+    else:
+        total = tl.dot(x, tl.trans(w), total)
+    return total
+
+
+@triton.jit
+def finish_rows(
+    y, up, scale_ptr, bias_ptr, N, cols, GATED: tl.constexpr, BIAS: tl.constexpr,
+    SCALES: tl.constexpr,
+):  # fmt: skip
+    """The epilogue of a GEMM: the scales of rows of the weight, the bias, the gate."""
+    if SCALES == 1:
+        y *= tl.load(scale_ptr + cols)[None, :]
+        if GATED:
+            up *= tl.load(scale_ptr + N + cols)[None, :]
     if BIAS:
         y += tl.load(bias_ptr + cols).to(tl.float32)[None, :]
     if GATED:
@@ -182,40 +204,38 @@ def finish_rows(y, up, bias_ptr, cols, GATED: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def rows_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, M, N, K, part,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, M, N, K, part,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
-    SWAP: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    SCALES: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[split] [M, N] = x[:, part of K] w[:, part of K]^T; grid (N / BN, M / BM, splits).
 
     SWAP computes the transpose, so that the many weight rows stand where the tensor core wants 64.
     EVEN says that BM divides M: then no load of the loop asks which rows are real.
     """
-    cols = tl.program_id(0) * BN + tl.arange(0, BN)
-    rows = tl.program_id(1) * BM + tl.arange(0, BM)
-    split = tl.program_id(2)
-    ks = split * part + tl.arange(0, BK)
+    cols, rows = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BM + tl.arange(0, BM)
+    at, split = tl.program_id(2) * part, tl.program_id(2)
+    w_ptr += cols[:, None].to(tl.int64) * K + at
     if PDL:
         gdc_launch_dependents()
-        lines = split * part + tl.arange(0, AHEAD) * 64
-        prefetch(w_ptr + cols[:, None].to(tl.int64) * K + lines[None, :])
+        line = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth  # of 128 bytes
+        prefetch(w_ptr + tl.arange(0, AHEAD)[None, :] * line)
         gdc_wait()
-    real = rows[:, None] < M
-    x_ptr += rows[:, None].to(tl.int64) * K + ks[None, :]
-    w_ptr += cols[:, None].to(tl.int64) * K + ks[None, :]
+    ks, real, groups = tl.arange(0, BK)[None, :], rows[:, None] < M, 2 * N if GATED else N
+    x_ptr += rows[:, None].to(tl.int64) * K + at + ks
+    w_ptr += ks
     y = tl.zeros([BN if SWAP else BM, BM if SWAP else BN], tl.float32)
     up = y
     for k in tl.range(0, part, BK, num_stages=STAGES):
         x = tl.load(x_ptr + k) if EVEN else tl.load(x_ptr + k, mask=real, other=0.0)
-        w = tl.load(w_ptr + k)
-        y = tl.dot(w, tl.trans(x), y) if SWAP else tl.dot(x, tl.trans(w), y)
+        scales = scale_ptr + (at + k) // 128 * groups + cols
+        y = add_product(x, tl.load(w_ptr + k), y, scales, SWAP, SCALES)
         if GATED:
-            u = tl.load(w_ptr + k + N * K)
-            up = tl.dot(u, tl.trans(x), up) if SWAP else tl.dot(x, tl.trans(u), up)
+            up = add_product(x, tl.load(w_ptr + k + N * K), up, scales + N, SWAP, SCALES)
     if SWAP:
         y, up = tl.trans(y), tl.trans(up)
-    y = finish_rows(y, up, bias_ptr, cols, GATED, BIAS)
+    y = finish_rows(y, up, scale_ptr, bias_ptr, N, cols, GATED, BIAS, SCALES)
     place = (split * M + rows[:, None]).to(tl.int64) * N + cols[None, :]
     tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=real)
 
@@ -293,12 +313,13 @@ def launch_rows(
     """Start `rows_kernel`; out holds `tiles.splits` results [m, n]."""
     m, k = x.shape
     n, part = out.shape[-1], k // tiles.splits
+    lines = max(part * weight.itemsize // 128, 1)  # of memory, for a row of the weight
     rows_kernel[(n // tiles.bn, triton.cdiv(m, tiles.bm), tiles.splits)](
-        x, weight, x if bias is None else bias, out, m, n, k, part,
+        x, weight, getattr(weight, "scale", x), x if bias is None else bias, out, m, n, k, part,
         BM=tiles.bm, BN=tiles.bn, BK=tiles.bk, GATED=gated, BIAS=bias is not None,
-        SWAP=tiles.swap, EVEN=m % tiles.bm == 0,
-        AHEAD=min(8, 1 << max(part // 64, 1).bit_length() - 1), STAGES=tiles.stages,
-        num_warps=tiles.warps, **launch_options(x),
+        SCALES=count_scales(weight), SWAP=tiles.swap, EVEN=m % tiles.bm == 0,
+        AHEAD=min(8, 1 << lines.bit_length() - 1), STAGES=tiles.stages, num_warps=tiles.warps,
+        **launch_options(x),
     )  # fmt: skip
 
 

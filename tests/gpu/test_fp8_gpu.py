@@ -20,6 +20,7 @@ from minisgl.attention.torch_backend import TorchBackend
 from minisgl.attention.triton_backend import TritonBackend
 from minisgl.kernels import fp8_linear, moe
 from minisgl.kernels import linear as kernels
+from minisgl.kernels.linear import FEW_ROWS
 from minisgl.kernels.scaled_mm import quantize_rows
 from minisgl.layers.fp8 import FP8, Fp8Weight, fp8_weight, quantize
 from minisgl.layers.moe import grouped_experts, route
@@ -53,17 +54,22 @@ def silu_mul(y: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", WEIGHTS)
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("rows", [1, 7, 33, 64, 300])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 16, 17, 33, 64, 65, 300])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_gemms(rows: int, group: int, size: tuple[int, int], dtype: torch.dtype) -> None:
-    """Activations of one row keep their bits; of more rows, both sides have eight."""
+    """Where a kernel widens, only the result is rounded; where both sides have eight bits, a number
+    is off by 2.6 % on average, and a gate multiplies two such sums.
+    """
     n, k = size
     weight, x, bias = random_weight(n, k, group), normal(rows, k, dtype=dtype), normal(n).to(dtype)
-    limit = 5e-2 if rows > 1 and fp8_linear.has_scaled_mm(weight, dtype) else 1e-2
+    library = fp8_linear.has_scaled_mm(weight, dtype)
+    widened = 5e-3 if dtype is BF16 else 1e-3
+    limit = 5e-2 if library and rows > fp8_linear.WIDENED else widened
     exact = x.double() @ weight.dequantized(torch.float64).T
     close(kernels.linear(x, weight, bias), exact + bias, limit)
-    close(kernels.split_k_linear(x, weight).sum(0), exact, limit)
     close(kernels.gated_linear(x, weight), silu_mul(exact), limit)
+    limit = 5e-2 if library and rows > FEW_ROWS else widened
+    close(kernels.split_k_linear(x, weight).sum(0), exact, limit)
 
 
 @pytest.mark.parametrize("size", WEIGHTS)
