@@ -38,8 +38,8 @@ MUTATIONS = [
     Mutation(
         "fused: every split reads the first part of the weights",
         LINEAR,
-        "ks = split * part + tl.arange(0, BK)",
-        "ks = tl.arange(0, BK)",
+        "at, split = tl.program_id(2) * part,",
+        "at, split = tl.program_id(2) * 0,",
         f"{TEST}test_gemms_of_few_rows",
     ),
     Mutation(
