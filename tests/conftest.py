@@ -36,7 +36,8 @@ SLOW = [
     "test_server_api", "test_tiny", "test_paged_equals_dense", "test_decode_path", "test_server",
     "test_graph", "test_server_clients", "test_openai",
 ]  # fmt: skip
-DAYS = 8  # a mutation has its turn every eighth day, a test marked `drill` every fourth
+DAYS = 32  # numbers that a day can have
+MUTATIONS, DRILLS = 16, 4  # a mutation has its turn every sixteenth day, a drill every fourth
 # Before anything imports torch or triton: threads, no network, Triton's interpreter on a CPU.
 build.run_environment(Path(__file__).resolve().parents[1], GPU)
 # Each client of httpx would read all certificates, in 30 ms, for servers that speak no TLS.
@@ -60,8 +61,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     days = map(str, range(DAYS))
     parser.addoption(
         "--rotate", choices=("today", "all", "none", *days), default="today",
-        help="which bugs to put into copies of the package, and which drills of whole servers to "
-        "run: all, none, or those of one day of eight (default: today)",
+        help="which bugs to put into copies of the package, which drills of whole servers and "
+        f"which parts of large products to run: all, none, or those of one day of {DAYS} "
+        "(default: today)",
     )  # fmt: skip
 
 
@@ -74,21 +76,23 @@ def settle_rotation(choice: str, day: int, selected: bool) -> str:
 
 def is_left_out(item: pytest.Item, choice: str) -> bool:
     """True for what has another day; names decide, so that a new test moves no other."""
-    day = item.get_closest_marker("day")
-    if day is not None:
-        return choice not in ("all", str(day.args[0]))
     mutation = getattr(getattr(item, "callspec", None), "params", {}).get("mutation")
-    if choice == "all" or not (mutation or item.get_closest_marker("drill")):
+    if turn := item.get_closest_marker("turn"):
+        number, turns = turn.args
+    elif mutation:
+        number, turns = zlib.crc32(mutation.name.encode()), MUTATIONS
+    elif item.get_closest_marker("drill"):
+        number, turns = zlib.crc32(item.name.encode()), DRILLS
+    else:
         return False
-    name, turns = (mutation.name, DAYS) if mutation else (item.name, DAYS // 2)
-    return choice == "none" or (zlib.crc32(name.encode()) - int(choice)) % turns != 0
+    return choice != "all" and (choice == "none" or (number - int(choice)) % turns != 0)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say what a run leaves out."""
     choice = config.getoption("rotate")
     part = f"day {choice} of {DAYS}" if choice.isdigit() else choice
-    lines = [f"mutations and drills: {part} (--rotate all runs every one)"]
+    lines = [f"mutations, drills and parts: {part} (--rotate all runs every one)"]
     return lines if GPU else [*lines, "no GPU: tests/gpu is not collected"]
 
 
@@ -97,7 +101,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU, skipped where there is none")
     config.addinivalue_line("markers", "quick: the tests to run before each change, in a minute")
     config.addinivalue_line("markers", "clock: measures real time; may try three times")
-    config.addinivalue_line("markers", "day(n): only on the n-th day of eight")
+    config.addinivalue_line("markers", "turn(n, days): the n-th day of so many; see in_turns")
     config.addinivalue_line("markers", "drill: a fault or load of whole servers; takes turns")
     config.option.rotate = settle_rotation(  # the workers of pytest-xdist inherit it
         getattr(config.option, "rotate", "all"),

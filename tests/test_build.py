@@ -20,6 +20,7 @@ import pytest
 
 from minisgl.notebook import add_to
 from tests import conftest
+from tests.turns import in_turns
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -618,15 +619,21 @@ def test_main_line_has_a_budget_as_a_whole(capsys: pytest.CaptureFixture[str]) -
     assert "B_workshop" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("kind", "turns"), [("mutation", 8), ("drill", 4), ("plain", 1)])
-def test_mutations_and_drills_take_turns(kind: str, turns: int) -> None:
-    def item(name: str) -> Any:
+@pytest.mark.parametrize(
+    ("kind", "turns"), [("mutation", 16), ("drill", 4), ("turn", 8), ("plain", 1)]
+)
+def test_mutations_drills_and_parts_take_turns(kind: str, turns: int) -> None:
+    marks = in_turns(8, range(60))
+
+    def item(number: int) -> Any:
+        name = f"bug {number}"
         params = {"mutation": SimpleNamespace(name=name)} if kind == "mutation" else {}
         marked = {"drill": True} if kind == "drill" else {}
+        marked |= {"turn": marks[number].marks[0]} if kind == "turn" else {}
         call = SimpleNamespace(params=params)
         return SimpleNamespace(name=name, callspec=call, get_closest_marker=marked.get)
 
-    items = [item(f"bug {number}") for number in range(60)]
+    items = [item(number) for number in range(60)]
     days = [conftest.settle_rotation("today", 3 + day, False) for day in range(turns)]
     parts = [[i for i in items if not conftest.is_left_out(i, day)] for day in days]
     assert all(parts) and sum(map(len, parts)) == len(items)
@@ -635,3 +642,8 @@ def test_mutations_and_drills_take_turns(kind: str, turns: int) -> None:
     assert not any(conftest.is_left_out(i, "all") for i in items)
     assert conftest.settle_rotation("today", 0, True) == "all"  # they were chosen by name
     assert conftest.settle_rotation("2", 0, True) == "2"
+
+
+def test_each_day_has_a_part() -> None:
+    with pytest.raises(AssertionError, match="3 values in turns of 4 days"):
+        in_turns(4, "abc")

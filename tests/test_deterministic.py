@@ -33,6 +33,7 @@ from minisgl.parallel.comm import SingleRank
 from tests.attention_worlds import Shape, World, assert_close, dense_oracle, make_world
 from tests.checkpoints import make_checkpoint
 from tests.fakes import record_on_a_cpu
+from tests.turns import in_turns
 
 GEN = torch.Generator().manual_seed(0)
 
@@ -61,12 +62,14 @@ def changes(function: Callable[[Tensor], Tensor], x: Tensor) -> list[tuple[int, 
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sizes", [(320, 64), (100, 33), (1000, 333), (256, 640)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), in_turns(2, [(320, 64), (100, 33), (1000, 333), (256, 640)])
+)
 def test_rows_of_a_product_do_not_depend_on_the_others(
-    sizes: tuple[int, int], dtype: torch.dtype, count: int
+    outputs: int, inputs: int, dtype: torch.dtype, count: int
 ) -> None:
-    weight, bias, x = normal(*sizes, dtype=dtype), normal(sizes[0], dtype=dtype), None
-    x = normal(70, sizes[1], dtype=dtype)
+    weight, bias = normal(outputs, inputs, dtype=dtype), normal(outputs, dtype=dtype)
+    x = normal(70, inputs, dtype=dtype)
     with threads(count):
         assert changes(lambda x: block_linear(x, weight, bias), x) == []
         assert torch.equal(linear(x, weight), block_linear(x, weight))
@@ -330,7 +333,7 @@ def as_requests(
     return prompts, params
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+@pytest.mark.parametrize("arch", in_turns(2, ["llama", "qwen2"]))
 @settings(max_examples=8)
 @given(shapes=REQUESTS, way=WAYS)
 def test_any_way_to_serve_gives_the_same_bits(
@@ -354,7 +357,7 @@ def fixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
     return as_requests([(40, 60, 24, 0.0), (0, 3, 24, 1.0), (40, 30, 24, 1.0), (90, 7, 24, 0.0)])
 
 
-@pytest.mark.parametrize("arch", ["qwen3", None])
+@pytest.mark.parametrize("arch", in_turns(2, ["qwen3", None]))
 def test_a_retracted_request_goes_on_with_the_same_bits(arch: str | None) -> None:
     prompts, params = fixed_requests()
     with start(arch, cache_type="naive") as llm:
@@ -365,7 +368,7 @@ def test_a_retracted_request_goes_on_with_the_same_bits(arch: str | None) -> Non
         assert llm.scheduler.retractions > 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", in_turns(2, ["float32", "bfloat16"]))
 def test_bits_differ_without_the_flag_and_not_with_it(dtype: str) -> None:
     prompts, params = fixed_requests()
     differ = {}

@@ -22,6 +22,7 @@ from minisgl.scheduler.messages import AbortMsg, UserMsg
 from tests.checkpoints import make_checkpoint
 from tests.dense import dense_batch
 from tests.fakes import Driver
+from tests.turns import in_turns
 
 VOCAB, EOS, WINDOW = 32, 29, 96
 
@@ -151,7 +152,7 @@ TestPagedEqualsDense.settings = settings(
 
 @pytest.mark.parametrize("cache_type", ["radix", "naive"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("page_size", in_turns(2, [1, 4, 16]))
 def test_a_crowd_with_one_prefix(page_size: int, overlap: bool, cache_type: str) -> None:
     """Twenty requests, a common beginning, four rows, a pool for two and a half of them."""
     d = Driver(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -49,7 +50,10 @@ def make_req(uid: int = 0, position: int = 4, **params: object) -> Req:
 def draw_many(logits: torch.Tensor, count: int, **params: object) -> np.ndarray:
     """Tokens that one seeded request draws at `count` positions from the same logits [vocab]."""
     sampler = Sampler(len(logits), "cpu")
-    reqs = [make_req(position=4 + i, **params) for i in range(count)]
+    first, reqs = make_req(**params), []
+    for position in range(4, 4 + count):
+        reqs.append(copy.copy(first))
+        reqs[-1].device_len = position
     out = sampler.sample(logits.expand(count, -1), sampler.prepare(reqs))
     return out.next_ids.numpy()
 

@@ -46,6 +46,7 @@ from tests import tp_drills
 from tests.checkpoints import ARCHITECTURES, make_checkpoint
 from tests.forks import Popen
 from tests.tp_drills import QUICK, quick_ranks, results, run_ranks, run_threads
+from tests.turns import in_turns
 
 __all__ = ["quick_ranks"]  # a fixture
 
@@ -189,7 +190,7 @@ def check_collectives(found: list[dict[str, Any]]) -> None:
         assert seen["min"] == [0, 1 - size, 7]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", in_turns(2, [2, 4]))
 def test_gloo_processes(folder: Path, size: int) -> None:
     """With four ranks, each of the two KV heads is on two of them."""
     args = (size, folder, SEQUENCES)
@@ -216,7 +217,7 @@ def test_a_thread_that_fails_frees_the_others() -> None:
 def test_rows_are_summed_in_shared_memory() -> None:
     """By the kernel of GPUs that write into each other's memory; the same bits on all ranks."""
     for dtype, size in ((torch.float32, 2), (torch.float16, 3)):
-        first, *others = run_ranks(tp_drills.sum_rows, size, 12, dtype)
+        first, *others = run_ranks(tp_drills.sum_rows, size, 6, dtype)
         for other in others:
             assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
@@ -419,7 +420,7 @@ def busy_script() -> dict[int, list[Msg]]:
     return turns
 
 
-@pytest.mark.parametrize("cache_type", ["radix", "naive"])
+@pytest.mark.parametrize("cache_type", in_turns(2, ["radix", "naive"]))
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("policy", ["fcfs", "fair"])
 def test_pitfall_05_ranks_build_the_same_batches(
@@ -508,7 +509,7 @@ def test_an_llm_leads_its_ranks() -> None:
 @pytest.mark.usefixtures("quick_ranks")
 def test_a_rank_killed_at_any_moment_is_told_soon() -> None:
     """`python -m tests.tp_drills 20 8 cpu` does it twenty times."""
-    tp_drills.kill_drill(2, 6.0, device="cpu")
+    tp_drills.kill_drill(1, 6.0, device="cpu")
     assert not living_ranks() and not dist.is_initialized()
 
 

@@ -237,6 +237,8 @@ def main(folder: Path, owner: int) -> None:
     sys.path[0] = str(root / "notebooks")
     (folder / "root").symlink_to(root)
     libraries, package = listen(folder / "libraries"), listen(folder / "package")
+    # jsonschema would build a grammar of web addresses with it, for two seconds.
+    sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
     for name in LIBRARIES:
         importlib.import_module(name)
     interpreter.quicken()
