@@ -531,6 +531,10 @@ def test_steps_with_drafts_store_first(tmp_path: Path, monkeypatch: pytest.Monke
         before = graph.replays
         engine.step(engine.prepare(batch))
         assert graph.replays == before + 1
+    pages = SimpleNamespace(free_pages=8, evictable_tokens=0)
+    cache = SimpleNamespace(allocator=pages, prefix_cache=pages, page_size=16)
+    asked: Any = SimpleNamespace(engine=engine, cache=cache, reqs={}, step_count=2, retractions=0)
+    assert stats_of(asked).counts["graph_replays"] == 2  # of either graph
     engine.graph = engine.verify_graph = None
     seen: list[type] = []
     forward = engine.forward_pass

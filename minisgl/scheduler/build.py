@@ -85,7 +85,7 @@ def build_scheduler(
     settled = engine.config
     assert isinstance(settled, SchedulerConfig)
     prefill = build_prefill(settled, cache)
-    scheduler = scheduler_class(settled, engine)(
+    scheduler = scheduler_class(settled, engine, progress)(
         engine,
         cache,
         prefill,

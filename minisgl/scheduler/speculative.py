@@ -229,7 +229,7 @@ class SpeculativeScheduler(Scheduler):
 NO_TOKENS = np.empty(0, np.int32)
 
 
-def record_verify(engine: Engine) -> None:
+def record_verify(engine: Engine, progress: bool) -> None:
     """Record small decode steps anew, for rows of one request, if the recorded ones would race."""
     graph = engine.graph
     if graph is None or parts_of(engine.config.attention_backend)[1] not in ("fused", "fi"):
@@ -244,16 +244,18 @@ def record_verify(engine: Engine) -> None:
         vocab_size=graph.logits.shape[1], dtype=graph.logits.dtype, new_graph=graph.new_graph,
     )  # fmt: skip
     with engine.on_stream():
-        runner.capture(progress=False, pool=graph.pool)
+        runner.capture(progress, pool=graph.pool)
     engine.verify_graph = runner
 
 
-def scheduler_class(config: EngineConfig, engine: Engine) -> Callable[..., Scheduler]:
+def scheduler_class(
+    config: EngineConfig, engine: Engine, progress: bool = False
+) -> Callable[..., Scheduler]:
     """What makes the scheduler that a config asks for; steps with drafts are recorded ones, too."""
     most = config.num_speculative_tokens
     if most == 0:
         return Scheduler
-    record_verify(engine)
+    record_verify(engine, progress)
     recorded, rows = engine.verify_graph or engine.graph, MAX_ROWS
     rows = rows if recorded is None else min(rows, recorded.sizes[-1])
     return partial(SpeculativeScheduler, num_speculative_tokens=most, max_rows=rows)
