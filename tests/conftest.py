@@ -127,6 +127,11 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     compile_tests(config, Path(__file__).parent)
 
 
+def pytest_collection_finish() -> None:
+    """No collection of garbage in a test looks at what is there now, and stays."""
+    gc.freeze()
+
+
 def pytest_sessionfinish() -> None:
     """Collect garbage once among a million objects; pytest would five times."""
     gc.collect()

@@ -26,9 +26,12 @@ class Left(Exception):
 @pytest.fixture(autouse=True)
 def thawed() -> Iterator[None]:
     """Nothing is frozen before a test, nor after one that fails."""
+    frozen = gc.get_freeze_count() > 0  # by `tests.warm`
     gc.unfreeze()
     yield
     gc.unfreeze()
+    if frozen:
+        gc.freeze()
 
 
 def test_everything_is_frozen_in_the_block_and_thaws_after_it() -> None:

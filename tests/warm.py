@@ -51,7 +51,7 @@ LIBRARIES = [
 
 def become_kernel(command: list[str], env: dict[str, str], folder: str) -> None:
     """The Jupyter kernel that the command would start."""
-    gc.unfreeze()
+    gc.unfreeze()  # chapters look at what a collection costs
     os.setsid()  # who ends a kernel ends what it started, too
     enter(folder, env)
     backend = "module://matplotlib_inline.backend_inline"  # a kernel sets it before the import
@@ -98,7 +98,6 @@ def become_python(words: list[str], env: dict[str, str], folder: str, session: b
 
 def become_worker(words: list[str], env: dict[str, str], folder: str, session: bool) -> None:
     """A process of pytest-xdist; it starts Python as a new process unless a test forks it."""
-    gc.unfreeze()
     forks.leave_with_parent()
     enter(folder, env, fork=False)
     own_streams()
@@ -237,8 +236,6 @@ def main(folder: Path, owner: int) -> None:
     sys.path[0] = str(root / "notebooks")
     (folder / "root").symlink_to(root)
     libraries, package = listen(folder / "libraries"), listen(folder / "package")
-    # jsonschema would build a grammar of web addresses with it, for two seconds.
-    sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
     for name in LIBRARIES:
         importlib.import_module(name)
     interpreter.quicken()
