@@ -381,8 +381,8 @@ class ModuleSource:
         method = "\n".join(lines).strip("\n")
         block.text = drop_placeholder(block.text) + "\n\n" + indent_code(method)
 
-    def import_from(self, other: ModuleSource) -> None:
-        """Import what another module of this chapter defines: the notebook has the names already.
+    def import_from(self, others: Iterable[ModuleSource]) -> None:
+        """Import what other modules of this chapter define: the notebook has the names already.
 
         So the cells of a chapter work with each other as they stand, edited or not.
         """
@@ -397,10 +397,13 @@ class ModuleSource:
                 bound.add(node.arg)
             elif isinstance(node, ast.alias):
                 bound.add(node.asname or node.name.partition(".")[0])
-        found = sorted((used - bound) & other.names)
-        if found:
-            text = f"from {PACKAGE}.{other.name} import {', '.join(found)}"
-            self.imports.setdefault(text, text)
+        missing = used - bound
+        for other in others:
+            found = sorted(missing & other.names)
+            if found:
+                text = f"from {PACKAGE}.{other.name} import {', '.join(found)}"
+                self.imports.setdefault(text, text)
+            missing.difference_update(found)
 
     def render(self, doc: str, source: str) -> str:
         """The module as text, not yet formatted."""
@@ -485,8 +488,7 @@ def assemble(chapter: Chapter) -> dict[str, str]:
             where = f"{PACKAGE}.{name}"
             raise BuildError(f"{chapter.stem}: no `> promise` line and no #| doc for {where}")
     for module in modules.values():
-        for other in modules.values():
-            module.import_from(other)
+        module.import_from(modules.values())
     source = f"notebooks/{chapter.stem}.ipynb"
     return {
         name: module.render(chapter.docs.get(name) or chapter.promise, source)
