@@ -47,6 +47,7 @@ PACKAGE = "minisgl"
 CHAPTER = re.compile(r"(\d\d[a-z]?|[A-Z])_\w+")
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 PROMISE = re.compile(r"^(>.*(?:\n>.*)*)", re.MULTILINE)
+FOLDED = {"hide-input", "hide-cell"}
 MODEL_DATA = Path("tiny/model")  # the one folder of the package that may hold files not made here
 DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -611,8 +612,7 @@ def merge_outputs(stem: str, fresh: NotebookNode, stored: NotebookNode | None) -
                     partner[after] = before
     taken = {cell["id"] for cell in partner.values() if "id" in cell}
     for index, cell in enumerate(new):
-        tags = cell.metadata.get("tags")
-        cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
+        cell.metadata = clean_metadata(cell)
         before = partner.get(index)
         if before is not None and "id" in before:
             cell["id"] = before["id"]
@@ -624,6 +624,14 @@ def merge_outputs(stem: str, fresh: NotebookNode, stored: NotebookNode | None) -
     fresh.metadata = nbformat.from_dict({"kernelspec": KERNEL})
     fresh.nbformat, fresh.nbformat_minor = 4, 5
     return fresh
+
+
+def clean_metadata(cell: NotebookNode) -> NotebookNode:
+    """The tags of a cell; JupyterLab folds a code cell by a mark of its own, the site by a tag."""
+    tags = cell.metadata.get("tags", [])
+    hidden = cell.cell_type == "code" and not FOLDED.isdisjoint(tags)
+    marks = {"jupyter": {"source_hidden": True}} if hidden else {}
+    return nbformat.from_dict(marks | ({"tags": tags} if tags else {}))
 
 
 def fresh_id(seed: str, taken: set[str]) -> str:
@@ -773,7 +781,7 @@ def run(root: Path, wanted: Sequence[str]) -> int:
 MAIN_LINE = re.compile(r"(0\d|1[0-2])_\w+")  # a plain number; 13 measures what the line builds
 APPENDIX = re.compile(r"[A-Z]_\w+")
 READING = re.compile(r"^\*Reading time: .*\*\n*", re.MULTILINE)
-HIDDEN = {"hide-input", "hide-cell", "remove-input", "remove-cell"}
+HIDDEN = FOLDED | {"remove-input", "remove-cell"}
 FIRST_VERSION = "first-version"
 FENCE = re.compile(r"^(```+|~~~+).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 EXTERNAL = re.compile(r"https?://[^\s)>\]\"']+")
@@ -826,13 +834,14 @@ class Measure:
     exercises: int = 0  # cells tagged `solution`
 
     @property
-    def minutes(self) -> int:
-        """How long the chapter takes with its exercises: up to the next five minutes.
+    def exact_minutes(self) -> float:
+        """How long the chapter takes: 200 words or 10 lines a minute, 5 minutes an exercise."""
+        return self.words / 200 + self.shown / 10 + 5 * self.exercises
 
-        A reader manages some 200 words or 10 lines of code in a minute, and 5 minutes an exercise.
-        """
-        exact = self.words / 200 + self.shown / 10 + 5 * self.exercises
-        return 5 * math.ceil(exact / 5)
+    @property
+    def minutes(self) -> int:
+        """What the chapter says that it takes: up to the next five minutes."""
+        return 5 * math.ceil(self.exact_minutes / 5)
 
     @property
     def words_per_line(self) -> float:
@@ -918,16 +927,17 @@ def over_budget(m: Measure) -> list[str]:
     return [f"{m.stem}: {text}" for text, is_broken in broken.items() if is_broken]
 
 
-def whole_line(measures: Sequence[Measure]) -> tuple[int, int]:
-    """Words and exported lines of the main line together."""
+def whole_line(measures: Sequence[Measure]) -> tuple[int, int, float]:
+    """Words, exported lines and hours of the main line together."""
     line = [m for m in measures if MAIN_LINE.fullmatch(m.stem)]
-    return sum(m.words for m in line), sum(m.exported for m in line)
+    hours = sum(m.exact_minutes for m in line) / 60
+    return sum(m.words for m in line), sum(m.exported for m in line), hours
 
 
 def budget_problems(measures: Sequence[Measure]) -> list[str]:
     """Every broken budget, of the chapters and of the main line as a whole."""
     problems = [f"budget: {text}" for m in measures for text in over_budget(m)]
-    words, exported = whole_line(measures)
+    words, exported, _ = whole_line(measures)
     if words > WHOLE_WORDS:
         problems.append(f"budget: the main line has {words} words of {WHOLE_WORDS}")
     if exported > WHOLE_EXPORTED:
@@ -953,8 +963,7 @@ def print_budget(root: Path, wanted: Sequence[str]) -> int:
             f"{m.stem:26} {m.words:5} {m.exported:8} {m.shown:5} {m.words_per_line:10.1f} "
             f"{m.longest:7} {first} {m.sources:6} {m.links:5} {m.minutes:7}"
         )
-    words, exported = whole_line(measures)
-    hours = sum(m.minutes for m in measures if MAIN_LINE.fullmatch(m.stem)) / 60
+    words, exported, hours = whole_line(measures)
     print(f"{'the main line':26} {words:5} {exported:8}   about {hours:.0f} hours")
     problems = budget_problems(measures)
     print("\n".join(problems) if problems else "budget: every chapter keeps it")
@@ -1013,9 +1022,10 @@ def metadata_problems(path: Path) -> list[str]:
     if dict(nb.metadata) != {"kernelspec": KERNEL}:
         problems.append(f"notebook metadata is not clean: {sorted(nb.metadata)}")
     for number, cell in enumerate(nb.cells):
-        extra = sorted(set(cell.metadata) - {"tags"})
-        if extra:
-            problems.append(f"cell {number} carries metadata {extra}")
+        clean = clean_metadata(cell)
+        keys = sorted(clean.keys() | cell.metadata.keys())
+        if wrong := [key for key in keys if clean.get(key) != cell.metadata.get(key)]:
+            problems.append(f"cell {number}: metadata {wrong} is not what build.py sync writes")
     ids = [cell.get("id") for cell in nb.cells]
     if None in ids or len(set(ids)) < len(ids):
         problems.append("cell ids are missing or not unique")

@@ -336,6 +336,20 @@ def test_sync_from_the_notebook(book: Path) -> None:
     assert build.pair_problems(book, "02_pool") == []
 
 
+def test_jupyterlab_folds_what_the_site_folds(book: Path) -> None:
+    text = book / "notebooks" / "02_pool.md"
+    plain = text.read_text()
+    for tag in ("hide-input", "hide-cell"):
+        text.write_text(plain.replace("print(1)", f":tags: [{tag}]\n\nprint(1)"))
+        build.sync(book, [], False)
+        cell = build.code_cells(edit_notebook(book, None))[1]
+        assert cell.metadata == {"tags": [tag], "jupyter": {"source_hidden": True}}
+        assert build.find_problems(book, []) == [] and "source_hidden" not in text.read_text()
+    text.write_text(plain)
+    build.sync(book, [], False)
+    assert build.code_cells(edit_notebook(book, None))[1].metadata == {}
+
+
 def test_format_keeps_outputs(book: Path) -> None:
     text = book / "notebooks" / "02_pool.md"
     text.write_text(text.read_text().replace("print(1)", "print( 1 )"))
@@ -396,7 +410,8 @@ def first(nb: nbformat.NotebookNode) -> nbformat.NotebookNode:
         (lambda nb: first(nb).update(execution_count=None), "never executed"),
         (lambda nb: first(nb).update(execution_count=5), "out of order, as number 5"),
         (lambda nb: nb.metadata.update(language_info={}), "metadata is not clean"),
-        (lambda nb: first(nb).metadata.update(collapsed=True), "carries metadata ['collapsed']"),
+        (lambda nb: first(nb).metadata.update(collapsed=True), "metadata ['collapsed'] is not what"),
+        (lambda nb: first(nb).metadata.update(tags=["hide-input"]), "metadata ['jupyter'] is not"),
         (lambda nb: nb.cells[0].update(id=nb.cells[1].id), "not unique"),
         (lambda nb: first(nb).update(source="X = 1"), "notebooks/02_pool.md"),
         (
@@ -612,6 +627,8 @@ def test_chapters_say_how_long_they_take() -> None:
 def test_main_line_has_a_budget_as_a_whole(capsys: pytest.CaptureFixture[str]) -> None:
     one = build.measure("02_pool", notebook(*PLAIN, *[("text", "x")] * 3))
     assert build.budget_problems([one]) == []
+    assert (one.exact_minutes, one.minutes) == (1609 / 200 + 4 / 10, 10)  # rounded once, at the end
+    assert build.whole_line([one] * 13)[2] == pytest.approx(13 * one.exact_minutes / 60)
     assert build.budget_problems([one] * 19) == ["budget: the main line has 30571 words of 28000"]
     many = [dataclasses.replace(one, words=1500, exported=350)] * 13
     assert build.budget_problems(many) == ["budget: the main line exports 4550 lines of 4300"]
