@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import io
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -133,3 +134,27 @@ def draw_slots(
     ax.invert_yaxis()
     ax.set_frame_on(False)
     ax.tick_params(length=0)
+
+
+def best_ms(call: Callable[..., object], *args: object, repeats: int = 5) -> float:
+    """Shortest of several runs of `call(*args)`, in milliseconds."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call(*args)
+        times.append(time.perf_counter() - start)
+    return 1e3 * min(times)
+
+
+def complaint(
+    call: Callable[..., object],
+    *args: object,
+    error: type[Exception] = ValueError,
+    **kwargs: object,
+) -> str:
+    """The text of the error that a call raises; AssertionError if it raises none."""
+    try:
+        call(*args, **kwargs)
+    except error as raised:
+        return f"{type(raised).__name__}: {raised}"
+    raise AssertionError(f"{call} raised no {error.__name__}")

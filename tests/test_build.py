@@ -410,7 +410,7 @@ def first(nb: nbformat.NotebookNode) -> nbformat.NotebookNode:
         (lambda nb: first(nb).update(execution_count=None), "never executed"),
         (lambda nb: first(nb).update(execution_count=5), "out of order, as number 5"),
         (lambda nb: nb.metadata.update(language_info={}), "metadata is not clean"),
-        (lambda nb: first(nb).metadata.update(collapsed=True), "metadata ['collapsed'] is not what"),
+        (lambda nb: first(nb).metadata.update(collapsed=True), "metadata ['collapsed'] is not"),
         (lambda nb: first(nb).metadata.update(tags=["hide-input"]), "metadata ['jupyter'] is not"),
         (lambda nb: nb.cells[0].update(id=nb.cells[1].id), "not unique"),
         (lambda nb: first(nb).update(source="X = 1"), "notebooks/02_pool.md"),
