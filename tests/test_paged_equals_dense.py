@@ -145,7 +145,7 @@ class PagedEqualsDense(RuleBasedStateMachine):
 
 TestPagedEqualsDense = PagedEqualsDense.TestCase
 TestPagedEqualsDense.settings = settings(
-    max_examples=40, stateful_step_count=20, deadline=None, derandomize=True,
+    max_examples=25, stateful_step_count=20, deadline=None, derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # fmt: skip
 

@@ -19,6 +19,7 @@ from minisgl.kvcache.audit import IntegrityError, check_tree, nodes_of
 from minisgl.kvcache.prefix_cache import NotEvictable, PrefixCache
 from minisgl.kvcache.radix_cache import Node, RadixCache, common_prefix
 from tests.prefix_oracle import CACHES, Oracle, cached_slots, page_slots, tokens_of
+from tests.turns import in_turns
 
 PAGE_SIZES = [1, 4, 16]
 PROMPTS = st.tuples(st.lists(st.integers(0, 3), max_size=7), st.integers(0, 15))
@@ -445,7 +446,7 @@ def test_a_match_takes_as_many_steps_in_a_small_tree_as_in_a_large_one() -> None
 
 
 @pytest.mark.clock
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", in_turns(2, [1, 16]))
 def test_pitfall_17_cost_of_an_eviction_at_100_000_nodes(page_size: int) -> None:
     """Medians of single evictions, both sizes in turn, the best of several rounds."""
     small = grown(1_000, page_size)

@@ -596,7 +596,7 @@ def test_drain_finishes_what_is_under_way(checkpoint: Path, tmp_path: Path) -> N
     url = served.ready()
     root, children = url.removesuffix("/v1"), served.children()
     check_metrics(url, root)
-    with httpx.Client() as kept, stream(url, n=16) as response:
+    with httpx.Client() as kept, stream(url, n=8) as response:
         lines = response.iter_lines()
         next(lines)
         assert kept.get(f"{url}/models").status_code == 200
