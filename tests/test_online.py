@@ -534,14 +534,18 @@ def test_the_end_of_a_stream_is_kept_however_it_is_cut(size: int) -> None:
     tail = sse({"usage": USAGE}, "[DONE]").encode()
     data = 40 * sse(chunk("some text")).encode() + tail
 
-    async def pieces() -> AsyncIterator[bytes]:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
         for start in range(0, len(data), size):
-            yield data[start : start + size]
+            writer.write(data[start : start + size])
+            await writer.drain()
+        writer.close()
 
     async def receive() -> bytes:
-        transport = httpx.MockTransport(lambda _: httpx.Response(200, content=pieces()))
-        async with ApiClient("http://fake", transport=transport) as client:
-            return await last_bytes(client, {})
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            _, port = server.sockets[0].getsockname()
+            return await last_bytes(f"http://127.0.0.1:{port}", {})
 
     end = asyncio.run(receive())
     assert end.endswith(tail) and len(end) <= 1024
