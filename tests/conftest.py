@@ -37,7 +37,7 @@ SLOW = [
     "test_graph", "test_server_clients", "test_openai",
 ]  # fmt: skip
 DAYS = 32  # numbers that a day can have
-MUTATIONS, DRILLS = 16, 4  # a mutation has its turn every sixteenth day, a drill every fourth
+MUTATIONS, DRILLS = DAYS, 4  # days from one turn to the next
 # Before anything imports torch or triton: threads, no network, Triton's interpreter on a CPU.
 build.run_environment(Path(__file__).resolve().parents[1], GPU)
 # Each client of httpx would read all certificates, in 30 ms, for servers that speak no TLS.

@@ -637,10 +637,10 @@ def test_main_line_has_a_budget_as_a_whole(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "turns"), [("mutation", 16), ("drill", 4), ("turn", 8), ("plain", 1)]
+    ("kind", "turns"), [("mutation", 32), ("drill", 4), ("turn", 8), ("plain", 1)]
 )
 def test_mutations_drills_and_parts_take_turns(kind: str, turns: int) -> None:
-    marks = in_turns(8, range(60))
+    marks = in_turns(8, range(240))
 
     def item(number: int) -> Any:
         name = f"bug {number}"
@@ -650,7 +650,7 @@ def test_mutations_drills_and_parts_take_turns(kind: str, turns: int) -> None:
         call = SimpleNamespace(params=params)
         return SimpleNamespace(name=name, callspec=call, get_closest_marker=marked.get)
 
-    items = [item(number) for number in range(60)]
+    items = [item(number) for number in range(240)]
     days = [conftest.settle_rotation("today", 3 + day, False) for day in range(turns)]
     parts = [[i for i in items if not conftest.is_left_out(i, day)] for day in days]
     assert all(parts) and sum(map(len, parts)) == len(items)

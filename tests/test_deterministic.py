@@ -334,7 +334,7 @@ def as_requests(
 
 
 @pytest.mark.parametrize("arch", in_turns(2, ["llama", "qwen2"]))
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(shapes=REQUESTS, way=WAYS)
 def test_any_way_to_serve_gives_the_same_bits(
     arch: str, shapes: list[tuple[int, int, int, float]], way: dict[str, Any]

@@ -214,12 +214,12 @@ def test_a_thread_that_fails_frees_the_others() -> None:
     assert time.monotonic() - start < 4
 
 
-def test_rows_are_summed_in_shared_memory() -> None:
+@pytest.mark.parametrize(("dtype", "size"), in_turns(2, [(torch.float32, 2), (torch.float16, 3)]))
+def test_rows_are_summed_in_shared_memory(dtype: torch.dtype, size: int) -> None:
     """By the kernel of GPUs that write into each other's memory; the same bits on all ranks."""
-    for dtype, size in ((torch.float32, 2), (torch.float16, 3)):
-        first, *others = run_ranks(tp_drills.sum_rows, size, 6, dtype)
-        for other in others:
-            assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    first, *others = run_ranks(tp_drills.sum_rows, size, 6, dtype)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 def test_a_sum_of_rows_moves_16_bytes_at_a_time() -> None:
