@@ -236,6 +236,24 @@ def test_aborts_leave_nothing_behind_and_harm_nobody() -> None:
         assert tokens[1] == whole[1] and tokens[2] == whole[2]
 
 
+def test_the_draw_of_an_aborted_request_is_no_part_of_the_next_prompt() -> None:
+    """Its row goes to a request that came with the abort, in the first turn after a pause."""
+    with LLM(overlap=True, max_running_req=1, cache_type="naive") as made:
+        channel, scheduler = made.channel, made.scheduler
+        prompt, params = list(range(6, 40)), SamplingParams(max_tokens=4)
+        alone = made.generate(prompt, params)[0]["token_ids"]
+        channel.put_messages(UserMsg(100, prompt[:9], ANSWER))
+        scheduler.step_overlap()
+        channel.put_messages(AbortMsg(100), UserMsg(101, prompt, params))
+        scheduler.step_overlap()
+        tokens = scheduler.engine.tables.token_pool[scheduler.reqs[101].table_idx]
+        assert tokens[: len(prompt)].tolist() == prompt
+        while scheduler.has_work:
+            scheduler.step_overlap()
+        replies = [reply for reply in channel.take_replies() if reply.uid == 101]
+        assert [reply.token for reply in replies] == alone
+
+
 def test_grammars_of_both_notations(llm: LLM) -> None:
     lark = 'start: "(" start ")" | NUMBER\nNUMBER: /[0-9]{1,3}/'
     gbnf = 'root ::= "(" root ")" | [0-9] [0-9]'

@@ -136,7 +136,6 @@ class Scheduler:
     def finish(self, launched: Launched) -> None:
         """The second half of a step: wait for its tokens, then hand them out."""
         self.process(launched, self.wait(launched))
-        self.engine.draw_deferred()  # a step in flight whose draw needs these tokens (chapter 09a)
 
     def wait(self, launched: Launched) -> SampledTokens:
         """Block until a step's tokens are on the host."""
@@ -170,6 +169,7 @@ class Scheduler:
         before, self.in_flight = self.in_flight, launched
         if before is not None:
             self.finish(before)
+        self.engine.draw_deferred()  # of step n + 1, if that needs these tokens (chapter 09a)
 
     def finish_in_flight(self) -> None:
         """Look at the tokens of the step in flight now, if there is one."""

@@ -24,6 +24,13 @@ MUTATIONS = [
         DRAW,
     ),
     Mutation(
+        "grammar_a_draw_waits_for_the_next_step",
+        "minisgl.scheduler.scheduler",
+        "self.engine.draw_deferred()  # of step",
+        "pass  # of step",
+        TESTS + "test_the_draw_of_an_aborted_request_is_no_part_of_the_next_prompt",
+    ),
+    Mutation(
         "grammar_matcher_reads_the_answer_again",
         GRAMMAR,
         "self.seen = len(output_ids)",
