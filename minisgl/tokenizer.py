@@ -140,6 +140,7 @@ def parsed(call: Any) -> Any:
     """A call of a tool as templates want it: its arguments, if they are an object, as a dict."""
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         arguments = json.loads(call["function"]["arguments"])
+        json.dumps(arguments, ensure_ascii=False).encode()  # half a character may be escaped
         if isinstance(arguments, dict):
             return {**call, "function": {**call["function"], "arguments": arguments}}
     return call

@@ -41,7 +41,7 @@ from minisgl.server.http.tool_parser import (
     Reasoning,
     ToolParser,
 )
-from minisgl.tokenizer import DecodeStatus, Tokenizer
+from minisgl.tokenizer import DecodeStatus, Tokenizer, check_messages
 from tests.checkpoints import make_checkpoint
 from tests.serving import WINDOW, Live
 
@@ -268,6 +268,16 @@ def test_pieces_come_as_soon_as_they_are_certain() -> None:
     assert parser.push('"a') == [CallArguments(0, '"a')]
     assert parser.push('": 1}') == [CallArguments(0, '": 1}')]
     assert parser.push("}</tool_") == [] and parser.push("call>\nBye") == [Content("\nBye")]
+
+
+def test_half_a_character_stays_escaped() -> None:
+    """JSON can hold half of a surrogate pair; no message can, here or in the next turn."""
+    parser, half = ToolParser(HERMES, NAMES), '{"a": "\\ud83d é"}'
+    said = parser.push(f'<tool_call>{{"arguments": {half}, "name": "add"}}</tool_call>', last=True)
+    assert said[1] == CallArguments(0, half)
+    call = {"id": "123456789", "type": "function", "function": {"name": "add", "arguments": half}}
+    (message,) = check_messages([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert message["tool_calls"] == [call]
 
 
 def test_long_arguments_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

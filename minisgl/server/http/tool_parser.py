@@ -208,4 +208,5 @@ def read_call(text: str) -> tuple[str, str] | None:
     arguments = given.get("arguments", given.get("parameters", {}))
     if not (isinstance(name, str) and isinstance(arguments, dict)):
         return None
-    return name, json.dumps(arguments, ensure_ascii=False)
+    text = json.dumps(arguments, ensure_ascii=False)
+    return name, text.encode(errors="backslashreplace").decode()  # half a character stays escaped
