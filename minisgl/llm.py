@@ -181,8 +181,8 @@ class LLM:
             ids = check_prompt(prompt, self.limits)
             self.scheduler.make_req(UserMsg(0, ids.tolist(), params))
             return ids, params
-        except InvalidRequestError as error:
-            raise ValueError(f"prompts[{index}]: {error.message}") from None
+        except ValueError as error:
+            raise ValueError(f"prompts[{index}]: {error}") from None
 
     def generate(
         self,

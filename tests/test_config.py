@@ -182,6 +182,12 @@ def test_tp_info(rank: Any, size: Any) -> None:
     assert refused(TPInfo, rank, size).startswith(("rank: ", "size: "))
 
 
+@pytest.mark.parametrize("ranks", [0, -1, True, 2.0, "2"])
+def test_ranks_are_a_positive_number(ranks: Any) -> None:
+    message = refused(EngineConfig, tp=ranks)
+    assert message == f"tp: must be a positive number of ranks, got {ranks!r}"
+
+
 # ------------------------------------------------------------------------------------ real models
 
 BILLIONS = {  # as published

@@ -133,6 +133,7 @@ def test_the_prefix_stays_cached(llm: LLM) -> None:
         ([None], r"prompts\[0\]"),
         ([[[1]]], r"prompts\[0\]: .*flat"),
         ([""], r"prompts\[0\]: .*at least one token"),
+        (["a", "\ud800"], r"prompts\[1\]: .*unpaired surrogate"),
         ({"a": 1}, "prompts: must be"),
         (np.array(5), "prompts: must be"),
     ],

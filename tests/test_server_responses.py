@@ -437,6 +437,7 @@ def test_what_is_refused_is_named(
     error = answer.json()["error"]
     assert answer.status_code == (404 if param == "model" else 400), error
     assert error["param"] == param and error["message"].startswith(param), error
+    assert "msg_1_1" not in str(fields) or "'msg_1_1'" in error["message"]  # not its response
 
 
 JSON = {"content-type": "application/json"}

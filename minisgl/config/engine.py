@@ -40,7 +40,9 @@ class TPInfo(Validated):
 
 def as_group(size: Any) -> Any:
     """A number of ranks, as rank 0 sees them."""
-    return TPInfo(size=size) if type(size) is int and size > 0 else size
+    if not isinstance(size, TPInfo) and (type(size) is not int or size < 1):
+        raise ValueError("must be a positive number of ranks")
+    return TPInfo(size=size) if type(size) is int else size
 
 
 Group = Annotated[TPInfo, BeforeValidator(as_group)]

@@ -9,7 +9,7 @@ import secrets
 import time
 import traceback
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -63,9 +63,10 @@ def looking_up(param: str) -> Iterator[None]:
 def find_item(store: ResponseStore, wanted: str) -> Item:
     """The stored item of this id, which names its response, too."""
     response_id = "resp_" + wanted.partition("_")[2].partition("_")[0]
-    for item in store.get(response_id).all_items:
-        if item["id"] == wanted:
-            return read_items([item])[0]
+    with suppress(KeyError):  # of the response, which the caller did not name
+        for item in store.get(response_id).all_items:
+            if item["id"] == wanted:
+                return read_items([item])[0]
     raise KeyError(wanted)
 
 
