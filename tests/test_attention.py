@@ -34,6 +34,7 @@ from tests.attention_worlds import (
     make_world,
     static_buffers,
 )
+from tests.turns import in_turns
 
 QUICK = settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
@@ -367,7 +368,7 @@ def regrow(world: World, num_pages: int) -> World:
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("group", in_turns(2, [1, 3]))
 def test_graph_plan_equals_eager_plan(name: str, group: int) -> None:
     check_graph_plan(name, batches_of_one_size(group))
 

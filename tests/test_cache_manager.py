@@ -17,6 +17,7 @@ from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.naive_cache import make_cache
 from minisgl.kvcache.page_table import OutOfPages, TableManager
 from minisgl.kvcache.radix_cache import RadixCache
+from tests.turns import in_turns
 
 PAGE_SIZES = [1, 4, 16]
 KINDS = ["radix", "naive"]
@@ -188,7 +189,7 @@ class Lives(RuleBasedStateMachine):
         assert self.world.tables.free_rows == 8
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("page_size", in_turns(2, PAGE_SIZES))
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_page_is_lost_or_shared_in_any_sequence_of_lives(kind: str, page_size: int) -> None:
     machine = type("Machine", (Lives,), {"kind": kind, "page_size": page_size})

@@ -38,6 +38,7 @@ from tests.fused_cases import (
     few_programs,
     small_model,
 )
+from tests.turns import in_turns
 
 __all__ = ["few_programs"]  # the fixture
 
@@ -388,7 +389,7 @@ def test_tiles_of_eight_bits() -> None:
 
 
 @INTERPRETED
-@pytest.mark.parametrize("scales", ["channel", "block"])
+@pytest.mark.parametrize("scales", in_turns(2, ["channel", "block"]))
 @pytest.mark.parametrize("lens", [[9], [3, 20]])
 def test_fused_model_of_eight_bits(few_programs: None, scales: str, lens: list[int]) -> None:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}

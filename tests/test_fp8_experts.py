@@ -20,6 +20,7 @@ from tests.fused_cases import check_model, close, few_programs, small_model
 from tests.moe_cases import skewed_logits
 from tests.test_fp8 import INTERPRETED, PROMPTS, logits, open_model
 from tests.tp_drills import run_ranks
+from tests.turns import in_turns
 
 # Activations keep eight bits, and Triton's interpreter cuts off where the hardware rounds.
 SPLIT_LIMIT = 5e-3
@@ -80,7 +81,7 @@ def test_a_rank_that_would_cut_a_block_is_refused(tmp_path: Path) -> None:
             open_model(quantized, comm)
 
 
-@pytest.mark.parametrize("layout", ["block", "channel"])
+@pytest.mark.parametrize("layout", in_turns(2, ["block", "channel"]))
 def test_two_processes_compute_what_one_does(tmp_path: Path, layout: str) -> None:
     quantized, _ = make_fp8_checkpoints(tmp_path, layout, "qwen3_moe", block=16)
     one = tp_drills.logits(SingleRank(), quantized, PROMPTS)
@@ -147,7 +148,7 @@ def test_parts_add_up_to_the_oracle(
 
 
 @INTERPRETED
-@pytest.mark.parametrize("scales", ["channel", "block"])
+@pytest.mark.parametrize("scales", in_turns(2, ["channel", "block"]))
 def test_fused_model_equals_the_plain_one(scales: str, few_programs: None) -> None:
     sizes = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}

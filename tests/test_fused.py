@@ -33,6 +33,7 @@ from minisgl.kernels.device import H200, DeviceLimits
 from minisgl.kernels.embedding import embed
 from minisgl.kernels.norm import add_norm
 from tests.compile_cards import CARDS
+from tests.turns import in_turns
 
 __all__ = ["few_programs"]  # the fixture
 FEW_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
@@ -187,7 +188,7 @@ def test_decode_is_cut_for_the_card_it_runs_on() -> None:
     assert tile_of(8, 8, 128, 2, CARDS["L4"]) == TILES[1][0]
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("arch", in_turns(2, ["llama", "qwen3", "qwen2"]))
 def test_fused_model_equals_the_plain_one(arch: str, few_programs: None) -> None:
     layers = 2 if arch == "qwen3" else 1  # one architecture shows that layers follow each other
     model = small_model(arch, num_hidden_layers=layers, **FEW_HEADS)

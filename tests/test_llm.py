@@ -23,6 +23,7 @@ from minisgl.llm import OutputBuilder, as_params, as_prompts
 from minisgl.scheduler.messages import UserMsg
 from tests.checkpoints import make_checkpoint
 from tests.fakes import record_on_a_cpu
+from tests.turns import in_turns
 
 GREEDY = SamplingParams(max_tokens=8)
 
@@ -58,7 +59,7 @@ def by_transformers(folder: Path) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@pytest.mark.parametrize("overlap", in_turns(2, [False, True]), ids=["plain", "overlap"])
 def test_64_prompts_as_transformers(folder: Path, by_transformers: Any, overlap: bool) -> None:
     prompts = [prompt for prompt, _ in by_transformers]
     with LLM(folder, page_size=16, max_extend_tokens=200, device="cpu", overlap=overlap) as llm:

@@ -21,6 +21,7 @@ from minisgl.kernels.moe import (
 from minisgl.layers.moe import MoE, grouped_experts, route
 from tests.fused_cases import check_model, few_programs, small_model
 from tests.moe_cases import check_blocks, skewed_logits
+from tests.turns import in_turns
 
 __all__ = ["few_programs"]  # a fixture
 pytestmark = pytest.mark.skipif(
@@ -124,7 +125,7 @@ def test_tiles_divide_the_weights_and_fit_the_device() -> None:
         fit_tiling(wanted, 24, 64, False, 232_448, 2)
 
 
-@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("arch", in_turns(2, ["qwen3_moe", "mixtral"]))
 def test_fused_model_equals_the_plain_one(arch: str, few_programs: None) -> None:
     sizes: dict[str, Any] = {"num_local_experts": 4, "intermediate_size": 128}
     if arch == "qwen3_moe":  # with one dense layer

@@ -35,6 +35,7 @@ from tests.attention_worlds import Shape, dense_oracle, make_world
 from tests.checkpoints import make_checkpoint
 from tests.dense import dense_batch
 from tests.test_engine import WARM, WAYS
+from tests.turns import in_turns
 
 # ------------------------------------------------------------------------------ what is recorded
 
@@ -370,7 +371,9 @@ def check_tiles(group: int, tile: int, splits: int, monkeypatch: pytest.MonkeyPa
         assert static.scatter.tolist() == [world.tables.dummy_row * world.tables.width] * 16
 
 
-@pytest.mark.parametrize(("group", "tile", "splits"), [(1, 16, 1), (3, 16, 4), (2, 64, 2)])
+@pytest.mark.parametrize(
+    ("group", "tile", "splits"), in_turns(2, [(1, 16, 1), (3, 16, 4), (2, 64, 2)])
+)
 def test_tiles_equal_the_oracle(
     group: int, tile: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

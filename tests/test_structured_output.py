@@ -195,9 +195,12 @@ def check_is_free(params: SamplingParams) -> bool:
     return grammar.asked_for(params) is None
 
 
-def test_every_loop_gives_the_same_constrained_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("other", in_turns(2, ["overlap", "retracted", "recorded"]))
+def test_every_loop_gives_the_same_constrained_tokens(
+    other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked, answers = mixed(seed=9, count=1), []
-    for kind in ("plain", "overlap", "recorded", "retracted"):
+    for kind in ("plain", other):
         if "cuda_graph_bs" in KINDS[kind]:
             record_on_a_cpu(monkeypatch)
         with serve(max_running_req=16, **KINDS[kind]) as engine:

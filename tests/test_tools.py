@@ -44,6 +44,7 @@ from minisgl.server.http.tool_parser import (
 from minisgl.tokenizer import DecodeStatus, Tokenizer, check_messages
 from tests.checkpoints import make_checkpoint
 from tests.serving import WINDOW, Live
+from tests.turns import in_turns
 
 NAMES = ("weather", "add")
 CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
@@ -363,7 +364,7 @@ def test_arguments_are_a_mapping_for_the_template(folders: dict[str, Path]) -> N
 # ------------------------------------------------------------------ the guarantee
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama", "mistral", "named", "opened"])
+@pytest.mark.parametrize("name", in_turns(2, ["hermes", "llama", "mistral", "named", "opened"]))
 def test_a_random_model_calls_if_it_must(name: str, folders: dict[str, Path]) -> None:
     form, reasoning = TEMPLATES[name][1], name == "opened"
     many = constraint(form, {"weather": SCHEMA, "add": NONE}, required=True, single=False)
