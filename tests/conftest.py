@@ -33,8 +33,8 @@ SLOW = [
     "test_compile", "test_tensor_parallel", "test_structured_output", "test_online",
     "test_deterministic", "test_sampler", "test_build", "test_fused", "test_moe_kernels",
     "test_speculative", "test_tools", "test_server_responses", "test_soak_script", "test_benchmark",
-    "test_server_api", "test_tiny", "test_paged_equals_dense", "test_decode_path", "test_server",
-    "test_graph", "test_server_clients", "test_openai",
+    "test_server_api", "test_tiny", "test_paged_equals_dense", "test_fp8", "test_prefill_graph",
+    "test_fp8_experts", "test_decode_path", "test_server", "test_graph", "test_server_clients",
 ]  # fmt: skip
 DAYS = 32  # numbers that a day can have
 MUTATIONS, DRILLS = DAYS, 4  # days from one turn to the next
