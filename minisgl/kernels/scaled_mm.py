@@ -52,7 +52,8 @@ def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 def scaled_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
     """x [m, k] by a weight [n, k], plus bias [n]: [m, n] in bfloat16."""
     m, whole = len(x), weight.scale.shape[1] == 1
-    x = F.pad(x, (0, 0, 0, -m % 16))  # cuBLAS has no kernel for some odd numbers of rows
+    if m % 16:  # cuBLAS has no kernel for some odd numbers of rows
+        x = F.pad(x, (0, 0, 0, -m % 16))
     values, scale = quantize_rows(x.contiguous(), x.shape[1] // weight.scale.shape[1])
     kind = ScalingType.RowWise if whole else ScalingType.BlockWise1x128
     product: Tensor = F.scaled_mm(
