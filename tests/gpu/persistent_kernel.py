@@ -34,6 +34,7 @@ from tests.gpu.persistent_parts import (
     arrive,
     columns,
     fetch,
+    fetch_all,
     leave,
     multiply,
     ready,
@@ -64,7 +65,8 @@ def turned(ptr, norm_ptr, angles_ptr, S: tl.constexpr):
     half: tl.constexpr = S.dim // 2
     LOW: tl.constexpr = ptr.dtype.element_ty
     d = tl.arange(0, S.dim)
-    a, b = fetch(ptr + d, S), fetch(ptr + (d ^ half), S)
+    a = fetch(ptr + d, S)
+    b = tl.load(ptr + (d ^ half), cache_modifier=".cg").to(tl.float32)  # there, as all of a
     scale = tl.rsqrt(tl.sum(a * a) / S.dim + S.epsilon)
     a = (a * scale * tl.load(norm_ptr + d).to(tl.float32)).to(LOW).to(tl.float32)
     b = (b * scale * tl.load(norm_ptr + (d ^ half)).to(tl.float32)).to(LOW).to(tl.float32)
@@ -165,7 +167,7 @@ def merged(b, layer, S: tl.constexpr):
     split, k = tl.arange(0, S.splits)[:, None], tl.arange(0, S.group * S.dim)[None, :]
     part = fetch(b.part + (first + split) * (S.group * S.dim) + k, S)
     stat_ptr = b.stat + ((first + split) * S.group + k // S.dim) * 2
-    m, total = fetch(stat_ptr, S), fetch(stat_ptr + 1, S)
+    m, total = fetch_all(stat_ptr, 1, 2, S)
     p = tl.exp2(m - tl.max(m, 0)[None, :])
     y = tl.sum(part * p, 0) / tl.sum(total * p, 0)
     return y.to(b.x.dtype.element_ty).to(tl.float32)[None, :]
@@ -189,8 +191,9 @@ def residual(b, layer, k, S: tl.constexpr):
     """The residual behind attention at places k, rounded."""
     x = tl.load(b.x + layer * S.hidden + k, cache_modifier=".cg").to(tl.float32)  # came before
     heads: tl.constexpr = S.kv
+    sums = fetch_all(b.sums + layer * heads * S.hidden + k, S.hidden, heads, S)
     for head in tl.static_range(heads):
-        x += fetch(b.sums + (layer * S.kv + head) * S.hidden + k, S)
+        x += sums[head]
     return x.to(b.x.dtype.element_ty).to(tl.float32)
 
 
@@ -223,9 +226,10 @@ def shrink(w, b, layer, S: tl.constexpr):
     y = residual(b, layer, place, S)
     ready(w, b, layer, DOWN, S)
     found = found if S.early else share_of(w, layer, DOWN, False, S)
+    k = columns(S.down_cols, S.width)
+    mid = fetch_all(b.mid + layer * S.inter + k, S.down_cols, count, S)
     for i in tl.static_range(count):
-        k = i * S.down_cols + columns(S.down_cols, S.width)
-        y += multiply(found[i], fetch(b.mid + layer * S.inter + k, S))
+        y += multiply(found[i], mid[i])
     leave(b.x + S.hidden, layer, S.hidden, place, y, S)
 
 

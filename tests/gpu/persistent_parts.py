@@ -142,19 +142,41 @@ def leave(ptr, layer, size, place, y, S: tl.constexpr):
 
 
 @triton.jit
-def fetch(ptrs, S: tl.constexpr):
-    """What other programs left, float32; with DATA, as soon as all of it is there."""
+def look(ptrs, step, COUNT: tl.constexpr):
+    """The bits at ptrs, ptrs + step, ..., and 1 where any of them are those of an empty place."""
+    BITS: tl.constexpr = tl.int16 if ptrs.dtype.element_ty == tl.bfloat16 else tl.int32
+    found = (tl.load(ptrs.to(tl.pointer_type(BITS)), volatile=True),)
+    empty = is_empty(found[0])
+    for i in tl.static_range(1, COUNT):
+        bits = tl.load((ptrs + i * step).to(tl.pointer_type(BITS)), volatile=True)
+        found, empty = found + (bits,), empty | is_empty(bits)
+    return found, tl.max(empty.to(tl.int32))
+
+
+@triton.jit
+def fetch_all(ptrs, step, COUNT: tl.constexpr, S: tl.constexpr):
+    """What other programs left at ptrs, ptrs + step, ..., float32; with DATA, once all is there."""
+    got = ()
     if S.sync == DATA:
-        BITS: tl.constexpr = tl.int16 if ptrs.dtype.element_ty == tl.bfloat16 else tl.int32
-        bits = tl.load(ptrs.to(tl.pointer_type(BITS)), volatile=True)
+        bits, empty = look(ptrs, step, COUNT)
         looks = 0
-        while (tl.max(is_empty(bits).to(tl.int32)) > 0) & (looks < 20000):
-            bits = tl.load(ptrs.to(tl.pointer_type(BITS)), volatile=True)
+        while (empty > 0) & (looks < 20000):
+            bits, empty = look(ptrs, step, COUNT)
             looks += 1
-        got = bits.to(ptrs.dtype.element_ty, bitcast=True)
+        for i in tl.static_range(COUNT):
+            one = bits[i].to(ptrs.dtype.element_ty, bitcast=True)
+            got = got + (one.to(tl.float32),)
     else:
-        got = tl.load(ptrs, cache_modifier=".cg")  # not from the first-level cache
-    return got.to(tl.float32)
+        for i in tl.static_range(COUNT):
+            one = tl.load(ptrs + i * step, cache_modifier=".cg")  # not from the first-level cache
+            got = got + (one.to(tl.float32),)
+    return got
+
+
+@triton.jit
+def fetch(ptrs, S: tl.constexpr):
+    """`fetch_all` of one tensor."""
+    return fetch_all(ptrs, 0, 1, S)[0]
 
 
 @triton.jit
