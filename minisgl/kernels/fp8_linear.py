@@ -10,10 +10,6 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.device import H200, DeviceLimits, device_limits
@@ -28,20 +24,6 @@ from minisgl.kernels.linear import (
 )
 from minisgl.kernels.scaled_mm import scaled_linear
 from minisgl.layers.fp8 import Fp8Weight, fp8_weight
-
-
-@triton.jit
-def halve(x):
-    """x [rows, k] as (high + low / 16) * size: two float8_e4m3fn, and a power of two for each row.
-
-    Eight significant bits are kept, as many as a bfloat16 has; a number of eight bits has four.
-    """
-    x = x.to(tl.float32)
-    exponent = tl.maximum(tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23, 20)
-    x *= ((261 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]  # now below 256
-    high = x.to(tl.float8e4nv)
-    low = ((x - high.to(tl.float32)) * 16).to(tl.float8e4nv)
-    return high, low, ((exponent - 7) << 23).to(tl.float32, bitcast=True)
 
 
 @cache

@@ -180,8 +180,8 @@ def add_product(x, w, total, scale_ptr, SWAP: tl.constexpr, SCALES: tl.constexpr
     if SCALES > 1:
         scale = tl.load(scale_ptr)
         total += tl.dot(x, tl.trans(w)) * (scale[:, None] if SWAP else scale[None, :])
-    else:
-        total = tl.dot(x, tl.trans(w), total)
+    else:  # a product of float32 is not shortened to the 19 bits of TF32
+        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
     return total
 
 

@@ -16,8 +16,15 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernels.device import device_limits
-from minisgl.kernels.fp8_linear import halve
-from minisgl.kernels.linear import FEW_ROWS, Tiling, count_scales, prefetch, split_k_linear
+from minisgl.kernels.linear import (
+    FEW_ROWS,
+    Tiling,
+    add_product,
+    count_scales,
+    finish_rows,
+    prefetch,
+    split_k_linear,
+)
 from minisgl.kernels.pdl import launch_options
 from minisgl.layers.fp8 import Fp8Weight
 
@@ -151,81 +158,21 @@ def align(
 
 
 @triton.jit
-def dot(w, x, total, SWAP: tl.constexpr):
-    """total + x w^T, or its transpose; float32 is not shortened to the 19 bits of TF32."""
-    if SWAP:
-        x, w = w, x
-    return tl.dot(x, tl.trans(w), total, input_precision="ieee")
-
-
-@triton.jit
 def expert_tile(
-    x_ptr, w_ptr, real, OUT, K, depth, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """[BM, BN] of x w^T over `depth` of K columns; if `GATED` of rows `OUT` further down, too."""
-    y = tl.zeros([BN if SWAP else BM, BM if SWAP else BN], tl.float32)
-    up = y
-    for k in tl.range(0, depth, BK, num_stages=STAGES):
-        x = tl.load(x_ptr + k, mask=real[:, None], other=0.0)
-        w = tl.load(w_ptr + k)
-        y = dot(w, x, y, SWAP)
-        if GATED:
-            up = dot(tl.load(w_ptr + k + OUT * K), x, up, SWAP)
-    if SWAP:
-        y, up = tl.trans(y), tl.trans(up)
-    return y, up
-
-
-@triton.jit
-def dot_split(w, high, low, size, scale_ptr, SCALES: tl.constexpr):
-    """w [BN, BK] by the transpose of x [BM, BK] in two parts: [BN, BM], in float32.
-
-    scale_ptr [BN]: if there are several scales a row, those of these columns of w.
-    """
-    y = tl.dot(w, tl.trans(high)) + tl.dot(w, tl.trans(low)) * 0.0625
-    if SCALES > 1:
-        y *= tl.load(scale_ptr)[:, None]
-    return y * size[None, :]
-
-
-@triton.jit
-def split_tile(
-    x_ptr, w_ptr, scale_ptr, real, N, K, depth, GATED: tl.constexpr, SCALES: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """[BM, BN] of x w^T over `depth` of K columns; if GATED of rows `N` further down, too.
-
-    real [BM, 1]: which rows of x are there. scale_ptr [BN]. It computes the transpose, as
-    `rows_kernel` does; BK divides 128 where a scale is for 128 columns.
-    """
-    y = tl.zeros([BN, BM], tl.float32)
-    up, stride = y, 2 * N if GATED else N
-    for k in tl.range(0, depth, BK, num_stages=STAGES):
-        high, low, size = halve(tl.load(x_ptr + k, mask=real, other=0.0))
-        scales = scale_ptr + k // 128 * stride
-        y += dot_split(tl.load(w_ptr + k), high, low, size, scales, SCALES)
-        if GATED:
-            up += dot_split(tl.load(w_ptr + k + N * K), high, low, size, scales + N, SCALES)
-    if SCALES == 1:
-        y *= tl.load(scale_ptr)[:, None]
-        if GATED:
-            up *= tl.load(scale_ptr + N)[:, None]
-    return tl.trans(y), tl.trans(up)
-
-
-@triton.jit
-def one_tile(
     x_ptr, w_ptr, scale_ptr, real, OUT, K, depth, GATED: tl.constexpr, SCALES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`split_tile` where weights have scales, else `expert_tile`."""
-    if SCALES > 0:
-        y, up = split_tile(
-            x_ptr, w_ptr, scale_ptr, real[:, None], OUT, K, depth, GATED, SCALES, BM, BN, BK, STAGES
-        )
-    else:
-        y, up = expert_tile(x_ptr, w_ptr, real, OUT, K, depth, GATED, BM, BN, BK, SWAP, STAGES)
+    """[BM, BN] of x w^T over `depth` of K columns; if `GATED` of rows `OUT` further down, too."""
+    y = tl.zeros([BN if SWAP else BM, BM if SWAP else BN], tl.float32)
+    up, stride = y, 2 * OUT if GATED else OUT
+    for k in tl.range(0, depth, BK, num_stages=STAGES):
+        x = tl.load(x_ptr + k, mask=real[:, None], other=0.0)
+        scales = scale_ptr + k // 128 * stride
+        y = add_product(x, tl.load(w_ptr + k), y, scales, SWAP, SCALES)
+        if GATED:
+            up = add_product(x, tl.load(w_ptr + k + OUT * K), up, scales + OUT, SWAP, SCALES)
+    if SWAP:
+        y, up = tl.trans(y), tl.trans(up)
     return y, up
 
 
@@ -266,13 +213,12 @@ def expert_kernel(
         gdc_wait()
     x_ptr += (pair // TOP_K if GATED else place)[:, None].to(tl.int64) * K + ks[None, :]
     w_ptr, depth = w_ptr + ks[None, :], tl.where(away, 0, K)
-    y, up = one_tile(
-        x_ptr, w_ptr, scale_ptr + row * SCALES + cols, real, OUT, K, depth, GATED, SCALES, BM, BN,
-        BK, SWAP, STAGES,
-    )  # fmt: skip
-    if GATED:
-        y = y * tl.sigmoid(y) * up
-    else:
+    scale_ptr += row * SCALES
+    y, up = expert_tile(
+        x_ptr, w_ptr, scale_ptr + cols, real, OUT, K, depth, GATED, SCALES, BM, BN, BK, SWAP, STAGES
+    )
+    y = finish_rows(y, up, scale_ptr, x_ptr, OUT, cols, GATED, False, SCALES)
+    if not GATED:
         y *= tl.load(weights_ptr + place, mask=real, other=0.0)[:, None]
         place = (pair % TOP_K) * N + pair // TOP_K
     place = place[:, None].to(tl.int64) * OUT + cols[None, :]
@@ -286,11 +232,13 @@ TILINGS = (
     (48, Tiling(64, 64, 64, 4, 4, False), Tiling(64, 64, 64, 4, 4, False)),
     (float("inf"), Tiling(128, 128, 64, 8, 3, False), Tiling(128, 256, 64, 8, 3, False)),
 )
-# The same for weights of eight bits, whose tiles are always transposed.
+# The same for weights of eight bits, which are widened: `choose_fp8_tiling` says why by two warps.
+SMALL = Tiling(16, 64, 128, 2, 4, True)
 FP8_TILINGS = (
-    (8, Tiling(16, 64, 128, 4, 4, True), Tiling(16, 64, 128, 4, 4, True)),
-    (24, Tiling(32, 64, 128, 4, 3, True), Tiling(32, 64, 128, 4, 4, True)),
-    (float("inf"), Tiling(64, 64, 128, 4, 3, True), Tiling(64, 128, 128, 8, 3, True)),
+    (2, Tiling(16, 32, 128, 2, 6, True), SMALL),
+    (24, SMALL, SMALL),
+    (128, Tiling(64, 64, 64, 4, 4, False), Tiling(64, 128, 128, 4, 3, True)),
+    (float("inf"), Tiling(128, 64, 64, 4, 4, False), Tiling(128, 128, 64, 8, 3, False)),
 )
 
 

@@ -117,8 +117,8 @@ MUTATIONS = [
     Mutation(
         "fp8: every expert takes the first one's scales",
         "minisgl.kernels.moe",
-        "scale_ptr + row * SCALES + cols",
-        "scale_ptr + cols",
+        "scale_ptr += row * SCALES",
+        "scale_ptr += 0",
         f"{EXPERTS}test_parts_add_up_to_the_oracle[1-even-0-0]",
     ),
     Mutation(
