@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from math import ceil
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from minisgl.kernels.linear import (
     rows_linear,
     silu_and_mul,
 )
-from minisgl.kernels.scaled_mm import scaled_linear
+from minisgl.kernels.scaled_mm import quantize_rows, scaled_linear
 from minisgl.layers.fp8 import Fp8Weight, fp8_weight
 
 
@@ -73,6 +74,32 @@ def choose_fp8_tiling(
     return tiles if tiles.stages * stage <= room else None
 
 
+def choose_w8a8_tiling(
+    m: int, n: int, k: int, *, gated: bool, split_k: bool, limits: DeviceLimits = H200
+) -> Tiling | None:
+    """As `choose_tiling`, for eight bits on both sides; None: leave it to the library.
+
+    A tile has all rows, so that the weight is read once. k is split into as many parts as there is
+    room for programs; the last may be shorter.
+    """
+    if m <= FEW_ROWS:
+        tiles = Tiling(64, 64, 128, 4, 5, True) if split_k else Tiling(64, 64, 256, 4, 4, True)
+    elif m <= 128:
+        tiles = Tiling(128, 128, 128, 8, 5, True)
+    else:
+        tiles = Tiling(256, 128, 128, 8, 4, True)
+    if m > tiles.bm or (m > FEW_ROWS and not split_k) or n % tiles.bn or k % tiles.bk:
+        return None
+    w_bytes = tiles.bk * (2 if gated else 1)
+    tiles = tiles.fit(tiles.bk, w_bytes, limits.shared_memory)
+    if not split_k:
+        return tiles
+    nbytes = tiles.stages * (tiles.bm * tiles.bk + tiles.bn * w_bytes)
+    most = limits.at_once(2, nbytes) // (n // tiles.bn)
+    steps = ceil(k // tiles.bk / max(1, min(8, most)))  # of the loop, in each part
+    return replace(tiles, splits=ceil(k // tiles.bk / steps))
+
+
 @rows_linear.register
 def fp8_rows_linear(
     weight: Fp8Weight, x: Tensor, bias: Tensor | None = None, *, gated: bool = False,
@@ -80,14 +107,17 @@ def fp8_rows_linear(
 ) -> Tensor:  # fmt: skip
     """As `rows_linear`, by a weight of eight bits."""
     (m, k), n = x.shape, weight.shape[0] // (2 if gated else 1)
-    library, tiles = has_scaled_mm(weight, x.dtype), None
-    if count_scales(weight) is not None and (split_k or m <= WIDENED or not library):
+    library, scales = has_scaled_mm(weight, x.dtype), count_scales(weight)
+    both, tiles = library and scales == 1 and m > WIDENED, None
+    if both or (scales is not None and (split_k or m <= WIDENED or not library)):
+        choose = choose_w8a8_tiling if both else choose_fp8_tiling
         limits = device_limits(x.device)
-        tiles = choose_fp8_tiling(m, n, k, gated=gated, split_k=split_k, limits=limits)
+        tiles = choose(m, n, k, gated=gated, split_k=split_k, limits=limits)
     if tiles is not None:
         dtype = torch.float32 if tiles.splits > 1 else x.dtype
         out = torch.empty(tiles.splits, m, n, dtype=dtype, device=x.device)
-        launch_rows(x.contiguous(), weight, out, tiles, bias, gated)
+        values, x_scale = quantize_rows(x, k) if both else (x.contiguous(), None)
+        launch_rows(values, weight, out, tiles, bias, gated, x_scale)
         return out
     if library:
         y = scaled_linear(x, weight)

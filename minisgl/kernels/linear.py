@@ -173,7 +173,7 @@ def prefetch(pointers):
 @triton.jit
 def add_product(x, w, total, scale_ptr, SWAP: tl.constexpr, SCALES: tl.constexpr):
     """total + x w^T, or its transpose. scale_ptr: of these columns, if a row has several scales."""
-    if SCALES > 0:
+    if SCALES > 0 and x.dtype != w.dtype:
         w = w.to(tl.float32).to(x.dtype)  # in pairs: straight to bfloat16 goes one by one
     if SWAP:
         x, w = w, x
@@ -204,7 +204,7 @@ def finish_rows(
 
 @triton.jit(do_not_specialize=["M"])
 def rows_kernel(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, M, N, K, part,
+    x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, M, N, K, part,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
     SCALES: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -212,7 +212,8 @@ def rows_kernel(
     """out[split] [M, N] = x[:, part of K] w[:, part of K]^T; grid (N / BN, M / BM, splits).
 
     SWAP computes the transpose, so that the many weight rows stand where the tensor core wants 64.
-    EVEN says that BM divides M: then no load of the loop asks which rows are real.
+    EVEN says that BM divides M: then no load of the loop asks which rows are real. An x of eight
+    bits has a scale for each row.
     """
     cols, rows = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BM + tl.arange(0, BM)
     at, split = tl.program_id(2) * part, tl.program_id(2)
@@ -227,7 +228,7 @@ def rows_kernel(
     w_ptr += ks
     y = tl.zeros([BN if SWAP else BM, BM if SWAP else BN], tl.float32)
     up = y
-    for k in tl.range(0, part, BK, num_stages=STAGES):
+    for k in tl.range(0, tl.minimum(part, K - at), BK, num_stages=STAGES):
         x = tl.load(x_ptr + k) if EVEN else tl.load(x_ptr + k, mask=real, other=0.0)
         scales = scale_ptr + (at + k) // 128 * groups + cols
         y = add_product(x, tl.load(w_ptr + k), y, scales, SWAP, SCALES)
@@ -235,6 +236,9 @@ def rows_kernel(
             up = add_product(x, tl.load(w_ptr + k + N * K), up, scales + N, SWAP, SCALES)
     if SWAP:
         y, up = tl.trans(y), tl.trans(up)
+    if x_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        x_scale = tl.load(x_scale_ptr + rows[:, None], mask=real, other=0.0)
+        y, up = y * x_scale, up * x_scale
     y = finish_rows(y, up, scale_ptr, bias_ptr, N, cols, GATED, BIAS, SCALES)
     place = (split * M + rows[:, None]).to(tl.int64) * N + cols[None, :]
     tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=real)
@@ -308,14 +312,19 @@ def choose_tiling(
 
 
 def launch_rows(
-    x: Tensor, weight: Tensor, out: Tensor, tiles: Tiling, bias: Tensor | None, gated: bool
-) -> None:
-    """Start `rows_kernel`; out holds `tiles.splits` results [m, n]."""
-    m, k = x.shape
-    n, part = out.shape[-1], k // tiles.splits
+    x: Tensor, weight: Tensor, out: Tensor, tiles: Tiling, bias: Tensor | None, gated: bool,
+    x_scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Start `rows_kernel`; out holds `tiles.splits` results [m, n]. x [m or more, k].
+
+    x_scale [m, 1]: of an x of eight bits.
+    """
+    splits, (m, n), k = tiles.splits, out.shape[-2:], x.shape[1]
+    part = triton.cdiv(k, splits * tiles.bk) * tiles.bk
     lines = max(part * weight.itemsize // 128, 1)  # of memory, for a row of the weight
-    rows_kernel[(n // tiles.bn, triton.cdiv(m, tiles.bm), tiles.splits)](
-        x, weight, getattr(weight, "scale", x), x if bias is None else bias, out, m, n, k, part,
+    rows_kernel[(n // tiles.bn, triton.cdiv(m, tiles.bm), splits)](
+        x, x if x_scale is None else x_scale, weight, getattr(weight, "scale", x),
+        x if bias is None else bias, out, m, n, k, part,
         BM=tiles.bm, BN=tiles.bn, BK=tiles.bk, GATED=gated, BIAS=bias is not None,
         SCALES=count_scales(weight), SWAP=tiles.swap, EVEN=m % tiles.bm == 0,
         AHEAD=min(8, 1 << lines.bit_length() - 1), STAGES=tiles.stages, num_warps=tiles.warps,

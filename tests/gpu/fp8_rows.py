@@ -1,4 +1,4 @@
-"""A few rows by weights of eight bits on one GPU: three ways to widen them, and what is served.
+"""Rows by weights of eight bits on one GPU: three ways to widen them, and what is served.
 
 `python3 -m tests.gpu.fp8_rows --out FILE`: microseconds for the weights of a layer of Qwen3-8B.
 """
@@ -19,7 +19,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.benchmark.kernels import graph_seconds
 from minisgl.benchmark.report import save
-from minisgl.kernels.fp8_linear import choose_fp8_tiling, fp8_rows_linear
+from minisgl.kernels.fp8_linear import (
+    WIDENED,
+    choose_fp8_tiling,
+    choose_w8a8_tiling,
+    fp8_rows_linear,
+)
 from minisgl.kernels.linear import (
     Tiling,
     finish_rows,
@@ -159,7 +164,8 @@ def rows(counts: tuple[int, ...]) -> Iterator[dict[str, Any]]:
                 if way == "served":
                     half = n // (2 if name in GATED else 1)
                     kind = {"gated": name in GATED, "split_k": name in SPLIT}
-                    row["tiles"] = str(choose_fp8_tiling(m, half, k, **kind))
+                    choose = choose_fp8_tiling if m <= WIDENED else choose_w8a8_tiling
+                    row["tiles"] = str(choose(m, half, k, **kind))
                 yield row
 
 
@@ -168,7 +174,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    result = {"conversions": list(conversions(8)), "rows": list(rows((2, 8, 16, 32, 64)))}
+    counts = (2, 8, 16, 32, 64, 128, 192, 256)
+    result = {"conversions": list(conversions(8)), "rows": list(rows(counts))}
     for row in result["conversions"] + result["rows"]:
         print(row, flush=True)
     save(args.out, result, "python3 -m tests.gpu.fp8_rows")

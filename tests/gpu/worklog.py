@@ -243,7 +243,7 @@ def rows_stage(tiles: Any, early: bool) -> Callable[[Tensor, Tensor], object]:
         out = torch.empty(tiles.splits, m, n, dtype=dtype, device=DEVICE)
         options = linear.launch_options(x) if early else {"PDL": False}
         linear.rows_kernel[(n // tiles.bn, -(-m // tiles.bm), tiles.splits)](
-            x, w, x, x, out, m, n, k, part, BM=tiles.bm, BN=tiles.bn, BK=tiles.bk, GATED=False,
+            x, x, w, x, x, out, m, n, k, part, BM=tiles.bm, BN=tiles.bn, BK=tiles.bk, GATED=False,
             BIAS=False, SCALES=0, SWAP=tiles.swap, EVEN=m % tiles.bm == 0,
             AHEAD=min(8, 1 << (part // 64).bit_length() - 1), STAGES=tiles.stages,
             num_warps=tiles.warps, **options,

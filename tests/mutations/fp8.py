@@ -108,6 +108,27 @@ MUTATIONS = [
         f"{TEST}test_tiles_of_eight_bits",
     ),
     Mutation(
+        "fp8: the gate's other half forgets the scale of the activations",
+        LINEAR,
+        "y, up = y * x_scale, up * x_scale",
+        "y, up = y * x_scale, up",
+        f"{TEST}test_eight_bits_on_both_sides[17]",
+    ),
+    Mutation(
+        "fp8: the last part of a split sum goes on into the next row",
+        LINEAR,
+        "tl.minimum(part, K - at)",
+        "part",
+        f"{TEST}test_eight_bits_on_both_sides[65]",
+    ),
+    Mutation(
+        "fp8: sums are split into more programs than run at once",
+        PRODUCTS,
+        "limits.at_once(2, nbytes)",
+        "4 * limits.sms",
+        f"{TEST}test_tiles_of_eight_bits_on_both_sides",
+    ),
+    Mutation(
         "fp8: experts that are one tensor have their scales under another name",
         LAYERS,
         'mark = "." if base != spec.name else "_"',
