@@ -373,12 +373,12 @@ def test_eight_bits_on_both_sides(monkeypatch: pytest.MonkeyPatch, rows: int) ->
     from minisgl.kernels import fp8_linear
 
     def scaled(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
-        asked.append(len(x))
+        asked.append(x)
         return on_eight_bits(x) @ weight.dequantized(x.dtype).T
 
     def on_eight_bits(x: torch.Tensor) -> torch.Tensor:
-        values, scale = fp8_linear.quantize_rows(x, x.shape[1])
-        return (values.float() * scale)[: len(x)]
+        values = fp8_linear.quantize_rows(x, x.shape[1])
+        return (values.float() * values.scale)[: values.rows]
 
     monkeypatch.setattr(fp8_linear, "has_scaled_mm", lambda weight, dtype: True)
     monkeypatch.setattr(fp8_linear, "scaled_linear", scaled)
@@ -456,10 +456,39 @@ def test_rows_are_quantized_as_weights_are(group: int) -> None:
     """Up to the rounding of Triton's interpreter, which is not that of the hardware."""
     found = pytest.importorskip("minisgl.kernels.scaled_mm").quantize_rows
     x = normal(5, 256)
-    (values, scale), (expected, expected_scale) = found(x, group), quantize(x, group)
-    assert values.shape == (16, 256) and scale.stride() == (1, 16), "a multiple of 16 rows"
-    assert torch.equal(scale[:5], expected_scale)
+    values, (expected, expected_scale) = found(x, group), quantize(x, group)
+    assert values.shape == (16, 256) and values.scale.stride() == (1, 16), "a multiple of 16 rows"
+    assert torch.equal(values.scale[:5], expected_scale)
     close(values[:5].float(), expected.float(), 0.08)
+
+
+@INTERPRETED
+def test_rows_are_quantized_where_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a norm and a gate, as if they had been written and read in between."""
+    kernels = products()
+    from minisgl.kernels import fp8_linear
+    from minisgl.kernels.norm import add_norm
+    from minisgl.kernels.scaled_mm import quantize_rows
+
+    def scaled(x: Any, weight: Fp8Weight) -> torch.Tensor:
+        x = quantize_rows(x, x.shape[1])
+        return ((x.float() * x.scale) @ weight.dequantized(torch.float32).T)[: x.rows]
+
+    monkeypatch.setattr(fp8_linear, "has_scaled_mm", lambda weight, dtype: True)
+    monkeypatch.setattr(fp8_linear, "scaled_linear", scaled)
+    parts, residual, norm = normal(2, 70, 256), normal(70, 256), normal(256)
+    gate_up, down = random_weight(512, 256, 256), random_weight(256, 256, 256)
+    room = kernels.rows_for(gate_up, residual)
+    assert room.shape == (80, 256) and room.dtype is FP8
+    assert kernels.rows_for(gate_up, residual[:9]).dtype is torch.float32, "too few rows"
+    x, total = add_norm(parts, residual, norm, 1e-6, room)
+    wide, same = add_norm(parts, residual, norm, 1e-6)
+    apart = quantize_rows(wide, 256)
+    assert torch.equal(total, same) and torch.equal(x.scale[:70], apart.scale[:70])
+    assert torch.equal(x[:70].float(), apart[:70].float())
+    found = kernels.mlp(down, x, gate_up)
+    again = kernels.split_k_linear(kernels.gated_linear(wide, gate_up), down)
+    assert found.shape == again.shape and torch.equal(found, again)
 
 
 # ----------------------------------------------------------------- keys and values

@@ -19,12 +19,17 @@ from minisgl.kernels.linear import (
     Tiling,
     count_scales,
     count_splits,
+    gated_linear,
     launch_rows,
+    linear,
+    mlp,
+    rows_for,
     rows_linear,
     silu_and_mul,
+    split_k_linear,
 )
-from minisgl.kernels.scaled_mm import quantize_rows, scaled_linear
-from minisgl.layers.fp8 import Fp8Weight, fp8_weight
+from minisgl.kernels.scaled_mm import Fp8Rows, empty_rows, quantize_rows, scaled_linear
+from minisgl.layers.fp8 import FP8, Fp8Weight, fp8_weight
 
 
 @cache
@@ -44,7 +49,8 @@ def can_multiply(index: int, whole: bool) -> bool:
 def has_scaled_mm(weight: Fp8Weight, dtype: torch.dtype) -> bool:
     """True if torch multiplies by this weight without a copy of it in more bits."""
     (n, k), whole = weight.shape, weight.scale.shape[1] == 1
-    if not weight.is_cuda or dtype is not torch.bfloat16 or n % 16 or k % (16 if whole else 128):
+    step, dtypes = 16 if whole else 128, (torch.bfloat16, FP8)
+    if not weight.is_cuda or dtype not in dtypes or n % 16 or k % step:
         return False
     return (whole or weight.group == 128) and can_multiply(weight.device.index or 0, whole)
 
@@ -100,24 +106,48 @@ def choose_w8a8_tiling(
     return replace(tiles, splits=ceil(k // tiles.bk / steps))
 
 
+def takes_fp8(weight: Fp8Weight, x: Tensor) -> bool:
+    """Whether rows are quantized for the product by this weight, with a scale each."""
+    return len(x) > WIDENED and count_scales(weight) == 1 and has_scaled_mm(weight, x.dtype)
+
+
+@rows_for.register
+def fp8_rows_for(weight: Fp8Weight, like: Tensor) -> Tensor:
+    """As `rows_for`, in eight bits if the product takes them."""
+    if takes_fp8(weight, like):
+        return empty_rows(len(like), like.shape[1], 1, like.device)
+    return torch.empty_like(like)
+
+
+@mlp.register
+def fp8_mlp(down: Fp8Weight, x: Tensor, gate_up: Tensor) -> Tensor:
+    """As `mlp`; what goes through the gate is quantized there."""
+    if len(x) > FEW_ROWS and takes_fp8(down, x):
+        y: Tensor = quantize_rows(linear(x, gate_up), down.shape[1], gated=True)
+    else:
+        y = gated_linear(x, gate_up)
+    return split_k_linear(y, down)
+
+
 @rows_linear.register
 def fp8_rows_linear(
     weight: Fp8Weight, x: Tensor, bias: Tensor | None = None, *, gated: bool = False,
     split_k: bool = False,
 ) -> Tensor:  # fmt: skip
     """As `rows_linear`, by a weight of eight bits."""
-    (m, k), n = x.shape, weight.shape[0] // (2 if gated else 1)
-    library, scales = has_scaled_mm(weight, x.dtype), count_scales(weight)
-    both, tiles = library and scales == 1 and m > WIDENED, None
-    if both or (scales is not None and (split_k or m <= WIDENED or not library)):
+    (m, k), n, dtype = x.shape, weight.shape[0] // (2 if gated else 1), x.dtype
+    if isinstance(x, Fp8Rows):
+        m, dtype = x.rows, torch.bfloat16
+    library, tiles, both = has_scaled_mm(weight, dtype), None, takes_fp8(weight, x)
+    if both or (count_scales(weight) is not None and (split_k or m <= WIDENED or not library)):
         choose = choose_w8a8_tiling if both else choose_fp8_tiling
         limits = device_limits(x.device)
         tiles = choose(m, n, k, gated=gated, split_k=split_k, limits=limits)
     if tiles is not None:
-        dtype = torch.float32 if tiles.splits > 1 else x.dtype
-        out = torch.empty(tiles.splits, m, n, dtype=dtype, device=x.device)
-        values, x_scale = quantize_rows(x, k) if both else (x.contiguous(), None)
-        launch_rows(values, weight, out, tiles, bias, gated, x_scale)
+        out_dtype = torch.float32 if tiles.splits > 1 else dtype
+        out = torch.empty(tiles.splits, m, n, dtype=out_dtype, device=x.device)
+        x = quantize_rows(x, k) if both else x.contiguous()
+        launch_rows(x, weight, out, tiles, bias, gated)
         return out
     if library:
         y = scaled_linear(x, weight)

@@ -312,18 +312,14 @@ def choose_tiling(
 
 
 def launch_rows(
-    x: Tensor, weight: Tensor, out: Tensor, tiles: Tiling, bias: Tensor | None, gated: bool,
-    x_scale: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Start `rows_kernel`; out holds `tiles.splits` results [m, n]. x [m or more, k].
-
-    x_scale [m, 1]: of an x of eight bits.
-    """
+    x: Tensor, weight: Tensor, out: Tensor, tiles: Tiling, bias: Tensor | None, gated: bool
+) -> None:
+    """Start `rows_kernel`; out holds `tiles.splits` results [m, n]. x [m or more, k]."""
     splits, (m, n), k = tiles.splits, out.shape[-2:], x.shape[1]
     part = triton.cdiv(k, splits * tiles.bk) * tiles.bk
     lines = max(part * weight.itemsize // 128, 1)  # of memory, for a row of the weight
     rows_kernel[(n // tiles.bn, triton.cdiv(m, tiles.bm), splits)](
-        x, x if x_scale is None else x_scale, weight, getattr(weight, "scale", x),
+        x, getattr(x, "scale", x), weight, getattr(weight, "scale", x),
         x if bias is None else bias, out, m, n, k, part,
         BM=tiles.bm, BN=tiles.bn, BK=tiles.bk, GATED=gated, BIAS=bias is not None,
         SCALES=count_scales(weight), SWAP=tiles.swap, EVEN=m % tiles.bm == 0,
@@ -395,3 +391,15 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     """silu(x gate^T) * (x up^T): x [m, k], weight [2 n, k] holds gate and up: [m, n]."""
     row = row_linear(x, weight, gated=True)
     return rows_linear(weight, x, gated=True)[0] if row is None else row
+
+
+@singledispatch
+def mlp(down: Tensor, x: Tensor, gate_up: Tensor) -> Tensor:
+    """x [m, k] through a gated MLP: parts [splits, m, n], still to be added up."""
+    return split_k_linear(gated_linear(x, gate_up), down)
+
+
+@singledispatch
+def rows_for(weight: Tensor, like: Tensor) -> Tensor:
+    """Room for rows like these [m, k], as a product by `weight` reads them."""
+    return torch.empty_like(like)

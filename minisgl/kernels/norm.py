@@ -15,12 +15,21 @@ from minisgl.kernels.pdl import launch_options
 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
+@triton.jit
+def to_eight_bits(y, scale_ptr):
+    """A row divided by a scale, which is stored, such that its largest number is 448."""
+    y = y.to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(y)), 1e-12) / 448.0
+    tl.store(scale_ptr, scale)
+    return y / scale
+
+
 @triton.jit(do_not_specialize=["M"])
 def add_norm_kernel(
-    parts_ptr, residual_ptr, sum_ptr, norm_ptr, out_ptr, M, N, eps,
+    parts_ptr, residual_ptr, sum_ptr, norm_ptr, out_ptr, scale_ptr, M, N, eps,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row: sum = residual + parts, out = norm of sum."""
+    """One row: sum = residual + parts, out = norm of sum, with a scale if it has eight bits."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < N
@@ -38,19 +47,25 @@ def add_norm_kernel(
         tl.store(sum_ptr + row * N + cols, rounded, mask=inside)
     x = rounded.to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight
+    if out_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        y = to_eight_bits(y.to(sum_ptr.dtype.element_ty), scale_ptr + row)
     tl.store(out_ptr + row * N + cols, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def add_norm(
-    parts: Tensor | None, residual: Tensor, norm: Tensor, eps: float
+    parts: Tensor | None, residual: Tensor, norm: Tensor, eps: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(RMS norm of the sum, the sum) of parts [p, m, n] and residual [m, n]; norm [n]."""
+    """(RMS norm of the sum, the sum) of parts [p, m, n] and residual [m, n]; norm [n].
+
+    out: room for the first, as `rows_for` gives it.
+    """
     m, n = residual.shape
-    out = torch.empty_like(residual)
+    out = torch.empty_like(residual) if out is None else out
     total = residual if parts is None else torch.empty_like(residual)
     block = triton.next_power_of_2(n)
     add_norm_kernel[(m,)](
-        residual if parts is None else parts, residual, total, norm, out, m, n, eps,
+        residual if parts is None else parts, residual, total, norm, out,
+        getattr(out, "scale", out), m, n, eps,
         PARTS=0 if parts is None else parts.shape[0], BLOCK=block,
         num_warps=max(4, min(16, block // 256)), **launch_options(residual),
     )  # fmt: skip

@@ -13,53 +13,75 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernels.norm import to_eight_bits
 from minisgl.kernels.pdl import launch_options
-from minisgl.layers.fp8 import Fp8Weight
+from minisgl.layers.fp8 import FP8, Fp8Weight
 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 @triton.jit(do_not_specialize=["M"])
 def quantize_rows_kernel(
-    x_ptr, out_ptr, scale_ptr, M, K, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x_ptr, out_ptr, scale_ptr, M, K, GROUP: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Quantize GROUP columns of a row by the largest of them; grid (rows, groups), scales [M]."""
+    """Quantize GROUP columns of a row by the largest of them; grid (rows, groups), scales [M].
+
+    GATED: of silu(gate) * up, where x holds both, side by side.
+    """
     row, group = tl.program_id(0), tl.program_id(1)
     cols = tl.arange(0, BLOCK)
-    inside = cols < GROUP
-    place = row.to(tl.int64) * K + group * GROUP + cols
+    inside, at = cols < GROUP, group * GROUP + cols
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x)), 1e-12) / 448.0
-    tl.store(scale_ptr + group * M + row, scale)
-    tl.store(out_ptr + place, (x / scale).to(out_ptr.dtype.element_ty), mask=inside)
+    x_ptr += row.to(tl.int64) * (2 * K if GATED else K) + at
+    x = tl.load(x_ptr, mask=inside, other=0.0)
+    if GATED:
+        gate, up = x.to(tl.float32), tl.load(x_ptr + K, mask=inside, other=0.0).to(tl.float32)
+        x = (gate * tl.sigmoid(gate) * up).to(x.dtype)
+    x = to_eight_bits(x, scale_ptr + group * M + row)
+    tl.store(out_ptr + row.to(tl.int64) * K + at, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """x [m, k] as float8_e4m3fn, and float32 scales [m, k / group], side by side down a column.
+class Fp8Rows(Tensor):
+    """Rows in float8_e4m3fn, [m, k], with `scale` [m, groups], side by side down a column.
 
-    Rows without values follow, up to a multiple of 16: cuBLAS has no kernel for some odd numbers.
+    `rows` of them have values. The others make m a multiple of 16, for which cuBLAS has kernels.
     """
-    (m, k), dtype = x.shape, torch.float8_e4m3fn
+
+    scale: Tensor
+    rows: int
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def empty_rows(m: int, k: int, groups: int, device: torch.device) -> Fp8Rows:
+    """Room for m rows."""
     padded = m + -m % 16
-    out = torch.empty(padded, k, dtype=dtype, device=x.device)
-    scale = torch.empty(k // group, padded, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(group)
+    out = torch.empty(padded, k, dtype=FP8, device=device).as_subclass(Fp8Rows)
+    out.rows, out.scale = m, torch.empty(groups, padded, device=device).t()
+    return out
+
+
+def quantize_rows(x: Tensor, group: int, gated: bool = False) -> Fp8Rows:
+    """x [m, k] with a scale for `group` columns; or of x [m, 2 k], which holds gate and up."""
+    if isinstance(x, Fp8Rows):
+        return x
+    m, k = len(x), x.shape[1] // (2 if gated else 1)
+    out, block = empty_rows(m, k, k // group, x.device), triton.next_power_of_2(group)
     quantize_rows_kernel[(m, k // group)](
-        x.contiguous(), out, scale, padded, k, GROUP=group, BLOCK=block,
-        num_warps=max(1, min(8, block // 512)), **launch_options(x),
+        x.contiguous(), out, out.scale, len(out), k, GROUP=group, BLOCK=block, GATED=gated,
+        num_warps=max(1, min(16 if gated else 8, block // 512)), **launch_options(x),
     )  # fmt: skip
-    return out, scale.t()
+    return out
 
 
 def scaled_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
     """x [m, k] by a weight [n, k], plus bias [n]: [m, n] in bfloat16."""
     whole = weight.scale.shape[1] == 1
-    values, scale = quantize_rows(x, x.shape[1] // weight.scale.shape[1])
+    values = quantize_rows(x, x.shape[1] // weight.scale.shape[1])
     kind = ScalingType.RowWise if whole else ScalingType.BlockWise1x128
     product: Tensor = F.scaled_mm(
-        values, weight.t(), scale, kind, weight.scale.t(), kind, bias=bias,
+        values, weight.t(), values.scale, kind, weight.scale.t(), kind, bias=bias,
         output_dtype=torch.bfloat16, use_fast_accum=whole,
     )  # fmt: skip
-    return product[: len(x)]
+    return product[: values.rows]

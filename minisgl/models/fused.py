@@ -15,12 +15,7 @@ from minisgl.attention.base import ForwardBatch
 from minisgl.attention.fused_backend import FusedPlan
 from minisgl.kernels.device import device_limits
 from minisgl.kernels.embedding import embed
-from minisgl.kernels.linear import (
-    gated_linear,
-    linear,
-    row_linear,
-    split_k_linear,
-)
+from minisgl.kernels.linear import linear, mlp, row_linear, rows_for, split_k_linear
 from minisgl.kernels.norm import add_norm
 from minisgl.kernels.rotate_store import rotate_and_store
 from minisgl.layers.mlp import GatedMLP
@@ -152,24 +147,24 @@ class FusedModel:
         """The layers over any number of tokens, and the final norm of the rows wanted."""
         parts: Tensor | None = None
         for layer_id, layer in enumerate(self.layers):
-            x, residual = self.add_norm(parts, residual, layer.first_norm)
+            x, residual = self.add_norm(parts, residual, layer.first_norm, layer.attention.qkv)
             qkv = linear(x, layer.attention.qkv, layer.attention.bias)
             y = layer.attention.attend(qkv, fb, layer_id)
             if layer is self.layers[-1] and fb.last_idx is not None:
                 # Only the rows wanted go on: the others are never read again.
                 y, residual = y[fb.last_idx], residual[fb.last_idx]
             parts = split_k_linear(y, layer.attention.out)
-            x, residual = self.add_norm(parts, residual, layer.second_norm)
+            x, residual = self.add_norm(parts, residual, layer.second_norm, layer.gate_up)
             if layer.gate_up is None or layer.down is None:
                 parts = layer.experts.parts(x)
             else:
-                parts = split_k_linear(gated_linear(x, layer.gate_up), layer.down)
+                parts = mlp(layer.down, x, layer.gate_up)
         return self.add_norm(parts, residual, self.final_norm)[0]
 
     def add_norm(
-        self, parts: Tensor | None, residual: Tensor, norm: Tensor
+        self, parts: Tensor | None, residual: Tensor, norm: Tensor, weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`add_norm` of parts [p, n, hidden], which are summed over the ranks first."""
+        """`add_norm` of parts [p, n, hidden], summed over ranks first, for a product by weight."""
         if parts is not None and self.comm.size > 1:
             fused = getattr(self.comm, "all_reduce_add_norm", None)  # of GPUs that share memory
             done = fused(parts, residual, norm, self.eps) if fused is not None else None
@@ -178,4 +173,5 @@ class FusedModel:
                 return both
             one = parts[0] if len(parts) == 1 else parts.sum(0).to(residual.dtype)
             parts = self.comm.all_reduce(one)[None]
-        return add_norm(parts, residual, norm, self.eps)
+        out = None if weight is None else rows_for(weight, residual)
+        return add_norm(parts, residual, norm, self.eps, out)

@@ -21,6 +21,7 @@ from minisgl.attention.triton_backend import TritonBackend
 from minisgl.kernels import fp8_linear, moe
 from minisgl.kernels import linear as kernels
 from minisgl.kernels.linear import FEW_ROWS
+from minisgl.kernels.norm import add_norm
 from minisgl.kernels.scaled_mm import quantize_rows
 from minisgl.layers.fp8 import FP8, Fp8Weight, fp8_weight, quantize
 from minisgl.layers.moe import grouped_experts, route
@@ -78,8 +79,8 @@ def test_eight_bits_on_both_sides(rows: int, size: tuple[int, int]) -> None:
     """Beside the sum of what both factors stand for; twice the same, and the same in a replay."""
     n, k = size
     weight, x = random_weight(n, k, 0), normal(rows, k)
-    values, scale = (part[:rows].double() for part in quantize_rows(x, k))
-    exact = values * scale @ weight.dequantized(torch.float64).T
+    values = quantize_rows(x, k)
+    exact = (values.double() * values.scale)[:rows] @ weight.dequantized(torch.float64).T
     found = kernels.split_k_linear(x, weight)
     close(found.sum(0), exact, 1e-2)
     close(kernels.gated_linear(x, weight), silu_mul(exact), 1e-2)
@@ -132,10 +133,25 @@ def test_experts(n: int, kind: str, group: int) -> None:
 def test_rows_are_quantized_as_weights_are(group: int) -> None:
     x = normal(70, 1024)
     x[3] = 0
-    (values, scale), (expected, expected_scale) = quantize_rows(x, group), quantize(x, group)
-    values, scale = values[:70], scale[:70]
-    torch.testing.assert_close(scale, expected_scale)
-    close(values.float(), expected.float(), 1e-2)  # a division may round to the other neighbour
+    values, (expected, expected_scale) = quantize_rows(x, group), quantize(x, group)
+    torch.testing.assert_close(values.scale[:70], expected_scale)
+    close(values[:70].float(), expected.float(), 1e-2)  # a division may round to the neighbour
+
+
+@pytest.mark.parametrize("rows", [17, 65, 200, 1000])
+def test_rows_are_quantized_where_they_are_made(rows: int) -> None:
+    """Behind a norm and a gate of Qwen3-14B, as by kernels of their own."""
+    gate_up, down = random_weight(34816, 5120, 0), random_weight(5120, 17408, 0)
+    gate_up.scale *= 0.01
+    parts, residual, norm = normal(3, rows, 5120), normal(rows, 5120, seed=3), normal(5120)
+    x, _ = add_norm(parts, residual, norm, 1e-6, kernels.rows_for(gate_up, residual))
+    wide, _ = add_norm(parts, residual, norm, 1e-6)
+    apart = quantize_rows(wide, 5120)
+    assert x.dtype is FP8
+    close(x[:rows].float(), apart[:rows].float(), 1e-3)  # a sum may begin at another end
+    found = kernels.mlp(down, x, gate_up).sum(0)
+    again = kernels.split_k_linear(kernels.gated_linear(wide, gate_up), down).sum(0)
+    close(found, again, 5e-3)
 
 
 @pytest.mark.parametrize("scales", ["channel", "block"])

@@ -122,6 +122,20 @@ MUTATIONS = [
         f"{TEST}test_eight_bits_on_both_sides[65]",
     ),
     Mutation(
+        "fp8: a norm in front of a few rows quantizes them",
+        PRODUCTS,
+        "return len(x) > WIDENED and",
+        "return len(x) > 0 and",
+        f"{TEST}test_rows_are_quantized_where_they_are_made",
+    ),
+    Mutation(
+        "fp8: the gate is quantized without its other half",
+        "minisgl.kernels.scaled_mm",
+        "(gate * tl.sigmoid(gate) * up)",
+        "(gate * tl.sigmoid(gate))",
+        f"{TEST}test_rows_are_quantized_where_they_are_made",
+    ),
+    Mutation(
         "fp8: sums are split into more programs than run at once",
         PRODUCTS,
         "limits.at_once(2, nbytes)",
