@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,14 @@ from tests.fused_cases import (
 )
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
+from minisgl.attention import fused_backend
 from minisgl.attention.fused_backend import FusedBackend, StoreFirstBackend
+from minisgl.attention.torch_backend import TorchBackend
 from minisgl.kernels import linear as kernels
-from minisgl.kernels.decode_attention import TILES, splits_of, tile_of, waves
+from minisgl.kernels.decode_attention import SHAPES, SMALL, most_parts, shape_of, share_out, waves
 from minisgl.kernels.device import H200, DeviceLimits
 from minisgl.kernels.embedding import embed
 from minisgl.kernels.norm import add_norm
@@ -144,6 +150,47 @@ def test_decode_of_one_long_request() -> None:
     check_decode([700], qo=4, kv=1, dim=64, page_size=16)
 
 
+def test_every_part_has_its_own_place_in_scratch_memory() -> None:
+    """Here programs run one by one; on a GPU one would overwrite what another has left."""
+    lens, kv = [400, 90, 300], 2
+    world = World(lens, kv=kv, dim=32, qo=kv, page_size=16)
+    backend = world.backend(FusedBackend)
+    backend.scratch.stat.fill_(float("nan"))
+    plan = backend.plan(world.meta(), world.places()[1])
+    plan.run(*(world.random(3, kv, 32, seed=i) for i in range(3)), 0)
+    found = shares(lens, 21, 64)
+    parts = sum(split < count for _, split, count, *_ in found if count > 1)
+    assert parts == 7 and int((~backend.scratch.stat.isnan()).sum()) == parts * kv * 2
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    lens=st.lists(st.integers(1, 20) | st.integers(60, 400), min_size=2, max_size=5),
+    heads=st.sampled_from([(2, 2), (5, 1)]),
+)
+def test_decode_of_ragged_lengths(lens: list[int], heads: tuple[int, int]) -> None:
+    """Some are cut, some are not."""
+    check_decode(lens, qo=heads[0], kv=heads[1], dim=32, page_size=16)
+
+
+def test_what_was_never_stored_does_not_count() -> None:
+    """Not even as zero times something: memory may hold what is no number."""
+    lens = [1, 2, 5, 70, 200]
+    world = World(lens, kv=1, dim=32, qo=2, page_size=16)
+    q, k, v = (world.random(5, h, 32, seed=i) for i, h in enumerate((2, 1, 1)))
+    slots, out_loc = world.places(lens)[1], world.places()[1]
+    old = slots[~torch.isin(slots, out_loc)]
+    for layer in (world.pool.k_cache(0), world.pool.v_cache(0)):
+        flat = layer.view(-1, 1, 32)
+        kept = flat[old]
+        flat.fill_(float("nan"))
+        flat[old] = kept
+    before = world.pool.buffer.clone()
+    got = world.backend(FusedBackend).plan(world.meta(), out_loc).run(q, k, v, 0)
+    world.pool.buffer.copy_(before)
+    close(got, world.backend(TorchBackend).plan(world.meta(), out_loc).run(q, k, v, 0), 2e-5)
+
+
 @settings(max_examples=4, deadline=None)
 @given(
     lens=st.lists(st.integers(1, 90), min_size=1, max_size=4),
@@ -164,28 +211,86 @@ def test_rotate_and_store(lens: list[int], heads: tuple[int, int], normed: bool)
     check_rotate(lens, qo=heads[0], kv=heads[1], dim=32, normed=normed)
 
 
-def test_few_requests_are_split_until_the_gpu_is_full() -> None:
-    assert splits_of(1, 8) == (16, 1) and splits_of(8, 8) == (4, 1) and splits_of(16, 8) == (2, 1)
-    assert splits_of(32, 8) == splits_of(49, 8) == (2, 1)
-    assert splits_of(50, 8) == splits_of(256, 8) == (2, 2048)
-    assert tile_of(1, 8, 128, 4)[0] < tile_of(1, 8, 128, 2)[0]
+@triton.jit
+def shares_kernel(
+    positions_ptr, batch_size, parts, out_ptr, BATCH: tl.constexpr, TILE: tl.constexpr
+):  # type: ignore[no-untyped-def]
+    """What `share_out` gives each program, [programs, 5]."""
+    program = tl.program_id(0)
+    request, split, count, part, length = share_out(
+        positions_ptr, batch_size, parts, program, BATCH, TILE
+    )
+    place = out_ptr + program * 5
+    tl.store(place, request)
+    tl.store(place + 1, split)
+    tl.store(place + 2, count)
+    tl.store(place + 3, part)
+    tl.store(place + 4, length)
+
+
+def shares(lens: list[int], parts: int, tile: int) -> list[list[int]]:
+    """What each program of the grid finds."""
+    found = torch.zeros(len(lens) + parts - 1, 5, dtype=torch.int32)
+    batch = 1 if len(lens) == 1 else max(32, triton.next_power_of_2(len(lens)))
+    shares_kernel[(len(found),)](
+        torch.tensor(lens) - 1, len(lens), parts, found, BATCH=batch, TILE=tile
+    )
+    rows: list[list[int]] = found.tolist()
+    return rows
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    lens=st.lists(st.integers(1, 400), min_size=1, max_size=5),
+    parts=st.integers(1, 9),
+    tile=st.sampled_from([16, 64]),
+)
+def test_parts_hold_every_key_once_and_none_is_long(lens: list[int], parts: int, tile: int) -> None:
+    share = max(tile, triton.cdiv(sum(lens), parts))
+    keys: dict[int, list[int]] = {}
+    for request, split, count, part, length in shares(lens, parts, tile):
+        if split < count:
+            assert length == lens[request] and count == triton.cdiv(length, part)
+            assert part % tile == 0 and part < 2 * share + tile
+            keys.setdefault(request, []).append(split)
+    for request, length in enumerate(lens):
+        assert sorted(keys[request]) == list(range(len(keys[request])))
+        assert len(keys[request]) <= max(1, length // share), "no more than its share of the parts"
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 16, 24, 32, 33])
+def test_requests_of_one_length_have_no_more_parts_than_run_at_once(size: int) -> None:
+    """24 of them, cut in two, would be 48 parts in the place of 33, and a second wave."""
+    used = sum(split < count for _, split, count, *_ in shares([640] * size, 33, 64))
+    assert used <= 33 and used % size == 0
+
+
+def test_one_long_request_among_short_ones_is_cut() -> None:
+    found = shares([4000] + [64] * 7, 33, 64)
+    counts = Counter(request for request, split, count, *_ in found if split < count)
+    assert counts[0] > 20 and all(counts[i] == 1 for i in range(1, 8))
 
 
 def test_tiles_fill_one_wave_if_they_can() -> None:
-    chosen = {size: tile_of(size, 8, 128, 2) for size in (1, 2, 4, *range(8, 408, 8))}
-    large, middle, small = (shape for shape, _ in TILES)
-    for first, last, shape in ((1, 48, large), (56, 64, middle), (72, 400, small)):
-        found = {tile for size, tile in chosen.items() if first <= size <= last}
-        assert found == {shape}, (first, last)
+    sizes = 1, 2, 4, *range(8, 408, 8)
+    of = [shape for shape, _ in SHAPES]
+    ranges = ((1, 4, SMALL[0], 49), (8, 32, of[0], 33), (40, 48, of[1], 49), (56, 64, of[2], 66))
+    for first, last, shape, parts in (*ranges, (72, 400, of[3], 99)):
+        found = {shape_of(size, 8) for size in sizes if first <= size <= last}
+        assert found == {(shape, parts)}, (first, last)
+    assert all(shape_of(size, kv)[1] <= most_parts(kv) for size in sizes for kv in (1, 5, 8, 500))
 
 
 def test_decode_is_cut_for_the_card_it_runs_on() -> None:
     at_once = {card: [count for _, count in waves(limits)] for card, limits in CARDS.items()}
-    assert at_once == {"A100": [216, 432, 432], "L4": [58, 116, 116], "H200": [396, 528, 792]}
-    small = DeviceLimits(40, 65_536, 75)  # too little for the largest tile
-    assert [shape for shape, _ in waves(small)] == [shape for shape, _ in TILES[1:]]
-    assert splits_of(1, 8, CARDS["L4"]) == (8, 1) and splits_of(8, 8, CARDS["L4"]) == (2, 2048)
-    assert tile_of(8, 8, 128, 2, CARDS["L4"]) == TILES[1][0]
+    assert at_once == {
+        "A100": [216, 216, 432, 432],
+        "L4": [58, 58, 116, 116],
+        "H200": [264, 396, 528, 792],
+    }
+    small = DeviceLimits(40, 65_536, 75)  # too little for the largest tiles
+    assert [shape for shape, _ in waves(small)] == [shape for shape, _ in SHAPES[2:]]
+    assert shape_of(8, 8, CARDS["L4"]) == (SHAPES[2][0], 14) and most_parts(5000) == 1
 
 
 @pytest.mark.parametrize("arch", in_turns(2, ["llama", "qwen3", "qwen2"]))
@@ -211,7 +316,14 @@ BEFORE_THE_LAYERS = {  # what a kernel may read before it waits: no kernel of th
     "all_reduce_kernel": {"addresses_ptr", "norm_ptr"},
     "rotate_store_kernel": set(),
     "quantize_rows_kernel": set(),
-    "decode_kernel": {"positions_ptr", "rows_ptr", "table_ptr"},
+    "decode_kernel": {  # keys and values of this step's tokens apart
+        "positions_ptr",
+        "rows_ptr",
+        "table_ptr",
+        "page_table_ptr",
+        "k_cache_ptr",
+        "v_cache_ptr",
+    },
     "align_kernel": set(),
 }
 BEFORE_THE_LAST = {  # what is complete when the kernel before began with `wait_then_launch`
@@ -252,7 +364,7 @@ def test_a_kernel_touches_before_its_wait_only_what_no_kernel_of_the_chain_write
         seen: set[str] = set()
         for call in calls_until_wait(node):
             function = ast.unparse(call.func)
-            if function in ("tl.load", "prefetch", "load_angles"):
+            if function in ("tl.load", "prefetch", "load_angles", "load_tile", "share_out"):
                 seen |= pointers_in(call)
             else:
                 writes = function.startswith(("tl.store", "tl.atomic"))
@@ -288,7 +400,22 @@ def test_rows_of_one_request_see_each_other_where_all_are_stored_first() -> None
 def test_scratch_suits_many_drafts_of_few_requests() -> None:
     world = World([4], kv=2, dim=32, qo=4)
     scratch = world.backend(StoreFirstBackend).scratch
-    assert len(scratch.done) >= max(bs * 2 * splits_of(bs, 2)[0] for bs in range(1, 33))
+    assert len(scratch.done) >= 2 * (32 + most_parts(2))
+
+
+def test_only_rows_of_one_request_may_be_in_the_cache_since_this_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Keys of a request's other rows are loaded behind the launch that stores them."""
+    for backend, want in ((FusedBackend, False), (StoreFirstBackend, True)):
+        seen: list[Any] = []
+        monkeypatch.setattr(
+            fused_backend, "decode_attention", lambda *of, seen=seen, **how: seen.append(how)
+        )
+        world = World([4], kv=1, dim=32, qo=1)
+        plan = world.backend(backend).plan(world.meta(), world.places()[1])
+        plan.attend(*(world.random(1, 1, 32) for _ in range(3)), 0)
+        assert [how["drafts"] for how in seen] == [want]
 
 
 def test_the_fused_model_verifies_drafts(few_programs: None) -> None:

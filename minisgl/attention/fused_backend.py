@@ -14,7 +14,7 @@ from torch import Tensor
 from minisgl.attention.base import AttentionPlan, DecodeBuffers
 from minisgl.attention.metadata import AttentionMetadata
 from minisgl.core import Phase
-from minisgl.kernels.decode_attention import Scratch, decode_attention, splits_of
+from minisgl.kernels.decode_attention import Scratch, decode_attention, most_parts
 from minisgl.kernels.device import device_limits
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
@@ -23,8 +23,8 @@ from minisgl.kvcache.pool import KVPool
 class FusedPlan:
     """Decode over the rows of the page table; eager and captured steps use the same object."""
 
-    def __init__(self, backend: Any, buffers: DecodeBuffers) -> None:
-        self.backend, self.buffers = backend, buffers
+    def __init__(self, backend: Any, buffers: DecodeBuffers, drafts: bool = False) -> None:
+        self.backend, self.buffers, self.drafts = backend, buffers, drafts
         self.pool, self.out_loc = backend.pool, buffers.out_loc
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, **raw: Any) -> Tensor:
@@ -32,8 +32,8 @@ class FusedPlan:
         to, backend = self.buffers, self.backend
         return decode_attention(
             q, k, v, self.pool.k_cache(layer_id), self.pool.v_cache(layer_id),
-            backend.tables.device_page_table, to.rows, to.positions, to.out_loc,
-            backend.scratch, backend.scale, kv_scales=self.pool.scales(layer_id), **raw,
+            backend.tables.device_page_table, to.rows, to.positions, to.out_loc, backend.scratch,
+            backend.scale, kv_scales=self.pool.scales(layer_id), drafts=self.drafts, **raw,
         )  # fmt: skip
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
@@ -56,10 +56,8 @@ class FusedBackend:
     ) -> None:
         """Scratch memory suits as many requests as there are rows."""
         self.pool, self.tables, self.scale = pool, tables, sm_scale
-        kv = pool.num_kv_heads
-        sizes = range(1, max(tables.num_rows, 32) + 2)  # a few requests may have many drafts
-        limits = device_limits(pool.buffer.device)
-        most = max(bs * kv * splits_of(bs, kv, limits)[0] for bs in sizes)
+        kv, rows = pool.num_kv_heads, max(tables.num_rows, 32) + 1  # few may have many drafts
+        most = kv * (rows + most_parts(kv, device_limits(pool.buffer.device)))
         self.scratch = Scratch(most, num_qo_heads // kv, pool.head_dim, pool.buffer.device)
 
     def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> AttentionPlan:
@@ -85,7 +83,7 @@ class StoreFirstPlan(AttentionPlan):
     """Decode in which rows may be of one request: all keys and values are stored beforehand."""
 
     def __init__(self, backend: Any, buffers: DecodeBuffers) -> None:
-        self.fused = FusedPlan(backend, buffers)
+        self.fused = FusedPlan(backend, buffers, drafts=True)
         self.pool, self.out_loc = self.fused.pool, self.fused.out_loc
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernels.device import H200, DeviceLimits, device_limits
+from minisgl.kernels.paged_attention import nothing_yet
 from minisgl.kernels.pdl import launch_options
 from minisgl.kernels.rotate_store import rotate
 
@@ -28,27 +29,36 @@ def fold(s, v, m, total, acc):
 
 
 @triton.jit
-def attend_cached(
-    qa, qb, k_ptr, v_ptr, slots_ptr, begin, end, scale, stride,
-    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Online softmax of queries, as halves qa, qb, over the cached positions [begin, end)."""
+def load_tile(k_ptr, v_ptr, slots_ptr, start, end, stride,
+              HEAD_DIM: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """A tile of positions before `end`, the last again and again: keys as two halves, values."""
     HALF: tl.constexpr = HEAD_DIM // 2
     half, dims = tl.arange(0, HALF)[None, :], tl.arange(0, HEAD_DIM)[None, :]
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    positions = tl.maximum(tl.minimum(start + tl.arange(0, TILE), end - 1), 0)
+    slots = tl.load(slots_ptr + positions).to(tl.int64)[:, None] * stride
+    ka, kb = tl.load(k_ptr + slots + half), tl.load(k_ptr + slots + HALF + half)
+    return ka, kb, tl.load(v_ptr + slots + dims)
+
+
+@triton.jit
+def fold_tile(qa, qb, ka, kb, v, start, end, scale, m, total, acc, TILE: tl.constexpr):
+    """Fold in the loaded tile of positions from `start` on, of which those before `end` count."""
+    ka, kb, v = ka.to(qa.dtype), kb.to(qa.dtype), v.to(qa.dtype)
+    s = tl.dot(qa, tl.trans(ka), input_precision="ieee")
+    s = tl.dot(qb, tl.trans(kb), s, input_precision="ieee") * scale
+    inside = start + tl.arange(0, TILE)[None, :] < end
+    return fold(tl.where(inside, s, float("-inf")), v, m, total, acc)
+
+
+@triton.jit
+def attend_cached(
+    qa, qb, m, total, acc, k_ptr, v_ptr, slots_ptr, begin, end, scale, stride,
+    HEAD_DIM: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of queries, as halves qa, qb, over the cached positions [begin, end)."""
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
-        positions = start + tl.arange(0, TILE)
-        inside = positions < end
-        slots = tl.load(slots_ptr + positions, mask=inside, other=0).to(tl.int64)[:, None] * stride
-        real = inside[:, None]
-        ka = tl.load(k_ptr + slots + half, mask=real, other=0.0).to(qa.dtype)
-        kb = tl.load(k_ptr + slots + HALF + half, mask=real, other=0.0).to(qa.dtype)
-        v = tl.load(v_ptr + slots + dims, mask=real, other=0.0).to(qa.dtype)
-        s = tl.dot(qa, tl.trans(ka), input_precision="ieee")
-        s = tl.dot(qb, tl.trans(kb), s, input_precision="ieee") * scale
-        m, total, acc = fold(tl.where(inside[None, :], s, float("-inf")), v, m, total, acc)
+        ka, kb, v = load_tile(k_ptr, v_ptr, slots_ptr, start, end, stride, HEAD_DIM, TILE)
+        m, total, acc = fold_tile(qa, qb, ka, kb, v, start, end, scale, m, total, acc, TILE)
     return m, total, acc
 
 
@@ -64,25 +74,24 @@ def write_part(part_ptr, stat_ptr, m, total, acc, split, g, real,
 
 
 @triton.jit
-def merge_parts(part_ptr, stat_ptr, count, g, real,
-                HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """The parts of one request and head, combined in their order; past the first-level cache."""
-    dims = tl.arange(0, HEAD_DIM)[None, :]
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-    for i in range(count):
-        stat = stat_ptr + i * 2 * GROUP + g
-        m_i = tl.load(stat, mask=real, other=0.0, cache_modifier=".cg")
-        total_i = tl.load(stat + GROUP, mask=real, other=1.0, cache_modifier=".cg")
-        place = part_ptr + (i * GROUP + g)[:, None] * HEAD_DIM + dims
-        acc_i = tl.load(place, mask=real[:, None], other=0.0, cache_modifier=".cg")
-        new = tl.maximum(m, m_i)
-        old, now = tl.exp2(m - new), tl.exp2(m_i - new)
-        acc = acc * old[:, None] + acc_i * now[:, None]
-        total = total * old + total_i * now
+def merge_parts(part_ptr, stat_ptr, count, g, real, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
+                ROWS: tl.constexpr, MERGE: tl.constexpr):  # fmt: skip
+    """The parts of one request and head, MERGE at a time, in their order: [ROWS, HEAD_DIM]."""
+    i, dims = tl.arange(0, MERGE), tl.arange(0, HEAD_DIM)[None, None, :]
+    m, total, acc = nothing_yet(ROWS, HEAD_DIM)
+    for first in range(0, count, MERGE):
+        here = (first + i < count)[:, None] & real[None, :]
+        stat = stat_ptr + (first + i)[:, None] * 2 * GROUP + g[None, :]
+        m_i = tl.load(stat, mask=here, other=float("-inf"), cache_modifier=".cg")
+        total_i = tl.load(stat + GROUP, mask=here, other=0.0, cache_modifier=".cg")
+        place = part_ptr + ((first + i)[:, None, None] * GROUP + g[None, :, None]) * HEAD_DIM + dims
+        acc_i = tl.load(place, mask=here[:, :, None], other=0.0, cache_modifier=".cg")
+        new = tl.maximum(m, tl.max(m_i, 0))
+        old, now = tl.exp2(m - new), tl.exp2(m_i - new[None, :])
+        total = total * old + tl.sum(total_i * now, 0)
+        acc = acc * old[:, None] + tl.sum(acc_i * now[:, :, None], 0)
         m = new
-    return acc / total[:, None]
+    return acc / tl.where(real, total, 1.0)[:, None]
 
 
 class Scratch:
@@ -97,24 +106,27 @@ class Scratch:
 
 
 @triton.jit
-def finish(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, split, count, g, real,
-           HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-           SPLITS: tl.constexpr):  # fmt: skip
-    """Write the result; with several parts, the program that comes last merges them."""
-    out = out_ptr + (place.to(tl.int64) * GROUP + g)[:, None] * HEAD_DIM
-    out += tl.arange(0, HEAD_DIM)[None, :]
+def finish(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, first, split, count, g,
+           HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr,
+           MERGE: tl.constexpr):  # fmt: skip
+    """Write the result at `place`; of several parts, from `first` on, the last program merges."""
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    out_ptr += place.to(tl.int64) * GROUP * HEAD_DIM
     if count == 1:
-        tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=real[:, None])
-    elif SPLITS > 1:
-        part_ptr += place.to(tl.int64) * SPLITS * GROUP * HEAD_DIM
-        stat_ptr += place.to(tl.int64) * SPLITS * GROUP * 2
-        write_part(part_ptr, stat_ptr, m, total, acc, split, g, real, HEAD_DIM, GROUP)
+        y = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + g[:, None] * HEAD_DIM + dims, y, mask=g[:, None] < GROUP)
+    else:
+        part_ptr += first.to(tl.int64) * GROUP * HEAD_DIM
+        stat_ptr += first.to(tl.int64) * GROUP * 2
+        write_part(part_ptr, stat_ptr, m, total, acc, split, g, g < GROUP, HEAD_DIM, GROUP)
         tl.debug_barrier()  # all threads have written before one of them says so
         before = tl.atomic_add(done_ptr + place, 1, sem="acq_rel")
         if before == count - 1:
             tl.debug_barrier()
-            y = merge_parts(part_ptr, stat_ptr, count, g, real, HEAD_DIM, GROUP, ROWS)
-            tl.store(out, y.to(out_ptr.dtype.element_ty), mask=real[:, None])
+            few = tl.arange(0, FEW)
+            y = merge_parts(part_ptr, stat_ptr, count, few, few < GROUP, HEAD_DIM, GROUP, FEW,
+                            MERGE).to(out_ptr.dtype.element_ty)  # fmt: skip
+            tl.store(out_ptr + few[:, None] * HEAD_DIM + dims, y, mask=few[:, None] < GROUP)
             tl.store(done_ptr + place, 0)  # ready for the next layer
 
 
@@ -157,8 +169,8 @@ def add_new_token(
     """Store the new key and value at their slot, and fold them in, as if they were read back."""
     HALF: tl.constexpr = HEAD_DIM // 2
     half, dims, one = tl.arange(0, HALF)[None, :], tl.arange(0, HEAD_DIM), tl.arange(0, 1)
-    k_cache_ptr += slot + head * HEAD_DIM
-    v_cache_ptr += slot + head * HEAD_DIM
+    k_cache_ptr += slot
+    v_cache_ptr += slot
     CACHE: tl.constexpr = k_cache_ptr.dtype.element_ty
     ka, kb = load_heads(
         k_ptr, head + one, one == 0, k_norm_ptr, cos, sin, eps, HEAD_DIM, NORM, ROTATE, qa.dtype
@@ -177,111 +189,150 @@ def add_new_token(
 
 
 @triton.jit
+def share_out(positions_ptr, batch_size, parts, program, BATCH: tl.constexpr, TILE: tl.constexpr):
+    """(request, split, number of splits, keys of one, length); split may lie beyond the last."""
+    i = tl.arange(0, BATCH)
+    lens = tl.load(positions_ptr + i, mask=i < batch_size, other=-1).to(tl.int32) + 1
+    share = tl.maximum(tl.cdiv(tl.sum(lens, 0), parts), TILE)
+    counts = tl.maximum(lens // share, 1)
+    request = tl.sum((tl.cumsum(counts, 0) <= program).to(tl.int32), 0)
+    length = tl.sum(tl.where(i == request, lens, 0), 0)
+    first = tl.sum(tl.where(i < request, counts, 0), 0)
+    part = tl.cdiv(tl.cdiv(length, tl.maximum(length // share, 1)), TILE) * TILE
+    return request, program - first, tl.cdiv(length, tl.maximum(part, 1)), part, length
+
+
+Shape = tuple[int, int, int, bool]
+# (TILE, warps, stages, early), heads of 128 in 16 bits; the most such programs that an SM should
+# have, and the shared memory of one, in bytes. early: the first tile is loaded before the wait
+SMALL = (64, 4, 2, True), (3, 38_912)  # for very few requests
+SHAPES = (
+    ((128, 4, 2, True), (2, 73_728)), ((128, 8, 2, False), (3, 73_728)),
+    ((64, 2, 2, False), (4, 38_912)), ((32, 1, 6, False), (6, 37_376)),
+)  # fmt: skip
+
+
+def waves(limits: DeviceLimits) -> list[tuple[Shape, int]]:
+    """The shapes that a GPU can run, and how many such programs it runs at once."""
+    return [(shape, count) for shape, needs in SHAPES if (count := limits.at_once(*needs))]
+
+
+def shape_of(batch_size: int, num_kv_heads: int, limits: DeviceLimits = H200) -> tuple[Shape, int]:
+    """The shape of programs, and into how many parts the keys of a batch are cut for each head."""
+    programs, shapes = batch_size * num_kv_heads, waves(limits)
+    shape, at_once = next((one for one in shapes if programs <= one[1]), shapes[-1])
+    if 4 * programs <= limits.sms:
+        shape, at_once = SMALL[0], limits.at_once(*SMALL[1])
+    return shape, max(1, at_once // num_kv_heads)
+
+
+def most_parts(num_kv_heads: int, limits: DeviceLimits = H200) -> int:
+    """The most parts of a batch of any size, for each KV head."""
+    return max(1, max(count for _, count in waves(limits)) // num_kv_heads)
+
+
+@triton.jit
+def attend_split(
+    q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr,
+    slot_ptr, head, cos, sin, eps, begin, end, ka, kb, v, last, scale, k_scale, v_scale,
+    KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Positions [begin, end), the first tile as ka, kb, v if EARLY, and the new token if `last`."""
+    g = tl.arange(0, ROWS)
+    qa, qb = load_heads(q_ptr, head * GROUP + g, g < GROUP, q_norm_ptr, cos, sin, eps, HEAD_DIM,
+                        NORM, ROTATE, q_ptr.dtype.element_ty)  # fmt: skip
+    m, total, acc = nothing_yet(ROWS, HEAD_DIM)
+    if EARLY:
+        v = tl.where(begin < end, v, 0.0)  # of a first token nothing is stored yet
+        m, total, acc = fold_tile(qa, qb, ka, kb, v, begin, end, scale, m, total, acc, TILE)
+        begin += TILE
+    m, total, acc = attend_cached(
+        qa, qb, m, total, acc, k_cache_ptr, v_cache_ptr, page_table_ptr, begin, end, scale,
+        KV * HEAD_DIM, HEAD_DIM, TILE, STAGES,
+    )  # fmt: skip
+    if last:
+        m, total, acc = add_new_token(
+            qa, qb, k_ptr, v_ptr, head, k_norm_ptr, cos, sin, eps, k_cache_ptr, v_cache_ptr,
+            tl.load(slot_ptr) * (KV * HEAD_DIM), scale, k_scale, v_scale, m, total, acc,
+            HEAD_DIM, NORM, ROTATE,
+        )  # fmt: skip
+    return m, total, acc * v_scale
+
+
+@triton.jit(do_not_specialize=["batch_size", "parts"])
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, table_ptr, k_cache_ptr, v_cache_ptr,
     page_table_ptr, rows_ptr, positions_ptr, slots_ptr, part_ptr, stat_ptr, done_ptr, out_ptr,
-    q_stride, k_stride, v_stride, page_table_stride, scale, k_scale, v_scale, eps, shortest,
-    KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    NORM: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr,
+    q_stride, k_stride, v_stride, page_table_stride, scale, k_scale, v_scale, eps, batch_size,
+    parts, KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, BATCH: tl.constexpr, FEW: tl.constexpr,
+    MERGE: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One part of one request's keys for one KV head; grid (kv heads, requests, SPLITS)."""
-    head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """One part of one request's keys for one KV head; grid (kv heads, batch_size + parts - 1)."""
+    head, program = tl.program_id(0), tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
-    position = tl.load(positions_ptr + request)
-    length = (position + 1).to(tl.int32)
-    part = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), TILE) * TILE, shortest)
-    count = tl.cdiv(length, part)
+    request, split, count, part, length = share_out(
+        positions_ptr, batch_size, parts, program, BATCH, TILE
+    )
     if split < count:
-        g = tl.arange(0, ROWS)
-        real, begin, end = g < GROUP, split * part, tl.minimum((split + 1) * part, length - 1)
-        cos, sin = load_angles(table_ptr, position, HEAD_DIM, ROTATE)
-        slots_of_row = page_table_ptr + tl.load(rows_ptr + request) * page_table_stride
+        begin, end = split * part, tl.minimum((split + 1) * part, length - 1)
+        cos, sin = load_angles(table_ptr, length - 1, HEAD_DIM, ROTATE)
+        page_table_ptr += tl.load(rows_ptr + request) * page_table_stride
+        k_cache_ptr += head * HEAD_DIM
+        v_cache_ptr += head * HEAD_DIM
+        ka, kb, v = 0.0, 0.0, 0.0
+        if EARLY:
+            ka, kb, v = load_tile(k_cache_ptr, v_cache_ptr, page_table_ptr, begin, end,
+                                  KV * HEAD_DIM, HEAD_DIM, TILE)  # fmt: skip
         if PDL:
             gdc_wait()
-        qa, qb = load_heads(q_ptr + request.to(tl.int64) * q_stride, head * GROUP + g, real,
-                            q_norm_ptr, cos, sin, eps, HEAD_DIM, NORM, ROTATE,
-                            q_ptr.dtype.element_ty)  # fmt: skip
-        m, total, acc = attend_cached(
-            qa, qb, k_cache_ptr + head * HEAD_DIM, v_cache_ptr + head * HEAD_DIM, slots_of_row,
-            begin, end, scale, KV * HEAD_DIM, ROWS, HEAD_DIM, TILE, STAGES,
+        r = request.to(tl.int64)
+        m, total, acc = attend_split(
+            q_ptr + r * q_stride, k_ptr + r * k_stride, v_ptr + r * v_stride, q_norm_ptr,
+            k_norm_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr, slots_ptr + r, head, cos, sin,
+            eps, begin, end, ka, kb, v, split == count - 1, scale, k_scale, v_scale,
+            KV, GROUP, ROWS, HEAD_DIM, TILE, STAGES, NORM, ROTATE, EARLY,
         )  # fmt: skip
-        if split == count - 1:
-            m, total, acc = add_new_token(
-                qa, qb, k_ptr + request.to(tl.int64) * k_stride,
-                v_ptr + request.to(tl.int64) * v_stride, head, k_norm_ptr, cos, sin, eps,
-                k_cache_ptr, v_cache_ptr, tl.load(slots_ptr + request) * (KV * HEAD_DIM), scale,
-                k_scale, v_scale, m, total, acc, HEAD_DIM, NORM, ROTATE,
-            )  # fmt: skip
-        finish(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc * v_scale, request * KV + head,
-               split, count, g, real, HEAD_DIM, GROUP, ROWS, SPLITS)  # fmt: skip
-
-
-# (TILE, warps, stages) for heads of 128 in 16 bits; the most such programs that registers of an
-# SM hold, and the shared memory of one, in bytes
-TILES = ((128, 4, 2), (3, 73_728)), ((64, 2, 2), (4, 38_912)), ((32, 1, 6), (6, 37_376))
-
-
-def waves(limits: DeviceLimits) -> list[tuple[tuple[int, int, int], int]]:
-    """The shapes that a GPU can run, and how many such programs it runs at once."""
-    counted = [(shape, limits.at_once(*needs)) for shape, needs in TILES]
-    return [(shape, count) for shape, count in counted if count]
-
-
-def splits_of(batch_size: int, num_kv_heads: int, limits: DeviceLimits = H200) -> tuple[int, int]:
-    """Into how many parts to split keys at most, and the least length of a part, in tokens.
-
-    Few requests are split until the GPU is full, and at least in two while one wave of the largest
-    tiles holds them; more of them only where one request is very long.
-    """
-    programs = batch_size * num_kv_heads
-    if programs > waves(limits)[0][1]:
-        return 2, 2048
-    full = 1 << (2 * limits.sms).bit_length() - 1
-    return max(2, min(16, triton.next_power_of_2(triton.cdiv(full, programs)))), 1
-
-
-def tile_of(
-    batch_size: int, num_kv_heads: int, head_dim: int, itemsize: int, limits: DeviceLimits = H200
-) -> tuple[int, ...]:
-    """(TILE, warps, stages): the largest that runs all programs in one wave, else the smallest."""
-    programs = batch_size * num_kv_heads
-    shapes = waves(limits)
-    fitting = [shape for shape, at_once in shapes if programs <= at_once]
-    tile, warps, stages = fitting[0] if fitting else shapes[-1][0]
-    return max(16, tile * 256 // max(256, head_dim * itemsize)), warps, stages
+        place, first = request * KV + head, head * tl.num_programs(1) + program - split
+        finish(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, first, split, count,
+               tl.arange(0, ROWS), HEAD_DIM, GROUP, FEW, MERGE)  # fmt: skip
 
 
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor,
     rows: Tensor, positions: Tensor, out_loc: Tensor, scratch: Scratch, scale: float, *,
     norms: tuple[Tensor, Tensor] | None = None, eps: float = 0.0, table: Tensor | None = None,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
+    kv_scales: tuple[float, float] = (1.0, 1.0), drafts: bool = False,
 ) -> Tensor:  # fmt: skip
     """One new token per request: store its k and v, attend to all before it and to itself.
 
     q [bs, qo, d], k, v [bs, kv, d]; tokens may lie at any stride. page_table int32 [rows, max_len];
     rows, positions, out_loc int64 [bs]. With `table` (and `norms`) q and k come raw from their
-    projection, and are normalised and rotated here. Returns [bs, qo, d].
+    projection, and are normalised and rotated here. drafts: rows may be tokens of one request,
+    which have just been stored. Returns [bs, qo, d].
 
-    positions, rows and table are read before the kernel in front has ended: an ordinary launch must
-    lie between the kernel that writes them and this one.
+    positions, rows, tables, and keys and values of other tokens than these are read before the
+    kernel in front has ended: an ordinary launch must lie between what writes them and this one.
     """
-    bs, qo, dim = q.shape
-    kv = k.shape[1]
-    limits = device_limits(q.device)
-    splits, shortest = splits_of(bs, kv, limits)
-    tile, warps, stages = tile_of(bs, kv, dim, q.element_size(), limits)
+    (bs, qo, dim), kv = q.shape, k.shape[1]
+    limits, few = device_limits(q.device), triton.next_power_of_2(qo // kv)
+    (tile, warps, stages, early), parts = shape_of(bs, kv, limits)
+    tile = max(16, tile * 256 // max(256, dim * q.element_size()))
+    parts = min(parts, bs * triton.cdiv(page_table.shape[1], tile))
     out = torch.empty(bs, qo, dim, dtype=q.dtype, device=q.device)
     q_norm, k_norm = norms if norms is not None else (q, q)
-    decode_kernel[(kv, bs, splits)](
+    decode_kernel[(kv, bs + parts - 1)](
         q, k, v, q_norm, k_norm, q if table is None else table, k_cache, v_cache,
         page_table, rows, positions, out_loc, scratch.part, scratch.stat, scratch.done, out,
         q.stride(0), k.stride(0), v.stride(0), page_table.stride(0),
-        scale * kv_scales[0] * 1.4426950408889634, *kv_scales, eps, shortest, KV=kv,
-        GROUP=qo // kv, ROWS=max(16, triton.next_power_of_2(qo // kv)),
-        HEAD_DIM=dim, TILE=tile, SPLITS=splits, STAGES=stages, NORM=norms is not None,
-        ROTATE=table is not None, num_warps=warps, **launch_options(q),
+        scale * kv_scales[0] * 1.4426950408889634, *kv_scales, eps, bs, parts, KV=kv,
+        GROUP=qo // kv, ROWS=max(16, few), FEW=few, HEAD_DIM=dim, TILE=tile, STAGES=stages,
+        BATCH=1 if bs == 1 else max(32, triton.next_power_of_2(bs)),
+        MERGE=max(2, min(4096, 1024 * warps) // (few * dim)), NORM=norms is not None,
+        ROTATE=table is not None, EARLY=early and not drafts, num_warps=warps, **launch_options(q),
     )  # fmt: skip
     return out

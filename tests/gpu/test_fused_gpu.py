@@ -12,11 +12,14 @@ pytestmark = [
 ]
 pytest.importorskip("triton")
 
-from minisgl.attention.fused_backend import StoreFirstBackend
+from minisgl.attention.base import DecodeBuffers
+from minisgl.attention.fused_backend import FusedBackend, StoreFirstBackend
+from minisgl.attention.torch_backend import TorchBackend
 from minisgl.kernels import linear as kernels
 from minisgl.kernels.embedding import embed
 from minisgl.kernels.norm import add_norm
 from tests.fused_cases import (
+    World,
     check_decode,
     check_drafts,
     check_drafts_of_model,
@@ -105,6 +108,36 @@ def test_random_decode(dtype: torch.dtype, group: int, page_size: int, kind: str
             lens, qo=kv * group, kv=kv, dim=dim, turned=kind != "plain", normed=kind == "normed",
             page_size=page_size, device="cuda", dtype=dtype, seed=seed,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("bs", [1, 8, 40, 64])
+def test_a_recorded_step_attends_as_an_eager_one(bs: int) -> None:
+    """To the bit, and to what lengths there are now: none of them was known at the recording."""
+    rng = np.random.default_rng(bs)
+    most = [4000, *rng.integers(1, 1600, bs - 1).tolist()]
+    world = World(most, kv=8, dim=128, qo=16, page_size=16, device="cuda", dtype=BF16)
+    q, k, v = (world.random(bs, h, 128, seed=h) for h in (16, 8, 8))
+    positions, out_loc = world.places()
+    rows = torch.tensor(world.rows, device="cuda")
+    buffers = DecodeBuffers(rows, torch.zeros_like(positions), out_loc.clone())
+    plan = world.backend(FusedBackend).graph_plan(bs, buffers)
+    plan.run(q, k, v, 0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = plan.run(q, k, v, 0)
+    for lens in (most, [1 + n // 7 for n in most], [1] * bs, rng.integers(1, 1 + np.array(most))):
+        buffers.positions.copy_(torch.tensor(np.array(lens) - 1))
+        table = torch.from_numpy(world.tables.page_table).to("cuda")
+        buffers.out_loc.copy_(table[rows, buffers.positions])
+        before = world.pool.buffer.clone()
+        graph.replay()
+        got = recorded.clone()
+        world.pool.buffer.copy_(before)
+        assert torch.equal(got, plan.run(q, k, v, 0))
+        world.lens = np.array(lens, np.int32)
+        world.pool.buffer.copy_(before)
+        want = world.backend(TorchBackend).plan(world.meta(), buffers.out_loc).run(q, k, v, 0)
+        close(got, want, 2e-2)
 
 
 @pytest.mark.parametrize("normed", [False, True])

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from minisgl import LLM, SamplingParams
-from minisgl.attention import fused_backend
 from minisgl.benchmark import latency, offline
 from minisgl.benchmark.kernels import decode_rows, measure_rows
 from minisgl.benchmark.latency import ON_DEVICE, profile_decode
@@ -44,13 +43,12 @@ from minisgl.kernels import decode_attention
 from minisgl.scheduler.messages import UserMsg
 
 WAYS = (
-    "128-4-2 uncut", "64-2-2 uncut", "32-1-6 uncut", "32-1-4 uncut",
-    "128-4-2 two", "64-2-2 two", "now",
+    "128-4-2 uncut", "64-2-2 uncut", "32-1-6 uncut", "32-1-4 uncut", "128-4-2 2", "64-2-2 2", "now",
 )  # fmt: skip
 SHAPES = ("128-4-2", "64-2-2", "64-4-2", "32-1-4", "32-2-3", "16-1-4")
-PARTS = [f"{shape} {parts}" for shape in SHAPES for parts in (1, 2, 4, 8, 16, 32)]
+PARTS = [f"{shape} {parts}" for shape in SHAPES for parts in (1, 2, 3, 4)]
 BACKENDS = ("fi,fused", "triton,fused", "triton", "fi,fused")
-SPLITS = {"uncut": (2, 2048), "two": (2, 1), "four": (4, 1)}
+SMS = 132  # of an H200
 MOST, VOCAB = 256, 10_001  # as many ids as the offline workload draws from: other lengths else
 
 
@@ -65,24 +63,19 @@ def engine(model: str, **fields: Any) -> Iterator[LLM]:
 
 @contextmanager
 def cut(way: str) -> Iterator[None]:
-    """Decode attention cut as `way` says: TILE-warps-stages, and into how many parts; or as now."""
+    """Decode attention cut as `way` says: TILE-warps-stages, and parts for each SM; or as now."""
     if way == "now":
         yield
         return
     shape, _, parts = way.partition(" ")
     tile, warps, stages = map(int, shape.split("-"))
+    usual = decode_attention.shape_of
 
-    def tile_of(bs: int, kv: int, dim: int, itemsize: int, limits: Any = None) -> tuple[int, ...]:
-        return max(16, tile * 256 // max(256, dim * itemsize)), warps, stages
+    def shape_of(bs: int, kv: int, limits: Any = None) -> tuple[tuple[int, int, int, bool], int]:
+        early = usual(bs, kv)[0][3]
+        return (tile, warps, stages, early), 1 if parts == "uncut" else int(parts) * SMS // kv
 
-    def splits_of(bs: int, kv: int, limits: Any = None) -> tuple[int, int]:
-        return SPLITS[parts] if parts in SPLITS else (int(parts), 1)
-
-    with (
-        mock.patch.object(decode_attention, "tile_of", tile_of),
-        mock.patch.object(decode_attention, "splits_of", splits_of),
-        mock.patch.object(fused_backend, "splits_of", splits_of),
-    ):
+    with mock.patch.object(decode_attention, "shape_of", shape_of):
         yield
 
 
@@ -277,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--model", default="Qwen/Qwen3-0.6B", help="its shapes (default %(default)s)"
     )
     ways = (
-        "only these cuts ('128-4-2 uncut', '64-2-2 8'), backends ('fi,fused') or attempts, by name"
+        "only these cuts ('128-4-2 uncut', '64-2-2 2'), backends ('fi,fused') or attempts, by name"
     )
     parser.add_argument("--ways", nargs="+", default=None, metavar="WAY", help=ways)
     parser.add_argument(

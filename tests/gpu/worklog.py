@@ -326,7 +326,9 @@ class Cache:
         self.qkv = torch.randn(batch, (qo + 2 * kv), dim, dtype=BF16, device=DEVICE)
         self.norms = torch.ones(2, dim, dtype=BF16, device=DEVICE).unbind(0)
         self.angles = torch.rand(tokens, dim, device=DEVICE)
-        self.scratch = decode.Scratch(batch * kv * 16, qo // kv, dim, DEVICE)
+        self.scratch = decode.Scratch(
+            (16 * batch + decode.most_parts(kv)) * kv, qo // kv, dim, DEVICE
+        )
         self.qo, self.kv, self.batch, self.tokens, self.scale = qo, kv, batch, tokens, dim**-0.5
 
     def heads(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -337,9 +339,8 @@ class Cache:
 
 def attention_stages(stages: ModuleType, c: Cache) -> list[tuple[str, Callable[[int], object]]]:
     """The ladder of decode attention; each call works on one layer."""
-    fits = c.batch * c.kv <= decode.waves(decode.H200)[0][1]
-    splits = decode.splits_of(c.batch, c.kv)[0] if fits else 1
-    shape = decode.tile_of(c.batch, c.kv, 128, 2)
+    shape, parts = decode.shape_of(c.batch, c.kv)
+    shape, splits = shape[:3], max(1, min(16, parts // c.batch))
     to = (c.table, c.rows, c.positions)
 
     def rotated(i: int) -> Tensor:
@@ -381,7 +382,7 @@ def attention_stages(stages: ModuleType, c: Cache) -> list[tuple[str, Callable[[
 
 def measure_attention() -> dict[str, Any]:
     """Everything that chapter 05e shows of kernels alone."""
-    names = "attend_cached, merge_parts, write_part"
+    names = "attend_cached, merge_parts, nothing_yet, write_part"
     stages = load_stages(
         "05e_decode_attention", f"from minisgl.kernels.decode_attention import {names}\n"
     )
@@ -419,7 +420,7 @@ def once(ladder: str) -> None:
     calls: list[Callable[[], object]] = []
     if ladder.startswith("attention"):
         c = Cache(int(ladder.removeprefix("attention")), 640)
-        names = "attend_cached, merge_parts, write_part"
+        names = "attend_cached, merge_parts, nothing_yet, write_part"
         stages = load_stages(
             "05e_decode_attention", f"from minisgl.kernels.decode_attention import {names}\n"
         )
