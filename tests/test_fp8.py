@@ -515,6 +515,14 @@ def test_attention_over_eight_bits(backend: str, lens: list[int], extend: list[i
     check_eight_bits(backend_named(backend), lens, extend, LIMITS[backend])
 
 
+@INTERPRETED
+def test_queries_that_float16_cannot_hold_give_numbers() -> None:
+    world = World([70, 5], kv=2, dim=32, qo=4, kv_scales=(1.0, 1.0))
+    q, k, v = (world.random(2, h, 32, seed=i) for i, h in enumerate((4, 2, 2)))
+    plan = world.backend(backend_named("fused")).plan(world.meta(), world.places()[1])
+    assert plan.run(1e6 * q, k, v, 0).isfinite().all()
+
+
 def test_prompt_with_and_without_a_hit_sees_the_same(tmp_path: Path) -> None:
     """New keys and values are seen as they were stored, like those of a hit."""
     q, k, v = (normal(9, heads, 32) for heads in (4, 2, 2))

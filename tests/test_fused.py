@@ -255,7 +255,8 @@ def test_parts_hold_every_key_once_and_none_is_long(lens: list[int], parts: int,
             keys.setdefault(request, []).append(split)
     for request, length in enumerate(lens):
         assert sorted(keys[request]) == list(range(len(keys[request])))
-        assert len(keys[request]) <= max(1, length // share), "no more than its share of the parts"
+        most = triton.cdiv(length, share) if len(lens) == 1 else max(1, length // share)
+        assert len(keys[request]) <= most, "no more than its share of the parts"
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 16, 24, 32, 33])
@@ -263,6 +264,11 @@ def test_requests_of_one_length_have_no_more_parts_than_run_at_once(size: int) -
     """24 of them, cut in two, would be 48 parts in the place of 33, and a second wave."""
     used = sum(split < count for _, split, count, *_ in shares([640] * size, 33, 64))
     assert used <= 33 and used % size == 0
+
+
+def test_parts_of_a_short_request_are_single_tiles() -> None:
+    found = [part for _, split, count, part, _ in shares([650], 49, 64) if split < count]
+    assert found == [64] * 11
 
 
 def test_one_long_request_among_short_ones_is_cut() -> None:
@@ -278,7 +284,9 @@ def test_tiles_fill_one_wave_if_they_can() -> None:
     for first, last, shape, parts in (*ranges, (72, 400, of[3], 99)):
         found = {shape_of(size, 8) for size in sizes if first <= size <= last}
         assert found == {(shape, parts)}, (first, last)
-    assert all(shape_of(size, kv)[1] <= most_parts(kv) for size in sizes for kv in (1, 5, 8, 500))
+    assert shape_of(64, 8, itemsize=1) == (of[3], 165), "half the bytes: more programs on an SM"
+    for size, kv, itemsize in itertools.product(sizes, (1, 5, 8, 500), (1, 2)):
+        assert shape_of(size, kv, itemsize=itemsize)[1] <= most_parts(kv)
 
 
 def test_decode_is_cut_for_the_card_it_runs_on() -> None:

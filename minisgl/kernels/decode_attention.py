@@ -22,8 +22,7 @@ from minisgl.kernels.rotate_store import rotate
 def fold(s, v, m, total, acc):
     """Fold scores s [g, t] and values v [t, d] into maximum m, sum `total`, weighted sum acc."""
     new = tl.maximum(m, tl.max(s, 1))
-    p = tl.exp2(s - new[:, None])
-    old = tl.exp2(m - new)
+    p, old = tl.exp2(s - new[:, None]), tl.exp2(m - new)
     total = total * old + tl.sum(p, 1)
     return new, total, acc * old[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
 
@@ -51,10 +50,8 @@ def fold_tile(qa, qb, ka, kb, v, start, end, scale, m, total, acc, TILE: tl.cons
 
 
 @triton.jit
-def attend_cached(
-    qa, qb, m, total, acc, k_ptr, v_ptr, slots_ptr, begin, end, scale, stride,
-    HEAD_DIM: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+def attend_cached(qa, qb, m, total, acc, k_ptr, v_ptr, slots_ptr, begin, end, scale, stride,
+                  HEAD_DIM: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Online softmax of queries, as halves qa, qb, over the cached positions [begin, end)."""
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         ka, kb, v = load_tile(k_ptr, v_ptr, slots_ptr, start, end, stride, HEAD_DIM, TILE)
@@ -77,20 +74,23 @@ def write_part(part_ptr, stat_ptr, m, total, acc, split, g, real,
 def merge_parts(part_ptr, stat_ptr, count, g, real, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
                 ROWS: tl.constexpr, MERGE: tl.constexpr):  # fmt: skip
     """The parts of one request and head, MERGE at a time, in their order: [ROWS, HEAD_DIM]."""
-    i, dims = tl.arange(0, MERGE), tl.arange(0, HEAD_DIM)[None, None, :]
     m, total, acc = nothing_yet(ROWS, HEAD_DIM)
+    stat_ptr += g
+    part_ptr += g[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     for first in range(0, count, MERGE):
-        here = (first + i < count)[:, None] & real[None, :]
-        stat = stat_ptr + (first + i)[:, None] * 2 * GROUP + g[None, :]
-        m_i = tl.load(stat, mask=here, other=float("-inf"), cache_modifier=".cg")
-        total_i = tl.load(stat + GROUP, mask=here, other=0.0, cache_modifier=".cg")
-        place = part_ptr + ((first + i)[:, None, None] * GROUP + g[None, :, None]) * HEAD_DIM + dims
-        acc_i = tl.load(place, mask=here[:, :, None], other=0.0, cache_modifier=".cg")
-        new = tl.maximum(m, tl.max(m_i, 0))
-        old, now = tl.exp2(m - new), tl.exp2(m_i - new[None, :])
-        total = total * old + tl.sum(total_i * now, 0)
-        acc = acc * old[:, None] + tl.sum(acc_i * now[:, :, None], 0)
-        m = new
+        old, left = m, (count - first) * GROUP
+        for i in tl.static_range(MERGE):
+            here = g < tl.minimum(left - i * GROUP, GROUP)
+            m_i = tl.load(stat_ptr + i * 2 * GROUP, here, float("-inf"), cache_modifier=".cg")
+            m = tl.maximum(m, m_i)
+        total, acc = total * tl.exp2(old - m), acc * tl.exp2(old - m)[:, None]
+        for i in tl.static_range(MERGE):
+            here, stat = g < tl.minimum(left - i * GROUP, GROUP), stat_ptr + i * 2 * GROUP
+            now = tl.exp2(tl.load(stat, here, float("-inf"), cache_modifier=".cg") - m)
+            total += tl.load(stat + GROUP, here, 0.0, cache_modifier=".cg") * now
+            place = part_ptr + i * GROUP * HEAD_DIM
+            acc += tl.load(place, here[:, None], 0.0, cache_modifier=".cg") * now[:, None]
+        stat_ptr, part_ptr = stat_ptr + MERGE * 2 * GROUP, part_ptr + MERGE * GROUP * HEAD_DIM
     return acc / tl.where(real, total, 1.0)[:, None]
 
 
@@ -161,20 +161,17 @@ def load_angles(table_ptr, position, HEAD_DIM: tl.constexpr, ROTATE: tl.constexp
 
 
 @triton.jit
-def add_new_token(
-    qa, qb, k_ptr, v_ptr, head, k_norm_ptr, cos, sin, eps, k_cache_ptr, v_cache_ptr, slot,
-    scale, k_scale, v_scale, m, total, acc,
-    HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
-):  # fmt: skip
+def add_new_token(qa, qb, k_ptr, v_ptr, head, k_norm_ptr, cos, sin, eps, k_cache_ptr, v_cache_ptr,
+                  slot, scale, k_scale, v_scale, m, total, acc,
+                  HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr):  # fmt: skip
     """Store the new key and value at their slot, and fold them in, as if they were read back."""
     HALF: tl.constexpr = HEAD_DIM // 2
     half, dims, one = tl.arange(0, HALF)[None, :], tl.arange(0, HEAD_DIM), tl.arange(0, 1)
     k_cache_ptr += slot
     v_cache_ptr += slot
     CACHE: tl.constexpr = k_cache_ptr.dtype.element_ty
-    ka, kb = load_heads(
-        k_ptr, head + one, one == 0, k_norm_ptr, cos, sin, eps, HEAD_DIM, NORM, ROTATE, qa.dtype
-    )
+    ka, kb = load_heads(k_ptr, head + one, one == 0, k_norm_ptr, cos, sin, eps, HEAD_DIM, NORM,
+                        ROTATE, k_ptr.dtype.element_ty)  # fmt: skip
     ka, kb = (ka.to(tl.float32) / k_scale).to(CACHE), (kb.to(tl.float32) / k_scale).to(CACHE)
     tl.store(k_cache_ptr + half, ka)
     tl.store(k_cache_ptr + HALF + half, kb)
@@ -194,11 +191,12 @@ def share_out(positions_ptr, batch_size, parts, program, BATCH: tl.constexpr, TI
     i = tl.arange(0, BATCH)
     lens = tl.load(positions_ptr + i, mask=i < batch_size, other=-1).to(tl.int32) + 1
     share = tl.maximum(tl.cdiv(tl.sum(lens, 0), parts), TILE)
-    counts = tl.maximum(lens // share, 1)
+    spare = share - 1 if BATCH == 1 else 0  # one request alone is rounded up
+    counts = tl.maximum((lens + spare) // share, 1)
     request = tl.sum((tl.cumsum(counts, 0) <= program).to(tl.int32), 0)
     length = tl.sum(tl.where(i == request, lens, 0), 0)
     first = tl.sum(tl.where(i < request, counts, 0), 0)
-    part = tl.cdiv(tl.cdiv(length, tl.maximum(length // share, 1)), TILE) * TILE
+    part = tl.cdiv(tl.cdiv(length, tl.maximum((length + spare) // share, 1)), TILE) * TILE
     return request, program - first, tl.cdiv(length, tl.maximum(part, 1)), part, length
 
 
@@ -207,42 +205,46 @@ Shape = tuple[int, int, int, bool]
 # have, and the shared memory of one, in bytes. early: the first tile is loaded before the wait
 SMALL = (64, 4, 2, True), (3, 38_912)  # for very few requests
 SHAPES = (
-    ((128, 4, 2, True), (2, 73_728)), ((128, 8, 2, False), (3, 73_728)),
+    ((128, 4, 2, True), (2, 73_728)), ((128, 4, 2, False), (3, 73_728)),
     ((64, 2, 2, False), (4, 38_912)), ((32, 1, 6, False), (6, 37_376)),
 )  # fmt: skip
+EIGHT_BITS = SHAPES[0], ((32, 1, 6, False), (10, 20_736))
 
 
-def waves(limits: DeviceLimits) -> list[tuple[Shape, int]]:
+def waves(limits: DeviceLimits, itemsize: int = 2) -> list[tuple[Shape, int]]:
     """The shapes that a GPU can run, and how many such programs it runs at once."""
-    return [(shape, count) for shape, needs in SHAPES if (count := limits.at_once(*needs))]
+    shapes = EIGHT_BITS if itemsize == 1 else SHAPES
+    return [(shape, count) for shape, needs in shapes if (count := limits.at_once(*needs))]
 
 
-def shape_of(batch_size: int, num_kv_heads: int, limits: DeviceLimits = H200) -> tuple[Shape, int]:
+def shape_of(bs: int, kv: int, limits: DeviceLimits = H200, itemsize: int = 2) -> tuple[Shape, int]:
     """The shape of programs, and into how many parts the keys of a batch are cut for each head."""
-    programs, shapes = batch_size * num_kv_heads, waves(limits)
+    programs, shapes = bs * kv, waves(limits, itemsize)
     shape, at_once = next((one for one in shapes if programs <= one[1]), shapes[-1])
     if 4 * programs <= limits.sms:
         shape, at_once = SMALL[0], limits.at_once(*SMALL[1])
-    return shape, max(1, at_once // num_kv_heads)
+    return shape, max(1, at_once // kv)
 
 
 def most_parts(num_kv_heads: int, limits: DeviceLimits = H200) -> int:
     """The most parts of a batch of any size, for each KV head."""
-    return max(1, max(count for _, count in waves(limits)) // num_kv_heads)
+    most = max(count for itemsize in (1, 2) for _, count in waves(limits, itemsize))
+    return max(1, most // num_kv_heads)
 
 
 @triton.jit
-def attend_split(
-    q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr,
-    slot_ptr, head, cos, sin, eps, begin, end, ka, kb, v, last, scale, k_scale, v_scale,
-    KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
+def attend_split(q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, k_cache_ptr, v_cache_ptr,
+                 page_table_ptr, slot_ptr, head, cos, sin, eps, begin, end, ka, kb, v, last, scale,
+                 k_scale, v_scale, KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+                 HEAD_DIM: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+                 NORM: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Positions [begin, end), the first tile as ka, kb, v if EARLY, and the new token if `last`."""
     g = tl.arange(0, ROWS)
     qa, qb = load_heads(q_ptr, head * GROUP + g, g < GROUP, q_norm_ptr, cos, sin, eps, HEAD_DIM,
                         NORM, ROTATE, q_ptr.dtype.element_ty)  # fmt: skip
+    if k_cache_ptr.dtype.element_ty.primitive_bitwidth == 8:  # one instruction widens two
+        qa = tl.clamp(qa.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+        qb = tl.clamp(qb.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
     m, total, acc = nothing_yet(ROWS, HEAD_DIM)
     if EARLY:
         v = tl.where(begin < end, v, 0.0)  # of a first token nothing is stored yet
@@ -320,7 +322,7 @@ def decode_attention(
     """
     (bs, qo, dim), kv = q.shape, k.shape[1]
     limits, few = device_limits(q.device), triton.next_power_of_2(qo // kv)
-    (tile, warps, stages, early), parts = shape_of(bs, kv, limits)
+    (tile, warps, stages, early), parts = shape_of(bs, kv, limits, k_cache.element_size())
     tile = max(16, tile * 256 // max(256, dim * q.element_size()))
     parts = min(parts, bs * triton.cdiv(page_table.shape[1], tile))
     out = torch.empty(bs, qo, dim, dtype=q.dtype, device=q.device)
@@ -332,7 +334,9 @@ def decode_attention(
         scale * kv_scales[0] * 1.4426950408889634, *kv_scales, eps, bs, parts, KV=kv,
         GROUP=qo // kv, ROWS=max(16, few), FEW=few, HEAD_DIM=dim, TILE=tile, STAGES=stages,
         BATCH=1 if bs == 1 else max(32, triton.next_power_of_2(bs)),
-        MERGE=max(2, min(4096, 1024 * warps) // (few * dim)), NORM=norms is not None,
-        ROTATE=table is not None, EARLY=early and not drafts, num_warps=warps, **launch_options(q),
+        MERGE=max(2, min(16 if early else 4, 8192 // (few * dim))), NORM=norms is not None,
+        ROTATE=table is not None, EARLY=early and not drafts, num_warps=warps,
+        maxnreg=255 if warps == 2 else None,  # four on an SM, not five on one and three on another
+        **launch_options(q),
     )  # fmt: skip
     return out

@@ -16,10 +16,8 @@ from minisgl.kernels.pdl import launch_options
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 @triton.jit
-def rotate(
-    a, b, norm_a, norm_b, cos, sin, eps,
-    HEAD_DIM: tl.constexpr, NORM: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
+def rotate(a, b, norm_a, norm_b, cos, sin, eps,
+           HEAD_DIM: tl.constexpr, NORM: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """Heads as halves a, b [heads, HEAD_DIM / 2], float32: normalised if NORM, then rotated."""
     if NORM:
         mean = (tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM

@@ -41,12 +41,9 @@ class FusedAttention:
         n, qo, kv = len(qkv), self.num_qo_heads, self.num_kv_heads
         plan = fb.attn
         if isinstance(plan, FusedPlan):
-            heads = qkv.view(n, qo + 2 * kv, self.head_dim)
-            y = plan.decode(
-                heads[:, :qo], heads[:, qo : qo + kv], heads[:, qo + kv :], layer_id,
-                norms=self.norms, eps=self.eps, table=self.table,
-            )  # fmt: skip
-            return y.view(n, -1)
+            q, k, v = qkv.view(n, qo + 2 * kv, self.head_dim).split((qo, kv, kv), 1)
+            raw = {"norms": self.norms, "eps": self.eps, "table": self.table}
+            return plan.decode(q, k, v, layer_id, **raw).view(n, -1)
         caches = plan.pool.k_cache(layer_id), plan.pool.v_cache(layer_id)
         q, k, v = rotate_and_store(
             qkv, self.norms, self.eps, self.table, fb.positions, plan.out_loc, *caches, qo,

@@ -71,7 +71,7 @@ def cut(way: str) -> Iterator[None]:
     tile, warps, stages = map(int, shape.split("-"))
     usual = decode_attention.shape_of
 
-    def shape_of(bs: int, kv: int, limits: Any = None) -> tuple[tuple[int, int, int, bool], int]:
+    def shape_of(bs: int, kv: int, *of: Any) -> tuple[tuple[int, int, int, bool], int]:
         early = usual(bs, kv)[0][3]
         return (tile, warps, stages, early), 1 if parts == "uncut" else int(parts) * SMS // kv
 

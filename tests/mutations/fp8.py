@@ -187,9 +187,16 @@ MUTATIONS = [
     Mutation(
         "fp8: the decode kernel forgets the scale of values",
         DECODE,
-        "acc * v_scale,",
-        "acc,",
+        "return m, total, acc * v_scale",
+        "return m, total, acc",
         f"{OVER}[lens0-None-fused]",
+    ),
+    Mutation(
+        "fp8: queries of the decode kernel overflow",
+        DECODE,
+        "qa = tl.clamp(qa.to(tl.float32), -65504.0, 65504.0).to(tl.float16)",
+        "qa = qa.to(tl.float16)",
+        "tests/test_fp8.py::test_queries_that_float16_cannot_hold_give_numbers",
     ),
     Mutation(
         "fp8: the Triton kernel forgets the scale of values",

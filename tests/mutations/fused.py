@@ -123,8 +123,8 @@ MUTATIONS = [
     Mutation(
         "fused: the merge ignores the last part",
         DECODE,
-        "here = (first + i < count)[:, None]",
-        "here = (first + i < count - 1)[:, None]",
+        "old, left = m, (count - first) * GROUP",
+        "old, left = m, (count - 1 - first) * GROUP",
         f"{TEST}test_decode_of_one_long_request",
     ),
     Mutation(
@@ -137,9 +137,23 @@ MUTATIONS = [
     Mutation(
         "fused: a request is never cut, however long",
         DECODE,
-        "counts = tl.maximum(lens // share, 1)",
+        "counts = tl.maximum((lens + spare) // share, 1)",
         "counts = tl.maximum(lens * 0, 1)",
         f"{TEST}test_one_long_request_among_short_ones_is_cut",
+    ),
+    Mutation(
+        "fused: parts of a single request are two tiles long, and half as many",
+        DECODE,
+        "spare = share - 1 if BATCH == 1 else 0",
+        "spare = 0",
+        f"{TEST}test_parts_of_a_short_request_are_single_tiles",
+    ),
+    Mutation(
+        "fused: keys of eight bits are cut like those of sixteen",
+        DECODE,
+        "shapes = EIGHT_BITS if itemsize == 1 else SHAPES",
+        "shapes = SHAPES",
+        f"{TEST}test_tiles_fill_one_wave_if_they_can",
     ),
     Mutation(
         "fused: requests of one length are cut into more parts than run at once",

@@ -168,8 +168,8 @@ MUTATIONS = [
     Mutation(
         "speculative_scratch_for_running_requests_only",
         "minisgl.attention.fused_backend",
-        "max(tables.num_rows, 32) + 2",
-        "tables.num_rows + 2",
+        "max(tables.num_rows, 32) + 1",
+        "tables.num_rows + 1",
         "tests/test_fused.py::test_scratch_suits_many_drafts_of_few_requests",
     ),
     Mutation(
