@@ -110,7 +110,7 @@ def align_kernel(
 
 @dataclass(frozen=True)
 class Blocks:
-    """Pairs of token and expert, sorted by expert; each expert's begin with a block of `size`.
+    """Pairs of token and expert, sorted by expert; those of each begin a new block of `size`.
 
     pairs, weights [blocks * size]: `token * top_k + choice`, and its weight; undefined beyond the
     rows of a block. experts, rows [blocks]: whose block it is (-1: an expert of another rank), and
@@ -125,7 +125,7 @@ class Blocks:
 
 
 def most_blocks(pairs: int, experts: int, size: int) -> int:
-    """Blocks that any routing of so many pairs can need; every expert may fill its last badly."""
+    """Blocks that any routing of so many pairs can need: each expert's last may have one pair."""
     return (pairs + min(pairs, experts) * (size - 1)) // size
 
 
@@ -232,7 +232,7 @@ TILINGS = (
     (48, Tiling(64, 64, 64, 4, 4, False), Tiling(64, 64, 64, 4, 4, False)),
     (float("inf"), Tiling(128, 128, 64, 8, 3, False), Tiling(128, 256, 64, 8, 3, False)),
 )
-# The same for weights of eight bits, which are widened: `choose_fp8_tiling` says why by two warps.
+# The same for weights of eight bits, which are widened: `choose_fp8_tiling` says why two warps.
 SMALL = Tiling(16, 64, 128, 2, 4, True)
 FP8_TILINGS = (
     (2, Tiling(16, 32, 128, 2, 6, True), SMALL),
