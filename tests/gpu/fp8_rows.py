@@ -36,10 +36,31 @@ from minisgl.kernels.linear import (
 )
 from minisgl.kernels.pdl import launch_options
 from minisgl.kernels.scaled_mm import scaled_linear
-from tests.gpu.fp8_kernels import DEVICE, SHAPES, weights_of
+from minisgl.layers.fp8 import fp8_weight
 
+DEVICE = torch.device("cuda")
+SHAPES = {  # (n, k) of the weight, n of both halves where it is gated
+    "qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288),
+}  # fmt: skip
+ENOUGH = 1 << 28  # bytes of different weights, more than a cache holds
 WAYS = {"straight": 0, "shifts": 1, "by float32": 2}
 GATED, SPLIT = {"gate_up"}, {"o", "down"}
+
+
+def weights_of(name: str, group: int) -> list[Any]:
+    """Copies of a random weight, to be multiplied in turn."""
+    n, k = SHAPES[name]
+    made: list[Any] = []
+    for _ in range(-(-ENOUGH // (n * k))):
+        values = torch.randn(n, k, device=DEVICE)
+        if group < 0:
+            made.append(values.bfloat16())
+            continue
+        weight = fp8_weight(n, k, device=DEVICE, group=group)
+        weight.copy_((values * 50).to(torch.float8_e4m3fn))
+        weight.scale.fill_(1e-4)
+        made.append(weight)
+    return made
 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
