@@ -1,0 +1,388 @@
+"""Decode attention without a plan: norm, rotation, store, attention and merge in one kernel.
+
+Generated from notebooks/05e_decode_attention.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from minisgl.kernels.device import H200, DeviceLimits, device_limits
+from minisgl.kernels.paged_attention import nothing_yet
+from minisgl.kernels.linear import prefetch
+from minisgl.kernels.pdl import launch_options
+from minisgl.kernels.rotate_store import rotate
+
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+@triton.jit
+def fold(s, v, m, total, acc):
+    """Fold scores s [g, t] and values v [t, d] into maximum m, sum `total`, weighted sum acc."""
+    new = tl.maximum(m, tl.max(s, 1))
+    p = tl.exp2(s - new[:, None])
+    old = tl.exp2(m - new)
+    total = total * old + tl.sum(p, 1)
+    return new, total, acc * old[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+
+
+@triton.jit
+def load_tile(k_ptr, v_ptr, slots_ptr, start, end, stride,
+              HEAD_DIM: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """A tile of cached positions: keys as two halves, and values; zeros from `end` on."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    half, dims = tl.arange(0, HALF)[None, :], tl.arange(0, HEAD_DIM)[None, :]
+    positions = start + tl.arange(0, TILE)
+    inside = positions < end
+    slots = tl.load(slots_ptr + positions, mask=inside, other=0).to(tl.int64)[:, None] * stride
+    real = inside[:, None]
+    ka = tl.load(k_ptr + slots + half, mask=real, other=0.0)
+    kb = tl.load(k_ptr + slots + HALF + half, mask=real, other=0.0)
+    return ka, kb, tl.load(v_ptr + slots + dims, mask=real, other=0.0)
+
+
+@triton.jit
+def fold_tile(qa, qb, ka, kb, v, inside, scale, m, total, acc):
+    """Fold in a loaded tile; `inside` says which of its positions count."""
+    ka, kb, v = ka.to(qa.dtype), kb.to(qa.dtype), v.to(qa.dtype)
+    s = tl.dot(qa, tl.trans(ka), input_precision="ieee")
+    s = tl.dot(qb, tl.trans(kb), s, input_precision="ieee") * scale
+    return fold(tl.where(inside[None, :], s, float("-inf")), v, m, total, acc)
+
+
+@triton.jit
+def attend_cached(
+    qa, qb, m, total, acc, k_ptr, v_ptr, slots_ptr, begin, end, scale, stride,
+    HEAD_DIM: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of queries, as halves qa, qb, over the cached positions [begin, end)."""
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+        ka, kb, v = load_tile(k_ptr, v_ptr, slots_ptr, start, end, stride, HEAD_DIM, TILE)
+        inside = start + tl.arange(0, TILE) < end
+        m, total, acc = fold_tile(qa, qb, ka, kb, v, inside, scale, m, total, acc)
+    return m, total, acc
+
+
+@triton.jit
+def write_part(part_ptr, stat_ptr, m, total, acc, split, g, real,
+               HEAD_DIM: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+    """Leave an unfinished result where the last program of its group finds it."""
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    place = part_ptr + (split * GROUP + g)[:, None] * HEAD_DIM + dims
+    tl.store(place, acc, mask=real[:, None])
+    tl.store(stat_ptr + split * 2 * GROUP + g, m, mask=real)
+    tl.store(stat_ptr + split * 2 * GROUP + GROUP + g, total, mask=real)
+
+
+@triton.jit
+def merge_parts(part_ptr, stat_ptr, count, g, real, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
+                ROWS: tl.constexpr, MERGE: tl.constexpr):  # fmt: skip
+    """The parts of one request and head, MERGE at a time, in their order: [ROWS, HEAD_DIM]."""
+    i, dims = tl.arange(0, MERGE), tl.arange(0, HEAD_DIM)[None, None, :]
+    m, total, acc = nothing_yet(ROWS, HEAD_DIM)
+    for first in range(0, count, MERGE):
+        here = (first + i < count)[:, None] & real[None, :]
+        stat = stat_ptr + (first + i)[:, None] * 2 * GROUP + g[None, :]
+        m_i = tl.load(stat, mask=here, other=float("-inf"), cache_modifier=".cg")
+        total_i = tl.load(stat + GROUP, mask=here, other=0.0, cache_modifier=".cg")
+        place = part_ptr + ((first + i)[:, None, None] * GROUP + g[None, :, None]) * HEAD_DIM + dims
+        acc_i = tl.load(place, mask=here[:, :, None], other=0.0, cache_modifier=".cg")
+        new = tl.maximum(m, tl.max(m_i, 0))
+        old, now = tl.exp2(m - new), tl.exp2(m_i - new[None, :])
+        total = total * old + tl.sum(total_i * now, 0)
+        acc = acc * old[:, None] + tl.sum(acc_i * now[:, :, None], 0)
+        m = new
+    return acc / tl.where(real, total, 1.0)[:, None]
+
+
+class Scratch:
+    """Memory for unfinished parts: decode attention runs once at a time, so one is enough."""
+
+    def __init__(self, max_places: int, group: int, head_dim: int, device: torch.device) -> None:
+        """`max_places`: most (request, KV head, split) triples of one launch."""
+        size = max_places * group
+        self.part = torch.empty(size * head_dim, dtype=torch.float32, device=device)
+        self.stat = torch.empty(size * 2, dtype=torch.float32, device=device)
+        self.done = torch.zeros(max_places, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def finish(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, first, split, count, g,
+           HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr,
+           MERGE: tl.constexpr):  # fmt: skip
+    """Write the result; with several parts, the program that comes last merges them.
+
+    place: of the request and head, among counters and results; first: where its parts begin.
+    """
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    out_ptr += place.to(tl.int64) * GROUP * HEAD_DIM
+    if count == 1:
+        y = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + g[:, None] * HEAD_DIM + dims, y, mask=g[:, None] < GROUP)
+    else:
+        part_ptr += first.to(tl.int64) * GROUP * HEAD_DIM
+        stat_ptr += first.to(tl.int64) * GROUP * 2
+        write_part(part_ptr, stat_ptr, m, total, acc, split, g, g < GROUP, HEAD_DIM, GROUP)
+        tl.debug_barrier()  # all threads have written before one of them says so
+        before = tl.atomic_add(done_ptr + place, 1, sem="acq_rel")
+        if before == count - 1:
+            tl.debug_barrier()
+            few = tl.arange(0, FEW)
+            y = merge_parts(part_ptr, stat_ptr, count, few, few < GROUP, HEAD_DIM, GROUP, FEW,
+                            MERGE).to(out_ptr.dtype.element_ty)  # fmt: skip
+            tl.store(out_ptr + few[:, None] * HEAD_DIM + dims, y, mask=few[:, None] < GROUP)
+            tl.store(done_ptr + place, 0)  # ready for the next layer
+
+
+@triton.jit
+def load_heads(ptr, heads, real, norm_ptr, cos, sin, eps,
+               HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
+               DTYPE: tl.constexpr):  # fmt: skip
+    """Heads [g] of one token as two halves [g, HEAD_DIM / 2], normalised and rotated as asked."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    dim = tl.arange(0, HALF)[None, :]
+    place = ptr + heads[:, None] * HEAD_DIM + dim
+    a = tl.load(place, mask=real[:, None], other=0.0).to(tl.float32)
+    b = tl.load(place + HALF, mask=real[:, None], other=0.0).to(tl.float32)
+    if ROTATE:
+        norm_a, norm_b = cos, sin
+        if NORM:
+            norm_a = tl.load(norm_ptr + dim).to(tl.float32)
+            norm_b = tl.load(norm_ptr + HALF + dim).to(tl.float32)
+        a, b = rotate(a, b, norm_a, norm_b, cos, sin, eps, HEAD_DIM, NORM, DTYPE)
+    return a.to(DTYPE), b.to(DTYPE)
+
+
+@triton.jit
+def load_angles(table_ptr, position, HEAD_DIM: tl.constexpr, ROTATE: tl.constexpr):
+    """Cosines and sines [1, HEAD_DIM / 2] of a position; zeros if nothing is to be rotated."""
+    if ROTATE:
+        half = table_ptr + position * HEAD_DIM + tl.arange(0, HEAD_DIM // 2)[None, :]
+        cos, sin = tl.load(half), tl.load(half + HEAD_DIM // 2)
+    else:
+        cos, sin = 0.0, 0.0
+    return cos, sin
+
+
+@triton.jit
+def add_new_token(
+    qa, qb, k_ptr, v_ptr, head, k_norm_ptr, cos, sin, eps, k_cache_ptr, v_cache_ptr, slot,
+    scale, k_scale, v_scale, m, total, acc,
+    HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """Store the new key and value at their slot, and fold them in, as if they were read back."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    half, dims, one = tl.arange(0, HALF)[None, :], tl.arange(0, HEAD_DIM), tl.arange(0, 1)
+    k_cache_ptr += slot
+    v_cache_ptr += slot
+    CACHE: tl.constexpr = k_cache_ptr.dtype.element_ty
+    ka, kb = load_heads(
+        k_ptr, head + one, one == 0, k_norm_ptr, cos, sin, eps, HEAD_DIM, NORM, ROTATE, qa.dtype
+    )
+    ka, kb = (ka.to(tl.float32) / k_scale).to(CACHE), (kb.to(tl.float32) / k_scale).to(CACHE)
+    tl.store(k_cache_ptr + half, ka)
+    tl.store(k_cache_ptr + HALF + half, kb)
+    v = (tl.load(v_ptr + head * HEAD_DIM + dims).to(tl.float32) / v_scale).to(CACHE)
+    tl.store(v_cache_ptr + dims, v)
+    s = tl.sum(qa.to(tl.float32) * ka.to(tl.float32), 1)
+    s = (s + tl.sum(qb.to(tl.float32) * kb.to(tl.float32), 1)) * scale
+    new = tl.maximum(m, s)
+    p, old = tl.exp2(s - new), tl.exp2(m - new)
+    acc = acc * old[:, None] + p[:, None] * v.to(tl.float32)[None, :]
+    return new, total * old + p, acc
+
+
+@triton.jit
+def share_out(positions_ptr, batch_size, parts, program, BATCH: tl.constexpr, TILE: tl.constexpr):
+    """What a program has: (request, split, count of splits, keys of a split, length in keys)."""
+    if BATCH == 1:
+        length = (tl.load(positions_ptr) + 1).to(tl.int32)
+        part = tl.cdiv(tl.cdiv(length, parts), TILE) * TILE
+        return program * 0, program, tl.cdiv(length, part), part, length
+    i = tl.arange(0, BATCH)
+    lens = tl.load(positions_ptr + i, mask=i < batch_size, other=-1).to(tl.int32) + 1
+    share = tl.maximum(tl.cdiv(tl.sum(lens, 0), parts), TILE)
+    counts = tl.minimum(lens, tl.maximum(lens // share, 1))
+    request = tl.sum((tl.cumsum(counts, 0) <= program).to(tl.int32), 0)
+    length = tl.sum(tl.where(i == request, lens, 0), 0)
+    first = tl.sum(tl.where(i < request, counts, 0), 0)
+    count = tl.maximum(length // share, 1)
+    part = tl.cdiv(tl.cdiv(length, count), TILE) * TILE
+    return request, program - first, tl.cdiv(length, tl.maximum(part, 1)), part, length
+
+
+SHAPE = (128, 4, 2, 2)  # tile, warps, stages, parts per SM
+WHEN, PRE, LAUNCH_LATE, MERGE_AT, MORE = 'early', 64, False, 0, {}
+FIXED, B32 = 0, False
+PARTS = 2  # for each SM, of the keys of a batch
+SMALL = (64, 4, 2)  # (TILE, warps, stages) for very few requests
+# The same for more of them, with heads of 128 in 16 bits; the most such programs that an SM should
+# have, and the shared memory of one, in bytes
+TILES = ((128, 4, 2), (2, 73_728)), ((64, 2, 2), (4, 38_912)), ((32, 1, 6), (6, 37_376))
+
+
+def waves(limits: DeviceLimits) -> list[tuple[tuple[int, int, int], int]]:
+    """The shapes that a GPU can run, and how many such programs it runs at once."""
+    counted = [(shape, limits.at_once(*needs)) for shape, needs in TILES]
+    return [(shape, count) for shape, count in counted if count]
+
+
+def tile_of(
+    batch_size: int, num_kv_heads: int, head_dim: int, itemsize: int, limits: DeviceLimits = H200
+) -> tuple[int, int, int, bool]:
+    """(TILE, warps, stages, early): the largest that runs all in one wave, else the smallest.
+
+    early: keys and values are loaded before the kernel in front has ended.
+    """
+    programs, shapes = batch_size * num_kv_heads, waves(limits)
+    fitting = [shape for shape, at_once in shapes if programs <= at_once]
+    tile, warps, stages = fitting[0] if fitting else shapes[-1][0]
+    if 4 * programs <= limits.sms:
+        tile, warps, stages = SMALL
+    early = programs <= shapes[0][1]
+    return max(16, tile * 256 // max(256, head_dim * itemsize)), warps, stages, early
+
+
+def parts_of(num_kv_heads: int, limits: DeviceLimits = H200) -> int:
+    """Into how many parts the keys of a whole batch are cut, for each KV head."""
+    return max(1, PARTS * limits.sms // num_kv_heads)
+
+
+@triton.jit
+def ask(k_ptr, v_ptr, slots_ptr, begin, end, stride, HEAD_DIM: tl.constexpr, PRE: tl.constexpr):
+    """Ask for the first keys and values, into L2."""
+    lines = tl.arange(0, HEAD_DIM // 64)[None, :] * 64
+    positions = tl.minimum(begin + tl.arange(0, PRE), tl.maximum(end - 1, begin))
+    slots = tl.load(slots_ptr + positions).to(tl.int64)[:, None] * stride
+    prefetch(k_ptr + slots + lines)
+    prefetch(v_ptr + slots + lines)
+
+
+@triton.jit
+def attend_split(
+    q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr,
+    slot_ptr, head, cos, sin, eps, begin, end, old, ka, kb, v, last, scale, k_scale, v_scale,
+    KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
+    EARLY: tl.constexpr, DRAFTS: tl.constexpr,
+):  # fmt: skip
+    """Positions [begin, end) of a request, and its new token if this is the last of its splits.
+
+    EARLY: ka, kb, v are its first tile, of which positions from `old` on are still to be loaded.
+    """
+    STRIDE: tl.constexpr = KV * HEAD_DIM
+    g = tl.arange(0, ROWS)
+    qa, qb = load_heads(q_ptr, head * GROUP + g, g < GROUP, q_norm_ptr, cos, sin, eps, HEAD_DIM,
+                        NORM, ROTATE, q_ptr.dtype.element_ty)  # fmt: skip
+    m, total, acc = nothing_yet(ROWS, HEAD_DIM)
+    if EARLY:
+        if DRAFTS:  # noqa: SIM102 - decided when the kernel is compiled
+            if old < tl.minimum(begin + TILE, end):
+                ka, kb, v = load_tile(k_cache_ptr, v_cache_ptr, page_table_ptr, begin, end, STRIDE,
+                                      HEAD_DIM, TILE)  # fmt: skip
+        inside = begin + tl.arange(0, TILE) < end
+        m, total, acc = fold_tile(qa, qb, ka, kb, v, inside, scale, m, total, acc)
+        begin += TILE
+    m, total, acc = attend_cached(
+        qa, qb, m, total, acc, k_cache_ptr, v_cache_ptr, page_table_ptr, begin, end, scale,
+        STRIDE, HEAD_DIM, TILE, STAGES,
+    )  # fmt: skip
+    if last:
+        m, total, acc = add_new_token(
+            qa, qb, k_ptr, v_ptr, head, k_norm_ptr, cos, sin, eps, k_cache_ptr, v_cache_ptr,
+            tl.load(slot_ptr) * STRIDE, scale, k_scale, v_scale, m, total, acc,
+            HEAD_DIM, NORM, ROTATE,
+        )  # fmt: skip
+    return m, total, acc * v_scale
+
+
+@triton.jit(do_not_specialize=["batch_size", "parts"])
+def decode_kernel(
+    q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, table_ptr, k_cache_ptr, v_cache_ptr,
+    page_table_ptr, rows_ptr, positions_ptr, slots_ptr, part_ptr, stat_ptr, done_ptr, out_ptr,
+    q_stride, k_stride, v_stride, page_table_stride, scale, k_scale, v_scale, eps, batch_size,
+    parts, KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, BATCH: tl.constexpr, FEW: tl.constexpr,
+    MERGE: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr,
+    DRAFTS: tl.constexpr, PDL: tl.constexpr, PRE: tl.constexpr, LAUNCH_LATE: tl.constexpr, FIXED: tl.constexpr,
+):  # fmt: skip
+    """One part of one request's keys for one KV head; grid (kv heads, batch_size + parts - 1)."""
+    head, program = tl.program_id(0), tl.program_id(1)
+    if PDL and not LAUNCH_LATE:
+        gdc_launch_dependents()
+    if FIXED:
+        request, split = program // FIXED, program % FIXED
+        length = (tl.load(positions_ptr + request) + 1).to(tl.int32)
+        part = tl.cdiv(tl.cdiv(length, FIXED), TILE) * TILE
+        count = tl.cdiv(length, part)
+    else:
+        request, split, count, part, length = share_out(
+            positions_ptr, batch_size, parts, program, BATCH, TILE
+        )
+    if split < count:
+        begin, end = split * part, tl.minimum((split + 1) * part, length - 1)
+        cos, sin = load_angles(table_ptr, length - 1, HEAD_DIM, ROTATE)
+        page_table_ptr += tl.load(rows_ptr + request) * page_table_stride
+        k_cache_ptr += head * HEAD_DIM
+        v_cache_ptr += head * HEAD_DIM
+        old = tl.minimum(end, length - batch_size) if DRAFTS else end  # rows of one request
+        ka, kb, v = 0.0, 0.0, 0.0
+        if PDL and PRE > 0:
+            ask(k_cache_ptr, v_cache_ptr, page_table_ptr, begin, end, KV * HEAD_DIM, HEAD_DIM, PRE)
+        if PDL and LAUNCH_LATE:
+            gdc_launch_dependents()
+        if EARLY:
+            ka, kb, v = load_tile(k_cache_ptr, v_cache_ptr, page_table_ptr, begin, old,
+                                  KV * HEAD_DIM, HEAD_DIM, TILE)  # fmt: skip
+        if PDL:
+            gdc_wait()
+        r = request.to(tl.int64)
+        m, total, acc = attend_split(
+            q_ptr + r * q_stride, k_ptr + r * k_stride, v_ptr + r * v_stride, q_norm_ptr,
+            k_norm_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr, slots_ptr + r, head, cos, sin,
+            eps, begin, end, old, ka, kb, v, split == count - 1, scale, k_scale, v_scale,
+            KV, GROUP, ROWS, HEAD_DIM, TILE, STAGES, NORM, ROTATE, EARLY, DRAFTS,
+        )  # fmt: skip
+        place, first = request * KV + head, head * tl.num_programs(1) + program - split
+        finish(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, first, split, count,
+               tl.arange(0, ROWS), HEAD_DIM, GROUP, FEW, MERGE)  # fmt: skip
+
+
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor,
+    rows: Tensor, positions: Tensor, out_loc: Tensor, scratch: Scratch, scale: float, *,
+    norms: tuple[Tensor, Tensor] | None = None, eps: float = 0.0, table: Tensor | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0), drafts: bool = False,
+) -> Tensor:  # fmt: skip
+    """One new token per request: store its k and v, attend to all before it and to itself.
+
+    q [bs, qo, d], k, v [bs, kv, d]; tokens may lie at any stride. page_table int32 [rows, max_len];
+    rows, positions, out_loc int64 [bs]. With `table` (and `norms`) q and k come raw from their
+    projection, and are normalised and rotated here. drafts: rows may be tokens of one request,
+    which are in the cache already. Returns [bs, qo, d].
+
+    positions, rows, tables, and keys and values of other tokens than these are read before the
+    kernel in front has ended: an ordinary launch must lie between what writes them and this one.
+    """
+    (bs, qo, dim), kv = q.shape, k.shape[1]
+    limits, few = device_limits(q.device), triton.next_power_of_2(qo // kv)
+    tile, warps, stages, per_sm = SHAPE
+    parts = min(max(1, per_sm * limits.sms // kv), bs * triton.cdiv(page_table.shape[1], tile))
+    out = torch.empty(bs, qo, dim, dtype=q.dtype, device=q.device)
+    q_norm, k_norm = norms if norms is not None else (q, q)
+    decode_kernel[(kv, bs * FIXED or bs + parts - 1)](
+        q, k, v, q_norm, k_norm, q if table is None else table, k_cache, v_cache,
+        page_table, rows, positions, out_loc, scratch.part, scratch.stat, scratch.done, out,
+        q.stride(0), k.stride(0), v.stride(0), page_table.stride(0),
+        scale * kv_scales[0] * 1.4426950408889634, *kv_scales, eps, bs, parts, KV=kv,
+        GROUP=qo // kv, ROWS=max(16, few), FEW=few, HEAD_DIM=dim, TILE=tile, STAGES=stages,
+        BATCH=1 if bs == 1 and not B32 else max(32, triton.next_power_of_2(bs)),
+        MERGE=MERGE_AT or max(2, 2048 * warps // (few * dim)), NORM=norms is not None,
+        ROTATE=table is not None, EARLY=WHEN == 'early', DRAFTS=drafts, num_warps=warps, PRE=PRE if WHEN == 'pre' else 0,
+        LAUNCH_LATE=LAUNCH_LATE, FIXED=FIXED, **MORE,
+        **launch_options(q),
+    )  # fmt: skip
+    return out
