@@ -12,7 +12,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernels.device import H200, DeviceLimits, device_limits
-from minisgl.kernels.paged_attention import nothing_yet
 from minisgl.kernels.pdl import launch_options
 from minisgl.kernels.rotate_store import rotate
 
@@ -74,7 +73,8 @@ def write_part(part_ptr, stat_ptr, m, total, acc, split, g, real,
 def merge_parts(part_ptr, stat_ptr, count, g, real, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
                 ROWS: tl.constexpr, MERGE: tl.constexpr):  # fmt: skip
     """The parts of one request and head, MERGE at a time, in their order: [ROWS, HEAD_DIM]."""
-    m, total, acc = nothing_yet(ROWS, HEAD_DIM)
+    zeros = tl.zeros([ROWS], tl.float32)
+    m, total, acc = zeros - 1e30, zeros, tl.zeros([ROWS, HEAD_DIM], tl.float32)
     stat_ptr += g
     part_ptr += g[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     for first in range(0, count, MERGE):
@@ -245,7 +245,8 @@ def attend_split(q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, k_cache_ptr, v_cac
     if k_cache_ptr.dtype.element_ty.primitive_bitwidth == 8:  # one instruction widens two
         qa = tl.clamp(qa.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
         qb = tl.clamp(qb.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
-    m, total, acc = nothing_yet(ROWS, HEAD_DIM)
+    zeros = tl.zeros([ROWS], tl.float32)
+    m, total, acc = zeros - 1e30, zeros, tl.zeros([ROWS, HEAD_DIM], tl.float32)
     if EARLY:
         v = tl.where(begin < end, v, 0.0)  # of a first token nothing is stored yet
         m, total, acc = fold_tile(qa, qb, ka, kb, v, begin, end, scale, m, total, acc, TILE)
