@@ -317,7 +317,8 @@ def launch_rows(
     """Start `rows_kernel`; out holds `tiles.splits` results [m, n]. x [m or more, k]."""
     splits, (m, n), k = tiles.splits, out.shape[-2:], x.shape[1]
     part = triton.cdiv(k, splits * tiles.bk) * tiles.bk
-    lines = max(part * weight.itemsize // 128, 1)  # of memory, for a row of the weight
+    least = k - (splits - 1) * part  # columns of the last part
+    lines = max(least * weight.itemsize // 128, 1)  # of memory, for a row of the weight
     rows_kernel[(n // tiles.bn, triton.cdiv(m, tiles.bm), splits)](
         x, getattr(x, "scale", x), weight, getattr(weight, "scale", x),
         x if bias is None else bias, out, m, n, k, part,

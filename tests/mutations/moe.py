@@ -188,8 +188,8 @@ MUTATIONS += [
     Mutation(
         "moe kernels: up is taken for gate",
         KERNELS,
-        "dot(tl.load(w_ptr + k + OUT * K), x, up, SWAP)",
-        "dot(tl.load(w_ptr + k), x, up, SWAP)",
+        "tl.load(w_ptr + k + OUT * K), up,",
+        "tl.load(w_ptr + k), up,",
         PARTS,
     ),
     Mutation(
