@@ -467,7 +467,7 @@ def test_rows_are_quantized_where_they_are_made(monkeypatch: pytest.MonkeyPatch)
     """Behind a norm and a gate, as if they had been written and read in between."""
     kernels = products()
     from minisgl.kernels import fp8_linear
-    from minisgl.kernels.norm import add_norm
+    from minisgl.kernels.norm import add_norm, rows_for
     from minisgl.kernels.scaled_mm import quantize_rows
 
     def scaled(x: Any, weight: Fp8Weight) -> torch.Tensor:
@@ -478,9 +478,9 @@ def test_rows_are_quantized_where_they_are_made(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(fp8_linear, "scaled_linear", scaled)
     parts, residual, norm = normal(2, 70, 256), normal(70, 256), normal(256)
     gate_up, down = random_weight(512, 256, 256), random_weight(256, 256, 256)
-    room = kernels.rows_for(gate_up, residual)
+    room = rows_for(gate_up, residual)
     assert room.shape == (80, 256) and room.dtype is FP8
-    assert kernels.rows_for(gate_up, residual[:9]).dtype is torch.float32, "too few rows"
+    assert rows_for(gate_up, residual[:9]).dtype is torch.float32, "too few rows"
     x, total = add_norm(parts, residual, norm, 1e-6, room)
     wide, same = add_norm(parts, residual, norm, 1e-6)
     apart = quantize_rows(wide, 256)

@@ -23,11 +23,11 @@ from minisgl.kernels.linear import (
     launch_rows,
     linear,
     mlp,
-    rows_for,
     rows_linear,
     silu_and_mul,
     split_k_linear,
 )
+from minisgl.kernels.norm import rows_for
 from minisgl.kernels.scaled_mm import Fp8Rows, empty_rows, quantize_rows, scaled_linear
 from minisgl.layers.fp8 import FP8, Fp8Weight, fp8_weight
 

@@ -398,9 +398,3 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
 def mlp(down: Tensor, x: Tensor, gate_up: Tensor) -> Tensor:
     """x [m, k] through a gated MLP: parts [splits, m, n], still to be added up."""
     return split_k_linear(gated_linear(x, gate_up), down)
-
-
-@singledispatch
-def rows_for(weight: Tensor, like: Tensor) -> Tensor:
-    """Room for rows like these [m, k], as a product by `weight` reads them."""
-    return torch.empty_like(like)

@@ -5,6 +5,8 @@ Generated from notebooks/05d_gemm.ipynb: edit there.
 
 from __future__ import annotations
 
+from functools import singledispatch
+
 import torch
 import triton
 import triton.language as tl
@@ -50,6 +52,12 @@ def add_norm_kernel(
     if out_ptr.dtype.element_ty.primitive_bitwidth == 8:
         y = to_eight_bits(y.to(sum_ptr.dtype.element_ty), scale_ptr + row)
     tl.store(out_ptr + row * N + cols, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@singledispatch
+def rows_for(weight: Tensor, like: Tensor) -> Tensor:
+    """Room for rows like these [m, k], as a product by `weight` reads them."""
+    return torch.empty_like(like)
 
 
 def add_norm(

@@ -15,8 +15,8 @@ from minisgl.attention.base import ForwardBatch
 from minisgl.attention.fused_backend import FusedPlan
 from minisgl.kernels.device import device_limits
 from minisgl.kernels.embedding import embed
-from minisgl.kernels.linear import linear, mlp, row_linear, rows_for, split_k_linear
-from minisgl.kernels.norm import add_norm
+from minisgl.kernels.linear import linear, mlp, row_linear, split_k_linear
+from minisgl.kernels.norm import add_norm, rows_for
 from minisgl.kernels.rotate_store import rotate_and_store
 from minisgl.layers.mlp import GatedMLP
 from minisgl.parallel.comm import Comm

@@ -21,7 +21,7 @@ from minisgl.attention.triton_backend import TritonBackend
 from minisgl.kernels import fp8_linear, moe
 from minisgl.kernels import linear as kernels
 from minisgl.kernels.linear import FEW_ROWS
-from minisgl.kernels.norm import add_norm
+from minisgl.kernels.norm import add_norm, rows_for
 from minisgl.kernels.scaled_mm import quantize_rows
 from minisgl.layers.fp8 import FP8, Fp8Weight, fp8_weight, quantize
 from minisgl.layers.moe import grouped_experts, route
@@ -144,7 +144,7 @@ def test_rows_are_quantized_where_they_are_made(rows: int) -> None:
     gate_up, down = random_weight(34816, 5120, 0), random_weight(5120, 17408, 0)
     gate_up.scale *= 0.01
     parts, residual, norm = normal(3, rows, 5120), normal(rows, 5120, seed=3), normal(5120)
-    x, _ = add_norm(parts, residual, norm, 1e-6, kernels.rows_for(gate_up, residual))
+    x, _ = add_norm(parts, residual, norm, 1e-6, rows_for(gate_up, residual))
     wide, _ = add_norm(parts, residual, norm, 1e-6)
     apart = quantize_rows(wide, 5120)
     assert x.dtype is FP8
