@@ -192,8 +192,10 @@ def compile_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> LLMa
         tag = field == "structural_tag"
         source = TagCompiler(tokenizer).lark(text) if tag else FORMS[field](text)
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
+        matcher.compute_bitmask()  # of the first token
         if matcher.is_error():  # it never raises
-            raise ValueError(matcher.get_error())
+            why = matcher.get_error()
+            raise ValueError("no text matches" if why.startswith("NoExtensionBias") else why)
     except (ValueError, RecursionError) as error:
         name = str(tag_of(text).get("name", field)) if field == "structural_tag" else field
         raise InvalidRequestError(f"{name}: {error}", param=name) from None

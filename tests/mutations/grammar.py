@@ -45,6 +45,13 @@ MUTATIONS = [
         TESTS + "test_what_cannot_be_compiled_is_refused_with_the_reason",
     ),
     Mutation(
+        "grammar_that_no_text_matches_is_let_in",
+        GRAMMAR,
+        "matcher.compute_bitmask()",
+        "pass",
+        TESTS + "test_what_cannot_be_compiled_is_refused_with_the_reason",
+    ),
+    Mutation(
         "grammar_knows_the_tokenizer_only",
         GRAMMAR,
         "n_vocab=vocab_size, ",
