@@ -17,7 +17,8 @@ def llama3_frequencies(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Te
     """Keep fast planes, divide slow ones by the factor, blend linearly between the two bounds.
 
     A plane is judged by how often it turns within the original window: more than
-    `high_freq_factor` times is fast, less than `low_freq_factor` times is slow.
+    `high_freq_factor` times is fast, less than `low_freq_factor` times is slow. Radians per
+    position, float32 [head_dim / 2], in and out.
     """
     turns = scaling.original_max_position * inv_freq / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -26,7 +27,7 @@ def llama3_frequencies(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Te
 
 
 def yarn_frequencies(config: RotaryConfig, scaling: RopeScaling) -> torch.Tensor:
-    """Like llama3, but the blend is linear in the plane's index, between rounded bounds."""
+    """Like llama3, but the blend is linear in the plane's index: float32 [head_dim / 2]."""
 
     def plane_that_turns(times: float) -> float:
         wavelength = scaling.original_max_position / (times * 2 * math.pi)
