@@ -741,6 +741,9 @@ def test_ctrl_c_prints_what_was_measured(live: Live, answered: Answered, tmp_pat
         "secret",
         "--rate",
         "2",
+        "--output-len",
+        "4",
+        "12",
         "--json",
         str(out),
     ]
