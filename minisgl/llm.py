@@ -115,11 +115,13 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     return Tokenizer(folder) if any((folder / name).is_file() for name in names) else None
 
 
-def make_config(folder: Path, num_pages: int | None, fields: dict[str, Any]) -> SchedulerConfig:
+def make_config(folder: Path, ranks: int | None, fields: dict[str, Any]) -> SchedulerConfig:
     """A config from keyword arguments; `torch.device` and `torch.dtype` are welcome."""
+    if ranks is not None and fields.setdefault("tp", ranks) != ranks:
+        raise ValueError(f"tensor_parallel_size: {ranks} beside tp {fields['tp']}; give one")
     for name in fields.keys() & {"device", "dtype"}:
         fields[name] = str(fields[name]).removeprefix("torch.")
-    return SchedulerConfig(model_path=str(folder), **{"num_page_override": num_pages, **fields})
+    return SchedulerConfig(model_path=str(folder), **fields)
 
 
 def start_ranks(config: SchedulerConfig, eos_token_ids: Collection[int]) -> Any:
@@ -133,22 +135,21 @@ class LLM:
     """A model that answers in this process. Prefixes stay cached from one call to the next.
 
     `model_path` is a folder, a hub id, or None for the embedded model. All other fields of
-    `SchedulerConfig` may be given by name; `num_pages` is `num_page_override`, and
-    `tensor_parallel_size` is `tp`: with more than one rank, this process is rank 0 and starts the
-    others. After a failure it has to end them, and answers no more.
+    `SchedulerConfig` may be given by name; `tensor_parallel_size` is `tp`: with more than one rank,
+    this process is rank 0 and starts the others. After a failure it has to end them, and answers no
+    more.
     """
 
     def __init__(
         self,
         model_path: str | Path | None = None,
         *,
-        num_pages: int | None = None,
-        tensor_parallel_size: int = 1,
+        tensor_parallel_size: int | None = None,
         progress: bool = False,
         **fields: Any,
     ) -> None:
         folder = resolve_model_path(model_path)
-        self.config = make_config(folder, num_pages, {"tp": tensor_parallel_size, **fields})
+        self.config = make_config(folder, tensor_parallel_size, fields)
         self.tokenizer = load_tokenizer(folder)
         self.channel = InProcessChannel()
         ends = () if self.tokenizer is None else self.tokenizer.eos_token_ids

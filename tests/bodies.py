@@ -123,7 +123,7 @@ def mutated(rng: random.Random) -> tuple[str, bytes]:
 async def send_all(count: int, seed: int, path: Path) -> Counter[int]:
     """How many were answered with which status; AssertionError for a 5xx or an error event."""
     rng, found = random.Random(seed), Counter[int]()
-    config = ServerConfig(model_path=str(path), num_page_override=2048, page_size=4, device="cpu")
+    config = ServerConfig(model_path=str(path), num_pages=2048, page_size=4, device="cpu")
     operations = Operations(log_format="none", request_timeout=60)
     with InProcessServer(config) as server:
         watchers, settings = Watchers(operations), settings_for(config, path, 60)

@@ -61,7 +61,7 @@ def speed(llm: LLM, count: int, length: int, answer: int) -> float:
 def measure() -> dict[str, Any]:
     """The median of each case's rounds, for all engines in turns."""
     torch.set_num_threads(1)  # a thread that waits would burn seconds, too
-    start = partial(LLM, device="cpu", num_page_override=500, cache_type="naive")
+    start = partial(LLM, device="cpu", num_pages=500, cache_type="naive")
     with mock.patch("minisgl.layers.invariant.make_invariant", lambda ctx: ctx):
         attention = start(deterministic=True)
     engines = {"plain": start(), "attention": attention, "deterministic": start(deterministic=True)}

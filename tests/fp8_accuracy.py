@@ -70,7 +70,7 @@ def divergence(folder: Path, texts: Sequence[Sequence[int]], device: str) -> dic
     logs = {}
     for kind, how in KINDS.items():
         config = EngineConfig(
-            model_path=str(folder), device=device, num_page_override=64, max_running_req=1, **how
+            model_path=str(folder), device=device, num_pages=64, max_running_req=1, **how
         )
         engine = build_engine(config, progress=False)
         logs[kind] = torch.cat([log_probabilities(engine, ids) for ids in texts])

@@ -73,8 +73,8 @@ class Live:
         send_buffer: int | None = None,
         operations: Operations | None = None, **fields: Any,
     ) -> None:  # fmt: skip
-        self.pages = fields.pop("num_page_override", PAGES)
-        config = ServerConfig(model_path=str(checkpoint), num_page_override=self.pages, **fields)
+        self.pages = fields.pop("num_pages", PAGES)
+        config = ServerConfig(model_path=str(checkpoint), num_pages=self.pages, **fields)
         self.operations = operations or Operations(log_format="none")
         self.watchers = Watchers(self.operations)
         self.server = InProcessServer(config, [*self.watchers.all(), *observers])

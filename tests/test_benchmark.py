@@ -529,7 +529,7 @@ def test_every_engine_flag_reaches_the_config() -> None:
     assert fields == {
         "attention_backend": "fi,triton", "page_size": 64, "cuda_graph_max_bs": 0,
         "max_running_req": 7, "memory_ratio": 0.5,
-        "dtype": "bfloat16", "num_page_override": 9, "overlap": False,
+        "dtype": "bfloat16", "num_pages": 9, "overlap": False,
         "use_dummy_weight": True, "device": "auto", "kernels": "torch",
     }  # fmt: skip
 

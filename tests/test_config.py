@@ -108,7 +108,7 @@ INTEGER_FIELDS = {  # field to the smallest value allowed
     "max_running_req": 1,
     "page_size": 1,
     "max_seq_len_override": 2,
-    "num_page_override": 1,
+    "num_pages": 1,
     "cuda_graph_max_bs": 0,
     "seed": 0,
     "max_extend_tokens": 1,

@@ -277,7 +277,7 @@ def bits(answer: dict[str, Any]) -> Bits:
 
 
 def start(arch: str | None, deterministic: bool = True, **fields: Any) -> LLM:
-    fields = {"num_page_override": 400, "max_running_req": 8, **fields}
+    fields = {"num_pages": 400, "max_running_req": 8, **fields}
     model = None if arch is None else folder(arch)
     return LLM(model, device="cpu", deterministic=deterministic, **fields)
 
@@ -362,7 +362,7 @@ def test_a_retracted_request_goes_on_with_the_same_bits(arch: str | None) -> Non
     prompts, params = fixed_requests()
     with start(arch, cache_type="naive") as llm:
         want = [bits(llm.generate([p], [s])[0]) for p, s in zip(prompts, params)]
-    tight = {"num_page_override": 58, "page_size": 4, "reserve_tokens": 1, "max_extend_tokens": 50}
+    tight = {"num_pages": 58, "page_size": 4, "reserve_tokens": 1, "max_extend_tokens": 50}
     with start(arch, **tight) as llm:
         assert [bits(answer) for answer in llm.generate(prompts, params)] == want
         assert llm.scheduler.retractions > 0

@@ -220,7 +220,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(folder: Path, **fields: Any) -> Engine:
-    how = {"page_size": 4, "num_page_override": 32, "max_running_req": 8, "device": "cpu"} | fields
+    how = {"page_size": 4, "num_pages": 32, "max_running_req": 8, "device": "cpu"} | fields
     config = EngineConfig(model_path=str(folder), **how)
     new_graph = RecordingGraph if config.cuda_graph_bs else None
     return build_engine(config, progress=False, new_graph=new_graph)
@@ -412,8 +412,8 @@ def test_a_mixed_batch_draws_the_same_when_recorded(
     folder: Path, sizes: tuple[int, ...], ways: list[SamplingParams]
 ) -> None:
     """With padding, without, and too many for any size: who is filtered is drawn again."""
-    eager = decode_steps(make(folder, num_page_override=40), ways)
-    assert decode_steps(make(folder, num_page_override=40, cuda_graph_bs=sizes), ways) == eager
+    eager = decode_steps(make(folder, num_pages=40), ways)
+    assert decode_steps(make(folder, num_pages=40, cuda_graph_bs=sizes), ways) == eager
 
 
 def prepared(engine: Engine, count: int) -> tuple[list[Req], ForwardInput]:
@@ -438,7 +438,7 @@ def test_padding_writes_to_no_real_row(folder: Path) -> None:
 
 def test_a_recorded_step_reads_what_was_sent(folder: Path) -> None:
     """Keys and temperatures are those of the sorted requests; padding is greedy."""
-    engine = make(folder, num_page_override=40, cuda_graph_bs=(8,))
+    engine = make(folder, num_pages=40, cuda_graph_bs=(8,))
     _, inputs = prepared(engine, 5)
     assert engine.graph is not None and inputs.sampling is not None
     assert [req.uid for req in inputs.sampled] == [4, 3, 2, 1, 0]  # long ones first
@@ -472,7 +472,7 @@ def test_tokens_outlive_the_next_recorded_step(folder: Path) -> None:
 @pytest.mark.parametrize("sizes", [(4, 8), (5, 8)])
 def test_recorded_logits_are_those_of_the_step(folder: Path, sizes: tuple[int, ...]) -> None:
     """A small step after a large one: what the large one left is neither read nor drawn from."""
-    engine = make(folder, num_page_override=40, cuda_graph_bs=sizes)
+    engine = make(folder, num_pages=40, cuda_graph_bs=sizes)
     reqs = admit(engine, CROWD)
     ids = run(engine, reqs, Phase.PREFILL)
     texts = [[*prompt, token] for prompt, token in zip(CROWD, ids)]
@@ -517,20 +517,20 @@ def test_start_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
              "GraphRunner"]  # fmt: skip
     for name in names:
         spy(name)
-    make(folder, num_page_override=None, cuda_graph_bs=(1,))
+    make(folder, num_pages=None, cuda_graph_bs=(1,))
     assert calls == names
 
 
 def test_auto_size_and_a_pool_that_is_too_small(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make(folder, num_page_override=None)
+    engine = make(folder, num_pages=None)
     assert engine.num_pages == 8 * pages_for(128, 4)  # everything eight requests could use
     token = 2 * 2 * 2 * 16 * 4
     free = int((tensor_bytes(engine.model) + 100 * token) / 0.9)
     monkeypatch.setattr(memory_module, "free_bytes", lambda *_: free)
     with pytest.raises(NotEnoughMemory, match="128 tokens needs 32"):
-        make(folder, num_page_override=None)
+        make(folder, num_pages=None)
 
 
 def test_all_ranks_take_the_smallest_number(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -580,9 +580,7 @@ def test_shutdown_lets_go_of_the_graphs(folder: Path) -> None:
 
 
 def test_graphs_need_a_gpu_or_a_maker(folder: Path) -> None:
-    config = EngineConfig(
-        model_path=str(folder), device="cpu", num_page_override=32, cuda_graph_bs=(2,)
-    )
+    config = EngineConfig(model_path=str(folder), device="cpu", num_pages=32, cuda_graph_bs=(2,))
     with pytest.raises(ValueError, match=r"cuda_graph_bs: CUDA graphs need a GPU, got \(2,\)"):
         build_engine(config, progress=False)
     none = replace(config, cuda_graph_bs=None, cuda_graph_max_bs=8)

@@ -268,7 +268,7 @@ def test_engine_serves_eight_bits(tmp_path: Path) -> None:
     greedy = SamplingParams(max_tokens=12, ignore_eos=True)
     answers = []
     for folder in (quantized, plain):
-        with LLM(folder, device="cpu", num_page_override=32) as llm:
+        with LLM(folder, device="cpu", num_pages=32) as llm:
             answers.append([out["token_ids"] for out in llm.generate(PROMPTS, greedy)])
     assert answers[0] == answers[1]
 
@@ -564,7 +564,7 @@ def test_engine_with_a_cache_of_eight_bits(tmp_path: Path, scales: bool) -> None
     first = SamplingParams(max_tokens=1, logprobs=0, ignore_eos=True)
     found = {}
     for kind in ("model", "fp8"):
-        with LLM(folder, kv_cache_dtype=kind, num_page_override=32, device="cpu") as llm:
+        with LLM(folder, kv_cache_dtype=kind, num_pages=32, device="cpu") as llm:
             engine = llm.scheduler.engine
             answers = llm.generate(PROMPTS, first)
             found[kind] = [answer["logprobs"][0]["logprob"] for answer in answers]

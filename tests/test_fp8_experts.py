@@ -105,7 +105,7 @@ def test_engine_serves_experts_of_eight_bits(tmp_path: Path) -> None:
     greedy = SamplingParams(max_tokens=6, ignore_eos=True)
     answers = []
     for folder in (quantized, plain):
-        with LLM(folder, device="cpu", num_page_override=32) as llm:
+        with LLM(folder, device="cpu", num_pages=32) as llm:
             answers.append([out["token_ids"] for out in llm.generate(PROMPTS, greedy)])
     assert answers[0] == answers[1]
 

@@ -364,6 +364,8 @@ def test_options_reach_the_engine(folder: Path) -> None:
         assert (engine.num_pages, engine.page_size, prefill.limits.max_extend_tokens) == (33, 8, 9)
         assert type(llm.scheduler.cache.prefix_cache).__name__ == "NaiveCache"
         assert len(llm.generate([1] * 40, GREEDY)[0]["token_ids"]) > 0
+    with pytest.raises(ValueError, match="tensor_parallel_size: 2 beside tp 1"):
+        LLM(folder, tensor_parallel_size=2, tp=1)
     with pytest.raises(ValueError, match="page_size: must be"):
         LLM(folder, page_size=-3)
     with pytest.raises(TypeError, match="nonsense"):

@@ -603,7 +603,7 @@ def test_overhead_of_shapes_without_a_tokenizer(
     found = json.loads(out.read_text())["results"]
     assert found["tokenizer"] == "synthetic" and found["streams"] == 4 and found["ratio"] > 0
     assert {"engine alone", "client", "http", "scheduler"} <= found["cpu_s"].keys()
-    assert found["engine"]["num_page_override"] == 64
+    assert found["engine"]["num_pages"] == 64
     assert "CPU seconds of a run" in capsys.readouterr().out
     (tmp_path / "config.json").write_text("{}")
     assert main(words) == 2
@@ -630,7 +630,7 @@ def answered() -> Answered:
 
 @pytest.fixture(scope="module")
 def live(answered: Answered) -> Iterator[Live]:
-    fields = {"num_page_override": 1024, "served_model_name": "tiny", "api_key": "secret"}
+    fields = {"num_pages": 1024, "served_model_name": "tiny", "api_key": "secret"}
     with Live(resolve_model_path(None), observers=(answered,), **fields) as live:
         yield live
 

@@ -39,7 +39,7 @@ def folder() -> Path:
 
 def make_engine(page_size: int, num_pages: int, rows: int, **fields: Any) -> Engine:
     config = EngineConfig(
-        model_path=str(folder()), device="cpu", page_size=page_size, num_page_override=num_pages,
+        model_path=str(folder()), device="cpu", page_size=page_size, num_pages=num_pages,
         max_running_req=rows, **fields,
     )  # fmt: skip
     new_graph = RecordingGraph if config.cuda_graph_bs else None

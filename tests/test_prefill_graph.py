@@ -111,7 +111,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(folder: Path, most: int, **fields: Any) -> Engine:
-    how: dict[str, Any] = {"page_size": 4, "num_page_override": 160, "max_running_req": 20}
+    how: dict[str, Any] = {"page_size": 4, "num_pages": 160, "max_running_req": 20}
     config = EngineConfig(
         model_path=str(folder),
         device="cpu",

@@ -688,7 +688,7 @@ def test_pitfall_10_11_12_prompts_that_can_never_run_get_an_answer(live: Live) -
 
 
 def test_pool_smaller_than_a_prompt(checkpoint: Path) -> None:
-    config = ServerConfig(model_path=str(checkpoint), num_page_override=4)
+    config = ServerConfig(model_path=str(checkpoint), num_pages=4)
     with InProcessServer(config) as server:
         app = create_app(server.frontend, settings_for(config, checkpoint))
 

@@ -79,7 +79,7 @@ def test_sockets_have_short_paths(
 
 
 def test_shell_keeps_a_conversation(checkpoint: Path) -> None:
-    config = ServerConfig(model_path=str(checkpoint), num_page_override=PAGES)
+    config = ServerConfig(model_path=str(checkpoint), num_pages=PAGES)
     said: list[str] = []
 
     async def talk(server: InProcessServer) -> None:
@@ -145,7 +145,7 @@ def test_flags_reach_the_config() -> None:
     flags = "--page-size 4 --attn triton --cache-type naive --disable-overlap --num-pages 9 --tp 2"
     config = config_from(build_parser().parse_args(flags.split()))
     assert (config.page_size, config.attention_backend, config.cache_type) == (4, "triton", "naive")
-    assert (config.overlap, config.num_page_override, config.tp.size) == (False, 9, 2)
+    assert (config.overlap, config.num_pages, config.tp.size) == (False, 9, 2)
 
 
 @pytest.mark.parametrize(
@@ -575,7 +575,7 @@ def test_a_line_keeps_answers_apart_and_counts_as_usage_does(checkpoint: Path) -
 def test_the_window_is_no_larger_than_the_cache_that_was_asked_for(checkpoint: Path) -> None:
     config = ServerConfig(model_path=str(checkpoint))
     whole = settings_for(config, checkpoint).max_model_len
-    small = replace(config, num_page_override=3, page_size=4)
+    small = replace(config, num_pages=3, page_size=4)
     assert settings_for(small, checkpoint).max_model_len == 12 < whole
 
 
@@ -661,7 +661,7 @@ def test_drain_has_a_deadline(signals: int) -> None:
 
 def test_metrics_count_retractions(checkpoint: Path) -> None:
     """Answers that outgrow a pool that was promised to more of them than it can hold."""
-    with Live(checkpoint, num_page_override=12, reserve_tokens=1) as live:
+    with Live(checkpoint, num_pages=12, reserve_tokens=1) as live:
         body = {"prompt": "hi", "max_tokens": 100, "ignore_eos": True, "n": 4, "temperature": 1}
         assert httpx.post(f"{live.url}/v1/completions", json=body, timeout=60).status_code == 200
         live.assert_pages_home()

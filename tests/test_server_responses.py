@@ -48,7 +48,7 @@ def live() -> Iterator[Live]:
     operations = Operations(log_format="none", max_body_size=200_000)
     with Live(
         resolve_model_path(None),
-        num_page_override=1024,
+        num_pages=1024,
         served_model_name="tiny",
         operations=operations,
     ) as live:
@@ -276,7 +276,7 @@ So:
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A server with a random model whose template knows thoughts and tools."""
     folder = save_model(tmp_path_factory.mktemp("calls"), THINKS_TEMPLATE)
-    with Live(folder, num_page_override=1024, served_model_name="calls") as live:
+    with Live(folder, num_pages=1024, served_model_name="calls") as live:
         yield live
         live.assert_pages_home()
 

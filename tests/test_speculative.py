@@ -514,7 +514,7 @@ def test_steps_with_drafts_store_first(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("minisgl.scheduler.speculative.MAX_ROWS", 1)
     path = make_checkpoint(tmp_path, "llama", num_hidden_layers=1, head_dim=32)
-    config = EngineConfig(model_path=str(path), device="cpu", num_page_override=8,
+    config = EngineConfig(model_path=str(path), device="cpu", num_pages=8,
                           max_running_req=2, num_speculative_tokens=3)  # fmt: skip
     made = build_engine(config, progress=False)
     how: dict[str, Any] = {"attention_backend": "torch,fused", "cuda_graph_bs": (1, 2)}

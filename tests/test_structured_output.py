@@ -213,7 +213,7 @@ def test_aborts_leave_nothing_behind_and_harm_nobody() -> None:
     """At every moment of an answer; who stays gets the tokens that they get alone."""
     channel = InProcessChannel()
     config = SchedulerConfig(
-        model_path=str(FOLDER), device="cpu", page_size=4, num_page_override=200, overlap=True
+        model_path=str(FOLDER), device="cpu", page_size=4, num_pages=200, overlap=True
     )
     scheduler = build_scheduler(config, channel)
     prompt, asked = list(range(6, 20)), [ANSWER, SamplingParams(max_tokens=12), ANSWER]
@@ -535,7 +535,7 @@ def test_a_slow_grammar_delays_its_own_request_alone(monkeypatch: pytest.MonkeyP
     """A stream begins and ends while the grammar of a request that came first is compiled."""
     go_on, real = threading.Event(), grammar.compile_grammar
     monkeypatch.setattr(grammar, "compile_grammar", lambda *args: go_on.wait(60) and real(*args))
-    config = ServerConfig(model_path=str(FOLDER), device="cpu", page_size=4, num_page_override=200)
+    config = ServerConfig(model_path=str(FOLDER), device="cpu", page_size=4, num_pages=200)
 
     async def ask(server: InProcessServer) -> None:
         async def answer(params: SamplingParams) -> list[UserReply]:
@@ -654,7 +654,7 @@ def run(scheduler: Scheduler, channel: InProcessChannel) -> dict[int, list[Any]]
 def test_every_rank_follows_the_answer_itself() -> None:
     """Two processes say what one says: matchers depend on tokens alone, which ranks share."""
     config = SchedulerConfig(
-        model_path=str(FOLDER), device="cpu", page_size=4, num_page_override=100, overlap=True
+        model_path=str(FOLDER), device="cpu", page_size=4, num_pages=100, overlap=True
     )
     channel = InProcessChannel()
     one = run(build_scheduler(config, channel), channel)

@@ -339,7 +339,7 @@ def test_a_rank_that_hangs_ends_the_group() -> None:
 def settings(folder: Path, **fields: Any) -> SchedulerConfig:
     """A small engine: chunks of 64 tokens, and a pool in which requests must evict."""
     base: dict[str, Any] = {
-        "num_page_override": 40, "page_size": 4, "max_extend_tokens": 64, "overlap": True,
+        "num_pages": 40, "page_size": 4, "max_extend_tokens": 64, "overlap": True,
     }  # fmt: skip
     return SchedulerConfig(model_path=str(folder), device="cpu", **{**base, **fields})
 

@@ -461,7 +461,7 @@ def test_tags_that_cannot_be_used_are_refused(
 
 @pytest.fixture(scope="module")
 def live(folders: dict[str, Path]) -> Iterator[Live]:
-    with Live(folders["hermes"], num_page_override=4096) as live:
+    with Live(folders["hermes"], num_pages=4096) as live:
         yield live
 
 
@@ -670,7 +670,7 @@ def say(live: Live, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 def test_thoughts_and_calls_together_over_http(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Live(folders["thinks"], num_page_override=1024) as live:
+    with Live(folders["thinks"], num_pages=1024) as live:
         client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="any", max_retries=0)
         check_thoughts_and_calls(live, monkeypatch, client)
 
@@ -701,7 +701,7 @@ def check_thoughts_and_calls(
 
 def test_thoughts_that_begin_in_the_prompt(folders: dict[str, Path]) -> None:
     fields = {"max_tokens": 4, "ignore_eos": True, "temperature": 1}
-    with Live(folders["opened"], num_page_override=1024) as live:
+    with Live(folders["opened"], num_pages=1024) as live:
         message = post(live, **fields).json()["choices"][0]["message"]
         assert message["reasoning_content"] and message["content"] == ""
         talk = {"chat_template_kwargs": {"enable_thinking": False}}

@@ -256,7 +256,7 @@ def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
     if args.device.startswith("cuda"):
         # The second to start finds less memory, which must not change what it captures.
         fields.setdefault("cuda_graph_max_bs", fields["max_running_req"])
-        if "num_page_override" not in fields:
+        if "num_pages" not in fields:
             fields.setdefault("memory_ratio", 0.4)
     return fields
 
@@ -272,7 +272,7 @@ def run_overhead(args: argparse.Namespace) -> Result:
         LLM(folder, **fields) as llm,
     ):
         engine = llm.scheduler.engine
-        fields["num_page_override"] = engine.num_pages
+        fields["num_pages"] = engine.num_pages
         requests = random_workload(engine.model_config.vocab_size, args.streams, *ends, args.seed)
         with served(folder, flags_of(fields)) as child:
             how = (args.temperature, args.repeats, args.seed + 1)

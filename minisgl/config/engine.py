@@ -81,7 +81,7 @@ class EngineConfig(Validated):
     distributed_timeout: PositiveNumber = 60.0
     use_dummy_weight: bool = False
     max_seq_len_override: Annotated[Count, Field(ge=2)] | None = None
-    num_page_override: Positive | None = None
+    num_pages: Positive | None = None
     kernels: Literal["auto", "torch", "triton"] = "auto"
     num_speculative_tokens: Annotated[Count, Field(le=31)] = 0
     deterministic: bool = False

@@ -48,7 +48,7 @@ ENGINE_FLAGS = (
     Flag("--kernels", "kernels", "what computes norms, GEMMs of few rows and sums of a layer"),
     Flag("--cache-type", "cache_type", "prefix cache"),
     Flag("--page-size", "page_size", "tokens per KV page (default: 16)"),
-    Flag("--num-pages", "num_page_override", "KV pages (default: what memory allows)"),
+    Flag("--num-pages", "num_pages", "KV pages (default: what memory allows)"),
     Flag("--memory-ratio", "memory_ratio", "share of memory for weights and KV"),
     Flag("--memory-trial-tokens", "memory_trial_tokens",
          "size the KV cache by a trial prefill of so many tokens; 0: by the share alone"),

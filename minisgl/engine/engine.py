@@ -254,8 +254,8 @@ def count_pages(
     free_before: int, stream: torch.cuda.Stream | None,
 ) -> int:  # fmt: skip
     """The KV pages that the config asks for, or else as many as all ranks can have."""
-    if config.num_page_override is not None:
-        return config.num_page_override
+    if config.num_pages is not None:
+        return config.num_pages
     return decide_pages(
         config, model_config, comm, free_before=free_before, model_bytes=tensor_bytes(model),
         trial=lambda tokens: measure_peak(Engine(config, model_config, model, 1, stream), tokens),

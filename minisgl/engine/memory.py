@@ -83,7 +83,7 @@ def require_pages(num_pages: int, *, page_bytes: int, page_size: int, max_seq_le
         f"KV cache: room for {have} pages of {page_size} tokens, {have * page_bytes / GIB:.2f} "
         f"GiB, but one request of {max_seq_len} tokens needs {window}, "
         f"{window * page_bytes / GIB:.2f} GiB; lower max_seq_len_override, raise memory_ratio, "
-        "or set num_page_override"
+        "or set num_pages"
     )
 
 

@@ -24,7 +24,7 @@ PERSON = {
 
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
-    with Live(resolve_model_path(None), num_page_override=1024, served_model_name="tiny") as live:
+    with Live(resolve_model_path(None), num_pages=1024, served_model_name="tiny") as live:
         yield f"{live.url}/v1"
         live.assert_pages_home()
 
@@ -33,6 +33,6 @@ def url() -> Iterator[str]:
 def tools_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A random model whose template knows tools: it calls because it must."""
     folder = save_model(tmp_path_factory.mktemp("tools"), HERMES_TEMPLATE)
-    with Live(folder, num_page_override=4096, served_model_name="tiny") as live:
+    with Live(folder, num_pages=4096, served_model_name="tiny") as live:
         yield f"{live.url}/v1"
         live.assert_pages_home()

@@ -114,7 +114,7 @@ class Round:
         self.channel = InProcessChannel()
         self.policy: Literal["fcfs", "fair"] = "fair" if seed // 2 % 2 else "fcfs"
         config = SchedulerConfig(
-            page_size=page_size, num_page_override=POOL // page_size, max_seq_len_override=WINDOW,
+            page_size=page_size, num_pages=POOL // page_size, max_seq_len_override=WINDOW,
             max_running_req=ROWS, max_extend_tokens=128, cache_type="radix", overlap=True,
             reserve_tokens=1, schedule_policy=self.policy, **fields,
         )  # fmt: skip

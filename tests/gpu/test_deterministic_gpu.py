@@ -93,12 +93,12 @@ def test_engine(arch: str, record: int, tmp_path_factory: pytest.TempPathFactory
     prompts, params = as_requests(shapes)
     common = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}
     with LLM(folder, cache_type="naive", overlap=False, cuda_graph_max_bs=0,
-             num_page_override=2000, **common) as llm:  # fmt: skip
+             num_pages=2000, **common) as llm:  # fmt: skip
         want = [bits(llm.generate([p], [s])[0]) for p, s in zip(prompts, params)]
     ways = [
-        {"num_page_override": 2000},
-        {"num_page_override": 2000, "max_extend_tokens": 33, "page_size": 4},
-        {"num_page_override": 130, "page_size": 4, "reserve_tokens": 1},
+        {"num_pages": 2000},
+        {"num_pages": 2000, "max_extend_tokens": 33, "page_size": 4},
+        {"num_pages": 130, "page_size": 4, "reserve_tokens": 1},
     ]
     for way in ways:
         with LLM(folder, cuda_graph_max_bs=record, **way, **common) as llm:  # type: ignore[arg-type]

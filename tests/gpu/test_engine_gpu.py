@@ -219,7 +219,7 @@ def test_replay_equals_eager_bit_for_bit(backend: str, page_size: int) -> None:
     need(backend)
     config = EngineConfig(
         device=DEVICE, dtype="bfloat16", attention_backend=backend, page_size=page_size,
-        num_page_override=32_768 // page_size, max_running_req=128, max_seq_len_override=1024,
+        num_pages=32_768 // page_size, max_running_req=128, max_seq_len_override=1024,
         cuda_graph_bs=(1, 2, 8, 64, 128),
     )  # fmt: skip
     engine = build_engine(config, progress=False)
@@ -385,7 +385,7 @@ def advance(engine: Engine, reqs: list[Req], phase: Phase) -> tuple[dict[int, in
 @pytest.mark.parametrize("count", [4, 13, 30])
 def test_filtered_rows_overrule_the_draw_in_the_graph(count: int) -> None:
     config = EngineConfig(
-        device=DEVICE, dtype="bfloat16", num_page_override=256, max_running_req=32,
+        device=DEVICE, dtype="bfloat16", num_pages=256, max_running_req=32,
         max_seq_len_override=256, cuda_graph_bs=(4, 16, 32), page_size=16,
     )  # fmt: skip
     engine = build_engine(config, progress=False)

@@ -194,7 +194,7 @@ GREEDY = SamplingParams(max_tokens=40)
 
 
 def texts(**fields: Any) -> list[str]:
-    with LLM(device="cuda", num_page_override=512, **fields) as llm:
+    with LLM(device="cuda", num_pages=512, **fields) as llm:
         return [answer["text"] for answer in llm.chat(SUMS, GREEDY)]
 
 
@@ -224,7 +224,7 @@ def test_checkpoints_of_eight_bits(tmp_path: Path, layout: str) -> None:
     first = SamplingParams(max_tokens=1, logprobs=0, ignore_eos=True)
     found = []
     for folder in folders:
-        with LLM(folder, device="cuda", num_page_override=64) as llm:
+        with LLM(folder, device="cuda", num_pages=64) as llm:
             answer = llm.generate([[5, 9, 200, 31, 7, 7, 280, 14]], first)[0]
             found.append(answer["logprobs"][0]["logprob"])
     assert abs(found[0] - found[1]) < 0.1

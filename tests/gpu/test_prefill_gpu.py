@@ -73,7 +73,7 @@ def test_replay_equals_its_kernels_and_nearly_eager(backend: str, page_size: int
     need(backend)
     config = EngineConfig(
         device=DEVICE, dtype="bfloat16", attention_backend=backend, page_size=page_size,
-        num_page_override=8192 // page_size, max_running_req=32, max_seq_len_override=1024,
+        num_pages=8192 // page_size, max_running_req=32, max_seq_len_override=1024,
         cuda_graph_bs=(1,), prefill_graph_max_tokens=256,
     )  # fmt: skip
     engine = build_engine(config, progress=False)

@@ -78,7 +78,7 @@ def test_wide_replay_equals_eager_bit_for_bit(folder: Path, backend: str, one_ro
     need(backend)
     config = EngineConfig(
         model_path=str(folder), use_dummy_weight=True, device=DEVICE, dtype="bfloat16",
-        attention_backend=backend, page_size=16, num_page_override=4096, max_running_req=256,
+        attention_backend=backend, page_size=16, num_pages=4096, max_running_req=256,
         max_seq_len_override=1024, cuda_graph_bs=(1, 2, 8, 64, 128, 192, 256),
     )  # fmt: skip
     engine = build_engine(config, progress=False)

@@ -53,6 +53,6 @@ def settings_for(
     name = config.served_model_name or (path.name if config.model_path else "minisgl-tiny")
     model, can = ModelConfig.from_path(path), chat_abilities(read_template(path))
     window = max_seq_len(config, model)
-    if config.num_page_override is not None:  # a KV cache smaller than the window
-        window = min(window, config.num_page_override * (resolve(config, model).page_size or 1))
+    if config.num_pages is not None:  # a KV cache smaller than the window
+        window = min(window, config.num_pages * (resolve(config, model).page_size or 1))
     return ApiSettings(name, window, sampling_defaults(path), config.api_key, request_timeout, can)
