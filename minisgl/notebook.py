@@ -146,7 +146,7 @@ def best_ms(call: Callable[..., object], *args: object, repeats: int = 5) -> flo
     return 1e3 * min(times)
 
 
-def complaint(
+def error_message(
     call: Callable[..., object],
     *args: object,
     error: type[Exception] = ValueError,

@@ -46,7 +46,7 @@ def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def refused(action: Any, *args: Any, **kwargs: Any) -> str:
-    """The complaint of a call that must be refused."""
+    """The error message of a call that must be refused."""
     with pytest.raises(ValueError) as caught:
         action(*args, **kwargs)
     return str(caught.value)

@@ -703,7 +703,7 @@ def hand_watch(worker: float, step: float) -> tuple[Watchdog, list[float]]:
 def test_watch_agrees_with_a_diary(
     turns: list[tuple[float, list[tuple[bool, bool]]]], limits: tuple[float, float]
 ) -> None:
-    """The first complaint comes when a count has been silent for its limit of waking time."""
+    """The first error comes when a count has been silent for its limit of waking time."""
     watch, clock = hand_watch(*limits)
     pulses = {"scheduler": [0, 0], "text worker": [0, 0]}
     assert watch.check(pulses) is None

@@ -1,4 +1,4 @@
-"""Types of fields, and the one form of complaint: which field, what it must be, what it was.
+"""Types of fields, and the form of error messages: which field, what it must be, what it was.
 
 Generated from notebooks/01_requests.ipynb: edit there.
 """
@@ -23,7 +23,7 @@ def shown(value: object) -> str:
 
 
 def refuse(name: str, must: str, got: object) -> ValueError:
-    """The one form of all complaints: which field, what it must be, what it was."""
+    """The one form of all error messages: which field, what it must be, what it was."""
     return ValueError(f"{name}: must be {must}, got {shown(got)}")
 
 
@@ -60,7 +60,7 @@ def as_tuple(value: Any) -> Any:
 
 
 def explain(error: ValidationError) -> ValueError:
-    """pydantic's first complaint in our form."""
+    """pydantic's first message in our form."""
     first = error.errors(include_url=False)[0]
     name = first["loc"][0] if first["loc"] else error.title
     if first["type"] == "missing":
