@@ -13,10 +13,12 @@ import subprocess
 import sys
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -251,10 +253,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the most that each kernel takes")
     args, rows = parser.parse_args(), []
     for card in args.cards:
-        variants = all_variants(card)
-        for (kernel, key), compile_variant in variants.items():
+        counts: Counter[str] = Counter()  # each part has as many of a kernel's as any other
+        for (kernel, _), compile_variant in sorted(all_variants(card).items(), key=itemgetter(0)):
             row = {"card": card, "kernel": kernel}
-            if zlib.crc32(f"{kernel} {key}".encode()) % args.parts == args.part:
+            number = zlib.crc32(kernel.encode()) + counts[kernel]
+            counts[kernel] += 1
+            if number % args.parts == args.part:
                 row |= resources(compile_variant())
                 rows.append(row)
             print(json.dumps(row), flush=True)

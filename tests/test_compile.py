@@ -24,7 +24,7 @@ from tests.turns import in_turns
 ROOT = Path(__file__).parents[1]
 STACK = 128  # bytes that a thread may spill; 96 today
 EIGHT_BITS = {"minisgl.kernels.scaled_mm.quantize_rows_kernel"}  # an A100 has no such instructions
-PARTS = [(card, i, n) for card, n in (("A100", 8), ("L4", 12), ("H200", 12)) for i in range(n)]
+PARTS = [(card, i, n) for card, n in (("A100", 10), ("L4", 11), ("H200", 11)) for i in range(n)]
 
 
 @pytest.mark.parametrize(("card", "part", "parts"), in_turns(32, PARTS))

@@ -156,7 +156,7 @@ def test_a_response_that_is_never_sent_aborts_its_request(live: Live) -> None:
 
 def test_slow_reader_is_cut(checkpoint: Path) -> None:
     """A socket that takes nothing for the stall time is a client that left."""
-    with Live(checkpoint, stall=0.5) as live:
+    with Live(checkpoint, stall=0.5, send_buffer=4096) as live:
         body = {
             "prompt": "hi",
             "stream": True,
@@ -226,7 +226,7 @@ def test_stream_that_nobody_reads_has_a_limit() -> None:
 
 def test_memory_of_a_stalled_stream_is_bounded(checkpoint: Path) -> None:
     """While the socket takes nothing, what waits is counted in tokens and cut at the limit."""
-    with Live(checkpoint, stall=20, max_waiting=20) as live:
+    with Live(checkpoint, stall=20, max_waiting=20, send_buffer=4096) as live:
         body = {
             "prompt": "hi",
             "stream": True,
