@@ -89,6 +89,7 @@ class FairQueue:
         yield from self._waiting
 
     def add(self, req: Req) -> None:
+        """A new request; its tag is the clock of its client plus the length of its prompt."""
         share = self._shares.setdefault(req.client, Share())
         if not share.waiting:  # no credit for the time in which it wanted nothing
             others = [other.served for other in self._shares.values() if other.waiting]
@@ -142,6 +143,7 @@ class FairQueue:
         return self.rank(chunked_req) <= self.rank(first)
 
     def charge(self, batch: Batch) -> None:
+        """Count a step's tokens to their clients; prompt tokens also move the clocks."""
         if batch.phase is Phase.DECODE:
             for req in batch.reqs:
                 self._shares[req.client].served += ANSWER_WEIGHT
