@@ -103,7 +103,7 @@ class Roofline:
 def decode_lengths(
     prompts: Sequence[int], outputs: Sequence[int], max_running: int
 ) -> Iterator[IntArray]:
-    """Lengths of all running requests at each decode step, if prefill took no time at all."""
+    """At each decode step the lengths of all running requests, int32 [running]; prefill is free."""
     waiting = list(zip(prompts, outputs, strict=True))[::-1]
     running = np.empty((0, 2), dtype=np.int64)  # length now, steps to go; a prefill gave the first
     while waiting or len(running):

@@ -127,7 +127,7 @@ class PrefillRunner(GraphRunner):
         return view_prefill(memory, size, tiles)
 
     def blank(self, size: int) -> NDArray[np.int64]:
-        """A step of padding alone: tokens in the dummy row, requests and tiles without tokens."""
+        """A step of padding alone, int64 [k, size]: all tokens in the dummy row, no request."""
         tables = self.tables
         tiles = num_tiles(size, self.plans.group, self.plans.tile_rows(size))
         packed = np.zeros((num_words(size, tiles) // size, size), np.int64)
@@ -146,7 +146,7 @@ class PrefillRunner(GraphRunner):
         return static, self.plans.plan(size, static, tiles)
 
     def pack(self, fi: ForwardInput, size: int) -> NDArray[np.int64]:
-        """The step as one array, padded to `size` tokens."""
+        """The step as one array, int64 [k, size], padded to `size` tokens."""
         packed, width = self.blanks[size].copy(), self.tables.width
         views: Any = self.view(torch.from_numpy(packed).view(-1), size)
         to, tiles = (type(part)(*(tensor.numpy() for tensor in part)) for part in views)
