@@ -58,7 +58,7 @@ class EngineConfig(Validated):
     """What an engine may use; "auto" and None stand for a choice that is made later.
 
     `memory_ratio` is the part of free memory for weights and KV cache, `distributed_timeout` is in
-    seconds; `max_running_req` and `*_bs` count requests, `num_page_override` pages; `page_size`
+    seconds; `max_running_req` and `*_bs` count requests, `num_pages` pages; `page_size`
     (None: 16) and `max_seq_len_override` (None: the model's window) are in tokens. With
     `memory_trial_tokens` above 0 a trial prefill of so many tokens says what a step needs besides.
     `kernels` "torch" keeps to plain PyTorch, "triton" takes fused kernels where they fit.
