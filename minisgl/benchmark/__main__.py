@@ -35,6 +35,7 @@ from minisgl.engine.heap import frozen_heap
 from minisgl.engine.memory import NotEnoughMemory
 from minisgl.llm import LLM
 from minisgl.server.chat.client import ApiClient
+from minisgl.server.options import in_flags
 
 Result = tuple[dict[str, Any], int]  # what is stored, and the exit status
 
@@ -318,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json is not None:
             save(args.json, {"benchmark": args.command, **results}, shown(given))
     except (ValueError, OSError, ImportError, NotEnoughMemory) as error:
-        print(f"python -m minisgl.benchmark: {error}", file=sys.stderr)
+        print(f"python -m minisgl.benchmark: {in_flags(str(error))}", file=sys.stderr)
         return 2
     return status
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from minisgl.config.flags import ENGINE_FLAGS
+from minisgl.server.options import FLAG_OF
 
 
 class Child(NamedTuple):
@@ -78,14 +78,10 @@ def served(folder: Path | None, flags: Sequence[str], patience: float = 600.0) -
 
 def flags_of(fields: Mapping[str, Any]) -> list[str]:
     """Fields of `SchedulerConfig` as flags of the server's command line."""
-    known = {"dtype": "--dtype", "device": "--device"}
-    known |= {flag.field: flag.names.split()[0] for flag in ENGINE_FLAGS}
-    words = ["--dummy-weight"] if fields.get("use_dummy_weight") else []
+    words: list[str] = []
     for name, value in fields.items():
-        if name == "overlap":
-            words += [] if value else [known[name]]
-        elif isinstance(value, bool) and name in known:
-            words.append(known[name] if value else known[name].replace("--", "--no-", 1))
-        elif name in known:
-            words += [known[name], "all" if value is None else str(value)]
+        if isinstance(value, bool):  # the flag of `overlap` switches it off
+            words += [FLAG_OF[name]] * (value != (name == "overlap"))
+        elif name in FLAG_OF:
+            words += [FLAG_OF[name], "all" if value is None else str(value)]
     return words

@@ -39,7 +39,7 @@ from minisgl.server.observe.lifecycle import Lifecycle, Server
 from minisgl.server.observe.logs import LogRequests, RequestLog, as_json, as_text
 from minisgl.server.observe.metrics import Metrics, add_metrics_route
 from minisgl.server.observe.trace import TraceFile
-from minisgl.server.options import Operations, build_parser, config_from, operations_from
+from minisgl.server.options import Operations, build_parser, config_from, in_flags, operations_from
 from minisgl.server.responses.routes import add_responses_routes
 from minisgl.server.workers.channels import ZmqInbox, ZmqOutbox
 from minisgl.server.workers.messages import UserReply
@@ -189,9 +189,9 @@ async def chat_with(url: str, api_key: str | None) -> int:
             cards = await client.models()
         except ServerError as error:
             if error.kind in ("http 401", "http 403"):
-                why = f"api-key: the server at {url} does not take it ({error})"
+                why = f"--api-key: the server at {url} does not take it ({error})"
                 raise ValueError(why) from None
-            raise ValueError(f"connect: no server at {url} ({error})") from None
+            raise ValueError(f"--connect: no server at {url} ({error})") from None
         model = str(cards[0]["id"]) if cards else ""
         await run_shell(lambda messages: client.chat(model, messages))
     return 0
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, WorkerFailed) as error:
         text = str(error) if isinstance(error, WorkerFailed) else one_line(error)
         notes = getattr(error, "__notes__", []) if args.debug else []  # the worker's traceback
-        print(f"minisgl: {text}", *notes, sep="\n", file=sys.stderr)
+        print(f"minisgl: {in_flags(text)}", *notes, sep="\n", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 0

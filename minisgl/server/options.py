@@ -6,6 +6,7 @@ Generated from notebooks/12f_command_line.ipynb: edit there.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -113,3 +114,14 @@ def config_from(args: argparse.Namespace) -> ServerConfig:
 def operations_from(args: argparse.Namespace) -> Operations:
     """Flags to `Operations`. Raises `ValueError` that names the field."""
     return Operations(**values_of(args, OPERATION_FLAGS))
+
+
+FLAG_OF = {"model_path": "--model", "use_dummy_weight": "--dummy-weight", "dtype": "--dtype",
+           "device": "--device", "tp_size": "--tensor-parallel-size"}  # fmt: skip
+FLAG_OF |= {flag.field: flag.names.split()[0] for flag in flags.ENGINE_FLAGS}
+FLAG_OF |= {name: f"--{name.replace('_', '-')}" for name, *_ in SERVER_FLAGS + OPERATION_FLAGS}
+
+
+def in_flags(text: str) -> str:
+    """An error message with flags in place of the fields that they set."""
+    return re.sub(r"^\w+(?=:)|\b[a-z]+_\w+", lambda word: FLAG_OF.get(word[0], word[0]), text)

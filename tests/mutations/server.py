@@ -275,6 +275,13 @@ MUTATIONS = [
         test=OPERATIONS + "test_only_loopback_is_silent",
     ),
     Mutation(
+        name="server: errors of the command line name fields",
+        module="minisgl.server.cli",
+        old="in_flags(text)",
+        new="text",
+        test=OPERATIONS + "test_wrong_flag_is_one_clear_line",
+    ),
+    Mutation(
         name="server: the log tells what people wrote",
         module="minisgl.server.observe.logs",
         old="if self._prompts:\n            prompts = ",
