@@ -21,11 +21,11 @@ from minisgl.attention.base import ForwardBatch
 from minisgl.attention.metadata import build_metadata
 from minisgl.benchmark.report import circumstances
 from minisgl.config.engine import EngineConfig
+from minisgl.config.paths import resolve_model_path
 from minisgl.core import Phase
 from minisgl.engine.engine import Engine, build_engine
 from minisgl.tiny.checkpoint import load_model
 from minisgl.tiny.evaluate import MAX_NEW_TOKENS, Generate, all_cases, evaluate, token_counter
-from minisgl.tiny.model_path import model_path
 from tests.checkpoints import make_checkpoint
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    _, tokenizer = load_model(model_path(), "cpu")
+    _, tokenizer = load_model(resolve_model_path(None), "cpu")
     cases = all_cases(0, args.per_task, token_counter(tokenizer))
     encode = tokenizer.apply_chat_template
     chats = [list(encode(one.messages, return_dict=False))[:512] for one in cases[::10]][:40]
@@ -100,7 +100,7 @@ def main() -> None:
         "day": date.today().isoformat(),
         "device": args.device,
         "cases": len(cases),
-        "embedded": divergence(model_path(), chats, args.device),
+        "embedded": divergence(resolve_model_path(None), chats, args.device),
     }
     print(result["embedded"])
     with tempfile.TemporaryDirectory() as folder:

@@ -16,11 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minisgl.config.paths import resolve_model_path
 from minisgl.tiny import data, evaluate, phrases, records, talk, tools
 from minisgl.tiny.batches import CURRICULUM, Batches, pack
 from minisgl.tiny.chats import stream, system_prompt
 from minisgl.tiny.lookup import make_table, queries, query, with_table
-from minisgl.tiny.model_path import model_path
 from minisgl.tiny.phrases import CANNOT
 from minisgl.tiny.stories import is_story, story, topic
 from minisgl.tiny.tokenizer import (
@@ -290,9 +290,9 @@ def test_digits_stand_alone_and_words_are_the_same_everywhere(number: int, word:
 
 
 def test_shipped_tokenizer_is_the_one_of_the_chapter(saved: Any) -> None:
-    stored = json.loads((model_path() / "tokenizer.json").read_text())
+    stored = json.loads((resolve_model_path(None) / "tokenizer.json").read_text())
     assert stored == json.loads(TOKENIZER.to_str())
-    settings = json.loads((model_path() / "tokenizer_config.json").read_text())
+    settings = json.loads((resolve_model_path(None) / "tokenizer_config.json").read_text())
     assert settings["chat_template"] == CHAT_TEMPLATE
     assert saved.eos_token_id == END_ID and saved.pad_token_id == PAD_ID
     assert saved.encode("a b") == TOKENIZER.encode("a b").ids  # nothing is added in front
@@ -418,22 +418,24 @@ def test_command_line_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_shipped_files_are_small_and_match_their_manifest() -> None:
-    manifest = json.loads((model_path() / "MANIFEST.json").read_text())
-    names = {path.name for path in model_path().iterdir()} - {"MANIFEST.json"}
+    manifest = json.loads((resolve_model_path(None) / "MANIFEST.json").read_text())
+    names = {path.name for path in resolve_model_path(None).iterdir()} - {"MANIFEST.json"}
     assert names == set(manifest["sha256"])
     for name, digest in manifest["sha256"].items():
-        assert hashlib.sha256((model_path() / name).read_bytes()).hexdigest() == digest, name
-    assert (model_path() / "model.safetensors").stat().st_size <= 12_000_000
+        assert (
+            hashlib.sha256((resolve_model_path(None) / name).read_bytes()).hexdigest() == digest
+        ), name
+    assert (resolve_model_path(None) / "model.safetensors").stat().st_size <= 12_000_000
     assert {"command", "seed", "hardware", "date"} <= set(manifest)
 
 
 def test_shipped_config_can_be_split_and_served() -> None:
-    config = json.loads((model_path() / "config.json").read_text())
+    config = json.loads((resolve_model_path(None) / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"] and config["head_dim"] == 64
     assert config["num_key_value_heads"] >= 4 and config["max_position_embeddings"] >= 2048
     assert config["vocab_size"] % 8 == 0 and config["intermediate_size"] % 8 == 0
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
-    generation = json.loads((model_path() / "generation_config.json").read_text())
+    generation = json.loads((resolve_model_path(None) / "generation_config.json").read_text())
     assert generation["do_sample"] is False and generation["eos_token_id"] == [END_ID]
 
 
@@ -461,7 +463,7 @@ def test_long_lists_are_long_and_every_depth_is_asked() -> None:
 
 @pytest.mark.parametrize("part", in_turns(4, range(4)))
 def test_shipped_model_answers(part: int) -> None:
-    model, tokenizer = evaluate.load_model(model_path())
+    model, tokenizer = evaluate.load_model(resolve_model_path(None))
     rng = Random(8)
     cases = [case for case in evaluate.task_cases(seed=7, per_task=1) if case.turn.task != "story"]
     cases += list(evaluate.short_lookup_cases(7, 4))

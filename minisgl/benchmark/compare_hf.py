@@ -89,8 +89,7 @@ class Engine:
     def forget(self) -> None:
         """Empty the prefix cache."""
         cache = self.llm.scheduler.cache
-        pages = cache.prefix_cache.evict(cache.prefix_cache.evictable_tokens)
-        cache.allocator.free(pages[:: cache.page_size] // cache.page_size)
+        cache.free_slots(cache.prefix_cache.evict(cache.prefix_cache.evictable_tokens))
         check_integrity(cache)
 
 

@@ -45,10 +45,10 @@ def question(rng: np.random.Generator, kind: str) -> str:
     return f"Tell me a story about a {rng.choice(ANIMALS)}."
 
 
-def chat_workload(count: int = 64, seed: int = 0, system_repeats: int = 4) -> list[Chat]:
+def chat_workload(count: int = 64, seed: int = 0) -> list[Chat]:
     """`count` chats with one system prompt (repeated to a realistic length) and mixed tasks."""
     rng = np.random.default_rng(seed)
-    system = {"role": "system", "content": SYSTEM * system_repeats}
+    system = {"role": "system", "content": SYSTEM * 4}
     kinds = rng.choice(["sum", "sort", "list", "story"], size=count, p=[0.3, 0.2, 0.2, 0.3])
     return [
         Chat([system, {"role": "user", "content": question(rng, kind)}], max_tokens=256)

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from minisgl.config.paths import resolve_model_path
 from minisgl.tiny.chats import as_messages, system_prompt, toolless_turn
 from minisgl.tiny.checkpoint import load_model
 from minisgl.tiny.data import TASKS, Phrasing, Turn, draw
 from minisgl.tiny.lookup import Table, make_table, query, with_table
-from minisgl.tiny.model_path import model_path
 from minisgl.tiny.phrases import is_held_out
 from minisgl.tiny.records import draw_json, read_text
 from minisgl.tiny.stories import is_story
@@ -225,35 +225,27 @@ def report(scores: dict[str, float]) -> str:
     return "\n".join(f"{name:32s} {score:7.1%}" for name, score in scores.items())
 
 
-def left_padded(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts as one tensor [n, longest], padded on the left, and the mask of real tokens."""
-    width = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[pad_id] * (width - len(p)) + list(p) for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    return ids, mask
-
-
 def transformers_generate(
     model: Any, tokenizer: Any, batch_size: int = 64, max_new_tokens: int = MAX_NEW_TOKENS
 ) -> Generate:
     """Greedy generation by transformers, in batches of prompts of similar length."""
-    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    end = tokenizer.eos_token_id
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         outputs: list[list[int]] = [[] for _ in prompts]
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
-            ids, mask = left_padded([prompts[index] for index in rows], pad)
+            ids = {"input_ids": [prompts[index] for index in rows]}
+            batch = tokenizer.pad(ids, padding_side="left", return_tensors="pt").to(model.device)
             new = model.generate(
-                input_ids=ids.to(model.device),
-                attention_mask=mask.to(model.device),
+                **batch,
                 do_sample=False,
                 max_new_tokens=max_new_tokens,
                 eos_token_id=end,
-                pad_token_id=pad,
+                pad_token_id=tokenizer.pad_token_id,
             )
-            for index, tokens in zip(rows, new[:, ids.shape[1] :].tolist()):
+            for index, tokens in zip(rows, new[:, batch["input_ids"].shape[1] :].tolist()):
                 outputs[index] = tokens[: tokens.index(end)] if end in tokens else tokens
         return outputs
 
@@ -274,16 +266,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m minisgl.tiny.evaluate", description="Held-out accuracy of the tiny model."
     )
-    parser.add_argument("--model", type=Path, default=model_path(), help="default: the shipped one")
+    parser.add_argument("--model", default=None, help="folder or hub id; none: the embedded model")
     parser.add_argument("--per-task", type=int, default=50, help="cases per task and per depth")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", choices=("minisgl", "transformers"), default="minisgl")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=None, help="write the scores to this JSON file")
     args = parser.parse_args(argv)
-    model, tokenizer = load_model(args.model, args.device)
+    folder = resolve_model_path(args.model)
+    model, tokenizer = load_model(folder, args.device)
     if args.engine == "minisgl":
-        generate = engine_generate(args.model, args.device)
+        generate = engine_generate(folder, args.device)
     else:
         batch_size = 512 if args.device.startswith("cuda") else 16
         generate = transformers_generate(model, tokenizer, batch_size)

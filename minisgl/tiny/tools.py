@@ -22,7 +22,7 @@ from minisgl.tiny.phrases import (
     expand,
     is_held_out,
 )
-from minisgl.tiny.records import VALUES, as_json, object_schema
+from minisgl.tiny.records import VALUES, as_json, object_schema, said
 from minisgl.tiny.tables import TABLES
 from minisgl.tiny.words import any_word, noun, pseudo_word
 
@@ -160,11 +160,6 @@ def result(rng: Random) -> str:
     )
 
 
-def join_and(parts: list[str]) -> str:
-    """Parts with commas and a last "and"."""
-    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
-
-
 def tell(response: str) -> str:
     """What the model says about a tool's response."""
     try:
@@ -174,12 +169,12 @@ def tell(response: str) -> str:
     if isinstance(found, dict) and "error" in found:
         return f"The tool failed: {found['error']}."
     if isinstance(found, dict) and found:
-        text = join_and(
+        text = said(
             [f"the {key} is {as_json(value).strip(chr(34))}" for key, value in found.items()]
         )
         return f"T{text[1:]}."
     if isinstance(found, list) and found:
-        return f"The answer is {join_and([as_json(one).strip(chr(34)) for one in found])}."
+        return f"The answer is {said([as_json(one).strip(chr(34)) for one in found])}."
     return f"The answer is {as_json(found).strip(chr(34))}."
 
 

@@ -215,12 +215,12 @@ def compare_scores(
 def accuracy(args: argparse.Namespace) -> dict[str, Any]:
     """The embedded model's held-out table, all machinery on, beside the CPU's float32 numbers."""
     from minisgl import LLM, SamplingParams
+    from minisgl.config.paths import resolve_model_path
     from minisgl.tiny import evaluate
     from minisgl.tiny.checkpoint import load_model
-    from minisgl.tiny.model_path import model_path
 
     stored = json.loads(STORED.read_text())
-    _, tokenizer = load_model(model_path(), "cpu")
+    _, tokenizer = load_model(resolve_model_path(None), "cpu")
     counter = evaluate.token_counter(tokenizer)
     cases = evaluate.all_cases(stored["seed"], args.per_task, counter)
     greedy = SamplingParams(temperature=0.0, max_tokens=evaluate.MAX_NEW_TOKENS)

@@ -23,6 +23,7 @@ import torch
 from minisgl import LLM, SamplingParams
 from minisgl.benchmark.report import save
 from minisgl.config.engine import SchedulerConfig
+from minisgl.config.paths import resolve_model_path
 from minisgl.core import Req
 from minisgl.kvcache.audit import check_integrity
 from minisgl.scheduler.build import build_scheduler
@@ -30,7 +31,6 @@ from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, TokenReply, UserMsg
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.tiny.evaluate import task_cases
-from minisgl.tiny.model_path import model_path
 from minisgl.tokenizer import Tokenizer
 
 WINDOW, POOL, ROWS, OPEN = 512, 1536, 24, 40  # tokens, tokens, requests, requests
@@ -70,7 +70,7 @@ class Crowd:
 
     def __init__(self, seed: int) -> None:
         self.r = random.Random(seed)
-        tokenizer = Tokenizer(model_path())
+        tokenizer = Tokenizer(resolve_model_path(None))
         talks = [case.messages for case in task_cases(seed, 40)]
         chats = [list(tokenizer.apply_chat(talk)) for talk in talks]
         self.questions = [ids for ids in chats if len(ids) < WINDOW // 2]  # leave room to answer
