@@ -152,11 +152,6 @@ class Batch:
         """Requests that want a token."""
         return len(self.reqs)
 
-    @property
-    def padded_size(self) -> int:
-        """Requests with the dummies."""
-        return len(self.padded_reqs)
-
 
 MAX_LOGPROBS = 20
 MAX_RULES = 1024  # biases, bad words, tokens of a bad word, choices

@@ -302,7 +302,7 @@ def test_only_real_rows_are_sampled(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert run(engine, reqs[2:], Phase.PREFILL) == []
     assert shapes == [(2, 64), (0, 64)]  # the decode step was recorded, and drew by itself
     padded = engine.prepare(Batch(reqs=reqs[:2], phase=Phase.DECODE))
-    assert padded.packed is not None and padded.batch.padded_size == 4
+    assert padded.packed is not None and len(padded.batch.padded_reqs) == 4
     assert padded.out_loc[2:].tolist() == [engine.pool.dummy_slot] * 2
 
 

@@ -603,9 +603,9 @@ def test_flashinfer_is_refused(tmp_path: Path, backend: str) -> None:
 
 
 def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "capability", lambda index: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(ValueError, match=r"kv_cache_dtype: .*capability below 8.9.*fp8 on 8.6"):
         fp8.check_device("kv_cache_dtype", "cuda:0")
     fp8.check_device("kv_cache_dtype", "cpu")
-    monkeypatch.setattr(fp8, "capability", lambda index: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     fp8.check_device("kv_cache_dtype", "cuda")

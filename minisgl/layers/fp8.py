@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -129,15 +128,11 @@ def fp8_shards(weight: Fp8Weight, spec: ShardSpec) -> Iterator[ShardSpec]:
     )  # fmt: skip
 
 
-@cache
-def capability(index: int) -> tuple[int, int]:
-    """Compute capability of GPU number `index`."""
-    return torch.cuda.get_device_capability(index)
-
-
 def check_device(field: str, device: torch.device | str) -> None:
     """ValueError that names the field if a GPU has no instructions for eight-bit floats."""
-    device = torch.device(device)
-    if device.type == "cuda" and capability(device.index or 0) < (8, 9):
-        found = ".".join(map(str, capability(device.index or 0)))
-        raise refuse(field, "none on a GPU of compute capability below 8.9", f"fp8 on {found}")
+    if torch.device(device).type != "cuda":
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        rule = "none on a GPU of compute capability below 8.9"
+        raise refuse(field, rule, f"fp8 on {major}.{minor}")

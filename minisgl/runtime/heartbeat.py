@@ -44,9 +44,8 @@ class Watchdog:
         worker_timeout: float,
         step_timeout: float,
         clock: Callable[[], float] = time.monotonic,
-        nap: float = 0.5,
     ) -> None:
-        self._limits, self._clock, self._nap = (worker_timeout, step_timeout), clock, nap
+        self._limits, self._clock = (worker_timeout, step_timeout), clock
         self._checked: float | None = None
         self._seen: dict[tuple[str, int], int] = {}
         self._silent: dict[tuple[str, int], float] = {}
@@ -54,8 +53,8 @@ class Watchdog:
     def check(self, heartbeats: Mapping[str, MutableSequence[int]]) -> str | None:
         """What is wrong with a worker, if anything is; call it several times a second."""
         now = self._clock()
-        # Longer than a nap means that we slept ourselves: the others may have, too.
-        awake = 0.0 if self._checked is None else min(now - self._checked, self._nap)
+        # More than half a second means that we slept ourselves: the others may have, too.
+        awake = 0.0 if self._checked is None else min(now - self._checked, 0.5)
         self._checked = now
         for kind, limit in enumerate(self._limits):
             for name, counts in heartbeats.items():

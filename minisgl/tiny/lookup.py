@@ -144,12 +144,12 @@ def absent_key(rng: Random, table: Table) -> str:
                 return key
 
 
-def queries(rng: Random, table: Table, count: int, absent: float = 0.06) -> list[Turn]:
+def queries(rng: Random, table: Table, count: int) -> list[Turn]:
     """Training questions about one table, each about another key where it has enough."""
     keys = rng.sample(list(table.lines), min(count, len(table.lines)))
     turns: list[Turn] = []
     for key in keys:
-        wanted = absent_key(rng, table) if rng.random() < absent else key
+        wanted = absent_key(rng, table) if rng.random() < 0.06 else key
         follow_up = bool(turns) and rng.random() < 0.5
         turn = query(rng, table, wanted, follow_up=follow_up)
         if not is_held_out(turn.key):

@@ -32,12 +32,11 @@ SYLLABLE_STARTS = WORDS["syllable_starts"]
 SYLLABLE_ENDS = ["", "", "", "n", "r", "l", "m", "t", "s", "k", "x", "nd", "rt", "p"]
 
 
-def pseudo_word(rng: Random, syllables: int | None = None) -> str:
+def pseudo_word(rng: Random) -> str:
     """A pronounceable made-up word, such as "blorvik"."""
-    count = syllables or rng.choice((1, 2, 2, 2, 3, 3))
     parts = [
         rng.choice(SYLLABLE_STARTS) + rng.choice("aeiou") + rng.choice(SYLLABLE_ENDS)
-        for _ in range(count)
+        for _ in range(rng.choice((1, 2, 2, 2, 3, 3)))
     ]
     return "".join(parts)
 

@@ -186,7 +186,7 @@ def compare_eager_and_replay(engine: Engine, reqs: list[Req], same_split: bool) 
         for recorded in (True, False)
     )
     assert fi.packed is not None
-    count, size = batch.size, batch.padded_size
+    count, size = batch.size, len(batch.padded_reqs)
     new = torch.from_numpy(fi.out_loc[:count].astype(np.int64)).to(engine.device)
     synchronize()
     with engine.on_stream():

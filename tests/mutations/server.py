@@ -319,7 +319,7 @@ MUTATIONS = [
     Mutation(
         name="server: the parent's own sleep counts as a worker's silence",
         module="minisgl.runtime.heartbeat",
-        old="min(now - self._checked, self._nap)",
+        old="min(now - self._checked, 0.5)",
         new="now - self._checked",
         test=FAULTS + "test_hours_of_sleep_are_nobodys_fault",
     ),

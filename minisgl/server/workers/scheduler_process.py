@@ -31,16 +31,16 @@ class SchedulerChannel:
     """The scheduler's channel over two boxes; `alive` says whether to go on waiting.
 
     `beat` is called in each turn of the loop and while it waits. `report` gives what observers
-    should know; it is asked at most every `report_every` seconds.
+    should know; it is asked at most twice a second.
     """
 
     def __init__(
         self, inbox: Inbox, outbox: Outbox, alive: Callable[[], bool] = lambda: True,
-        beat: Callable[[], None] = lambda: None, report_every: float = 0.5,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._inbox, self._outbox, self.alive, self._beat = inbox, outbox, alive, beat
         self.report: Callable[[], Sequence[StatsEvent]] = list
-        self._report_every, self._report_at = report_every, 0.0  # seconds; time of the next one
+        self._report_at = 0.0  # time of the next one
 
     def recv(self, block: bool) -> list[Msg]:
         """All messages that wait; with `block`, wait for one, or leave when `alive` says no."""
@@ -60,7 +60,7 @@ class SchedulerChannel:
             self._send_report()
 
     def _send_report(self) -> None:
-        self._report_at = time.monotonic() + self._report_every
+        self._report_at = time.monotonic() + 0.5
         if report := self.report():
             self._outbox.put(*report)
 
