@@ -526,7 +526,7 @@ def test_add_to_covers_every_kind_of_member():  # untyped: mypy cannot see what 
 def test_pitfall_16_book_and_package_agree_and_are_checked_quickly() -> None:
     start = time.process_time()
     assert build.find_problems(ROOT, []) == []
-    assert time.process_time() - start < 10
+    assert time.process_time() - start < 30  # 5 s on a free core
 
 
 # ---------------------------------------------------------------- budgets

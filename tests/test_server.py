@@ -628,15 +628,14 @@ def test_fault_of_ours_ends_a_stream(live: Live, monkeypatch: pytest.MonkeyPatch
     assert first == b"one" and b'"internal_error"' in last
 
 
-@pytest.mark.clock
 def test_hopeless_text_is_refused_unread(tokenizer: Tokenizer) -> None:
     """Encoding megabytes would keep everybody waiting; what cannot fit is not encoded."""
     bench = Bench(tokenizer)
     for uid, prompt in enumerate(({"text": "ab cd " * 300_000}, None)):
         fields = prompt or {"messages": [{"role": "user", "content": "x" * 1_500_000}]}
-        started = time.monotonic()
+        started = time.process_time()
         bench.worker.handle(TokenizeMsg(uid=uid, sampling_params=SamplingParams(), **fields))
-        assert time.monotonic() - started < 0.1
+        assert time.process_time() - started < 0.1
         (error,) = bench.replies()
         assert error.code == "context_length_exceeded" and str(WINDOW) in error.message
         assert "characters" in error.message
