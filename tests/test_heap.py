@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,17 +27,22 @@ class Left(Exception):
     """Raised to leave a loop that would not end."""
 
 
-@pytest.fixture(autouse=True)
-def thawed() -> Iterator[None]:
-    """Nothing is frozen before a test, nor after one that fails."""
-    frozen = gc.get_freeze_count() > 0  # by `tests.warm`
-    gc.unfreeze()
-    yield
-    gc.unfreeze()
-    if frozen:
-        gc.freeze()
+def alone(test: Callable[[], None]) -> Callable[[], None]:
+    """Run a test in a new process: pytest's has a million objects, and has frozen them."""
+
+    @wraps(test)
+    def run() -> None:
+        script = f"from tests import test_heap; test_heap.{test.__name__}.__wrapped__()"
+        root = Path(__file__).parents[1]
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=root, stderr=subprocess.PIPE, text=True
+        )
+        assert done.returncode == 0, done.stderr
+
+    return run
 
 
+@alone
 def test_everything_is_frozen_in_the_block_and_thaws_after_it() -> None:
     tracked = len(gc.get_objects())
     with frozen_heap():
@@ -42,12 +51,14 @@ def test_everything_is_frozen_in_the_block_and_thaws_after_it() -> None:
     assert gc.get_freeze_count() == 0
 
 
+@alone
 def test_an_error_in_the_block_thaws_it_too() -> None:
     with pytest.raises(Left), frozen_heap():
         raise Left
     assert gc.get_freeze_count() == 0
 
 
+@alone
 def test_garbage_goes_before_it_would_stay() -> None:
     circle = weakref.ref(Circle())
     assert circle() is not None
@@ -55,6 +66,7 @@ def test_garbage_goes_before_it_would_stay() -> None:
         assert circle() is None
 
 
+@alone
 def test_what_the_block_leaves_behind_is_collected() -> None:
     with frozen_heap():
         circle = weakref.ref(Circle())
@@ -63,6 +75,7 @@ def test_what_the_block_leaves_behind_is_collected() -> None:
         assert circle() is None
 
 
+@alone
 def test_what_was_dropped_in_the_block_is_collected_behind_it() -> None:
     kept = Circle()
     circle = weakref.ref(kept)
@@ -74,6 +87,7 @@ def test_what_was_dropped_in_the_block_is_collected_behind_it() -> None:
     assert circle() is None
 
 
+@alone
 def test_an_inner_block_leaves_the_outer_one_frozen() -> None:
     with frozen_heap():
         circle = weakref.ref(Circle())
@@ -83,6 +97,7 @@ def test_an_inner_block_leaves_the_outer_one_frozen() -> None:
     assert gc.get_freeze_count() == 0 and circle() is None
 
 
+@alone
 def test_what_somebody_else_froze_stays_frozen() -> None:
     gc.freeze()
     with frozen_heap():
@@ -90,6 +105,7 @@ def test_what_somebody_else_froze_stays_frozen() -> None:
     assert gc.get_freeze_count() > 10_000
 
 
+@alone
 def test_a_few_frozen_objects_of_python_itself_change_nothing() -> None:
     kept = gc.get_objects()
     gc.freeze()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import re
@@ -166,8 +167,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("part", in_turns(4, range(4)))
+@pytest.mark.parametrize(("part", "kind"), in_turns(8, itertools.product(range(4), KINDS)))
 def test_answers_are_valid_and_neighbours_as_if_alone(
     part: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
