@@ -134,7 +134,7 @@ MUTATIONS = [
     Mutation(
         name="overhead: a flag does not reach the server",
         module="minisgl.benchmark.serving",
-        old="        elif name in known:\n",
+        old="        elif name in FLAG_OF:\n",
         new="        elif name == 'device':\n",
         test=TEST + "test_the_server_gets_the_engines_flags",
     ),
