@@ -1,9 +1,9 @@
-"""Triton's interpreter, in a sixth of the time, and rounding to eight bits as a GPU does.
+"""Triton's interpreter, several times as fast, and rounding to eight bits as a GPU does.
 
 Before each launch, and before each call of a function within a kernel, it replaces some hundred
 functions of `triton.language`, and searches its modules for them: here it searches once. And it
 computes each sum and product of integers again, in 64 bits, for an assertion that it leaves out.
-Nearly all else of its time goes into objects that describe types and shapes: here they are shared.
+Much of its other time goes into objects that describe types and shapes: here they are shared.
 """
 
 from __future__ import annotations
@@ -65,32 +65,14 @@ def quicken() -> None:
             np_dtypes[dtype.name] = get_np_dtype(dtype)
         return np_dtypes[dtype.name]
 
-    shorten_calls(interpreter)
     if triton.knobs.runtime.interpret:  # else these are the compiler's, too
         share_shapes(tl.core)
-        compare_first(tl.core, interpreter.TritonSemantic)
     interpreter._get_np_dtype = np_dtype
     interpreter._patch_builtin = patch_builtin
     interpreter._LangPatchScope = Scope
     interpreter._patch_lang = patch_once
     if hasattr(interpreter, "_convert_float"):
         interpreter._convert_float = rounding(interpreter._convert_float)
-
-
-def shorten_calls(interpreter: Any) -> None:
-    """A function of `triton.language` calls at once what it wraps."""
-    semantic, wrapper = interpreter.interpreter_semantic, interpreter.tl.core.builtin(len).__code__
-
-    def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        inner = member.__wrapped__ if getattr(member, "__code__", None) is wrapper else member
-
-        def call(*args: Any, **how: Any) -> Any:
-            how["_semantic"] = semantic
-            return inner(*args, **how)
-
-        scope.set_attr(owner, name, call)
-
-    interpreter._patch_attr = patch_attr
 
 
 def share_shapes(core: Any) -> None:
@@ -122,31 +104,6 @@ def share_shapes(core: Any) -> None:
     core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
     if names() != known:  # another version of Triton
         core.block_type.__init__, core.tensor.__init__ = make_block, make_tensor
-
-
-def compare_first(core: Any, semantic: Any) -> None:
-    """What is one object needs no closer look: types, shapes, and values that are no constants."""
-    equal, unwrap, constexpr = core.dtype.__eq__, core._unwrap_if_constexpr, core.constexpr
-    broadcast, computation_type = semantic.broadcast_impl_value, semantic.computation_type_impl
-    plain = {int, float, bool, str, type(None), core.tensor, core.dtype, core.block_type}
-
-    def unwrap_constexpr(value: Any) -> Any:
-        if type(value) in plain:
-            return value
-        return value.value if type(value) is constexpr else unwrap(value)
-
-    def broadcast_values(self: Any, left: Any, right: Any) -> Any:
-        shapes = getattr(left.type, "shape", None), getattr(right.type, "shape", None)
-        return (left, right) if shapes[0] is shapes[1] else broadcast(self, left, right)
-
-    def type_of(self: Any, left: Any, of: bool, right: Any, other: bool, divides: bool) -> Any:
-        if left is right and not divides:
-            return left
-        return computation_type(self, left, of, right, other, divides)
-
-    core._unwrap_if_constexpr = unwrap_constexpr
-    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
-    semantic.broadcast_impl_value, semantic.computation_type_impl = broadcast_values, type_of
 
 
 def rounding(convert: Any) -> Any:

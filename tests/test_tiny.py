@@ -35,6 +35,7 @@ from minisgl.tiny.train import learning_rate, parse_args
 from minisgl.tiny.words import NUMBER_WORDS
 from tests.turns import in_turns
 
+EMBEDDED = resolve_model_path(None)
 TOKENIZER = train_tokenizer()
 WORD_NUMBERS = {word: number for number, word in NUMBER_WORDS.items()}
 
@@ -290,9 +291,9 @@ def test_digits_stand_alone_and_words_are_the_same_everywhere(number: int, word:
 
 
 def test_shipped_tokenizer_is_the_one_of_the_chapter(saved: Any) -> None:
-    stored = json.loads((resolve_model_path(None) / "tokenizer.json").read_text())
+    stored = json.loads((EMBEDDED / "tokenizer.json").read_text())
     assert stored == json.loads(TOKENIZER.to_str())
-    settings = json.loads((resolve_model_path(None) / "tokenizer_config.json").read_text())
+    settings = json.loads((EMBEDDED / "tokenizer_config.json").read_text())
     assert settings["chat_template"] == CHAT_TEMPLATE
     assert saved.eos_token_id == END_ID and saved.pad_token_id == PAD_ID
     assert saved.encode("a b") == TOKENIZER.encode("a b").ids  # nothing is added in front
@@ -418,24 +419,22 @@ def test_command_line_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_shipped_files_are_small_and_match_their_manifest() -> None:
-    manifest = json.loads((resolve_model_path(None) / "MANIFEST.json").read_text())
-    names = {path.name for path in resolve_model_path(None).iterdir()} - {"MANIFEST.json"}
+    manifest = json.loads((EMBEDDED / "MANIFEST.json").read_text())
+    names = {path.name for path in EMBEDDED.iterdir()} - {"MANIFEST.json"}
     assert names == set(manifest["sha256"])
     for name, digest in manifest["sha256"].items():
-        assert (
-            hashlib.sha256((resolve_model_path(None) / name).read_bytes()).hexdigest() == digest
-        ), name
-    assert (resolve_model_path(None) / "model.safetensors").stat().st_size <= 12_000_000
+        assert hashlib.sha256((EMBEDDED / name).read_bytes()).hexdigest() == digest, name
+    assert (EMBEDDED / "model.safetensors").stat().st_size <= 12_000_000
     assert {"command", "seed", "hardware", "date"} <= set(manifest)
 
 
 def test_shipped_config_can_be_split_and_served() -> None:
-    config = json.loads((resolve_model_path(None) / "config.json").read_text())
+    config = json.loads((EMBEDDED / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"] and config["head_dim"] == 64
     assert config["num_key_value_heads"] >= 4 and config["max_position_embeddings"] >= 2048
     assert config["vocab_size"] % 8 == 0 and config["intermediate_size"] % 8 == 0
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
-    generation = json.loads((resolve_model_path(None) / "generation_config.json").read_text())
+    generation = json.loads((EMBEDDED / "generation_config.json").read_text())
     assert generation["do_sample"] is False and generation["eos_token_id"] == [END_ID]
 
 
@@ -463,7 +462,7 @@ def test_long_lists_are_long_and_every_depth_is_asked() -> None:
 
 @pytest.mark.parametrize("part", in_turns(4, range(4)))
 def test_shipped_model_answers(part: int) -> None:
-    model, tokenizer = evaluate.load_model(resolve_model_path(None))
+    model, tokenizer = evaluate.load_model(EMBEDDED)
     rng = Random(8)
     cases = [case for case in evaluate.task_cases(seed=7, per_task=1) if case.turn.task != "story"]
     cases += list(evaluate.short_lookup_cases(7, 4))

@@ -80,8 +80,9 @@ def flags_of(fields: Mapping[str, Any]) -> list[str]:
     """Fields of `SchedulerConfig` as flags of the server's command line."""
     words: list[str] = []
     for name, value in fields.items():
-        if isinstance(value, bool):  # the flag of `overlap` switches it off
-            words += [FLAG_OF[name]] * (value != (name == "overlap"))
+        if isinstance(value, bool):
+            if value != (name == "overlap"):  # its flag switches it off
+                words.append(FLAG_OF[name])
         elif name in FLAG_OF:
             words += [FLAG_OF[name], "all" if value is None else str(value)]
     return words
