@@ -42,7 +42,11 @@ def misspell(rng: Random, frame: str) -> str:
 
 Patterns = dict[str, list[str]]  # by the grammatical form of the core
 CARRIERS: Patterns = TABLES["carriers"]
-CORES: dict[str, Patterns] = TABLES["cores"]
+LATER: dict[str, Patterns] = TABLES["later_cores"]  # not counted by the vocabulary
+CORES: dict[str, Patterns] = {
+    name: {form: few + LATER.get(name, {}).get(form, []) for form, few in forms.items()}
+    for name, forms in TABLES["cores"].items()
+}
 KINDS: dict[str, str] = TABLES["kinds"]  # what the data is called where the core leaves it out
 NEW_PHRASINGS: Patterns = TABLES["new_phrasings"]  # by request: for the evaluation alone
 AROUND: Patterns = TABLES["around"]

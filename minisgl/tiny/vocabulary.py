@@ -14,7 +14,7 @@ from minisgl.tiny.phrases import CANNOT
 from minisgl.tiny.tables import TABLES
 from minisgl.tiny.words import CLOSED_WORDS, OPEN_WORDS
 
-UNREAD = ("words", "nonsense", "new_phrasings")  # tables whose words stay out
+UNREAD = ("words", "nonsense", "later_cores", "new_phrasings")  # tables whose words stay out
 PLACEHOLDER = re.compile(r"\{\w+\}")
 CODE_WORDS = """
 Tools You may call one or more functions to assist with the user query are provided with function
