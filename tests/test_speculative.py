@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 from recorder import RecordingGraph
 
+from minisgl.attention.metadata import build_metadata
 from minisgl.config.engine import EngineConfig, SchedulerConfig
 from minisgl.core import Batch, IntArray, Phase, Req, SamplingParams
 from minisgl.engine.engine import Engine, build_engine
@@ -33,6 +34,7 @@ from minisgl.scheduler.speculative import (
     SpeculativeScheduler,
     VerifyBatch,
     count_accepted,
+    join_rows,
     lookup,
     scheduler_class,
     verify_batch,
@@ -145,10 +147,11 @@ class CacheEngine(FakeEngine):
         self.slots = np.full(self.num_pages * self.page_size, -1)
 
     def prepare(self, batch: Batch) -> Any:
-        if batch.phase is Phase.DECODE:  # as an engine that records does
-            batch.reqs = sorted(batch.reqs, key=lambda req: -req.device_len)
-            batch.padded_reqs = batch.reqs
-        return super().prepare(batch)
+        if batch.phase is not Phase.DECODE:
+            return super().prepare(batch)
+        batch.reqs = sorted(batch.reqs, key=lambda req: -req.device_len)  # as one that records
+        batch.padded_reqs = batch.reqs
+        return replace(super().prepare(batch), meta=None)
 
     def step(self, inputs: Any) -> Any:
         pool, table = self.tables.token_pool.numpy(), self.tables.page_table
@@ -525,7 +528,7 @@ def test_steps_with_drafts_store_first(tmp_path: Path, monkeypatch: pytest.Monke
     assert {type(step.plan) for step in engine.graph.steps.values()} == {FusedPlan}
     found = {size: type(step.plan) for size, step in engine.verify_graph.steps.items()}
     assert found == {1: StoreFirstPlan} and make.keywords["max_rows"] == 1
-    one, two = [engine.dummy_req], [engine.dummy_req] * 2
+    one = [engine.dummy_req]
     for batch, graph in ((Batch(one, Phase.DECODE), engine.graph),
                          (VerifyBatch(one, Phase.DECODE), engine.verify_graph)):  # fmt: skip
         before = graph.replays
@@ -535,13 +538,6 @@ def test_steps_with_drafts_store_first(tmp_path: Path, monkeypatch: pytest.Monke
     cache = SimpleNamespace(allocator=pages, prefix_cache=pages, page_size=16)
     asked: Any = SimpleNamespace(engine=engine, cache=cache, reqs={}, step_count=2, retractions=0)
     assert stats_of(asked).counts["graph_replays"] == 2  # of either graph
-    engine.graph = engine.verify_graph = None
-    seen: list[type] = []
-    forward = engine.forward_pass
-    engine.forward_pass = lambda fb: (seen.append(type(fb.attn)), forward(fb))[1]
-    for batch in (Batch(one, Phase.DECODE), VerifyBatch(two, Phase.DECODE)):
-        engine.step(engine.prepare(batch))
-    assert seen == [FusedPlan, StoreFirstPlan]
 
 
 def test_one_running_request_may_have_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -615,6 +611,22 @@ def test_rows_are_the_request_at_later_positions() -> None:
     assert batch.reqs[0] is req and batch.reqs[3] is other
     req.advance()
     assert batch.reqs[1].device_len == 4 and batch.reqs[1].extend_len == 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 7)), min_size=1, max_size=6))
+def test_rows_of_a_request_are_joined_to_a_piece_of_its_text(texts: list[tuple[int, int]]) -> None:
+    """`texts`: cached tokens and drafts of each request."""
+    cached, drafts = np.array(texts, np.int32).T
+    table = np.arange(6 * 64, dtype=np.int32).reshape(6, 64)
+    rows = np.random.default_rng(0).permutation(6)[: len(texts)].astype(np.int32)
+    extend = drafts + 1
+    want = build_metadata(Phase.PREFILL, rows, extend, cached + extend, table, 4)
+    apart = np.concatenate([np.arange(c + 1, c + e + 1) for c, e in zip(cached, extend)])
+    ones = np.ones(len(apart), np.int32)
+    meta = build_metadata(Phase.DECODE, rows.repeat(extend), ones, apart, table, 4)
+    got = vars(join_rows(meta))
+    for name, value in vars(want).items():
+        np.testing.assert_array_equal(got[name], value, name)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,8 +68,6 @@ class FusedBackend:
             for part in (meta.table_idx, meta.seq_lens - 1)
         )
         buffers = DecodeBuffers(rows, positions, out_loc)
-        if len(np.unique(meta.table_idx)) < len(rows):  # drafts
-            return StoreFirstPlan(self, buffers)
         return self.graph_plan(len(rows), buffers)
 
     def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> AttentionPlan:

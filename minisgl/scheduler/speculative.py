@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from minisgl.attention.factory import create_backend, parts_of
+from minisgl.attention.metadata import AttentionMetadata, build_metadata
 from minisgl.config.engine import EngineConfig
 from minisgl.core import Batch, IntArray, Phase, Req
 from minisgl.engine.engine import Engine
@@ -174,6 +175,8 @@ class SpeculativeScheduler(Scheduler):
         for req, tokens in batch.drafts.items():
             req.schedule(req.device_len - len(tokens))
         inputs = self.engine.prepare(batch)
+        if inputs.meta is not None:  # not recorded
+            inputs = replace(inputs, meta=join_rows(inputs.meta))
         output = self.engine.step(inputs)
         self.prefill.waiting.charge(Batch(reqs, Phase.DECODE))
         for req in reqs:
@@ -227,6 +230,19 @@ class SpeculativeScheduler(Scheduler):
 
 
 NO_TOKENS = np.empty(0, np.int32)
+
+
+def join_rows(meta: AttentionMetadata) -> AttentionMetadata:
+    """A decode step with drafts as attention may see it: some new tokens of each request.
+
+    Rows of one request have to follow each other, by position.
+    """
+    first = np.flatnonzero(np.diff(meta.table_idx, prepend=-1))
+    last = np.append(first[1:], meta.batch_size) - 1
+    return build_metadata(
+        Phase.PREFILL, meta.table_idx[first], (last - first + 1).astype(np.int32),
+        meta.seq_lens[last], meta.page_table, meta.page_size,
+    )  # fmt: skip
 
 
 def record_verify(engine: Engine, progress: bool) -> None:

@@ -18,7 +18,6 @@ import torch
 
 from minisgl import LLM, SamplingParams
 from minisgl.attention.base import AttentionPlan, ForwardBatch
-from minisgl.attention.metadata import AttentionMetadata
 from minisgl.config.engine import EngineConfig
 from minisgl.core import Batch, Phase, Req
 from minisgl.engine.engine import Engine, build_engine, tensor_bytes
@@ -160,15 +159,6 @@ def wipe(engine: Engine, slots: torch.Tensor) -> None:
             cache(layer).flatten(0, 1)[slots] = 7.0
 
 
-def with_rows_of_their_own(meta: AttentionMetadata) -> AttentionMetadata:
-    """The step with a free row of the page table for each padding: rows alike stand for drafts."""
-    rows = meta.table_idx.copy()
-    _, first = np.unique(rows, return_index=True)
-    alike = np.setdiff1d(np.arange(len(rows)), first)
-    rows[alike] = np.setdiff1d(np.arange(len(meta.page_table)), rows)[: len(alike)]
-    return replace(meta, table_idx=rows)
-
-
 def decode_eagerly(engine: Engine, fi: ForwardInput, plan: AttentionPlan | None) -> torch.Tensor:
     """Logits of a padded decode step, call by call; by a fresh plan if none is given."""
     assert fi.meta is not None
@@ -178,7 +168,7 @@ def decode_eagerly(engine: Engine, fi: ForwardInput, plan: AttentionPlan | None)
         torch.tensor(part.astype(np.int64), device=engine.device) for part in places
     )
     ids = tokens.view(-1).index_select(0, gather)
-    plan = plan or engine.backend.plan(with_rows_of_their_own(fi.meta), out_loc)
+    plan = plan or engine.backend.plan(fi.meta, out_loc)
     return engine.forward_pass(
         ForwardBatch(Phase.DECODE, ids, positions, out_loc, None, plan)
     ).clone()

@@ -33,6 +33,13 @@ MUTATIONS = [
         SAVE,
     ),
     Mutation(
+        "speculative_attention_ends_at_the_first_draft",
+        SPECULATIVE,
+        "meta.seq_lens[last]",
+        "meta.seq_lens[first]",
+        TESTS + "test_rows_of_a_request_are_joined_to_a_piece_of_its_text",
+    ),
+    Mutation(
         "speculative_does_not_wait_for_a_step_with_drafts",
         SPECULATIVE,
         "        self.finish_in_flight()  # until then",
@@ -171,13 +178,6 @@ MUTATIONS = [
         "max(tables.num_rows, 32) + 1",
         "tables.num_rows + 1",
         "tests/test_fused.py::test_scratch_suits_many_drafts_of_few_requests",
-    ),
-    Mutation(
-        "speculative_lets_eager_drafts_race",
-        "minisgl.attention.fused_backend",
-        "if len(np.unique(meta.table_idx)) < len(rows)",
-        "if False",
-        TESTS + "test_steps_with_drafts_store_first",
     ),
     Mutation(
         "speculative_replays_drafts_by_the_steps_of_others",
