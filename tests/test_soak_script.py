@@ -30,7 +30,7 @@ def test_a_short_round_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     record_on_a_cpu(monkeypatch)
     params = Crowd.params  # without the few that answer for long, alone in the end
     monkeypatch.setattr(Crowd, "params", lambda self: shorten(params(self)))
-    found = run_round(16, 600, 3, CPU | {"cuda_graph_bs": (4, 16)}, keep=4, turns=60)
+    found = run_round(16, 600, 7, CPU | {"cuda_graph_bs": (4, 16)}, keep=4, turns=60)
     assert found["wrong"] == []
     assert found["steps"] > 60 and found["seen"]["checks"] >= found["steps"] // 100
     assert found["policy"] == "fair"
