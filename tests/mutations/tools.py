@@ -117,4 +117,18 @@ MUTATIONS = [
         new="if False:",
         test=TEST + "test_arguments_are_a_mapping_for_the_template",
     ),
+    Mutation(
+        name="forms: a schema beside json_object is dropped",
+        module=HTTP + "tools",
+        old="if schema is not None or self.type",
+        new="if self.type",
+        test="tests/test_server_llama.py::test_forms_of_answers",
+    ),
+    Mutation(
+        name="forms: an unknown name is dropped",
+        module=HTTP + "tools",
+        old='class ResponseFormat(BaseModel, extra="forbid"):',
+        new="class ResponseFormat(BaseModel):",
+        test="tests/test_server_llama.py::test_forms_of_answers",
+    ),
 ]

@@ -89,10 +89,7 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
         options = {name: extra.get(name) for name in [*FORMS, *GRAMMARS]}
         options |= {f"guided_{name}": v for name, v in (self.structured_outputs or {}).items()}
         form = {FORMS.get(k, k.removeprefix("guided_")): v for k, v in options.items() if v}
-        if given.type == "json_object":
-            form["json_object"] = True
-        elif given.type == "json_schema":
-            form["json_schema"] = given.json_schema and given.json_schema.content
+        form |= given.asked()
         for name, value in form.items():
             if name not in GRAMMARS or value is None:
                 param = "structured_outputs" if value else "response_format"

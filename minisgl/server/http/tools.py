@@ -247,11 +247,19 @@ class NamedSchema(BaseModel):
     content: Object = Field(alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(BaseModel, extra="forbid"):
     """OpenAI's way to ask for structured output."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: NamedSchema | None = None
+    content: Object | None = Field(default=None, alias="schema")  # llama.cpp's place for it
+
+    def asked(self) -> dict[str, Any]:
+        """The same as fields of `SamplingParams`; a schema counts, whatever the type says."""
+        schema = self.content if self.json_schema is None else self.json_schema.content
+        if schema is not None or self.type == "json_schema":
+            return {"json_schema": schema}
+        return {"json_object": True} if self.type == "json_object" else {}
 
 
 class ToolFields(BaseModel):
