@@ -253,7 +253,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for model/ and tiny_training.json")
     add("--device", default="cuda" if on_gpu else "cpu")
-    add("--seconds", type=float, default=870, help="length of the run unless --steps is given")
+    add("--seconds", type=float, default=450, help="length of the run unless --steps is given")
     add("--steps", type=int, default=0, help="length of the run in updates")
     add("--seed", type=int, default=0)
     add("--size", choices=("full", "small"), default="full", help="small: a try on a CPU")

@@ -33,7 +33,7 @@ class StreamOptions(BaseModel, strict=True):
 
 
 class GenerationRequest(BaseModel, extra="allow", strict=True):
-    """What all requests share. Unknown fields are ignored, null means the default."""
+    """What all requests share. Unknown fields are kept for `prepare`; null means the default."""
 
     model: str | None = None
     temperature: float | None = None
