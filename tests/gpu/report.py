@@ -31,12 +31,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTEST = ["-m", "pytest", "-o", "addopts=", "--noconftest", "-p", "no:cacheprovider", "-q"]
 STORED = ROOT / "notebooks" / "data" / "tiny_accuracy.json"
 POINT = 0.01
-KERNEL_FILES, ENGINE_FILES = ("fused", "sampler", "attention"), ("engine",)
+KERNEL_FILES = ("fused", "sampler", "attention", "deterministic", "fp8", "moe")
+ENGINE_FILES = ("engine", "prefill", "speculative", "structured_output")
 WIDE_FILES = ("wide",)
 NOTHING_SELECTED = 5  # pytest's status
 
-FUSED, SAMPLER, ATTENTION, ENGINE = (
-    f"tests/gpu/test_{name}_gpu.py::" for name in ("fused", "sampler", "attention", "engine")
+FUSED, SAMPLER, ATTENTION, DETERMINISTIC, FP8, MOE = (
+    f"tests/gpu/test_{name}_gpu.py::" for name in KERNEL_FILES
 )
 CHECKED = [  # at least one of each kernel, on small inputs
     *(FUSED + f"test_gemms[dtype0-{rows}-weight0]" for rows in (1, 8, 17, 48, 65, 256)),
@@ -55,6 +56,12 @@ CHECKED = [  # at least one of each kernel, on small inputs
         ATTENTION + f"test_backends_agree[triton-dtype0-{case}]"
         for case in ("decode", "prefill", "partial", "page 1")
     ),
+    DETERMINISTIC + "test_gemm[sizes0-dtype0]",
+    *(FP8 + f"test_gemms[dtype0-{rows}-0-size3]" for rows in (1, 8, 33)),
+    *(FP8 + f"test_gemms[dtype0-{rows}-128-size3]" for rows in (1, 8, 33)),
+    FP8 + "test_eight_bits_on_both_sides[65-size3]",
+    *(MOE + f"test_blocks_hold_every_pair_once[hot-{rows}]" for rows in (1, 300)),
+    *(MOE + f"test_experts_equal_the_oracle[{rows}-hot-shape0]" for rows in (1, 64)),
 ]  # fmt: skip
 
 
