@@ -4,6 +4,9 @@ Before each launch, and before each call of a function within a kernel, it repla
 functions of `triton.language`, and searches its modules for them: here it searches once. And it
 computes each sum and product of integers again, in 64 bits, for an assertion that it leaves out.
 Much of its other time goes into objects that describe types and shapes: here they are shared.
+
+And it looks where a kernel reads and writes, as memcheck does on a GPU: an address outside the
+memory of the tensors that a launch was given is an error.
 """
 
 from __future__ import annotations
@@ -68,11 +71,69 @@ def quicken() -> None:
     if triton.knobs.runtime.interpret:  # else these are the compiler's, too
         share_shapes(tl.core)
     interpreter._get_np_dtype = np_dtype
+    watch_bounds(interpreter)
     interpreter._patch_builtin = patch_builtin
     interpreter._LangPatchScope = Scope
     interpreter._patch_lang = patch_once
     if hasattr(interpreter, "_convert_float"):
         interpreter._convert_float = rounding(interpreter._convert_float)
+
+
+def watch_bounds(interpreter: Any) -> None:
+    """Let no kernel load from or store to an address that belongs to none of its arguments."""
+    import numpy as np
+
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    collect = executor._init_args_hst
+    starts, ends = np.zeros(1, np.uint64), np.zeros(1, np.uint64)
+
+    def storages(args: Any) -> Any:
+        for arg in args:
+            arg = getattr(arg, "base", arg)  # a tensor descriptor's, or a wrapper's
+            if isinstance(arg, tuple):
+                yield from storages(arg)
+            elif hasattr(arg, "untyped_storage"):
+                yield arg.untyped_storage()
+
+    def collected(self: Any, args: Any, kwargs: Any) -> Any:
+        nonlocal starts, ends
+        on_host = collect(self, args, kwargs)
+        found = storages([*on_host[0], *on_host[1].values()])
+        ranges = sorted({(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in found})
+        starts, ends = np.array([(0, 0), *ranges], np.uint64).T
+        return on_host
+
+    def check(ptrs: Any, mask: Any) -> None:
+        size = np.uint64(max(ptrs.get_element_ty().primitive_bitwidth // 8, 1))
+        addresses = ptrs.data if mask is None else ptrs.data[mask.data]
+        if not addresses.size:
+            return
+        first, last = addresses.min(), addresses.max()
+        owner = np.searchsorted(starts, first, side="right") - 1
+        if last + size <= ends[owner]:  # nearly always: one tensor has them all
+            return
+        owners = np.searchsorted(starts, addresses, side="right") - 1
+        outside = addresses + size > ends[owners]
+        if outside.any():
+            raise IndexError(f"{outside.sum()} of {outside.size} addresses are of no argument")
+
+    def checked(name: str) -> None:
+        method = getattr(builder, name)
+
+        @functools.wraps(method)
+        def run(self: Any, *args: Any) -> Any:
+            masked = name != "create_atomic_cas"
+            at = {"create_masked_load": 1, "create_masked_store": 2, "create_atomic_rmw": 3}
+            first = 1 if name == "create_atomic_rmw" else 0
+            check(args[first], args[at[name]] if masked else None)
+            return method(self, *args)
+
+        setattr(builder, name, run)
+
+    executor._init_args_hst = collected
+    for name in ("create_masked_load", "create_masked_store", "create_atomic_rmw",
+                 "create_atomic_cas"):  # fmt: skip
+        checked(name)
 
 
 def share_shapes(core: Any) -> None:

@@ -34,6 +34,7 @@ POINT = 0.01
 KERNEL_FILES = ("fused", "sampler", "attention", "deterministic", "fp8", "moe")
 ENGINE_FILES = ("engine", "prefill", "speculative", "structured_output")
 WIDE_FILES = ("wide",)
+ALONE = "sizes_keep or memory"  # tests that measure the memory of the whole GPU
 NOTHING_SELECTED = 5  # pytest's status
 
 FUSED, SAMPLER, ATTENTION, DETERMINISTIC, FP8, MOE = (
@@ -120,11 +121,14 @@ def run_pytest(before: Sequence[str], what: Sequence[str], seconds: float, **env
     return {"passed": passed, **done, **found}
 
 
-def run_files(names: Sequence[str], args: argparse.Namespace, seconds: float, workers: int) -> Any:
+def run_files(
+    names: Sequence[str], args: argparse.Namespace, seconds: float, workers: int, select: str = ""
+) -> Any:
     """pytest on some files of this folder, in several processes if pytest-xdist is there."""
-    select = ["-k", args.select] if args.select else []
+    wanted = " and ".join(f"({one})" for one in (select, args.select) if one)
+    how = ["-k", wanted] if wanted else []
     split = ["-n", str(workers)] if workers > 1 and find_spec("xdist") else []
-    found = run_pytest((), [*(f"tests/gpu/test_{name}_gpu.py" for name in names), *select, *split],
+    found = run_pytest((), [*(f"tests/gpu/test_{name}_gpu.py" for name in names), *how, *split],
                        seconds)  # fmt: skip
     found["passed"] = found["status"] in (0, NOTHING_SELECTED) and not found["failures"]
     output = found.pop("output")
@@ -142,8 +146,13 @@ def kernels(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def engine(args: argparse.Namespace) -> dict[str, Any]:
-    """Tests of an engine; it measures memory, so it has the GPU for itself."""
-    return proved(run_files(ENGINE_FILES, args, args.seconds, 1))
+    """Tests of engines, which spend their time on the host."""
+    return proved(run_files(ENGINE_FILES, args, args.seconds, args.workers, f"not ({ALONE})"))
+
+
+def memory(args: argparse.Namespace) -> dict[str, Any]:
+    """Those of them that have the GPU for themselves."""
+    return proved(run_files(ENGINE_FILES, args, args.seconds, 1, ALONE))
 
 
 def wide(args: argparse.Namespace) -> dict[str, Any]:
@@ -267,8 +276,8 @@ def flashinfer_accuracy(args: argparse.Namespace) -> dict[str, Any]:
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "kernels": kernels, "engine": engine, "wide": wide, "ranks": ranks, "sanitizer": sanitizer,
-    "soak": soak, "accuracy": accuracy, "flashinfer accuracy": flashinfer_accuracy,
+    "kernels": kernels, "engine": engine, "memory": memory, "wide": wide, "ranks": ranks,
+    "sanitizer": sanitizer, "soak": soak, "accuracy": accuracy, "flashinfer accuracy": flashinfer_accuracy,
 }  # fmt: skip
 USUAL = [name for name in SECTIONS if name != "ranks"]
 

@@ -1,0 +1,35 @@
+"""The interpreter's own check: a kernel that leaves the memory of its arguments is stopped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import fused_cases  # noqa: F401, I001  (chooses the interpreter, then imports Triton)
+import triton
+import triton.language as tl
+from triton.runtime.errors import InterpreterError
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="memcheck does this on a GPU")
+
+
+@triton.jit
+def copy_kernel(x_ptr, y_ptr, count, at, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.arange(0, SIZE)
+    tl.store(y_ptr + at + i, tl.load(x_ptr + i, mask=i < count), mask=i < count)
+    tl.atomic_add(y_ptr + at, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("count", "at", "wrong"),
+    [(8, 0, None), (9, 0, "1 of 9"), (8, 2, "2 of 8"), (8, -1, "1 of 8"), (0, 8, "1 of 1")],
+)
+def test_strange_addresses_are_found(count: int, at: int, wrong: str | None) -> None:
+    """Reads, writes and atomics; an offset into a tensor counts from its own start."""
+    x, y = torch.ones(8), torch.zeros(8)
+    if wrong is None:
+        copy_kernel[(1,)](x, y, count, at, 16)
+        assert torch.equal(x, y)
+    else:
+        with pytest.raises(InterpreterError, match=wrong):
+            copy_kernel[(1,)](x, y, count, at, 16)
