@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from tests import fused_cases  # noqa: F401, I001  (chooses the interpreter, then imports Triton)
 import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
@@ -14,7 +12,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="memcheck does
 
 
 @triton.jit
-def copy_kernel(x_ptr, y_ptr, count, at, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def copy_kernel(x_ptr, y_ptr, count, at, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
     tl.store(y_ptr + at + i, tl.load(x_ptr + i, mask=i < count), mask=i < count)
     tl.atomic_add(y_ptr + at, 0.0)

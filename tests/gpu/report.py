@@ -277,7 +277,8 @@ def flashinfer_accuracy(args: argparse.Namespace) -> dict[str, Any]:
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "kernels": kernels, "engine": engine, "memory": memory, "wide": wide, "ranks": ranks,
-    "sanitizer": sanitizer, "soak": soak, "accuracy": accuracy, "flashinfer accuracy": flashinfer_accuracy,
+    "sanitizer": sanitizer, "soak": soak, "accuracy": accuracy,
+    "flashinfer accuracy": flashinfer_accuracy,
 }  # fmt: skip
 USUAL = [name for name in SECTIONS if name != "ranks"]
 
