@@ -177,14 +177,21 @@ def sanitizer(args: argparse.Namespace) -> dict[str, Any]:
     if program is None:
         return {"passed": False, "reason": "compute-sanitizer is not installed"}
     memcheck = [program, "--tool", "memcheck", "--error-exitcode", "9"]
-    what = [*CHECKED, *(["-k", args.select] if args.select else [])]
+    what = [
+        "-p",
+        "tests.gpu.without_cudnn",
+        *CHECKED,
+        *(["-k", args.select] if args.select else []),
+    ]
     found = run_pytest(memcheck, what, args.seconds, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     output = found.pop("output")
     lines = output.splitlines()
     found["summary"] = [line for line in lines if "ERROR SUMMARY" in line]
     clean = any("ERROR SUMMARY: 0 errors" in line for line in found["summary"])
     found["passed"] = found["passed"] and clean and found["passed_tests"] > 0
-    return found if found["passed"] else found | {"output": output[-6000:]}
+    first = max(output.find("========= Invalid"), 0)  # a stack of the host follows each
+    shown = output[first : first + 3000] + output[-3000:]
+    return found if found["passed"] else found | {"output": shown}
 
 
 def soak(args: argparse.Namespace) -> dict[str, Any]:
