@@ -21,6 +21,7 @@ from minisgl.config.rules import (
     Validated,
     as_tuple,
     refuse,
+    spelled,
 )
 
 
@@ -47,9 +48,9 @@ def as_group(size: Any) -> Any:
 
 Group = Annotated[TPInfo, BeforeValidator(as_group)]
 PathText = Annotated[Text, BeforeValidator(lambda p: str(p) if isinstance(p, Path) else p)]
-Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
-# One backend, or two for prefill and decode; "fused" only decodes.
-Backend = Annotated[str, Field(pattern="^(auto|(torch|triton|fi)(,(torch|triton|fi|fused))?)$")]
+Device = Annotated[str, spelled(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")]
+Backend = Annotated[str, spelled("auto|(torch|triton|fi)(,(torch|triton|fi|fused))?",
+                                 "auto, torch, triton or fi, or two as in triton,fused")]  # fmt: skip
 BatchSizes = Annotated[tuple[Positive, ...], BeforeValidator(as_tuple)]
 
 
@@ -115,7 +116,6 @@ class ServerConfig(SchedulerConfig):
     """
 
     schedule_policy: Literal["fcfs", "fair"] = "fair"
-
     host: Text = "127.0.0.1"
     port: Annotated[Count, Field(le=65535)] = 1919
     num_tokenizer: Count = 0

@@ -11,7 +11,15 @@ from dataclasses import fields
 from functools import cache
 from typing import Annotated, Any, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+)
 
 
 def shown(value: object) -> str:
@@ -52,6 +60,17 @@ Positive = Annotated[int, BeforeValidator(plain_number), Field(ge=1)]
 Number = Annotated[float, BeforeValidator(plain_number), Field(allow_inf_nan=False)]
 PositiveNumber = Annotated[Number, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
+
+
+def spelled(pattern: str, wanted: str) -> AfterValidator:
+    """Refuse a text that does not match, and say what is wanted."""
+
+    def check(text: str) -> str:
+        if re.fullmatch(pattern, text):
+            return text
+        raise ValueError(f"must be {wanted}")
+
+    return AfterValidator(check)
 
 
 def as_tuple(value: Any) -> Any:
