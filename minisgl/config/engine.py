@@ -50,7 +50,7 @@ Group = Annotated[TPInfo, BeforeValidator(as_group)]
 PathText = Annotated[Text, BeforeValidator(lambda p: str(p) if isinstance(p, Path) else p)]
 Device = Annotated[str, spelled(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")]
 Backend = Annotated[str, spelled("auto|(torch|triton|fi)(,(torch|triton|fi|fused))?",
-                                 "auto, torch, triton or fi, or two as in triton,fused")]  # fmt: skip
+                                 "auto, torch, triton, fi or two as in triton,fused")]  # fmt: skip
 BatchSizes = Annotated[tuple[Positive, ...], BeforeValidator(as_tuple)]
 
 
