@@ -80,7 +80,10 @@ def quicken() -> None:
 
 
 def watch_bounds(interpreter: Any) -> None:
-    """Let no kernel load from or store to an address that belongs to none of its arguments."""
+    """Let no kernel load from or store to an address that belongs to none of its arguments.
+
+    All but one that is given `addresses_ptr`, for other processes' memory is in no argument.
+    """
     import numpy as np
 
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
@@ -100,6 +103,8 @@ def watch_bounds(interpreter: Any) -> None:
         on_host = collect(self, args, kwargs)
         found = storages([*on_host[0], *on_host[1].values()])
         ranges = sorted({(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in found})
+        if "addresses_ptr" in self.arg_names:
+            ranges = [(0, 2**64 - 1)]
         starts, ends = np.array([(0, 0), *ranges], np.uint64).T
         return on_host
 

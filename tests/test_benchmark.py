@@ -549,7 +549,7 @@ def test_sizes_follow_the_device_unless_given() -> None:
         ("offline --repeats x", "--repeats: must be an integer of at least 1, got 'x'"),
         ("offline --input-len 9 3 --device cpu", "input-len: LOW must not exceed HIGH, got 9 3"),
         ("offline --device tpu", "device: must be auto, cpu, cuda or cuda:N, got 'tpu'"),
-        ("offline --device cpu --attn magic", "--attention-backend: must match"),
+        ("offline --device cpu --attn magic", "--attention-backend: must be auto, torch"),
         ("offline --device cpu --memory-ratio 2", "--memory-ratio: must be less than"),
         ("latency --sampling wild", "invalid choice: 'wild'"),
         ("latency --device cpu --num-pages 4 --batch-sizes 9", "batch-sizes: 9 need"),
