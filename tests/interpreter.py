@@ -15,7 +15,10 @@ import dataclasses
 import functools
 import inspect
 import operator
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+import numpy as np
 
 
 def quicken() -> None:
@@ -79,66 +82,69 @@ def quicken() -> None:
         interpreter._convert_float = rounding(interpreter._convert_float)
 
 
+class Bounds:
+    """Where the arguments of the launch lie that runs now, as a sorted list of address ranges."""
+
+    def __init__(self) -> None:
+        self.set([])
+
+    def set(self, ranges: list[tuple[int, int]]) -> None:
+        """First address of each range, and the one behind its last; they do not overlap."""
+        self.starts, self.ends = np.array([(0, 0), *sorted(ranges)], np.uint64).T
+
+    def check(self, ptrs: Any, mask: Any) -> None:
+        """IndexError if one of the addresses, where the mask is set, lies in no range."""
+        size = np.uint64(max(ptrs.get_element_ty().primitive_bitwidth // 8, 1))
+        addresses = ptrs.data if mask is None else ptrs.data[mask.data]
+        owners = np.searchsorted(self.starts, addresses, side="right") - 1
+        outside = addresses + size > self.ends[owners]
+        if outside.any():
+            raise IndexError(f"{outside.sum()} of {outside.size} addresses are of no argument")
+
+
+# Methods of the interpreter that touch memory: where their pointers and their mask stand.
+TOUCHING = {
+    "create_masked_load": (0, 1), "create_masked_store": (0, 2),
+    "create_atomic_rmw": (1, 3), "create_atomic_cas": (0, None),
+}  # fmt: skip
+
+
+def storages(args: Iterable[Any]) -> Iterator[Any]:
+    """Memory of all tensors among a kernel's arguments."""
+    for arg in args:
+        arg = getattr(arg, "base", arg)  # a tensor descriptor's, or a wrapper's
+        if isinstance(arg, tuple):
+            yield from storages(arg)
+        elif hasattr(arg, "untyped_storage"):
+            yield arg.untyped_storage()
+
+
 def watch_bounds(interpreter: Any) -> None:
     """Let no kernel load from or store to an address that belongs to none of its arguments.
 
     All but one that is given `addresses_ptr`, for other processes' memory is in no argument.
     """
-    import numpy as np
-
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
-    collect = executor._init_args_hst
-    starts, ends = np.zeros(1, np.uint64), np.zeros(1, np.uint64)
-
-    def storages(args: Any) -> Any:
-        for arg in args:
-            arg = getattr(arg, "base", arg)  # a tensor descriptor's, or a wrapper's
-            if isinstance(arg, tuple):
-                yield from storages(arg)
-            elif hasattr(arg, "untyped_storage"):
-                yield arg.untyped_storage()
+    collect, bounds = executor._init_args_hst, Bounds()
 
     def collected(self: Any, args: Any, kwargs: Any) -> Any:
-        nonlocal starts, ends
         on_host = collect(self, args, kwargs)
         found = storages([*on_host[0], *on_host[1].values()])
-        ranges = sorted({(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in found})
-        if "addresses_ptr" in self.arg_names:
-            ranges = [(0, 2**64 - 1)]
-        starts, ends = np.array([(0, 0), *ranges], np.uint64).T
+        ranges = {(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in found}
+        bounds.set([(0, 2**64 - 1)] if "addresses_ptr" in self.arg_names else [*ranges])
         return on_host
 
-    def check(ptrs: Any, mask: Any) -> None:
-        size = np.uint64(max(ptrs.get_element_ty().primitive_bitwidth // 8, 1))
-        addresses = ptrs.data if mask is None else ptrs.data[mask.data]
-        if not addresses.size:
-            return
-        first, last = addresses.min(), addresses.max()
-        owner = np.searchsorted(starts, first, side="right") - 1
-        if last + size <= ends[owner]:  # nearly always: one tensor has them all
-            return
-        owners = np.searchsorted(starts, addresses, side="right") - 1
-        outside = addresses + size > ends[owners]
-        if outside.any():
-            raise IndexError(f"{outside.sum()} of {outside.size} addresses are of no argument")
-
-    def checked(name: str) -> None:
-        method = getattr(builder, name)
-
+    def checked(method: Any, at: int, mask: int | None) -> Any:
         @functools.wraps(method)
         def run(self: Any, *args: Any) -> Any:
-            masked = name != "create_atomic_cas"
-            at = {"create_masked_load": 1, "create_masked_store": 2, "create_atomic_rmw": 3}
-            first = 1 if name == "create_atomic_rmw" else 0
-            check(args[first], args[at[name]] if masked else None)
+            bounds.check(args[at], None if mask is None else args[mask])
             return method(self, *args)
 
-        setattr(builder, name, run)
+        return run
 
     executor._init_args_hst = collected
-    for name in ("create_masked_load", "create_masked_store", "create_atomic_rmw",
-                 "create_atomic_cas"):  # fmt: skip
-        checked(name)
+    for name, places in TOUCHING.items():
+        setattr(builder, name, checked(getattr(builder, name), *places))
 
 
 def share_shapes(core: Any) -> None:
@@ -174,7 +180,6 @@ def share_shapes(core: Any) -> None:
 
 def rounding(convert: Any) -> Any:
     """`convert`, but float8_e4m3fn as a GPU has it: the interpreter loses carries of a mantissa."""
-    import numpy as np
     import torch
 
     dtypes = {"fp8e4nv": torch.float8_e4m3fn, "fp32": torch.float32, "fp16": torch.float16}

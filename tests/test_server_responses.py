@@ -665,12 +665,21 @@ def test_pieces_add_up(said: list[tuple[str, list[str]]], reason: str, size: int
     assert ends[0]["status"] == {"stop": "completed", "length": "incomplete"}[reason]
 
 
+def test_tokens_of_a_thought_are_counted_in_a_reply_that_holds_it_whole() -> None:
+    """Replies that waited for their reader arrive as one."""
+    reply = UserReply(uid=0, text="hm.</think>So!", token_ids=[1] * 14, completion_tokens=20)
+    builder = ResponseBuilder({"id": "resp_1", "output": []}, first=0)
+    list(builder.add([Reasoning("hm."), Content("So!")], reply))
+    list(builder.finish(reply, now=7))
+    assert builder.response["usage"]["output_tokens_details"]["reasoning_tokens"] == 17
+
+
 def test_log_probabilities_and_counts_of_a_thoughtful_answer() -> None:
     builder = ResponseBuilder({"id": "resp_1", "output": []}, first=0)
     told = [
         ([Reasoning("hm")], 3),
         ([], 4),
-        ([Reasoning("."), Content("So")], 6),
+        ([Content("So")], 6),
         ([Content("!")], 7),
     ]
     for pieces, tokens in told:

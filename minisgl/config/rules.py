@@ -62,6 +62,11 @@ PositiveNumber = Annotated[Number, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
 
 
+def as_tuple(value: Any) -> Any:
+    """A list as a tuple, so that it can be hashed; anything else as it is."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 def spelled(pattern: str, wanted: str) -> AfterValidator:
     """Refuse a text that does not match, and say what is wanted."""
 
@@ -71,11 +76,6 @@ def spelled(pattern: str, wanted: str) -> AfterValidator:
         raise ValueError(f"must be {wanted}")
 
     return AfterValidator(check)
-
-
-def as_tuple(value: Any) -> Any:
-    """A list as a tuple, so that it can be hashed; anything else as it is."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 def explain(error: ValidationError) -> ValueError:

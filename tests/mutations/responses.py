@@ -33,9 +33,16 @@ MUTATIONS = [
     Mutation(
         name="responses: thoughts are not counted",
         module=EVENTS,
-        old="        self._thought = reply.completion_tokens\n",
-        new="        pass\n",
+        old="            self._thought = reply.completion_tokens\n",
+        new="            pass\n",
         test=TEST + "test_log_probabilities_and_counts_of_a_thoughtful_answer",
+    ),
+    Mutation(
+        name="responses: a thought that came with its answer has no tokens",
+        module=EVENTS,
+        old="            self._thought = reply.completion_tokens - after_thought(reply)\n",
+        new="            pass\n",
+        test=TEST + "test_tokens_of_a_thought_are_counted_in_a_reply_that_holds_it_whole",
     ),
     Mutation(
         name="responses: events have no numbers",

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from fastapi.sse import format_sse_event
 
+from minisgl.server.http.answers import THOUGHT
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.formats import chat_logprobs
 from minisgl.server.http.tool_parser import CallArguments, CallStart, Content, Piece, Reasoning
@@ -41,6 +42,12 @@ def usage_of(last: UserReply, thought: int) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": thought},
         "total_tokens": given + last.completion_tokens,
     }
+
+
+def after_thought(reply: UserReply) -> int:
+    """How many of a reply's tokens follow the thought that ends in it, by their share of text."""
+    _, _, after = reply.text.partition(THOUGHT)
+    return round(len(reply.token_ids) * len(after) / max(len(reply.text), 1))
 
 
 NEW_ITEMS: dict[type, dict[str, Any]] = {
@@ -114,6 +121,8 @@ class ResponseBuilder:
             yield self._part_event(f"{self._kind}.delta", delta=piece.text, **more)
         if self._item.get("type") == "reasoning":
             self._thought = reply.completion_tokens
+        elif any(isinstance(piece, Reasoning) for piece in pieces):
+            self._thought = reply.completion_tokens - after_thought(reply)
 
     def _open(self, new: dict[str, Any]) -> Iterator[Event]:
         """The next item, empty; the one before is complete."""
