@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from minisgl.engine.prefill_graph import (
     prefill_tokens,
     view_prefill,
 )
-from tests.attention_worlds import Shape, dense_oracle, make_world
+from tests.attention_worlds import Shape, make_world
 from tests.checkpoints import make_checkpoint
 from tests.dense import dense_batch
 from tests.test_engine import WARM, WAYS
@@ -335,40 +334,14 @@ LENS = [
 def check_tiles(group: int, tile: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One recorded plan serves batch after batch; answers of padding stay numbers."""
     from minisgl.attention import tiled_prefill
-    from minisgl.attention.triton_backend import TritonBackend
+    from tests.prefill_tiles import check_recorded_tiles
 
     monkeypatch.setattr(tiled_prefill.TiledPrefill, "tile_rows", lambda self, size: tile)
     monkeypatch.setattr(tiled_prefill.TiledPrefill, "programs", lambda *_: 16 // splits)
     for seed, lens in enumerate(LENS):
         world = make_world(Shape(lens=(*lens, (2, 2)), group=group, seed=seed))
-        backend = world.backend("triton")
-        assert isinstance(backend, TritonBackend)
-        plans = tiled_prefill.TiledPrefill(backend, torch.float32)
-        unused: Any = None
-        runner = PrefillRunner(
-            plans=plans, forward=unused, draw=unused, backend=unused, tables=world.tables,
-            sizes=(32,), vocab_size=8, dtype=torch.float32, new_graph=RecordingGraph,
-        )  # fmt: skip
-        n, zeros = world.meta.num_tokens, np.zeros(world.meta.num_tokens, np.int32)
-        fi: Any = SimpleNamespace(
-            positions=zeros, token_rows=zeros, out_loc=world.out_loc.numpy(), sampled=(),
-            write_rows=zeros[:0], write_positions=zeros[:0], last_idx=zeros, sampling=None,
-            meta=world.meta,
-        )  # fmt: skip
-        if world.meta.batch_size > MAX_REQUESTS:
-            continue
-        static, found = runner.lay_out(32)
-        plan: Any = found
-        assert plan.splits == splits
-        pad = [torch.cat([part, torch.randn(32 - n, *part.shape[1:])])
-               for part in (world.q, world.k, world.v)]  # fmt: skip
-        blank = plan.run(*pad, 1)
-        assert not blank.any(), "padding alone has no answer"
-        runner.ring.send([runner.pack(fi, 32)], runner.memory)
-        got = plan.run(*pad, 1)
-        torch.testing.assert_close(got[:n], dense_oracle(world).float(), atol=2e-4, rtol=0)
-        assert not got[n:].any()
-        assert static.scatter.tolist() == [world.tables.dummy_row * world.tables.width] * 16
+        if world.meta.batch_size <= MAX_REQUESTS:
+            assert check_recorded_tiles(world, 32, 2e-4).splits == splits
 
 
 @pytest.mark.parametrize(

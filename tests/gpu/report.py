@@ -57,6 +57,10 @@ CHECKED = [  # at least one of each kernel, on small inputs
         ATTENTION + f"test_backends_agree[triton-dtype0-{case}]"
         for case in ("decode", "prefill", "partial", "page 1")
     ),
+    *(
+        ATTENTION + f"test_tiles_of_recorded_prefill[{kind}-dtype0]"
+        for kind in ("partial", "page 1")
+    ),
     DETERMINISTIC + "test_gemm[sizes0-dtype0]",
     *(FP8 + f"test_gemms[dtype0-{rows}-0-size3]" for rows in (1, 8, 33)),
     *(FP8 + f"test_gemms[dtype0-{rows}-128-size3]" for rows in (1, 8, 33)),

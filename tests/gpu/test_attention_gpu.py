@@ -21,6 +21,7 @@ from tests.attention_worlds import (
     per_request_float32,
     static_buffers,
 )
+from tests.prefill_tiles import check_recorded_tiles
 
 pytestmark = [
     pytest.mark.gpu,
@@ -204,3 +205,10 @@ def test_plans_in_flight_do_not_disturb_each_other(backend_name: str) -> None:
         got.append(plan.run(world.q, world.k, world.v, 1))
     for g, w in zip(got, want, strict=True):
         assert_close(g, w, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kind", ["prefill", "partial", "page 1"])
+def test_tiles_of_recorded_prefill(kind: str, dtype: torch.dtype) -> None:
+    world = make_world(SHAPES[kind], dtype, "cuda")
+    check_recorded_tiles(world, 256, TOLERANCE[dtype])
