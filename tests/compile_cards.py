@@ -40,13 +40,14 @@ from minisgl.engine import engine as engine_module
 from minisgl.engine.engine import Engine, dummy_request
 from minisgl.kernels import fp8_linear
 from minisgl.kernels.all_reduce import all_reduce, all_reduce_add_norm
-from minisgl.kernels.device import H200, DeviceLimits, device_limits
+from minisgl.kernels.device import H200, DeviceLimits, device_limits, load_tuned
 from minisgl.kernels.sample import sample_logits
 from minisgl.models.fused import FusedModel, can_fuse
 from minisgl.models.quantization import quantize_model
 from minisgl.models.registry import build_model
 from minisgl.parallel.comm import SingleRank
 
+NAMES = {"H200": "NVIDIA H200"}  # of cards that have tiles of their own
 CARDS = {"A100": DeviceLimits(108, 166_912, 80), "L4": DeviceLimits(58, 101_376, 89), "H200": H200}
 PLAIN = {"attention_backend": "triton", "cuda_graph_bs": (1, 16)}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -188,6 +189,7 @@ def variants_of(card: str, name: str, **how: Any) -> Variants:
     limits, (model, fields) = CARDS[card], CONFIGS[name]
     triton.runtime.driver.set_active(Card(limits))
     device_limits.cache_clear()
+    device_limits(torch.device("meta")).tuned.update(load_tuned(NAMES.get(card, card)))
     variants: Variants = {}
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -5,13 +5,36 @@ Generated from notebooks/04b_gpu_attention.ipynb: edit there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+import warnings
+from dataclasses import dataclass, field
 from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 
 RESERVED = 1024  # bytes of shared memory that CUDA keeps for itself, of each program
+
+
+class TunedTiles(dict[str, list[Any]]):
+    """Tiles that a search found the fastest on a kind of GPU, see chapter 13f; []: the library.
+
+    `asked` is what was looked up, so that a search knows what there is to find.
+    """
+
+    def __init__(self, found: dict[str, list[Any]] | None = None) -> None:
+        super().__init__(found or {})
+        self.asked: set[str] = set()
+
+    def find(self, *what: object) -> list[Any] | None:
+        """The tiles of a kernel for these sizes; None: take what its rule says."""
+        key = " ".join(map(str, what))
+        self.asked.add(key)
+        return self.get(key)
 
 
 @dataclass(frozen=True)
@@ -21,6 +44,7 @@ class DeviceLimits:
     sms: int  # multiprocessors
     shared_memory: int  # bytes that a program may use; an SM has `RESERVED` more
     capability: int  # 90 is compute capability 9.0
+    tuned: TunedTiles = field(default_factory=TunedTiles, compare=False, repr=False)
 
     @property
     def runs_tiles(self) -> bool:
@@ -36,12 +60,36 @@ class DeviceLimits:
 H200 = DeviceLimits(sms=132, shared_memory=232_448, capability=90)
 
 
+def tile_files(gpu: str) -> tuple[Path, Path]:
+    """Where tiles for a GPU of this name come from: the package, and this machine's cache."""
+    name = gpu.replace(" ", "_") + ".json"
+    cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minisgl"
+    return Path(str(files("minisgl.kernels"))) / "tiles" / name, cached / "tiles" / name
+
+
+def load_tuned(gpu: str) -> TunedTiles:
+    """What the package brings for a GPU of this name, and what was found on this machine."""
+    found = TunedTiles()
+    for path in tile_files(gpu):
+        try:
+            new = json.loads(path.read_text())["tiles"]
+            found |= {str(key): list(tiles) for key, tiles in new.items()}
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            warnings.warn(f"tiles: {path} cannot be read, and is ignored: {error!r}", stacklevel=2)
+    return found
+
+
 @cache
 def device_limits(device: torch.device) -> DeviceLimits:
     """The limits of a device; on a CPU kernels are cut as for an H200."""
     if device.type == "cpu":
         return H200
     driver = triton.runtime.driver.active
-    found = driver.utils.get_device_properties(device.index or 0)
-    arch = driver.get_current_target().arch
-    return DeviceLimits(found["multiprocessor_count"], found["max_shared_mem"], int(arch))
+    found, gpu = driver.utils.get_device_properties(device.index or 0), device.type == "cuda"
+    return DeviceLimits(
+        found["multiprocessor_count"], found["max_shared_mem"],
+        int(driver.get_current_target().arch),
+        load_tuned(torch.cuda.get_device_name(device)) if gpu else TunedTiles(),
+    )  # fmt: skip

@@ -19,6 +19,7 @@ from minisgl.kernels.linear import (
     Tiling,
     count_scales,
     count_splits,
+    find_tuned,
     gated_linear,
     launch_rows,
     linear,
@@ -65,6 +66,8 @@ def choose_fp8_tiling(
 
     Up to 32 rows two warps: then Triton takes `mma.sync`, which has its operands in registers.
     """
+    if found := find_tuned(limits, "rows8", m, n, k, gated, split_k):
+        return Tiling(*found)
     if m > 32:
         tiles = Tiling(64, 128, 128, 8, 3, False)
     else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import singledispatch
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -117,9 +117,12 @@ def count_scales(weight: Tensor) -> int | None:
 
 
 def row_block(
-    n: int, k: int, norm: bool, gated: bool, scales: int = 0
+    n: int, k: int, norm: bool, gated: bool, scales: int = 0, limits: DeviceLimits = H200
 ) -> tuple[int, int, int, int] | None:
     """(BN, BK, warps, FOLD) of `row_kernel` for a weight [n, k]; None if no choice divides it."""
+    kind = ("norm_" if norm else "") + ("gated" if gated else "plain")
+    if found := limits.tuned.find("row", kind, scales, n, k):
+        return found[0], found[1], found[2], found[3]
     fold = 1
     if scales == 1 and not norm and k % 2048:
         bn, bk, warps = 8, 512 if k % 1024 else 1024, 4
@@ -139,16 +142,20 @@ def row_block(
 def row_linear(
     x: Tensor, weight: Tensor, *, norm: Tensor | None = None, eps: float = 0.0,
     bias: Tensor | None = None, add: Tensor | None = None, gated: bool = False,
+    block: tuple[int, int, int, int] | None = None,
 ) -> Tensor | None:  # fmt: skip
     """One row through a layer: x [1, k], weight [n, k] to [1, n]; None if the sizes do not fit.
 
     norm [k]: RMS-normalise x first. gated: weight [2 n, k] holds gate and up, and the result is
-    silu(gate) * up. add [1, n]: the residual.
+    silu(gate) * up. add [1, n]: the residual. block: (BN, BK, warps, FOLD), None: `row_block`'s.
     """
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     scales = count_scales(weight)
-    block = None if scales is None else row_block(n, k, norm is not None, gated, scales)
-    if block is None or x.shape[0] != 1:
+    if x.shape[0] != 1 or scales is None:
+        return None
+    limits = device_limits(x.device)
+    block = block or row_block(n, k, norm is not None, gated, scales, limits)
+    if block is None:
         return None
     bn, bk, warps, fold = block
     out = torch.empty(1, n, dtype=x.dtype, device=x.device)
@@ -277,6 +284,15 @@ def beats_cublas(m: int, n: int, k: int, gated: bool, split_k: bool) -> bool:
     return m <= FEW_ROWS or (small and (split_k or m <= 2 * FEW_ROWS))
 
 
+def find_tuned(
+    limits: DeviceLimits, kernel: str, m: int, n: int, k: int, gated: bool, split_k: bool
+) -> list[Any] | None:
+    """What a search found for up to as many rows as the next power of two; None: ask the rule."""
+    rows, kind = max(16, triton.next_power_of_2(m)), "gated" if gated else "split"
+    kind = kind if gated or split_k else "plain"
+    return limits.tuned.find(kernel, kind, rows, n, k) if rows <= 256 else None
+
+
 def count_splits(tiles: Tiling, m: int, n: int, k: int, sms: int) -> int:
     """Into how many parts to split k, so that all SMs get programs; a power of two, up to 8."""
     splits, programs = 1, n // tiles.bn * -(-m // tiles.bm)
@@ -293,6 +309,8 @@ def choose_tiling(
     split_k: the caller adds up the splits, so a weight with few rows may be split along k, too.
     limits: of the GPU.
     """
+    if (found := find_tuned(limits, "rows", m, n, k, gated, split_k)) is not None:
+        return Tiling(*found) if found else None
     if not beats_cublas(m, n, k, gated, split_k):
         return None
     if m <= 32:

@@ -1,0 +1,134 @@
+"""Which tiles make decode steps fastest on this GPU: a search over what the kernels look up.
+
+Generated from notebooks/13f_tuning.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from statistics import median
+from typing import Any
+
+from minisgl.kernels.device import DeviceLimits, TunedTiles
+
+GAIN = 0.003  # of a step: what is less is noise
+Measure = Callable[[], float]  # seconds of a step with the entries that are there
+Choices = Callable[[str, list[Any] | None], Iterable[list[Any]]]  # for a key, after a first search
+
+
+def try_all(
+    key: str, tiles: Iterable[list[Any]], tuned: TunedTiles, measure: Measure, best: float
+) -> float:
+    """Leave the fastest of `tiles` under `key`, if one beats `best`; what cannot run is skipped."""
+    kept = tuned.get(key)
+    for one in tiles:
+        tuned[key] = one
+        try:
+            seconds = measure()
+        except (RuntimeError, ValueError):  # among them Triton's errors: too little memory, say
+            continue
+        if seconds < best * (1 - GAIN):
+            best, kept = seconds, one
+    tuned.pop(key, None)
+    if kept is not None:
+        tuned[key] = kept
+    return best
+
+
+def gains(key: str, tuned: TunedTiles, measure: Measure, turns: int = 7) -> bool:
+    """Whether a step is faster with the entry than without, measured by turns."""
+    tiles, gained = tuned[key], []
+    for _ in range(turns):
+        del tuned[key]
+        without = measure()
+        tuned[key] = tiles
+        gained.append(1 - measure() / without)
+    return median(gained) > GAIN
+
+
+def search(tuned: TunedTiles, choices: Choices, measure: Measure) -> dict[str, list[Any]]:
+    """Find better entries for all that a step looks up; those that prove themselves stay.
+
+    Keys that have an entry already are left alone. Experts have two GEMMs under one key: the
+    second one is searched for beside the best of the first. Returns the new entries.
+    """
+    old = set(tuned)
+    tuned.asked.clear()
+    best = measure()
+    keys = sorted(tuned.asked - old)
+    for key in keys:
+        best = try_all(key, choices(key, None), tuned, measure, best)
+        if key in tuned:
+            best = try_all(key, choices(key, tuned[key]), tuned, measure, best)
+    for key in keys:
+        if key in tuned and not gains(key, tuned, measure):
+            del tuned[key]
+    return {key: tuned[key] for key in keys if key in tuned}
+
+
+def row_choices(scales: int, n: int, k: int, gated: bool) -> Iterator[list[Any]]:
+    """(BN, BK, warps, FOLD) of a GEMV."""
+    for bn in (1, 2, 4, 8, 16):
+        for bk in (512, 1024, 2048, 4096):
+            for warps in (1, 2, 4, 8):
+                each = bn * bk * (2 if gated else 1) // (32 * warps)
+                if n % bn == 0 and k % bk == 0 and 16 <= each <= 128 and n // bn >= 128:
+                    yield [bn, bk, warps, 16 if scales else 1]
+
+
+# (BN, BK, warps, stages, swap) by rows of a tile
+SHAPES: dict[int, tuple[tuple[int, int, int, int, bool], ...]] = {
+    16: ((64, 128, 4, 4, True), (64, 128, 4, 6, True), (64, 64, 4, 8, True),
+         (64, 256, 4, 3, True), (32, 128, 2, 6, True), (32, 128, 2, 4, True),
+         (32, 256, 2, 4, True), (32, 64, 2, 8, True), (16, 256, 1, 4, True),
+         (16, 128, 1, 8, True), (128, 64, 4, 6, True), (128, 128, 8, 3, True)),
+    32: ((64, 128, 4, 4, True), (64, 128, 4, 6, True), (64, 64, 4, 8, True),
+         (32, 128, 2, 6, True), (32, 256, 2, 3, True), (32, 128, 4, 6, True),
+         (128, 64, 4, 6, True), (128, 128, 8, 3, True)),
+    64: ((64, 64, 4, 8, True), (64, 128, 4, 4, True), (128, 64, 4, 5, True),
+         (128, 64, 8, 5, True), (32, 128, 4, 6, False), (32, 64, 4, 8, False),
+         (64, 128, 4, 4, False), (64, 64, 4, 6, False), (128, 64, 4, 5, False),
+         (128, 64, 8, 5, False)),
+    128: ((64, 64, 4, 5, False), (64, 128, 8, 3, False), (32, 128, 4, 4, False),
+          (128, 64, 8, 4, False), (128, 64, 4, 4, False), (128, 128, 8, 3, False)),
+}  # fmt: skip
+
+
+def rows_choices(
+    rows: int, n: int, k: int, kind: str, itemsize: int, limits: DeviceLimits
+) -> Iterator[list[Any]]:
+    """`Tiling`s of a GEMM, as far as they fit into shared memory; the library last."""
+    halves = 2 if kind == "gated" else 1
+    for bm in {min(rows, 128), 64 if rows > 64 else rows}:
+        for bn, bk, warps, stages, swap in SHAPES[bm]:
+            stage = (2 * bm + itemsize * bn * halves) * bk
+            stages = min(stages, limits.shared_memory // stage)
+            if n % bn or k % bk or stages < 2:
+                continue
+            programs = n // bn * -(-rows // bm)
+            for splits in (1, 2, 4, 8) if kind == "split" else (1,):
+                if splits == 1 or (programs * splits <= 3 * limits.sms and k >= splits * bk):
+                    yield [bm, bn, bk, warps, stages, swap, splits]
+    if itemsize == 2:
+        yield []
+
+
+def expert_choices(before: list[Any] | None) -> Iterator[list[Any]]:
+    """Two `Tiling`s in one list: of the first GEMM or, that being settled, of the second."""
+    for bm in (16, 32, 64) if before is None else (before[0],):
+        for bn, bk, warps, stages, swap in SHAPES[bm]:
+            tiles = [bm, bn, bk, warps, min(stages, 4), swap, 1]
+            yield [*before[:7], *tiles] if before else [*tiles, bm, 64, 128, 4, 4, bm < 64, 1]
+
+
+def choices(key: str, before: list[Any] | None, limits: DeviceLimits) -> Iterable[list[Any]]:
+    """What may stand under a key that a kernel looked up."""
+    kernel, kind, first, *sizes = key.split()
+    if kernel == "experts":
+        return expert_choices(before)
+    if before is not None:
+        return ()
+    n, k = map(int, sizes)
+    if kernel == "row":
+        return row_choices(int(first), n, k, "gated" in kind)
+    return rows_choices(int(first), n, k, kind, 1 if kernel == "rows8" else 2, limits)

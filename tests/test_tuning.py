@@ -1,0 +1,208 @@
+"""The search for tiles, the tables that it leaves, and what kernels take from them."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl.benchmark import tune
+from minisgl.benchmark.tuning import GAIN, choices, search
+from minisgl.kernels import device, fp8_linear, linear, moe
+from minisgl.kernels.device import H200, DeviceLimits, TunedTiles, load_tuned, tile_files
+from minisgl.kernels.linear import Tiling
+
+ON_CPU = {"device": "cpu", "dtype": torch.float32}
+SHIPPED = sorted((Path(device.__file__).parent / "tiles").glob("*.json"))
+STORED = Path(__file__).parents[1] / "notebooks" / "data" / "tiles"
+
+
+def rounds(tiles):
+    """The same choices for every key, once."""
+    return lambda key, before: tiles if before is None else ()
+
+
+times = st.lists(st.one_of(st.none(), st.floats(1, 100)), min_size=1, max_size=4)
+
+
+@given(rules=st.dictionaries(st.sampled_from("abcd"), st.floats(1, 100), min_size=1),
+       choice=st.dictionaries(st.sampled_from("abcd"), times))  # fmt: skip
+def test_a_search_finds_the_best_of_what_can_run(rules, choice):
+    tuned = TunedTiles()
+
+    def measure():
+        total = 0.0
+        for key, rule in rules.items():
+            found = tuned.find(key)
+            seconds = rule if found is None else choice[key][found[0]]
+            if seconds is None:
+                raise RuntimeError("out of resources")
+            total += seconds
+        return total
+
+    found = search(tuned, lambda key, _: [[i] for i in range(len(choice.get(key, ())))], measure)
+    assert dict(tuned) == found
+    after = measure()  # everything left can run
+    best = sum(min([rule, *(t for t in choice.get(key, ()) if t)]) for key, rule in rules.items())
+    assert after <= sum(rules.values())
+    assert after <= best * (1 + GAIN) ** 4 + GAIN * 4 * sum(rules.values())
+
+
+def test_an_entry_has_to_beat_the_rule_again():
+    tuned, seconds = TunedTiles(), iter([10.0, 9.0])  # a lucky first look, and the truth afterwards
+    assert search(tuned, rounds([[1]]), lambda: (tuned.find("a"), next(seconds, 10.0))[1]) == {}
+    assert not tuned
+
+
+def test_entries_that_are_there_are_left_alone():
+    tuned = TunedTiles({"a": [7]})
+    assert search(tuned, rounds([[1]]), lambda: 9.0 if tuned.find("a") == [1] else 10.0) == {}
+    assert tuned == {"a": [7]}
+
+
+def test_experts_second_gemm_is_searched_beside_the_first():
+    tuned = TunedTiles()
+    seconds = {None: 10.0, "a": 9.0, "b": 8.0, "bc": 7.0, "ac": 1.0}
+
+    def pairs(key, before):
+        return [["a"], ["b"]] if before is None else [[before[0] + "c"]]
+
+    found = search(tuned, pairs, lambda: seconds[(tuned.find("experts") or [None])[0]])
+    assert found == {"experts": ["bc"]}
+
+
+def test_kernels_take_what_was_found():
+    tuned = TunedTiles({
+        "rows plain 16 4096 1024": [16, 32, 64, 2, 8, True, 1],
+        "rows split 64 1024 2048": [],
+        "row norm_plain 0 4096 1024": [8, 512, 4, 1],
+        "rows8 gated 16 3072 1024": [16, 32, 128, 2, 6, True, 1],
+        "experts 8 16 0 128 2048 768": [16, 64, 64, 4, 4, True, 1, 16, 32, 128, 2, 4, True, 1],
+    })  # fmt: skip
+    limits = DeviceLimits(132, 232_448, 90, tuned)
+    plain = {"gated": False, "split_k": False}
+    for m in (2, 8, 16):
+        assert linear.choose_tiling(m, 4096, 1024, **plain, limits=limits) == Tiling(
+            16, 32, 64, 2, 8, True
+        )
+    for m in (17, 300):
+        rule = linear.choose_tiling(m, 4096, 1024, **plain)
+        assert linear.choose_tiling(m, 4096, 1024, **plain, limits=limits) == rule
+    split = {"gated": False, "split_k": True}
+    assert linear.choose_tiling(48, 1024, 2048, **split, limits=limits) is None
+    assert linear.choose_tiling(48, 1024, 2048, **split) is not None
+    assert linear.row_block(4096, 1024, True, False, 0, limits) == (8, 512, 4, 1)
+    assert linear.row_block(4096, 1024, False, False, 0, limits) == linear.row_block(
+        4096, 1024, False, False
+    )
+    gated = {"gated": True, "split_k": False}
+    assert fp8_linear.choose_fp8_tiling(9, 3072, 1024, **gated, limits=limits).bn == 32
+    down = torch.empty(128, 2048, 768, device="meta")
+    pair = moe.choose_tilings(limits, 8, 8, down, 0.5, False)
+    assert [one.bn for one in pair] == [64, 32]
+    assert moe.choose_tilings(limits, 8, 8, down, 0.5, True) != pair  # fixed: the tables
+    assert list(moe.choose_tilings(limits, 300, 8, down, 18.75, False)) == [*moe.TILINGS[1][1:]]
+    assert tuned.asked >= set(tuned)
+
+
+def test_tiles_of_this_machine_go_before_the_shipped_ones(tmp_path, monkeypatch):
+    paths = tmp_path / "shipped.json", tmp_path / "own.json"
+    monkeypatch.setattr(device, "tile_files", lambda gpu: paths)
+    assert load_tuned("Some GPU") == {}
+    paths[0].write_text(json.dumps({"tiles": {"a": [1], "b": [2]}}))
+    tune.keep(paths[1], [{"found": {"b": [3]}}], "a command")
+    assert load_tuned("Some GPU") == {"a": [1], "b": [3]}
+    tune.keep(paths[1], [{"found": {"c": [4]}}], "another")
+    assert load_tuned("Some GPU") == {"a": [1], "b": [3], "c": [4]}
+    assert len(json.loads(paths[1].read_text())["rows"]) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"tiles": 3}', '{"tiles": {"a": 1}}', "{}"])
+def test_a_broken_file_stops_nothing(tmp_path, monkeypatch, text):
+    broken = tmp_path / "own.json"
+    monkeypatch.setattr(device, "tile_files", lambda gpu: (tmp_path / "none", broken))
+    broken.write_text(text)
+    with pytest.warns(UserWarning, match=r"own\.json cannot be read"):
+        assert load_tuned("Some GPU") == {}
+
+
+def test_files_bear_the_name_of_the_gpu(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shipped, own = tile_files("NVIDIA H100 80GB HBM3")
+    assert shipped.exists() and own == tmp_path / "minisgl/tiles/NVIDIA_H100_80GB_HBM3.json"
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_tiles_are_the_stored_ones_and_divide_their_weights(path):
+    tiles = json.loads(path.read_text())["tiles"]
+    assert tiles and tiles == json.loads((STORED / path.name).read_text())["tiles"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_tuned(path.stem.replace("_", " ")) == tiles
+    for key, found in tiles.items():
+        before = found if key.startswith("experts") else None
+        assert found in [*choices(key, None, H200), *choices(key, before, H200)], key
+
+
+def smaller(key):
+    """The key of a weight as small as its tiles allow, for the interpreter."""
+    kernel, kind, first, *sizes = key.split()
+    if kernel == "experts":
+        return f"experts 2 {first} {sizes[0]} 4 256 256"
+    return " ".join([kernel, kind, first, "256" if kernel != "row" else "128", "4096"])
+
+
+KERNELS = sorted({(smaller(key), tuple(tiles)) for path in SHIPPED
+                  for key, tiles in json.loads(path.read_text())["tiles"].items()
+                  if tiles and "experts" not in key})  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "tiles"), KERNELS)
+def test_shipped_tiles_compute_the_product(key, tiles):
+    kernel, kind, first, n, k = key.split()
+    if kernel == "row" and 4096 % tiles[1]:
+        k = str(tiles[1] * 2)
+    product, want = tune.trial_of(" ".join([kernel, kind, first, n, k]), ON_CPU)
+    assert tune.is_right(product, want, list(tiles))
+
+
+@pytest.mark.parametrize("key", [
+    "row norm_gated 0 128 1024", "row plain 1 128 2048", "rows split 16 128 512",
+    "rows gated 32 128 512", "rows8 plain 16 128 512", "experts 2 16 0 4 128 128",
+])  # fmt: skip
+def test_a_wrong_product_is_no_choice(key):
+    product, want = tune.trial_of(key, ON_CPU)
+    before = [16, 64, 64, 2, 2, True, 1] if key.startswith("experts") else None
+    tiles = next(iter(choices(key, before, H200)))
+    if key.startswith("experts"):
+        tiles = [*before[:7], 16, 64, 64, 2, 2, True, 1]
+    assert tune.is_right(product, want, tiles)
+    assert not tune.is_right(product, want + want.abs().mean(), tiles)
+
+
+def test_what_cannot_run_is_no_choice():
+    def product(tiles):
+        raise RuntimeError("out of resource: shared memory")
+
+    assert not tune.is_right(product, torch.ones(1), [1])
+
+
+def test_one_rank_is_a_model_of_its_own():
+    config = {"num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 25600,
+              "hidden_size": 5120, "num_hidden_layers": 64, "head_dim": 128}  # fmt: skip
+    cut = tune.one_rank(config, 2)
+    assert (cut["num_attention_heads"], cut["num_key_value_heads"]) == (32, 4)
+    assert (cut["intermediate_size"], cut["num_hidden_layers"], cut["head_dim"]) == (12800, 8, 128)
+
+
+def test_the_command_says_what_it_needs(capsys):
+    with pytest.raises(SystemExit) as stop:
+        tune.main(["--help"])
+    assert stop.value.code == 0 and "--batch-sizes" in capsys.readouterr().out
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit) as stop:
+            tune.main(["Qwen/Qwen3-0.6B"])
+        assert stop.value.code == 2 and "NVIDIA GPU" in capsys.readouterr().err
