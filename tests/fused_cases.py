@@ -44,15 +44,20 @@ def limit_of(dtype: torch.dtype) -> float:
     return 2e-5 if dtype == torch.float32 else 2e-2
 
 
+def head_scales(kv: int) -> torch.Tensor:
+    """Scales [2, kv] of keys and of values, all different."""
+    return torch.stack((torch.linspace(0.25, 1.0, kv), torch.linspace(0.5, 2.2, kv)))
+
+
 class World:
     """A pool, tables and requests with random cached tokens."""
 
     def __init__(
         self, lens: list[int], *, kv: int, dim: int, layers: int = 1, page_size: int = 4,
         device: str = "cpu", dtype: torch.dtype = torch.float32, qo: int = 4, seed: int = 0,
-        kv_scales: tuple[float, float] | None = None,
+        eight_bits: bool = False,
     ) -> None:  # fmt: skip
-        """kv_scales: those of a pool of eight bits."""
+        """eight_bits: of keys and values; each head has scales of its own."""
         rng = np.random.default_rng(seed)
         pages = [-(-(n + 1) // page_size) for n in lens]
         total = sum(pages)
@@ -61,11 +66,12 @@ class World:
             "head_dim": dim, "device": device,
         }  # fmt: skip
         gen = torch.Generator().manual_seed(seed)
-        if kv_scales is None:
-            self.pool = KVPool(dtype=dtype, **sizes)
+        if eight_bits:
+            self.pool: KVPool = Fp8KVPool(**sizes)
+            for layer in range(layers):
+                self.pool.scales(layer)[..., 0] = head_scales(kv)
         else:
-            self.pool = Fp8KVPool(**sizes)
-            self.pool.layer_scales = [kv_scales] * layers
+            self.pool = KVPool(dtype=dtype, **sizes)
         self.pool.buffer.copy_(torch.randn(self.pool.buffer.shape, generator=gen))
         width = -(-(max(lens) + 2) // page_size) * page_size
         self.tables = TableManager(len(lens) + 1, width, page_size, self.pool.dummy_page, device)
@@ -171,31 +177,36 @@ def check_decode(
 
 def check_eight_bits(
     backend: Any, lens: list[int], extend: list[int] | None, limit: float, *, qo: int = 4,
-    kv: int = 2, dim: int = 32, kv_scales: tuple[float, float] = (0.25, 0.5), **where: Any,
+    kv: int = 2, dim: int = 32, **where: Any,
 ) -> None:  # fmt: skip
     """A backend over a pool of eight bits equals plain attention over what the pool stands for."""
     sizes = {"kv": kv, "dim": dim, "qo": qo, **where}
-    world, plain = World(lens, kv_scales=kv_scales, **sizes), World(lens, **sizes)
+    world, plain = World(lens, eight_bits=True, **sizes), World(lens, **sizes)
     phase = Phase.DECODE if extend is None else Phase.PREFILL
     meta, (_, out_loc) = world.meta(phase, extend), world.places(extend)
     q, k, v = (world.random(len(out_loc), h, dim, seed=i) for i, h in enumerate((qo, kv, kv)))
     before = world.pool.buffer.clone()
     world.pool.store_kv(k, v, out_loc, 0)
     stored = world.pool.buffer.float()
-    scales = torch.tensor(kv_scales, device=world.device).view(2, 1, 1, 1, 1, 1)
+    scales = head_scales(kv).view(2, 1, 1, 1, kv, 1).to(world.device)
     plain.pool.buffer.copy_(stored * scales)
     seen = plain.pool.load_kv(out_loc, 0, world.dtype)
     want = plain.backend(TorchBackend).plan(meta, out_loc).attend(q, *seen, 0)
     world.pool.buffer.copy_(before)
     close(world.backend(backend).plan(meta, out_loc).run(q, k, v, 0), want, limit)
     close(world.pool.buffer.float(), stored, limit)
+    new, expected = (x.flatten(2, 3)[:, :, out_loc] for x in (world.pool.buffer.float(), stored))
+    close(new, expected, limit)
 
 
 def check_rotate(
-    lens: list[int], *, qo: int, kv: int, dim: int, normed: bool, **where: Any
+    lens: list[int], *, qo: int, kv: int, dim: int, normed: bool, limit: float = 0.0, **where: Any
 ) -> None:
-    """`rotate_and_store` equals plain PyTorch for all tokens of `lens`, and fills their slots."""
-    world = World(lens, kv=kv, dim=dim, qo=qo, **where)
+    """`rotate_and_store` equals plain PyTorch for all tokens of `lens`, and fills their slots.
+
+    limit: of the distance between what it stores in a pool of eight bits and what that stores.
+    """
+    world = World(lens, kv=kv, dim=dim, qo=qo, eight_bits=limit > 0, **where)
     norms, table = norms_and_table(world, normed)
     positions, slots = world.places(lens)
     qkv = world.random(len(positions), (qo + 2 * kv) * dim)
@@ -206,13 +217,21 @@ def check_rotate(
     free[slots.cpu()] = False
     caches = world.pool.k_cache(0), world.pool.v_cache(0)
     before = [cache.flatten(0, 1).cpu()[free] for cache in caches]
-    got = rotate_and_store(qkv, norms, EPS, table, positions, slots, *caches, qo)
+    scales = world.pool.scales(0)
+    got = rotate_and_store(qkv, norms, EPS, table, positions, slots, *caches, qo, scales)
     for one, other in zip(got[:2], want, strict=True):
         close(one, other, limit_of(world.dtype) / 10)
     assert torch.equal(got[2], v), "values are copied only"
     for one, cache, kept in zip(got[1:], caches, before, strict=True):
-        assert torch.equal(cache.flatten(0, 1)[slots], one)
-        assert torch.equal(cache.flatten(0, 1).cpu()[free], kept), "other slots stay as they were"
+        if scales is None:
+            assert torch.equal(cache.flatten(0, 1)[slots], one)
+        now = cache.flatten(0, 1).cpu()[free]
+        assert torch.equal(now.float(), kept.float()), "other slots stay as they were"
+    if scales is not None:
+        stored = world.pool.load_kv(slots, 0, torch.float32)
+        world.pool.store_kv(*got[1:], slots, 0)
+        for one, other in zip(stored, world.pool.load_kv(slots, 0, torch.float32), strict=True):
+            close(one, other, limit)
 
 
 def small_model(
@@ -247,11 +266,13 @@ def small_model(
 
 
 def check_model(
-    model: CausalLM, lens: list[int], extend: list[int] | None, limit: float = 0.0
-) -> None:
+    model: CausalLM, lens: list[int], extend: list[int] | None, limit: float = 0.0,
+    eight_bits: bool = False,
+) -> None:  # fmt: skip
     """The fused model equals the plain one: a decode step, or a prefill of `extend` tokens.
 
-    limit: of their relative distance; 0: what the dtype of the weights allows.
+    limit: of their relative distance; 0: what the dtype of the weights allows. eight_bits: of keys
+    and values.
     """
     from minisgl.models.fused import FusedModel
 
@@ -260,6 +281,7 @@ def check_model(
     world = World(
         lens, kv=heads.num_kv_heads, dim=config.head_dim, layers=config.num_layers,
         device=str(weight.device), dtype=weight.dtype, qo=heads.num_qo_heads,
+        eight_bits=eight_bits,
     )  # fmt: skip
     phase = Phase.DECODE if extend is None else Phase.PREFILL
     meta = world.meta(phase, extend)
@@ -283,7 +305,7 @@ def check_model(
     for backend in (TorchBackend, FusedBackend) if extend is None else (TorchBackend,):
         got = run(FusedModel(model), backend)
         close(got, want, limit or 2 * limit_of(weight.dtype))
-        close(world.pool.buffer, kept, limit or limit_of(weight.dtype))
+        close(world.pool.buffer.float(), kept.float(), limit or limit_of(weight.dtype))
 
 
 def drafted(extend: list[int], world: World) -> tuple[torch.Tensor, DecodeBuffers]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +18,13 @@ from torch import nn
 from minisgl import LLM, SamplingParams
 from minisgl.attention.invariant_torch import InvariantTorchBackend
 from minisgl.attention.torch_backend import TorchBackend
-from minisgl.config.engine import EngineConfig, resolve
+from minisgl.config.engine import EngineConfig, TPInfo, resolve
 from minisgl.config.model import ModelConfig
 from minisgl.core import Phase
-from minisgl.engine.engine import tensor_bytes
+from minisgl.engine.engine import build_engine, tensor_bytes
 from minisgl.engine.memory import decide_pages
-from minisgl.kvcache.fp8_pool import Fp8KVPool
+from minisgl.kvcache.fp8_pool import Fp8KVPool, load_kv_scales
+from minisgl.kvcache.pool import KVPool
 from minisgl.layers import fp8
 from minisgl.layers.fp8 import FP8, Fp8Weight, fp8_weight, quantize
 from minisgl.models.quantization import quantize_model
@@ -34,6 +37,7 @@ from tests.fused_cases import (
     World,
     check_eight_bits,
     check_model,
+    check_rotate,
     close,
     few_programs,
     small_model,
@@ -495,29 +499,89 @@ def test_rows_are_quantized_where_they_are_made(monkeypatch: pytest.MonkeyPatch)
 
 BATCHES = [([9, 30, 1], None), ([9, 30, 5], [4, 1, 5])]
 # Triton's interpreter cuts off where the hardware rounds.
-LIMITS = {"torch": 1e-6, "invariant": 1e-6, "triton": 0.1, "fused": 0.1}
+LIMITS = {
+    "torch": 1e-6, "invariant": 1e-6, "triton": 0.1, "invariant_triton": 0.1, "recorded": 0.1,
+    "fused": 0.1, "store_first": 0.1,
+}  # fmt: skip
 
 
 def backend_named(name: str) -> Any:
-    if name == "fused":
-        return pytest.importorskip("minisgl.attention.fused_backend").FusedBackend
-    if name == "triton":
-        return pytest.importorskip("minisgl.attention.triton_backend").TritonBackend
-    return TorchBackend if name == "torch" else InvariantTorchBackend
+    if name in ("torch", "invariant"):
+        return TorchBackend if name == "torch" else InvariantTorchBackend
+    pytest.importorskip("triton")
+    from minisgl.attention.fused_backend import FusedBackend, StoreFirstBackend
+    from minisgl.attention.invariant_triton import InvariantTritonBackend
+    from minisgl.attention.tiled_prefill import TiledPrefill
+    from minisgl.attention.triton_backend import TritonBackend
+
+    class Recorded(TritonBackend):
+        """Plans as recorded prefill steps have them: with keys in parts, and answers in place."""
+
+        def plan(self, meta: Any, out_loc: torch.Tensor) -> Any:
+            eager: Any = super().plan(meta, out_loc)
+            tiled, tiles = TiledPrefill(self, torch.float32), vars(eager.args).values()
+            static: Any = SimpleNamespace(out_loc=out_loc)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(tiled, "tile_rows", lambda size: eager.tile_q)
+                made: Any = tiled.plan(len(out_loc), static, tuple(tiles))  # type: ignore[arg-type]
+            assert made.splits > 1
+            return made
+
+    return {
+        "triton": TritonBackend, "invariant_triton": InvariantTritonBackend, "recorded": Recorded,
+        "fused": FusedBackend, "store_first": StoreFirstBackend,
+    }[name]  # fmt: skip
 
 
 @INTERPRETED
 @pytest.mark.parametrize("backend", LIMITS)
 @pytest.mark.parametrize(("lens", "extend"), BATCHES)
 def test_attention_over_eight_bits(backend: str, lens: list[int], extend: list[int] | None) -> None:
-    if backend == "fused" and extend is not None:
+    if backend in ("fused", "store_first") and extend is not None:
         pytest.skip("it only decodes")
     check_eight_bits(backend_named(backend), lens, extend, LIMITS[backend])
 
 
 @INTERPRETED
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("qo", "kv"), [(4, 2), (3, 3), (5, 1)])
+def test_rotate_and_store_eight_bits(qo: int, kv: int, normed: bool) -> None:
+    pytest.importorskip("triton")
+    check_rotate([9, 1, 4], qo=qo, kv=kv, dim=32, normed=normed, limit=0.1)
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("kv", "dim"), [(1, 8), (3, 20), (2, 16)])
+def test_store_kv_of_eight_bits(kv: int, dim: int) -> None:
+    """The kernel against the pool's own, slot -1 left out."""
+    store_kv = pytest.importorskip("minisgl.kernels.store_kv").store_kv
+    world = World([9, 5], kv=kv, dim=dim, eight_bits=True)
+    pool, packed, slots = world.pool, normal(4, 3 * kv, dim), torch.tensor([3, -1, 14, 0])
+    k, v = packed[:, :kv], packed[:, kv : 2 * kv]  # rows further apart
+    before = pool.buffer.clone()
+    real = slots >= 0
+    pool.store_kv(k[real], v[real], slots[real], 0)
+    want = pool.buffer.float().flatten(2, 3)
+    pool.buffer.copy_(before)
+    store_kv(k, v, pool.k_cache(0), pool.v_cache(0), slots, pool.scales(0))
+    got = pool.buffer.float().flatten(2, 3)
+    close(got[:, :, slots[real]], want[:, :, slots[real]], 0.1)
+    got[:, :, slots[real]] = want[:, :, slots[real]]
+    assert torch.equal(got, want)
+
+
+@INTERPRETED
+def test_fused_model_over_eight_bits(few_programs: None) -> None:
+    """A prompt and a decode step: every layer's scales reach its kernels."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+    model = small_model("qwen3", num_hidden_layers=1, **heads)
+    check_model(model, [3, 6], [1, 3], limit=0.1, eight_bits=True)
+    check_model(model, [3, 6], None, limit=0.1, eight_bits=True)
+
+
+@INTERPRETED
 def test_queries_that_float16_cannot_hold_give_numbers() -> None:
-    world = World([70, 5], kv=2, dim=32, qo=4, kv_scales=(1.0, 1.0))
+    world = World([70, 5], kv=2, dim=32, qo=4, eight_bits=True)
     q, k, v = (world.random(2, h, 32, seed=i) for i, h in enumerate((4, 2, 2)))
     plan = world.backend(backend_named("fused")).plan(world.meta(), world.places()[1])
     assert plan.run(1e6 * q, k, v, 0).isfinite().all()
@@ -526,7 +590,7 @@ def test_queries_that_float16_cannot_hold_give_numbers() -> None:
 def test_prompt_with_and_without_a_hit_sees_the_same(tmp_path: Path) -> None:
     """New keys and values are seen as they were stored, like those of a hit."""
     q, k, v = (normal(9, heads, 32) for heads in (4, 2, 2))
-    whole = World([9], kv=2, dim=32, kv_scales=(0.25, 0.5))
+    whole = World([9], kv=2, dim=32, eight_bits=True)
     _, out_loc = whole.places([9])
     plan = whole.backend(TorchBackend).plan(whole.meta(Phase.PREFILL, [9]), out_loc)
     expected = plan.run(q, k, v, 0)
@@ -536,31 +600,109 @@ def test_prompt_with_and_without_a_hit_sees_the_same(tmp_path: Path) -> None:
 
 def test_pool_rounds_scales_and_saturates() -> None:
     pool = Fp8KVPool(
-        num_layers=2, num_pages=3, page_size=4, num_kv_heads=1, head_dim=4, device="cpu"
+        num_layers=2, num_pages=3, page_size=4, num_kv_heads=2, head_dim=4, device="cpu"
     )
-    pool.layer_scales[1] = (0.5, 2.0)
-    k = torch.tensor([[[1.0, -3.3, 1000.0, -1e9]], [[0.0, 0.3, 447.0, 0.001]]])
+    second = torch.tensor([[0.5, 3.0], [2.0, 0.1]])  # of keys, and of values
+    pool.scales(1)[..., 0] = second
+    k = torch.tensor([[[1.0, -3.3, 1000.0, -1e9]], [[0.0, 0.3, 447.0, 0.001]]]).expand(-1, 2, -1)
     slots = torch.tensor([7, 2])
-    for layer, (k_scale, v_scale) in enumerate([(1.0, 1.0), (0.5, 2.0)]):
+    for layer, scales in enumerate([torch.ones(2, 2), second]):
         pool.store_kv(k, k, slots, layer)
-        for scale, found in zip(
-            (k_scale, v_scale), pool.load_kv(slots, layer, torch.float32), strict=True
-        ):
-            expected = (k / scale).clamp(-448, 448).to(FP8).float() * scale
-            assert torch.equal(found, expected)
-    assert pool.k_cache(1).dtype is FP8 and pool.buffer.nbytes == 2 * 2 * 4 * 4 * 4
+        for of_heads, found in zip(scales, pool.load_kv(slots, layer, torch.float32), strict=True):
+            for head, scale in enumerate(of_heads):
+                expected = (k[:, head] / scale).clamp(-448, 448).to(FP8).float() * scale
+                assert torch.equal(found[:, head], expected)
+    assert pool.k_cache(1).dtype is FP8 and pool.buffer.nbytes == 2 * 2 * 4 * 4 * 2 * 4
     assert pool.load_kv(slots, 0, torch.float32)[0][0, 0].tolist() == [1.0, -3.25, 448.0, -448.0]
 
 
-@pytest.mark.parametrize("scales", [False, True])
-def test_engine_with_a_cache_of_eight_bits(tmp_path: Path, scales: bool) -> None:
-    """Scales are those of the checkpoint, one of keys and one of values for each layer."""
-    parts = {
-        f"model.layers.{i}.self_attn.{part}_scale": torch.tensor(0.01 * (i + 1) + more)
+def stored_scales(*shape: int) -> dict[str, torch.Tensor]:
+    """Scales of two layers as a checkpoint has them: those of values are larger by a half."""
+    numbers = 0.01 + 0.01 * torch.arange(math.prod(shape)).reshape(shape)
+    return {
+        f"model.layers.{i}.self_attn.{part}_scale": numbers * (i + 1) * (1.5 if part == "v" else 1)
         for i in range(2)
-        for part, more in (("k", 0.0), ("v", 0.005))
+        for part in "kv"
     }
-    folder = make_checkpoint(tmp_path, extra=parts if scales else {})
+
+
+def wanted_scales(heads: list[float]) -> torch.Tensor:
+    """[layers, 2, heads] of `stored_scales`, whose first layer has these of keys."""
+    return (
+        torch.tensor([1.0, 2.0]).view(2, 1, 1) * torch.tensor([[1.0], [1.5]]) * torch.tensor(heads)
+    )
+
+
+def scales_of(pool: Any) -> torch.Tensor:
+    return torch.stack([pool.scales(i)[..., 0] for i in range(pool.num_layers)])
+
+
+ONE, EACH = [0.01] * 4, [0.01, 0.02, 0.03, 0.04]
+SHAPES = [((), ONE), ((1,), ONE), ((4,), EACH), ((4, 1, 1), EACH)]
+
+
+@pytest.mark.parametrize(("shape", "every"), SHAPES)
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_ranks_read_scales_of_their_heads(
+    tmp_path: Path, shape: tuple[int, ...], every: list[float], size: int
+) -> None:
+    """Each has its part of four heads; of eight ranks, two have a copy of one."""
+    folder = make_checkpoint(
+        tmp_path, extra=stored_scales(*shape), num_attention_heads=8, num_key_value_heads=4
+    )
+    for rank in range(size):
+        config = EngineConfig(
+            model_path=folder,
+            tp=TPInfo(rank, size),
+            kv_cache_dtype="fp8",
+            num_pages=8,
+            device="cpu",
+        )
+        comm: Any = SingleRank()
+        vars(comm).update(rank=rank, size=size)
+        pool = build_engine(config, comm, progress=False).pool
+        first, count = rank * 4 // size, max(1, 4 // size)
+        wanted = wanted_scales(every[first : first + count])
+        torch.testing.assert_close(scales_of(pool), wanted)
+
+
+def test_scales_are_read_into_the_memory_that_kernels_know(tmp_path: Path) -> None:
+    """And where a checkpoint has none, or of one layer alone, the others are 1."""
+    name = "model.layers.1.self_attn.v_scale"
+    folder = make_checkpoint(tmp_path, extra={name: torch.tensor([0.5, 2.0], dtype=torch.bfloat16)})
+    sizes = {"num_pages": 3, "page_size": 4, "num_kv_heads": 2, "head_dim": 16, "device": "cpu"}
+    pool = Fp8KVPool(num_layers=2, **sizes)
+    places = [pool.scales(i).data_ptr() for i in range(2)]
+    assert all(pool.scales(i).is_contiguous() and places[i] % 16 == 0 for i in range(2))
+    load_kv_scales(pool, folder, 2, ALONE)
+    assert scales_of(pool).tolist() == [[[1, 1], [1, 1]], [[1, 1], [0.5, 2]]]
+    assert places == [pool.scales(i).data_ptr() for i in range(2)]
+    plain = KVPool(num_layers=2, dtype=torch.float32, **sizes)  # type: ignore[arg-type]
+    load_kv_scales(plain, folder, 2, ALONE)
+    assert plain.scales(1) is None
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2), (8,), (0,), (4, 16)])
+def test_scales_of_another_shape_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    name = "model.layers.1.self_attn.k_scale"
+    folder = make_checkpoint(
+        tmp_path, extra={name: torch.ones(shape)}, num_attention_heads=8, num_key_value_heads=4
+    )
+    config = EngineConfig(model_path=folder, kv_cache_dtype="fp8", num_pages=8, device="cpu")
+    wrong = f"{re.escape(name)} has shape {re.escape(str(shape))}, .* each of 4 KV heads"
+    with pytest.raises(WeightError, match=wrong):
+        build_engine(config, progress=False)
+    build_engine(dataclasses.replace(config, kv_cache_dtype="model"), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("parts", "wanted"), [({}, None), (stored_scales(), [0.01, 0.01]), (stored_scales(2), EACH[:2])]
+)
+def test_engine_with_a_cache_of_eight_bits(
+    tmp_path: Path, parts: dict[str, torch.Tensor], wanted: list[float] | None
+) -> None:
+    """Scales are those of the checkpoint."""
+    folder = make_checkpoint(tmp_path, extra=parts)
     first = SamplingParams(max_tokens=1, logprobs=0, ignore_eos=True)
     found = {}
     for kind in ("model", "fp8"):
@@ -569,10 +711,8 @@ def test_engine_with_a_cache_of_eight_bits(tmp_path: Path, scales: bool) -> None
             answers = llm.generate(PROMPTS, first)
             found[kind] = [answer["logprobs"][0]["logprob"] for answer in answers]
             if kind == "fp8":
-                pool = engine.pool
-                wanted = [(0.01, 0.015), (0.02, 0.025)] if scales else [(1.0, 1.0)] * 2
-                for got, want in zip(pool.layer_scales, wanted, strict=True):
-                    assert got == pytest.approx(want)
+                expected = torch.ones(2, 2, 2) if wanted is None else wanted_scales(wanted)
+                torch.testing.assert_close(scales_of(engine.pool), expected)
     gaps = [abs(a - b) for a, b in zip(found["model"], found["fp8"], strict=True)]
     assert 0 < max(gaps) < 0.3
 

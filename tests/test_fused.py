@@ -322,7 +322,7 @@ BEFORE_THE_LAYERS = {  # what a kernel may read before it waits: no kernel of th
     "silu_mul_kernel": set(),
     "add_norm_kernel": {"norm_ptr"},
     "all_reduce_kernel": {"addresses_ptr", "norm_ptr"},
-    "rotate_store_kernel": set(),
+    "rotate_store_kernel": {"scales_ptr"},
     "quantize_rows_kernel": set(),
     "decode_kernel": {  # keys and values of this step's tokens apart
         "positions_ptr",
@@ -331,6 +331,7 @@ BEFORE_THE_LAYERS = {  # what a kernel may read before it waits: no kernel of th
         "page_table_ptr",
         "k_cache_ptr",
         "v_cache_ptr",
+        "scales_ptr",
     },
     "align_kernel": set(),
 }

@@ -158,7 +158,6 @@ class TritonPlan(AttentionPlan):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
         """Attend over the pool, and merge if keys were split."""
         k_cache, v_cache = self.pool.k_cache(layer_id), self.pool.v_cache(layer_id)
-        k_scale, v_scale = self.pool.scales(layer_id)
         args, page_table, kv_heads = (
             self.args,
             self.tables.device_page_table,
@@ -171,7 +170,7 @@ class TritonPlan(AttentionPlan):
                  "TILE_Q": self.tile_q, "TILE_KV": self.tile_kv}  # fmt: skip
         attention_kernel[(kv_heads, len(args.request), self.splits)](
             q, k_cache, v_cache, out, self.parts, self.lse, page_table, args.rows, *where,
-            self.scale * k_scale * LOG2_E, v_scale,
+            self.scale * LOG2_E, self.pool.scales(layer_id),
             q.stride(0), k_cache.stride(1), page_table.stride(0),
             SPLIT=self.splits > 1, STAGES=self.stages, num_warps=self.warps, **sizes,
         )  # fmt: skip

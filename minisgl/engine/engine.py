@@ -278,6 +278,6 @@ def build_engine(
     if stream is not None:  # the weights came on another stream: wait for them once
         torch.cuda.synchronize(device)
     engine = Engine(config, model_config, model, num_pages, stream)
-    load_kv_scales(engine.pool, path)
+    load_kv_scales(engine.pool, path, model_config.num_kv_heads, comm)
     engine.capture(new_graph, progress)
     return engine

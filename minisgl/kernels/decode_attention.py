@@ -268,7 +268,7 @@ def attend_split(q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, k_cache_ptr, v_cac
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, table_ptr, k_cache_ptr, v_cache_ptr,
     page_table_ptr, rows_ptr, positions_ptr, slots_ptr, part_ptr, stat_ptr, done_ptr, out_ptr,
-    q_stride, k_stride, v_stride, page_table_stride, scale, k_scale, v_scale, eps, batch_size,
+    q_stride, k_stride, v_stride, page_table_stride, scale, scales_ptr, eps, batch_size,
     parts, KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, BATCH: tl.constexpr, FEW: tl.constexpr,
     MERGE: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr,
@@ -278,15 +278,15 @@ def decode_kernel(
     head, program = tl.program_id(0), tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
-    request, split, count, part, length = share_out(
-        positions_ptr, batch_size, parts, program, BATCH, TILE
-    )
+    k_scale = 1.0 if scales_ptr is None else tl.load(scales_ptr + head)
+    v_scale = 1.0 if scales_ptr is None else tl.load(scales_ptr + KV + head)
+    request, split, count, part, length = share_out(positions_ptr, batch_size, parts, program,
+                                                    BATCH, TILE)  # fmt: skip
     if split < count:
         begin, end = split * part, tl.minimum((split + 1) * part, length - 1)
         cos, sin = load_angles(table_ptr, length - 1, HEAD_DIM, ROTATE)
         page_table_ptr += tl.load(rows_ptr + request) * page_table_stride
-        k_cache_ptr += head * HEAD_DIM
-        v_cache_ptr += head * HEAD_DIM
+        k_cache_ptr, v_cache_ptr = k_cache_ptr + head * HEAD_DIM, v_cache_ptr + head * HEAD_DIM
         ka, kb, v = 0.0, 0.0, 0.0
         if EARLY:
             ka, kb, v = load_tile(k_cache_ptr, v_cache_ptr, page_table_ptr, begin, end,
@@ -297,7 +297,7 @@ def decode_kernel(
         m, total, acc = attend_split(
             q_ptr + r * q_stride, k_ptr + r * k_stride, v_ptr + r * v_stride, q_norm_ptr,
             k_norm_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr, slots_ptr + r, head, cos, sin,
-            eps, begin, end, ka, kb, v, split == count - 1, scale, k_scale, v_scale,
+            eps, begin, end, ka, kb, v, split == count - 1, scale * k_scale, k_scale, v_scale,
             KV, GROUP, ROWS, HEAD_DIM, TILE, STAGES, NORM, ROTATE, EARLY,
         )  # fmt: skip
         place, first = request * KV + head, head * tl.num_programs(1) + program - split
@@ -309,7 +309,7 @@ def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor,
     rows: Tensor, positions: Tensor, out_loc: Tensor, scratch: Scratch, scale: float, *,
     norms: tuple[Tensor, Tensor] | None = None, eps: float = 0.0, table: Tensor | None = None,
-    kv_scales: tuple[float, float] = (1.0, 1.0), drafts: bool = False,
+    kv_scales: Tensor | None = None, drafts: bool = False,
 ) -> Tensor:  # fmt: skip
     """One new token per request: store its k and v, attend to all before it and to itself.
 
@@ -318,7 +318,7 @@ def decode_attention(
     projection, and are normalised and rotated here. drafts: rows may be tokens of one request,
     which have just been stored. Returns [bs, qo, d].
 
-    positions, rows, tables, and keys and values of other tokens than these are read before the
+    positions, rows, tables, scales, keys and values of other tokens than these are read before the
     kernel in front has ended: an ordinary launch must lie between what writes them and this one.
     """
     (bs, qo, dim), kv = q.shape, k.shape[1]
@@ -332,7 +332,7 @@ def decode_attention(
         q, k, v, q_norm, k_norm, q if table is None else table, k_cache, v_cache,
         page_table, rows, positions, out_loc, scratch.part, scratch.stat, scratch.done, out,
         q.stride(0), k.stride(0), v.stride(0), page_table.stride(0),
-        scale * kv_scales[0] * 1.4426950408889634, *kv_scales, eps, bs, parts, KV=kv,
+        scale * 1.4426950408889634, kv_scales, eps, bs, parts, KV=kv,
         GROUP=qo // kv, ROWS=max(16, few), FEW=few, HEAD_DIM=dim, TILE=tile, STAGES=stages,
         BATCH=1 if bs == 1 else max(32, triton.next_power_of_2(bs)),
         MERGE=max(2, min(16 if early else 4, 8192 // (few * dim))), NORM=norms is not None,

@@ -111,13 +111,15 @@ UNALIGNED = ["rows_ptr", "last_ptr", "qo_indptr_ptr", "request_ptr", "tile_ptr"]
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, slots_ptr, rows_ptr, last_ptr, qo_indptr_ptr,
-    request_ptr, tile_ptr, scale_log2, v_scale, q_stride, kv_stride, slots_stride,
+    request_ptr, tile_ptr, scale_log2, scales_ptr, q_stride, kv_stride, slots_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv_heads, tiles, splits). Row r of a tile is query head `r % GROUP` of a token."""
     head, place, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads, splits = tl.num_programs(0), tl.num_programs(2)
+    scale_log2 *= 1.0 if scales_ptr is None else tl.load(scales_ptr + head)
+    v_scale = 1.0 if scales_ptr is None else tl.load(scales_ptr + num_kv_heads + head)
     request, tile = tl.load(request_ptr + place), tl.load(tile_ptr + place)
     first, qo_len, cached, end, part = tile_keys(request, tile, qo_indptr_ptr, last_ptr, splits,
                                                  GROUP, TILE_Q, TILE_KV)  # fmt: skip
@@ -131,14 +133,12 @@ def attention_kernel(
         seen_by_all = tl.minimum(cached + tile * TILE_Q // GROUP + 1, stop)
         edge = begin + tl.maximum(seen_by_all - begin, 0) // TILE_KV * TILE_KV
         m, total, acc = nothing_yet(TILE_Q, DIM)
-        m, total, acc = attend_range(
-            q, limit, m, total, acc, k_ptr, v_ptr, slots_ptr, begin, edge,
-            scale_log2, kv_stride, HEAD_DIM, TILE_KV, DIM, False, STAGES,
-        )  # fmt: skip
-        m, total, acc = attend_range(
-            q, limit, m, total, acc, k_ptr, v_ptr, slots_ptr, edge, stop,
-            scale_log2, kv_stride, HEAD_DIM, TILE_KV, DIM, True, STAGES,
-        )  # fmt: skip
+        m, total, acc = attend_range(q, limit, m, total, acc, k_ptr, v_ptr, slots_ptr, begin, edge,
+                                     scale_log2, kv_stride, HEAD_DIM, TILE_KV, DIM, False,
+                                     STAGES)  # fmt: skip
+        m, total, acc = attend_range(q, limit, m, total, acc, k_ptr, v_ptr, slots_ptr, edge, stop,
+                                     scale_log2, kv_stride, HEAD_DIM, TILE_KV, DIM, True,
+                                     STAGES)  # fmt: skip
         total = tl.where(total == 0.0, 1.0, total)  # a row that saw no key
         acc = acc / total[:, None] * v_scale
         if SPLIT:

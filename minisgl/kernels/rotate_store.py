@@ -37,15 +37,18 @@ def store_halves(ptr, a, b, scale, mask, HALF: tl.constexpr):
 
 @triton.jit
 def rotate_store_kernel(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, table_ptr, positions_ptr, slots_ptr,
-    q_ptr, k_cache_ptr, v_cache_ptr, k_scale, v_scale, eps,
-    QO: tl.constexpr, KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr,
-    KVS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    qkv_ptr, q_norm_ptr, k_norm_ptr, table_ptr, positions_ptr, slots_ptr, q_ptr, k_cache_ptr,
+    v_cache_ptr, scales_ptr, eps, QO: tl.constexpr, KV: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr, KVS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token: queries to q, keys back to qkv and to their slot, values to their slot."""
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = HEAD_DIM // 2
     head, dim = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    cols, real, is_q = tl.arange(0, KVS), head < QO + KV, head < QO
+    is_k, is_v = real & (head >= QO), cols < KV * HEAD_DIM
+    k_scale = 1.0 if scales_ptr is None else tl.load(scales_ptr + head - QO, is_k, 1.0)
+    v_scale = 1.0 if scales_ptr is None else tl.load(scales_ptr + KV + cols // HEAD_DIM, is_v, 1.0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -53,7 +56,6 @@ def rotate_store_kernel(
     cos = tl.load(table_ptr + position * HEAD_DIM + dim)
     sin = tl.load(table_ptr + position * HEAD_DIM + HALF + dim)
     qkv_ptr += token * (QO + 2 * KV) * HEAD_DIM
-    real, is_q = head < QO + KV, head < QO
     a = tl.load(qkv_ptr + head * HEAD_DIM + dim, mask=real, other=0.0)
     b = tl.load(qkv_ptr + head * HEAD_DIM + HALF + dim, mask=real, other=0.0)
     norm_a, norm_b = cos, sin
@@ -67,32 +69,29 @@ def rotate_store_kernel(
     )  # fmt: skip
     a, b = a.to(DTYPE), b.to(DTYPE)
     store_halves(q_ptr + token * QO * HEAD_DIM + head * HEAD_DIM + dim, a, b, 1.0, is_q, HALF)
-    is_k = real & (head >= QO)
     store_halves(qkv_ptr + head * HEAD_DIM + dim, a, b, 1.0, is_k, HALF)
     k_place = k_cache_ptr + slot * KV * HEAD_DIM + (head - QO) * HEAD_DIM + dim
     store_halves(k_place, a, b, k_scale, is_k, HALF)
-    column = tl.arange(0, KVS)
-    v = tl.load(qkv_ptr + (QO + KV) * HEAD_DIM + column, mask=column < KV * HEAD_DIM)
-    v = (v.to(tl.float32) / v_scale).to(v_cache_ptr.dtype.element_ty)
-    tl.store(v_cache_ptr + slot * KV * HEAD_DIM + column, v, mask=column < KV * HEAD_DIM)
+    v = tl.load(qkv_ptr + (QO + KV) * HEAD_DIM + cols, mask=is_v).to(tl.float32) / v_scale
+    v_place = v_cache_ptr + slot * KV * HEAD_DIM + cols
+    tl.store(v_place, v.to(v_cache_ptr.dtype.element_ty), mask=is_v)
 
 
 def rotate_and_store(
     qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, table: Tensor,
     positions: Tensor, out_loc: Tensor, k_cache: Tensor, v_cache: Tensor, num_qo_heads: int,
-    kv_scales: tuple[float, float] = (1.0, 1.0),
+    kv_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(q, k, v) of the new tokens, normalised and rotated, with k and v in the pool as well.
 
     qkv [n, (qo + 2 kv) * head_dim] is changed in place: k and v are views of it. norms: the weights
     [head_dim] of queries and keys. table float32 [max_position, head_dim]: cosines, then sines.
     """
-    kv, dim = k_cache.shape[-2:]
-    n = qkv.shape[0]
+    n, (kv, dim) = len(qkv), k_cache.shape[-2:]
     q = torch.empty(n, num_qo_heads, dim, dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm = norms if norms is not None else (table, table)
     rotate_store_kernel[(n,)](
-        qkv, q_norm, k_norm, table, positions, out_loc, q, k_cache, v_cache, *kv_scales, eps,
+        qkv, q_norm, k_norm, table, positions, out_loc, q, k_cache, v_cache, kv_scales, eps,
         QO=num_qo_heads, KV=kv, HEAD_DIM=dim, HEADS=triton.next_power_of_2(num_qo_heads + kv),
         KVS=triton.next_power_of_2(kv * dim), NORM=norms is not None, num_warps=4,
         **launch_options(qkv),

@@ -13,18 +13,23 @@ from torch import Tensor
 # mypy: allow-untyped-defs, allow-incomplete-defs
 @triton.jit
 def store_kv_kernel(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_stride, v_stride, k_scale, v_scale,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_stride, v_stride, scales_ptr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per token: copy its `WIDTH` numbers of K and of V; slot -1 writes nothing."""
+    """One program per token: copy its numbers of K and of V; slot -1 writes nothing."""
     KV: tl.constexpr = k_cache_ptr.dtype.element_ty
+    WIDTH: tl.constexpr = HEADS * HEAD_DIM
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     if slot >= 0:
         column = tl.arange(0, BLOCK)
         inside = column < WIDTH
-        k = tl.load(k_ptr + token * k_stride + column, mask=inside).to(tl.float32) / k_scale
-        v = tl.load(v_ptr + token * v_stride + column, mask=inside).to(tl.float32) / v_scale
+        k = tl.load(k_ptr + token * k_stride + column, mask=inside)
+        v = tl.load(v_ptr + token * v_stride + column, mask=inside)
+        if scales_ptr is not None:
+            scales_ptr += column // HEAD_DIM
+            k = k.to(tl.float32) / tl.load(scales_ptr, mask=inside, other=1.0)
+            v = v.to(tl.float32) / tl.load(scales_ptr + HEADS, mask=inside, other=1.0)
         tl.store(k_cache_ptr + slot * WIDTH + column, k.to(KV), mask=inside)
         tl.store(v_cache_ptr + slot * WIDTH + column, v.to(KV), mask=inside)
 
@@ -37,15 +42,16 @@ def rows_contiguous(x: Tensor) -> Tensor:
 
 def store_kv(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_loc: Tensor,
-    scales: tuple[float, float] = (1.0, 1.0),
+    scales: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write k, v [n, kv_heads, head_dim] to slots `out_loc` int64 [n]; slot -1 is skipped.
 
-    The caches are contiguous, [pages, page_size, kv_heads, head_dim]. scales: to divide by.
+    The caches are contiguous, [pages, page_size, kv_heads, head_dim]. scales: to divide by,
+    float32 [2, kv_heads].
     """
-    width = k.shape[1] * k.shape[2]
+    heads, dim = k.shape[1:]
     k, v = rows_contiguous(k), rows_contiguous(v)
     store_kv_kernel[(k.shape[0],)](
-        k, v, k_cache, v_cache, out_loc, k.stride(0), v.stride(0), *scales,
-        WIDTH=width, BLOCK=triton.next_power_of_2(width),
+        k, v, k_cache, v_cache, out_loc, k.stride(0), v.stride(0), scales,
+        HEADS=heads, HEAD_DIM=dim, BLOCK=triton.next_power_of_2(heads * dim),
     )  # fmt: skip

@@ -16,11 +16,13 @@ from minisgl.config.engine import EngineConfig
 from minisgl.config.model import ModelConfig
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.fp8 import FP8, LARGEST, check_device
-from minisgl.models.weights import Checkpoint
+from minisgl.layers.linear import head_shard
+from minisgl.models.weights import Checkpoint, WeightError
+from minisgl.parallel.comm import Comm
 
 
 class Fp8KVPool(KVPool):
-    """K and V in float8_e4m3fn. A layer stores them divided by its two scales, 1.0 at first."""
+    """K and V in float8_e4m3fn. Each head stores them divided by its two scales, 1.0 at first."""
 
     quantized = True
 
@@ -28,10 +30,11 @@ class Fp8KVPool(KVPool):
         """As `KVPool`, without a dtype."""
         super().__init__(num_layers=num_layers, dtype=FP8, **sizes)
         self._slots = self.buffer.view(torch.uint8).flatten(2, 3).unbind(1)  # what torch can index
-        self.layer_scales = [(1.0, 1.0)] * num_layers
+        shape = num_layers, 4, self.num_kv_heads, 1  # 4: layers begin at multiples of 16 bytes
+        self.layer_scales = torch.ones(shape, device=self.buffer.device)[:, :2].unbind()
 
-    def scales(self, layer_id: int) -> tuple[float, float]:
-        """What stored keys and values of a layer are multiplied by when they are read."""
+    def scales(self, layer_id: int) -> Tensor:
+        """What each head's keys and values are multiplied by when they are read: [2, heads, 1]."""
         return self.layer_scales[layer_id]
 
     def store_kv(self, k: Tensor, v: Tensor, out_loc: Tensor, layer_id: int) -> None:
@@ -45,8 +48,10 @@ class Fp8KVPool(KVPool):
     def load_kv(self, slots: Tensor, layer_id: int, dtype: torch.dtype) -> list[Tensor]:
         """The numbers that K and V at these slots stand for."""
         found = super().load_kv(slots, layer_id, torch.uint8)
-        scales = self.scales(layer_id)
-        return [part.view(FP8).to(dtype) * scale for part, scale in zip(found, scales, strict=True)]
+        return [
+            (part.view(FP8).float() * scale).to(dtype)
+            for part, scale in zip(found, self.scales(layer_id), strict=True)
+        ]
 
 
 def kv_dtype(config: EngineConfig) -> torch.dtype:
@@ -68,15 +73,24 @@ def make_pool(config: EngineConfig, model: ModelConfig, num_pages: int) -> KVPoo
     return Fp8KVPool(**sizes)
 
 
-def load_kv_scales(pool: KVPool, folder: Path) -> None:
-    """Take the scales of keys and values from a checkpoint, where it has some."""
+def for_each_head(name: str, found: Tensor, heads: int) -> Tensor:
+    """A scale of a checkpoint, one number or one for each KV head, as one for each."""
+    if found.squeeze().shape not in ((), (heads,)):
+        shape, must = tuple(found.shape), f"one number, or one for each of {heads} KV heads"
+        raise WeightError(f"weights: {name} has shape {shape}, the model needs {must}")
+    return found.flatten().expand(heads)
+
+
+def load_kv_scales(pool: KVPool, folder: Path, num_kv_heads: int, comm: Comm) -> None:
+    """Take the scales of this rank's heads from a checkpoint, where it has some."""
     if not isinstance(pool, Fp8KVPool) or not any(folder.glob("*.safetensors")):
         return
+    mine = head_shard("k_scale", num_kv_heads, 1, comm)
     with ExitStack() as stack:
         file_of = Checkpoint(folder, stack).file_of
-
-        def scale(name: str) -> float:
-            return float(file_of[name].get_tensor(name)) if name in file_of else 1.0
-
-        layers = [f"model.layers.{i}.self_attn" for i in range(pool.num_layers)]
-        pool.layer_scales = [(scale(f"{a}.k_scale"), scale(f"{a}.v_scale")) for a in layers]
+        for i, scales in enumerate(pool.layer_scales):
+            for part, scale in zip("kv", scales, strict=True):
+                name = f"model.layers.{i}.self_attn.{part}_scale"
+                if name in file_of:
+                    found = for_each_head(name, file_of[name].get_tensor(name), num_kv_heads)
+                    scale[:, 0] = found[mine.start : mine.start + mine.size]

@@ -73,6 +73,6 @@ class KVPool:
             for part in self._slots[layer_id]
         ]
 
-    def scales(self, layer_id: int) -> tuple[float, float]:
-        """What stored keys and values of a layer are multiplied by when they are read."""
-        return 1.0, 1.0
+    def scales(self, layer_id: int) -> Tensor | None:
+        """What a layer's keys and values are multiplied by when they are read; None: by nothing."""
+        return None
