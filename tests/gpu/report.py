@@ -65,6 +65,12 @@ CHECKED = [  # at least one of each kernel, on small inputs
     *(FP8 + f"test_gemms[dtype0-{rows}-0-size3]" for rows in (1, 8, 33)),
     *(FP8 + f"test_gemms[dtype0-{rows}-128-size3]" for rows in (1, 8, 33)),
     FP8 + "test_eight_bits_on_both_sides[65-size3]",
+    FP8 + "test_rotate_and_store_eight_bits[dtype0-heads1]",
+    FP8 + "test_store_kv_of_eight_bits[1]",
+    *(
+        FP8 + f"test_attention_over_eight_bits[8-1-64-{case}]"
+        for case in ("lens1-None-FusedBackend", "lens2-extend2-TritonBackend")
+    ),
     *(MOE + f"test_blocks_hold_every_pair_once[hot-{rows}]" for rows in (1, 300)),
     *(MOE + f"test_experts_equal_the_oracle[{rows}-hot-shape0]" for rows in (1, 64)),
 ]  # fmt: skip

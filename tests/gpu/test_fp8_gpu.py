@@ -15,6 +15,7 @@ pytestmark = [
 pytest.importorskip("triton")
 
 from minisgl import LLM, SamplingParams
+from minisgl.attention.base import DecodeBuffers
 from minisgl.attention.fused_backend import FusedBackend
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.attention.triton_backend import TritonBackend
@@ -23,10 +24,18 @@ from minisgl.kernels import linear as kernels
 from minisgl.kernels.linear import FEW_ROWS
 from minisgl.kernels.norm import add_norm, rows_for
 from minisgl.kernels.scaled_mm import quantize_rows
+from minisgl.kernels.store_kv import store_kv
 from minisgl.layers.fp8 import FP8, Fp8Weight, fp8_weight, quantize
 from minisgl.layers.moe import grouped_experts, route
 from tests.checkpoints import make_fp8_checkpoints
-from tests.fused_cases import check_eight_bits, check_model, close, small_model
+from tests.fused_cases import (
+    World,
+    check_eight_bits,
+    check_model,
+    check_rotate,
+    close,
+    small_model,
+)
 from tests.moe_cases import skewed_logits
 
 BF16 = torch.bfloat16
@@ -187,6 +196,57 @@ def test_attention_over_eight_bits(
         pytest.skip("it only decodes")
     where = {"page_size": 16, "device": "cuda", "dtype": BF16}
     check_eight_bits(backend, lens, extend, 1e-2, qo=qo, kv=kv, dim=dim, **where)
+
+
+@pytest.mark.parametrize("heads", [(16, 8), (28, 4), (5, 1)])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_rotate_and_store_eight_bits(heads: tuple[int, int], dtype: torch.dtype) -> None:
+    where = {"page_size": 16, "device": "cuda", "dtype": dtype}
+    check_rotate([300, 1, 77], qo=heads[0], kv=heads[1], dim=128, normed=True, limit=1e-2, **where)
+
+
+@pytest.mark.parametrize("kv", [8, 1])
+def test_store_kv_of_eight_bits(kv: int) -> None:
+    """The kernel against the pool's own: a division may round to the neighbour."""
+    world = World([300, 9], kv=kv, dim=128, eight_bits=True, device="cuda")
+    (k, v), slots = normal(2, 4, kv, 128), torch.tensor([3, 250, 14, 0], device="cuda")
+    world.pool.store_kv(k, v, slots, 0)
+    want = world.pool.buffer.float()
+    world.pool.buffer.zero_()
+    pool = world.pool
+    store_kv(k, v, pool.k_cache(0), pool.v_cache(0), slots, pool.scales(0))
+    got = pool.buffer.float().flatten(2, 3)[:, :, slots]
+    close(got, want.flatten(2, 3)[:, :, slots], 1e-2)
+    assert int(pool.buffer.float().any(-1).sum()) == 2 * 4 * kv
+
+
+@pytest.mark.parametrize(("lens", "extend"), [([300, 5, 64], None), ([40, 9], [10, 9])])
+def test_fused_model_over_eight_bits(lens: list[int], extend: list[int] | None) -> None:
+    """Every layer's scales reach its kernels; what differs in its last bit may be stored apart."""
+    check_model(small_model("qwen3", "cuda", BF16), lens, extend, 5e-2, eight_bits=True)
+
+
+@pytest.mark.parametrize("backend", [FusedBackend, TritonBackend])
+def test_a_replay_reads_the_scales_of_now(backend: Any) -> None:
+    """A recorded step knows where they lie, not what they were."""
+    world = World(
+        [70, 300], kv=8, dim=128, qo=16, page_size=16, device="cuda", dtype=BF16, eight_bits=True
+    )
+    q, k, v = (world.random(2, h, 128, seed=h) for h in (16, 8, 8))
+    positions, out_loc = world.places()
+    rows = torch.tensor(world.rows, device="cuda")
+    plan = world.backend(backend).graph_plan(2, DecodeBuffers(rows, positions, out_loc))
+    plan.run(q, k, v, 0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = plan.run(q, k, v, 0)
+    found = []
+    for factor in (1.0, 1.5):
+        world.pool.scales(0).mul_(factor)
+        graph.replay()
+        found.append(recorded.clone())
+        assert torch.equal(found[-1], plan.run(q, k, v, 0))
+    assert not torch.equal(*found)
 
 
 def test_many_requests_over_eight_bits() -> None:
