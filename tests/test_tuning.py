@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from minisgl.benchmark import tune
 from minisgl.benchmark.tuning import GAIN, choices, search
-from minisgl.kernels import device, fp8_linear, linear, moe
+from minisgl.kernels import device, fp8_linear, linear
 from minisgl.kernels.device import H200, DeviceLimits, TunedTiles, load_tuned, tile_files
 from minisgl.kernels.linear import Tiling
 
@@ -22,7 +22,7 @@ STORED = Path(__file__).parents[1] / "notebooks" / "data" / "tiles"
 
 def rounds(tiles):
     """The same choices for every key, once."""
-    return lambda key, before: tiles if before is None else ()
+    return lambda key: tiles
 
 
 times = st.lists(st.one_of(st.none(), st.floats(1, 100)), min_size=1, max_size=4)
@@ -43,7 +43,7 @@ def test_a_search_finds_the_best_of_what_can_run(rules, choice):
             total += seconds
         return total
 
-    found = search(tuned, lambda key, _: [[i] for i in range(len(choice.get(key, ())))], measure)
+    found = search(tuned, lambda key: [[i] for i in range(len(choice.get(key, ())))], measure)
     assert dict(tuned) == found
     after = measure()  # everything left can run
     best = sum(min([rule, *(t for t in choice.get(key, ()) if t)]) for key, rule in rules.items())
@@ -63,24 +63,12 @@ def test_entries_that_are_there_are_left_alone():
     assert tuned == {"a": [7]}
 
 
-def test_experts_second_gemm_is_searched_beside_the_first():
-    tuned = TunedTiles()
-    seconds = {None: 10.0, "a": 9.0, "b": 8.0, "bc": 7.0, "ac": 1.0}
-
-    def pairs(key, before):
-        return [["a"], ["b"]] if before is None else [[before[0] + "c"]]
-
-    found = search(tuned, pairs, lambda: seconds[(tuned.find("experts") or [None])[0]])
-    assert found == {"experts": ["bc"]}
-
-
 def test_kernels_take_what_was_found():
     tuned = TunedTiles({
         "rows plain 16 4096 1024": [16, 32, 64, 2, 8, True, 1],
         "rows split 64 1024 2048": [],
         "row norm_plain 0 4096 1024": [8, 512, 4, 1],
         "rows8 gated 16 3072 1024": [16, 32, 128, 2, 6, True, 1],
-        "experts 8 16 0 128 2048 768": [16, 64, 64, 4, 4, True, 1, 16, 32, 128, 2, 4, True, 1],
     })  # fmt: skip
     limits = DeviceLimits(132, 232_448, 90, tuned)
     plain = {"gated": False, "split_k": False}
@@ -100,11 +88,6 @@ def test_kernels_take_what_was_found():
     )
     gated = {"gated": True, "split_k": False}
     assert fp8_linear.choose_fp8_tiling(9, 3072, 1024, **gated, limits=limits).bn == 32
-    down = torch.empty(128, 2048, 768, device="meta")
-    pair = moe.choose_tilings(limits, 8, 8, down, 0.5, False)
-    assert [one.bn for one in pair] == [64, 32]
-    assert moe.choose_tilings(limits, 8, 8, down, 0.5, True) != pair  # fixed: the tables
-    assert list(moe.choose_tilings(limits, 300, 8, down, 18.75, False)) == [*moe.TILINGS[1][1:]]
     assert tuned.asked >= set(tuned)
 
 
@@ -143,21 +126,18 @@ def test_shipped_tiles_are_the_stored_ones_and_divide_their_weights(path):
         warnings.simplefilter("error")
         assert load_tuned(path.stem.replace("_", " ")) == tiles
     for key, found in tiles.items():
-        before = found if key.startswith("experts") else None
-        assert found in [*choices(key, None, H200), *choices(key, before, H200)], key
+        assert found in list(choices(key, H200)), key
 
 
 def smaller(key):
     """The key of a weight as small as its tiles allow, for the interpreter."""
-    kernel, kind, first, *sizes = key.split()
-    if kernel == "experts":
-        return f"experts 2 {first} {sizes[0]} 4 256 256"
+    kernel, kind, first, *_ = key.split()
     return " ".join([kernel, kind, first, "256" if kernel != "row" else "128", "4096"])
 
 
 KERNELS = sorted({(smaller(key), tuple(tiles)) for path in SHIPPED
                   for key, tiles in json.loads(path.read_text())["tiles"].items()
-                  if tiles and "experts" not in key})  # fmt: skip
+                  if tiles})  # fmt: skip
 
 
 @pytest.mark.parametrize(("key", "tiles"), KERNELS)
@@ -171,14 +151,11 @@ def test_shipped_tiles_compute_the_product(key, tiles):
 
 @pytest.mark.parametrize("key", [
     "row norm_gated 0 128 1024", "row plain 1 128 2048", "rows split 16 128 512",
-    "rows gated 32 128 512", "rows8 plain 16 128 512", "experts 2 16 0 4 128 128",
+    "rows gated 32 128 512", "rows8 plain 16 128 512",
 ])  # fmt: skip
 def test_a_wrong_product_is_no_choice(key):
     product, want = tune.trial_of(key, ON_CPU)
-    before = [16, 64, 64, 2, 2, True, 1] if key.startswith("experts") else None
-    tiles = next(iter(choices(key, before, H200)))
-    if key.startswith("experts"):
-        tiles = [*before[:7], 16, 64, 64, 2, 2, True, 1]
+    tiles = next(iter(choices(key, H200)))
     assert tune.is_right(product, want, tiles)
     assert not tune.is_right(product, want + want.abs().mean(), tiles)
 

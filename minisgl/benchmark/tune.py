@@ -33,7 +33,6 @@ from minisgl.config.paths import read_json, resolve_model_path
 from minisgl.engine.engine import Engine
 from minisgl.kernels.device import DeviceLimits, device_limits, tile_files
 from minisgl.kernels.linear import Tiling, launch_rows, row_linear
-from minisgl.kernels.moe import expert_parts
 from minisgl.layers.fp8 import Fp8Weight, fp8_weight
 from minisgl.llm import LLM
 
@@ -140,36 +139,13 @@ def gemm(
     return product, plain_product(x, weight, gated)
 
 
-def experts(
-    top_k: int, rows: int, scales: int, count: int, hidden: int, width: int, on: dict[str, Any]
-) -> tuple[Product, Tensor]:
-    """The same for a layer of experts, with the tiles of the tables as the oracle."""
-    gate_up, down = (
-        random_weight(count, *sizes, eight_bits=scales > 0, on=on)
-        for sizes in ((2 * width, hidden), (hidden, width))
-    )
-    x = torch.randn(rows, hidden, **on)
-    logits = torch.randn(1, rows, count, device=down.device)
-
-    def product(tiles: list[Any]) -> Tensor:
-        both = (Tiling(*tiles[:7]), Tiling(*tiles[7:])) if tiles else None
-        return expert_parts(x, logits, gate_up, down, top_k, True, tiles=both).float().sum(0)
-
-    return product, product([])
-
-
 def trial_of(key: str, on: dict[str, Any] = ON_GPU) -> tuple[Product, Tensor]:
     """The product behind a key with given tiles, and what it should be."""
     kernel, kind, *sizes = key.split()
-    first, *rest = (int(size) for size in sizes)
-    rows = 8 if first == 16 else first
-    if kernel == "experts":
-        scales, count, hidden, width = rest
-        return experts(int(kind), rows, scales, count, hidden, width, on)
-    n, k = rest
+    first, n, k = map(int, sizes)
     if kernel == "row":
         return gemv(kind, first, n, k, on)
-    return gemm(kind, kernel == "rows8", rows, n, k, on)
+    return gemm(kind, kernel == "rows8", 8 if first == 16 else first, n, k, on)
 
 
 def is_right(product: Product, want: Tensor, tiles: list[Any]) -> bool:
@@ -181,10 +157,10 @@ def is_right(product: Product, want: Tensor, tiles: list[Any]) -> bool:
     return bool((got - want).norm() < 0.02 * want.norm())
 
 
-def right_choices(key: str, limits: DeviceLimits, before: list[Any] | None = None) -> list[Any]:
+def right_choices(key: str, limits: DeviceLimits) -> list[list[Any]]:
     """The choices for a key that compute what they should, and the library."""
     product, want = trial_of(key)
-    every = list(choices(key, before, limits))
+    every = list(choices(key, limits))
     tiled = [tiles for tiles in every if tiles]
     with ThreadPoolExecutor(16) as threads:
         right = list(threads.map(lambda tiles: is_right(product, want, tiles), tiled))
@@ -197,11 +173,9 @@ def tune(model: str, tp: int, quantization: str, sizes: Sequence[int]) -> list[d
     rows: list[dict[str, Any]] = []
     tried: dict[str, int] = {}
 
-    def right(key: str, before: list[Any] | None) -> list[Any]:
-        if before is not None and not key.startswith("experts"):
-            return []
-        found = right_choices(key, limits, before)
-        tried[key] = tried.get(key, 0) + len(found)
+    def right(key: str) -> list[list[Any]]:
+        found = right_choices(key, limits)
+        tried[key] = len(found)
         return found
 
     with engine_of(model, tp, quantization, sizes) as engine:

@@ -13,7 +13,7 @@ from minisgl.kernels.device import DeviceLimits, TunedTiles
 
 GAIN = 0.003  # of a step: what is less is noise
 Measure = Callable[[], float]  # seconds of a step with the entries that are there
-Choices = Callable[[str, list[Any] | None], Iterable[list[Any]]]  # for a key, after a first search
+Choices = Callable[[str], Iterable[list[Any]]]  # for a key
 
 
 def try_all(
@@ -49,17 +49,14 @@ def gains(key: str, tuned: TunedTiles, measure: Measure, turns: int = 7) -> bool
 def search(tuned: TunedTiles, choices: Choices, measure: Measure) -> dict[str, list[Any]]:
     """Find better entries for all that a step looks up; those that prove themselves stay.
 
-    Keys that have an entry already are left alone. Experts have two GEMMs under one key: the
-    second one is searched for beside the best of the first. Returns the new entries.
+    Keys that have an entry already are left alone. Returns the new entries.
     """
     old = set(tuned)
     tuned.asked.clear()
     best = measure()
     keys = sorted(tuned.asked - old)
     for key in keys:
-        best = try_all(key, choices(key, None), tuned, measure, best)
-        if key in tuned:
-            best = try_all(key, choices(key, tuned[key]), tuned, measure, best)
+        best = try_all(key, choices(key), tuned, measure, best)
     for key in keys:
         if key in tuned and not gains(key, tuned, measure):
             del tuned[key]
@@ -113,22 +110,10 @@ def rows_choices(
         yield []
 
 
-def expert_choices(before: list[Any] | None) -> Iterator[list[Any]]:
-    """Two `Tiling`s in one list: of the first GEMM or, that being settled, of the second."""
-    for bm in (16, 32, 64) if before is None else (before[0],):
-        for bn, bk, warps, stages, swap in SHAPES[bm]:
-            tiles = [bm, bn, bk, warps, min(stages, 4), swap, 1]
-            yield [*before[:7], *tiles] if before else [*tiles, bm, 64, 128, 4, 4, bm < 64, 1]
-
-
-def choices(key: str, before: list[Any] | None, limits: DeviceLimits) -> Iterable[list[Any]]:
+def choices(key: str, limits: DeviceLimits) -> Iterable[list[Any]]:
     """What may stand under a key that a kernel looked up."""
-    kernel, kind, first, *sizes = key.split()
-    if kernel == "experts":
-        return expert_choices(before)
-    if before is not None:
-        return ()
-    n, k = map(int, sizes)
+    kernel, kind, *sizes = key.split()
+    first, n, k = map(int, sizes)
     if kernel == "row":
-        return row_choices(int(first), n, k, "gated" in kind)
-    return rows_choices(int(first), n, k, kind, 1 if kernel == "rows8" else 2, limits)
+        return row_choices(first, n, k, "gated" in kind)
+    return rows_choices(first, n, k, kind, 1 if kernel == "rows8" else 2, limits)

@@ -5,7 +5,6 @@ Generated from notebooks/11b_moe_kernels.ipynb: edit there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.kernels.device import DeviceLimits, device_limits
+from minisgl.kernels.device import device_limits
 from minisgl.kernels.linear import (
     FEW_ROWS,
     Tiling,
@@ -261,18 +260,6 @@ def fit_tiling(tiles: Tiling, out: int, k: int, gated: bool, room: int, itemsize
     return replace(tiles, bn=bn, bk=bk).fit(row, 2 * row if gated else row, room)
 
 
-def choose_tilings(
-    limits: DeviceLimits, n: int, top_k: int, down: Tensor, average: float, fixed: bool
-) -> Sequence[Tiling]:
-    """Tiles of both GEMMs: what a search found for up to so many tokens, else from the tables."""
-    rows, sizes = max(16, triton.next_power_of_2(n)), (count_scales(down), *down.shape)
-    tunable = not fixed and rows <= 256
-    if tunable and (found := limits.tuned.find("experts", top_k, rows, *sizes)):
-        return Tiling(*found[:7]), Tiling(*found[7:])
-    table = FP8_TILINGS if count_scales(down) else TILINGS
-    return next(both for most, *both in table if average <= most)
-
-
 def lines_ahead(k: int) -> int:
     """Cache lines of a row of k 16-bit numbers to ask for early: a power of two, up to 8."""
     return max(1, min(8, triton.next_power_of_2(k // 64 + 1) // 2))
@@ -292,20 +279,20 @@ def launch_experts(x: Tensor, w: Tensor, out: Tensor, blocks: Blocks, tiles: Til
 
 def expert_parts(
     x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalize: bool, *,
-    first: int = 0, fixed: bool = False, tiles: Sequence[Tiling] | None = None,
+    first: int = 0, fixed: bool = False,
 ) -> Tensor:  # fmt: skip
     """What each choice of each token gives, weighted: [top_k, n, hidden], still to be added up.
 
     x [n, hidden]; logits [splits, n, experts]; gate_up [local, 2 width, hidden] and
     down [local, hidden, width]: of the experts from `first` on; others give zeros. fixed: the same
-    tiles for every n, so that no token depends on the others. tiles: of both GEMMs.
+    tiles for every n, so that no token depends on the others.
     """
     n, (local, hidden, width) = len(x), down.shape
-    gate_up, down = (known_scales(w, x.dtype) for w in (gate_up, down))
-    limits, itemsize = device_limits(x.device), x.element_size()
     average = 0.0 if fixed else n * top_k / logits.shape[-1]
-    in_tiles, out_tiles = tiles or choose_tilings(limits, n, top_k, down, average, fixed)
-    room = limits.shared_memory
+    gate_up, down = (known_scales(w, x.dtype) for w in (gate_up, down))
+    table = FP8_TILINGS if count_scales(gate_up) else TILINGS
+    in_tiles, out_tiles = next(tiles for most, *tiles in table if average <= most)
+    room, itemsize = device_limits(x.device).shared_memory, x.element_size()
     in_tiles = fit_tiling(in_tiles, width, hidden, True, room, itemsize)
     out_tiles = fit_tiling(out_tiles, hidden, width, False, room, itemsize)
     blocks = align(logits, top_k, normalize, in_tiles.bm, first, local)

@@ -3,6 +3,7 @@
 `python3 -m tests.gpu.prefill PART --out FILE`, where PART is one of
   attention  prefill attention of a layer inside a graph: FlashInfer, and our kernel in many shapes
   ttft       the time to the first token by prompt length, eager and recorded; what a start costs
+  splits     a recorded prefill of 512 tokens with other tiles, and with its keys split
   profile    the kernels of one recorded prefill
 """
 
@@ -15,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -216,7 +218,53 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "span_us": last - first}
 
 
-PARTS = {f.__name__: f for f in (attention, ttft, profile)}
+def replay_ms(llm: LLM, size: int) -> float:
+    """Median milliseconds of the device for one recorded prefill."""
+    engine = llm.scheduler.engine
+    assert engine.prefill_graph is not None
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(12)]
+    with engine.on_stream():
+        for mark in marks:
+            engine.prefill_graph.steps[size].graph.replay()
+            mark.record()
+    torch.cuda.synchronize()
+    return round(float(np.median([a.elapsed_time(b) for a, b in pairwise(marks[1:])])), 4)
+
+
+def splits(args: argparse.Namespace) -> dict[str, Any]:
+    """Tiles of 64 and 128 rows, keys in one part or more: the device's time, and the user's."""
+    rows, how = [], {"attention_backend": "triton,fused", "prefill_graph_max_tokens": 512}
+    plan, tile_rows = TiledPrefill.plan, TiledPrefill.tile_rows
+    shapes = [None, *((tile, parts) for tile in (64, 128) for parts in (1, 2, 4)), None]
+    with engine(args.model, cuda_graph_max_bs=8, **how) as llm:
+        parts_of_llm = llm.scheduler.engine
+        assert parts_of_llm.prefill_graph is not None
+        for shape in shapes:
+            tile, parts = shape or (0, 0)
+
+            def split_plan(self: TiledPrefill, size: int, *static: Any, parts: int = parts) -> Any:
+                sms, self.backend.num_sms = self.backend.num_sms, parts * self.programs(size, tile)
+                try:
+                    return plan(self, size, *static)
+                finally:
+                    self.backend.num_sms = sms
+
+            with (
+                mock.patch.object(TiledPrefill, "plan", split_plan if shape else plan),
+                mock.patch.object(
+                    TiledPrefill, "tile_rows", (lambda *_: tile) if shape else tile_rows
+                ),
+                parts_of_llm.on_stream(),
+            ):
+                parts_of_llm.prefill_graph.capture(progress=False)
+            times = [first_ms(llm, 1, 512, 50 * len(rows) + n) for n in range(12)][2:]
+            way = f"tile {tile}, {parts} splits" if shape else "as it is"
+            rows.append({"way": way, "replay_ms": replay_ms(llm, 512), "all_ttft_ms": times})
+            say(rows[-1])
+    return {"rows": rows}
+
+
+PARTS = {f.__name__: f for f in (attention, ttft, splits, profile)}
 WAYS = ("triton,fused 2048", "triton,fused 0", "fi,fused 0")
 
 
