@@ -25,6 +25,20 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
 }
 
+# What the loader tells apart: families and layouts of experts. Name: architecture, and overrides.
+# Some heads are tied, one layer of an MoE is dense, and no number of ranks divides the vocabulary.
+ODD: dict[str, Any] = {"vocab_size": 321}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", ODD),
+    "qwen2": ("qwen2", {**ODD, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", ODD),
+    "mistral": ("mistral", {**ODD, "tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", {**ODD, "mlp_only_layers": [0]}),
+    "qwen3_moe packed": ("qwen3_moe", {**ODD, "packed": True}),
+    "mixtral": ("mixtral", {**ODD, "tie_word_embeddings": True}),
+    "mixtral packed": ("mixtral", {**ODD, "packed": True}),
+}
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,

@@ -21,11 +21,10 @@ from minisgl.llm import LLM
 from minisgl.models.registry import build_model
 from minisgl.models.weights import Checkpoint, WeightError, load_weights
 from minisgl.parallel.comm import ParallelContext, SingleRank
-from tests import tp_drills
 from tests.checkpoints import make_checkpoint
 from tests.dense import dense_batch
-from tests.test_model import assert_equal_to_transformers, open_model, reference_logits
-from tests.tp_drills import quick_ranks, run_ranks, run_threads
+from tests.test_model import assert_equal_to_transformers, open_model
+from tests.tp_drills import quick_ranks, run_threads
 
 __all__ = ["quick_ranks"]  # a fixture
 
@@ -194,24 +193,6 @@ def test_an_expert_too_many_is_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------- over ranks
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_packed_experts_over_ranks(tmp_path: Path, size: int) -> None:
-    path = make_checkpoint(tmp_path, "qwen3_moe", packed=True)
-    one = tp_drills.logits(SingleRank(), path, SEQUENCES)
-    for many in run_threads(tp_drills.logits, size, path, SEQUENCES):
-        torch.testing.assert_close(many, one, atol=1e-4, rtol=0)
-
-
-def test_experts_over_gloo(tmp_path: Path) -> None:
-    """Single experts of Mixtral, read and computed by two processes."""
-    path = make_checkpoint(tmp_path, "mixtral")
-    one = tp_drills.logits(SingleRank(), path, SEQUENCES)
-    many = run_ranks(tp_drills.logits, 2, path, SEQUENCES, timeout=120)
-    for logits in many:
-        torch.testing.assert_close(logits, one, atol=1e-4, rtol=0)
-        assert torch.equal(logits, many[0])
-
-
 def test_a_width_that_ranks_do_not_divide_is_refused() -> None:
     def rank(comm: Any) -> None:
         MoE(8, MoEConfig(2, 1, 10, True), ParallelContext(comm, torch.float32, "cpu"))
@@ -256,21 +237,6 @@ def test_whole_experts_of_all_ranks_add_up(seed: int, n: int, size: int) -> None
         assert len(order) == sum(counts)
         total += grouped_experts(x, ids, weights, *mine, first=first)
     torch.testing.assert_close(total, grouped_experts(x, ids, weights, *layer))
-
-
-@pytest.mark.parametrize(("arch", "packed"), [("qwen3_moe", False), ("mixtral", True)])
-def test_whole_experts_over_gloo_equal_transformers(
-    tmp_path: Path, arch: str, packed: bool
-) -> None:
-    """Two and four processes, each with its own experts; one layer of Qwen3 is dense."""
-    fields = {"mlp_only_layers": [0]} if arch == "qwen3_moe" else {}
-    path = make_checkpoint(tmp_path, arch, packed=packed, **fields)
-    want = torch.cat([reference_logits(path, ids) for ids in SEQUENCES])
-    for size in (2, 4):
-        many = run_ranks(tp_drills.logits, size, path, SEQUENCES, True, timeout=120)
-        for logits in many:
-            torch.testing.assert_close(logits, want, atol=1e-4, rtol=0)
-            assert torch.equal(logits, many[0])
 
 
 @pytest.mark.parametrize(

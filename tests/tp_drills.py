@@ -144,9 +144,10 @@ def collectives(comm: Comm) -> dict[str, Any]:
 
 
 def collectives_and_logits(
-    comm: Comm, folder: Path, sequences: Sequence[Sequence[int]]
-) -> tuple[dict[str, Any], torch.Tensor]:
-    return collectives(comm), logits(comm, folder, sequences)
+    comm: Comm, jobs: Sequence[tuple[Path, bool]], sequences: Sequence[Sequence[int]]
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Every operation once, and logits by each model; `jobs` say whose, and if by whole experts."""
+    return collectives(comm), [logits(comm, folder, sequences, whole) for folder, whole in jobs]
 
 
 def cuda_collectives(comm: Comm) -> dict[str, Any]:

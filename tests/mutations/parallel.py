@@ -83,7 +83,7 @@ MUTATIONS = [
         "minisgl.parallel.gloo",
         "dist.ReduceOp.MIN",
         "dist.ReduceOp.SUM",
-        T + "test_gloo_processes[2]",
+        T + "test_gloo_processes_equal_transformers[2]",
     ),
     Mutation(
         "gloo: an idle server times out",
