@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from minisgl.benchmark.report import save
 from minisgl.config.model import ModelConfig
 from minisgl.core import SamplingParams
 from minisgl.llm import LLM
@@ -307,18 +308,19 @@ def fused_model(comm: Comm) -> None:
     check_model(model, [2, 6], [2, 3])
 
 
-def kill_a_rank(delay: float, ready: bool = False, **fields: Any) -> tuple[float, str]:
+def kill_a_rank(delay: float, ready: bool = False, **fields: Any) -> dict[str, Any]:
     """Kill rank 1 so long after the start of an `LLM`, or after its first answers if `ready`.
 
-    Returns the seconds from there to the error, and the error. Later than `LIMIT`, all threads of
-    this process print where they stand.
+    Returns the moment, what the engine was doing, the seconds from there to the error, and the
+    error. Later than `LIMIT`, all threads of this process print where they stand.
     """
-    killed = [0.0]
+    killed: dict[str, Any] = {}
 
     def kill() -> None:
         while not (victims := multiprocessing.active_children()):
             time.sleep(0.01)
-        killed[0] = time.monotonic()
+        killed["state"] = "starting" if llm is None else "generating"
+        killed["at"] = time.monotonic()
         faulthandler.dump_traceback_later(LIMIT, repeat=True, file=sys.__stderr__)
         victims[-1].kill()
 
@@ -332,10 +334,14 @@ def kill_a_rank(delay: float, ready: bool = False, **fields: Any) -> tuple[float
         if ready:  # kernels are compiled at their first use, and meanwhile nobody looks
             llm.generate(prompts, replace(params, max_tokens=8))
             timer.start()
-        while time.monotonic() - (killed[0] or time.monotonic()) < 30:
+        while time.monotonic() - killed.get("at", time.monotonic()) < 30:
             llm.generate(prompts, params)
     except WorkerFailed as error:
-        return time.monotonic() - killed[0], str(error)
+        if not killed:
+            raise
+        told = round(time.monotonic() - killed["at"], 2)
+        about = {"after_s": round(delay, 2), "state": killed["state"], "told_s": told}
+        return about | {"error": str(error)}
     finally:
         timer.cancel()
         if llm is not None:
@@ -344,18 +350,21 @@ def kill_a_rank(delay: float, ready: bool = False, **fields: Any) -> tuple[float
     raise AssertionError(f"rank 1 was killed {delay:.2f} s after the start, and nothing happened")
 
 
-def kill_drill(times: int, seconds: float, ready: bool = False, **fields: Any) -> None:
+def kill_drill(
+    times: int, seconds: float, ready: bool = False, **fields: Any
+) -> list[dict[str, Any]]:
     """Kill rank 1 at so many random moments of `seconds`; all are tried before one fails it."""
-    draw, wrong = random.Random(times), []
+    draw, kills = random.Random(times), []
     for _ in range(times):
-        delay = draw.uniform(0.3, seconds)
-        took, why = kill_a_rank(delay, ready, **fields)
-        line = f"killed after {delay:5.2f} s, told within {took:4.2f} s: {why}"
-        print(line, flush=True)
-        if took > LIMIT or "rank 1 was killed by signal 9" not in why:
-            wrong.append(line)
+        kill = kill_a_rank(draw.uniform(0.0, seconds), ready, **fields)
+        print("killed {state} after {after_s} s, told within {told_s} s: {error}".format(**kill),
+              flush=True)  # fmt: skip
+        kills.append(kill)
         assert not multiprocessing.active_children()
-    assert not wrong, "\n".join(wrong)
+    named = "rank 1 was killed by signal 9"
+    wrong = [kill for kill in kills if kill["told_s"] > LIMIT or named not in kill["error"]]
+    assert not wrong, wrong
+    return kills
 
 
 def fail_on_last(comm: Comm) -> None:
@@ -406,9 +415,12 @@ def orphan() -> None:
     os.kill(os.getpid(), 9)
 
 
-if __name__ == "__main__":  # python -m tests.tp_drills TIMES SECONDS DEVICE
-    where = sys.argv[3]
+if __name__ == "__main__":  # python -m tests.tp_drills TIMES SECONDS DEVICE [REPORT]
+    times, seconds, where, *report = sys.argv[1:]
     more: dict[str, Any] = {}
     if where == "cuda":  # GPUs that connect notice a death only after `distributed_timeout`
         more = {"ready": True, "attention_backend": "triton,fused"}  # FlashInfer builds a minute
-    kill_drill(int(sys.argv[1]), float(sys.argv[2]), device=where, **more)
+    found = kill_drill(int(times), float(seconds), device=where, **more)
+    for path in report:
+        command = " ".join(["python -m tests.tp_drills", *sys.argv[1:]])
+        save(Path(path), {"limit_s": LIMIT, "kills": found}, command)
