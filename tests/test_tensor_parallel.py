@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +47,7 @@ from tests import tp_drills
 from tests.checkpoints import KINDS, make_checkpoint
 from tests.forks import Popen
 from tests.test_model import reference_logits
-from tests.tp_drills import QUICK, quick_ranks, results, run_ranks, run_threads
+from tests.tp_drills import LIMIT, QUICK, quick_ranks, results, run_ranks, run_threads
 from tests.turns import in_turns
 
 __all__ = ["quick_ranks"]  # a fixture
@@ -628,6 +629,28 @@ def test_a_rank_that_cannot_join_is_named(
     error, said = (WorkerFailed, "CUDA out of memory") if reason else (kind, "closed by peer")
     with pytest.raises(error, match=said):
         Ranks(config_of_rank(settings(folder), 0, 2))
+    assert not living_ranks()
+
+
+@pytest.mark.clock
+@pytest.mark.usefixtures("quick_ranks")
+@pytest.mark.parametrize(("size", "dead"), [(2, 1), (4, 3)])
+def test_a_rank_that_dies_before_ranks_have_met_is_told_soon(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, size: int, dead: int
+) -> None:
+    """While rank 0 waits for it: no connection is there yet that could break."""
+
+    def meet(store: Any, place: Any) -> GlooComm:
+        (victim,) = (p for p in living_ranks() if p.name.endswith(f"rank {dead}"))
+        threading.Timer(0.5, victim.kill).start()
+        store.wait(["somebody who does not come"], timedelta(seconds=LIMIT + 1))
+        raise AssertionError("it came")
+
+    monkeypatch.setattr(ranks_module, "join", meet)
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed, match=f"rank {dead} was killed by signal 9"):
+        Ranks(config_of_rank(settings(folder), 0, size))
+    assert time.monotonic() - start < LIMIT
     assert not living_ranks()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, Self
 
@@ -68,7 +69,7 @@ def rank_main(
     try:
         comm = join(store, place)
         result = entry(comm, *args)
-    except CommError as error:  # most likely another rank's fault
+    except (CommError, torch.distributed.DistError) as error:  # most likely another rank's fault
         raise PeerFailed(str(error)) from error
     comm.close()
     return result
@@ -174,12 +175,25 @@ class Ranks:
                 threading.Thread(target=self.watch, args=(process,), daemon=True).start()
 
     def _meet(self, place: Place) -> GlooComm:
-        """Join the group as rank 0; WorkerFailed if another rank could not and says why."""
+        """Join the group as rank 0; WorkerFailed, soon, if another rank does not come to it."""
+        met, group = threading.Event(), self.processes
+
+        def watch() -> None:
+            ends = [process.sentinel for process in group.processes.values()]
+            while not met.is_set():
+                if wait(ends, timeout=0.1):
+                    group.store = None  # the server: its last reference
+                    return
+
+        store = TCPStore("127.0.0.1", group.store.port, is_master=False)
+        threading.Thread(target=watch, daemon=True, name="watch the meeting").start()
         try:
-            return join(self.processes.store, place)
+            return join(store, place)
         except RuntimeError:  # CommError, or from below it: the store, a connection that never came
             self.explain()
             raise
+        finally:
+            met.set()
 
     def explain(self) -> None:
         """Called when rank 0's part of an operation failed: WorkerFailed if a child says why."""

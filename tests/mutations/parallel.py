@@ -72,6 +72,13 @@ MUTATIONS = [
         T + "test_a_bad_end_of_a_rank_frees_the_gpu",
     ),
     Mutation(
+        "launch: nobody looks whether ranks live that are to meet",
+        "minisgl.runtime.ranks",
+        "if wait(ends, timeout=0.1):",
+        "if wait([], timeout=0.1):",
+        T + "test_a_rank_that_dies_before_ranks_have_met_is_told_soon[2-1]",
+    ),
+    Mutation(
         "launch: what is computed without a rank is told",
         "minisgl.runtime.ranks",
         "if self.ranks.lost.is_set():",
