@@ -842,20 +842,41 @@ def test_stopped_rank_is_not_left_behind(checkpoint: Path, tmp_path: Path) -> No
             rank.kill()
 
 
+def rank_of(served: Served) -> psutil.Process | None:
+    """Rank 1, the one worker that another worker has started; None as long as there is none."""
+    workers = served.workers()
+    pids = {worker.pid for worker in workers}
+    with suppress(psutil.NoSuchProcess):
+        return next((worker for worker in workers if worker.ppid() in pids), None)
+    return None
+
+
 @pytest.mark.drill
-def test_rank_killed_while_nobody_asks_ends_the_server(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.clock
+@pytest.mark.parametrize("after", [0.0, 0.1, None])
+def test_rank_killed_while_nobody_asks_ends_the_server(
+    checkpoint: Path, tmp_path: Path, after: float | None
+) -> None:
     """A server that looks well and fails at the next request is worse than none.
 
-    It says which rank it was. That one killed in the middle of a step is found, too, is tested
-    without a server, in test_tensor_parallel.py.
+    So many seconds after the rank was started, or when the server is ready. It says which rank it
+    was. That one killed in the middle of a step is found, too, is tested without a server, in
+    test_tensor_parallel.py.
     """
     flags = ["--tp", "2", "--device", "cpu", "--log-format", "none"]
     served = Served(tmp_path, "--model", str(checkpoint), *flags)
-    served.ready()
-    children = served.children()
-    served.workers()[0].children()[-1].kill()
+    if after is None:
+        served.ready()
+    wait_for(lambda: rank_of(served) is not None, "rank 1 to start")
+    time.sleep(after or 0.0)
+    children, rank = served.children(), rank_of(served)
+    assert rank is not None
+    rank.kill()
+    killed = time.monotonic()
     served.process.wait(timeout=20)
+    took = time.monotonic() - killed
     assert "rank 1 was killed by signal 9" in served.ended(children, status=1)
+    assert took < 5
 
 
 @pytest.mark.drill
