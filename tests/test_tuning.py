@@ -95,15 +95,28 @@ def test_tiles_of_this_machine_go_before_the_shipped_ones(tmp_path, monkeypatch)
     paths = tmp_path / "shipped.json", tmp_path / "own.json"
     monkeypatch.setattr(device, "tile_files", lambda gpu: paths)
     assert load_tuned("Some GPU") == {}
-    paths[0].write_text(json.dumps({"tiles": {"a": [1], "b": [2]}}))
-    tune.keep(paths[1], [{"found": {"b": [3]}}], "a command")
-    assert load_tuned("Some GPU") == {"a": [1], "b": [3]}
-    tune.keep(paths[1], [{"found": {"c": [4]}}], "another")
-    assert load_tuned("Some GPU") == {"a": [1], "b": [3], "c": [4]}
+    a, b, c = (f"row plain 0 {n} 1024" for n in (64, 128, 256))
+    one, two = [2, 512, 4, 1], [4, 1024, 4, 1]
+    paths[0].write_text(json.dumps({"tiles": {a: one, b: one}}))
+    tune.keep(paths[1], [{"found": {b: two}}], "a command")
+    assert load_tuned("Some GPU") == {a: one, b: two}
+    tune.keep(paths[1], [{"found": {c: two}}], "another")
+    assert load_tuned("Some GPU") == {a: one, b: two, c: two}
     assert len(json.loads(paths[1].read_text())["rows"]) == 2
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"tiles": 3}', '{"tiles": {"a": 1}}', "{}"])
+BROKEN = [
+    "", "{", "[]", '{"tiles": 3}', '{"tiles": {"a": 1}}', "{}",
+    *(json.dumps({"tiles": {key: tiles}}) for key, tiles in (
+        ("rows plain 16 4096 1024", [16, 48, 64, 4, 4, True, 1]),  # 48 does not divide 4096
+        ("rows plain 16 4096 1024", [16, 64]), ("rows plain 16 4096 1024", [16, 0, 64, 4, 4, 1, 1]),
+        ("row plain 0 4096 1024", [4, 300, 4, 1]), ("row plain 0 4096 1024", []),
+        ("row plain 0 4096 1024", ["4", "512", 4, 1]),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BROKEN)
 def test_a_broken_file_stops_nothing(tmp_path, monkeypatch, text):
     broken = tmp_path / "own.json"
     monkeypatch.setattr(device, "tile_files", lambda gpu: (tmp_path / "none", broken))

@@ -67,16 +67,25 @@ def tile_files(gpu: str) -> tuple[Path, Path]:
     return Path(str(files("minisgl.kernels"))) / "tiles" / name, cached / "tiles" / name
 
 
+def checked(key: str, tiles: list[Any]) -> list[Any]:
+    """An entry whose tiles divide the weight in its key; ValueError for any other."""
+    kernel, *_, n, k = key.split()
+    bn, bk = tiles[:2] if kernel == "row" else tiles[1:3] if tiles else (1, 1)
+    if len(tiles) != (4 if kernel == "row" else 7 if tiles else 0) or int(n) % bn or int(k) % bk:
+        raise ValueError(f"{key}: no tiles for such a weight, got {tiles}")
+    return list(tiles)
+
+
 def load_tuned(gpu: str) -> TunedTiles:
     """What the package brings for a GPU of this name, and what was found on this machine."""
     found = TunedTiles()
     for path in tile_files(gpu):
         try:
             new = json.loads(path.read_text())["tiles"]
-            found |= {str(key): list(tiles) for key, tiles in new.items()}
+            found |= {key: checked(key, tiles) for key, tiles in new.items()}
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except Exception as error:  # nothing in such a file stops an engine
             warnings.warn(f"tiles: {path} cannot be read, and is ignored: {error!r}", stacklevel=2)
     return found
 

@@ -71,7 +71,7 @@ def choose_fp8_tiling(
     if m > 32:
         tiles = Tiling(64, 128, 128, 8, 3, False)
     else:
-        bm = 8 if m <= 8 else 16 if m <= 16 else 32
+        bm = 8 if m <= 8 and not gated else 16 if m <= 16 else 32
         tiles = Tiling(bm, 64, 128, 2, 5, True) if split_k else Tiling(bm, 32, 128, 2, 6, True)
     if m > FEW_ROWS or n % tiles.bn or k % tiles.bk:
         return None
