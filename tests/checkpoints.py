@@ -39,6 +39,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral packed": ("mixtral", {**ODD, "packed": True}),
 }
 
+# Sizes that suit every kernel, on two ranks, too.
+GPU_SIZES = {
+    "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "moe_intermediate_size": 64,
+}  # fmt: skip
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -381,3 +386,10 @@ def make_checkpoint(
     if tokenizer:
         save_tokenizer(folder, full["vocab_size"])
     return folder
+
+
+def make_kind(folder: str | Path, kind: str, **sizes: int) -> Path:
+    """A checkpoint of one of `KINDS`, with those of the sizes that its architecture has."""
+    arch, fields = KINDS[kind]
+    known = {name: size for name, size in sizes.items() if name in base_config(arch)}
+    return make_checkpoint(folder, arch, **{**fields, **known})

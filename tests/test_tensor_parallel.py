@@ -44,7 +44,7 @@ from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import AbortMsg, ExitMsg, Msg, TokenReply, UserMsg
 from minisgl.scheduler.scheduler import Scheduler
 from tests import tp_drills
-from tests.checkpoints import KINDS, make_checkpoint
+from tests.checkpoints import KINDS, make_checkpoint, make_kind
 from tests.forks import Popen
 from tests.test_model import reference_logits
 from tests.tp_drills import LIMIT, QUICK, quick_ranks, results, run_ranks, run_threads
@@ -182,8 +182,8 @@ def check_collectives(found: list[dict[str, Any]]) -> None:
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Path, torch.Tensor]]:
     """A checkpoint of every kind, and its logits by transformers."""
     found = []
-    for name, (arch, fields) in KINDS.items():
-        path = make_checkpoint(tmp_path_factory.mktemp("kind"), arch, **fields)
+    for name in KINDS:
+        path = make_kind(tmp_path_factory.mktemp("kind"), name)
         found.append((name, path, reference_logits(path, *SEQUENCES)))
     return found
 

@@ -116,15 +116,16 @@ def run_ranks(entry: Callable[..., Any], size: int, *args: Any, timeout: float =
 
 
 def logits(
-    comm: Comm, folder: Path, sequences: Sequence[Sequence[int]], expert_parallel: bool = False
-) -> torch.Tensor:
+    comm: Comm, folder: Path, sequences: Sequence[Sequence[int]], expert_parallel: bool = False,
+    device: str = "cpu",
+) -> torch.Tensor:  # fmt: skip
     """Logits [n, vocab] of whole sequences by this rank's part of the model."""
     config = ModelConfig.from_path(folder)
     model = build_model(config, comm, dtype=torch.float32, expert_parallel=expert_parallel)
     quantize_model(model, "none", folder)
-    load_weights(model, folder, comm, device="cpu", dtype=torch.float32, progress=False)
+    load_weights(model, folder, comm, device=device, dtype=torch.float32, progress=False)
     with torch.inference_mode():
-        return model(dense_batch(sequences)).clone()
+        return model(dense_batch(sequences, device=device)).cpu().clone()
 
 
 def collectives(comm: Comm) -> dict[str, Any]:
@@ -149,6 +150,15 @@ def collectives_and_logits(
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Every operation once, and logits by each model; `jobs` say whose, and if by whole experts."""
     return collectives(comm), [logits(comm, folder, sequences, whole) for folder, whole in jobs]
+
+
+def device_logits(
+    comm: Comm, jobs: Sequence[tuple[Path, bool]], sequences: Sequence[Sequence[int]],
+    devices: Sequence[str],
+) -> list[torch.Tensor]:  # fmt: skip
+    """Logits by each model, on this rank's device."""
+    device = devices[comm.rank]
+    return [logits(comm, folder, sequences, whole, device) for folder, whole in jobs]
 
 
 def cuda_collectives(comm: Comm) -> dict[str, Any]:

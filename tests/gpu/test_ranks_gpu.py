@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
+from minisgl.parallel.comm import SingleRank
 from minisgl.runtime.ranks import RankProcesses
 from tests import tp_drills
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import GPU_SIZES, KINDS, make_checkpoint, make_kind
 from tests.serving import Served, last_event, stream
-from tests.test_tensor_parallel import check_collectives
+from tests.test_tensor_parallel import SEQUENCES, check_collectives
 
-DEVICE = "cuda"
+DEVICE, DEVICES = "cuda", ["cuda:0", "cuda:1"]
 BACKENDS = {"float32": "triton", "bfloat16": "triton,fused"}  # FlashInfer builds for a minute
 
 pytestmark = [
@@ -37,9 +38,7 @@ TALKS += [
 
 
 def test_nccl_processes_and_graph() -> None:
-    group = RankProcesses(
-        tp_drills.cuda_collectives, ranks=range(2), size=2, devices=["cuda:0", "cuda:1"]
-    )
+    group = RankProcesses(tp_drills.cuda_collectives, ranks=range(2), size=2, devices=DEVICES)
     with group:
         found = tp_drills.results(group, 300)
     check_collectives([seen["cpu"] for seen in found])
@@ -52,7 +51,7 @@ def test_nccl_processes_and_graph() -> None:
 
 def test_sums_of_every_size_and_their_replay() -> None:
     """Against double precision; eager, replayed and on both ranks the same bits."""
-    group = RankProcesses(tp_drills.cuda_sums, ranks=range(2), size=2, devices=["cuda:0", "cuda:1"])
+    group = RankProcesses(tp_drills.cuda_sums, ranks=range(2), size=2, devices=DEVICES)
     with group:
         first, second = tp_drills.results(group, 300)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -71,6 +70,24 @@ def test_an_llm_on_two_gpus_answers_as_on_one() -> None:
         if dtype == "float32":
             assert found == want
         assert all(str(a + b) in text for (a, b), text in zip(SUMS, found, strict=False))
+
+
+def test_every_kind_of_checkpoint_on_two_gpus_equals_one(tmp_path: Path) -> None:
+    """Families and layouts of experts, cut and whole, by one start of ranks, in float32."""
+    jobs, names = [], []
+    for name, (arch, _) in KINDS.items():
+        path = make_kind(tmp_path / name, name, **GPU_SIZES)
+        for whole in (False, True) if arch in ("qwen3_moe", "mixtral") else (False,):
+            jobs.append((path, whole))
+            names.append(f"{name}, whole experts" if whole else name)
+    entry, args = tp_drills.device_logits, (jobs, SEQUENCES, DEVICES)
+    with RankProcesses(entry, args, ranks=range(2), size=2, devices=DEVICES) as group:
+        first, second = tp_drills.results(group, 300)
+    for name, (path, _), ours, theirs in zip(names, jobs, first, second, strict=True):
+        one = tp_drills.logits(SingleRank(), path, SEQUENCES, device=DEVICES[0])
+        off = (ours - one).abs().max().item()
+        assert off < 1e-3 and one.std() > 0.5, (name, off)
+        assert torch.equal(ours, theirs), name  # both ranks sample the same token
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
