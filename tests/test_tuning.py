@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl.benchmark import tune
+from minisgl.benchmark import tune, tune_steps
 from minisgl.benchmark.tuning import GAIN, choices, search
 from minisgl.kernels import device, fp8_linear, linear
 from minisgl.kernels.device import H200, DeviceLimits, TunedTiles, load_tuned, tile_files
@@ -158,8 +158,8 @@ def test_shipped_tiles_compute_the_product(key, tiles):
     kernel, kind, first, n, k = key.split()
     if kernel == "row" and 4096 % tiles[1]:
         k = str(tiles[1] * 2)
-    product, want = tune.trial_of(" ".join([kernel, kind, first, n, k]), ON_CPU)
-    assert tune.is_right(product, want, list(tiles))
+    product, want = tune_steps.trial_of(" ".join([kernel, kind, first, n, k]), ON_CPU)
+    assert tune_steps.is_right(product, want, list(tiles))
 
 
 @pytest.mark.parametrize("key", [
@@ -167,23 +167,23 @@ def test_shipped_tiles_compute_the_product(key, tiles):
     "rows gated 32 128 512", "rows8 plain 16 128 512",
 ])  # fmt: skip
 def test_a_wrong_product_is_no_choice(key):
-    product, want = tune.trial_of(key, ON_CPU)
+    product, want = tune_steps.trial_of(key, ON_CPU)
     tiles = next(iter(choices(key, H200)))
-    assert tune.is_right(product, want, tiles)
-    assert not tune.is_right(product, want + want.abs().mean(), tiles)
+    assert tune_steps.is_right(product, want, tiles)
+    assert not tune_steps.is_right(product, want + want.abs().mean(), tiles)
 
 
 def test_what_cannot_run_is_no_choice():
     def product(tiles):
         raise RuntimeError("out of resource: shared memory")
 
-    assert not tune.is_right(product, torch.ones(1), [1])
+    assert not tune_steps.is_right(product, torch.ones(1), [1])
 
 
 def test_one_rank_is_a_model_of_its_own():
     config = {"num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 25600,
               "hidden_size": 5120, "num_hidden_layers": 64, "head_dim": 128}  # fmt: skip
-    cut = tune.one_rank(config, 2)
+    cut = tune_steps.one_rank(config, 2)
     assert (cut["num_attention_heads"], cut["num_key_value_heads"]) == (32, 4)
     assert (cut["intermediate_size"], cut["num_hidden_layers"], cut["head_dim"]) == (12800, 8, 128)
 

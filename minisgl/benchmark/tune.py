@@ -5,195 +5,18 @@ Generated from notebooks/13f_tuning.ipynb: edit there.
 
 from __future__ import annotations
 
-import gc
 import json
 import shlex
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
-from itertools import pairwise
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from tqdm import tqdm
 
-from minisgl.benchmark.options import Parser, at_least, known_name
+from minisgl.benchmark.options import Parser, at_least
 from minisgl.benchmark.report import circumstances
-from minisgl.benchmark.tuning import choices, search
-from minisgl.config.known_models import KNOWN_CONFIGS
-from minisgl.config.paths import read_json, resolve_model_path
-from minisgl.engine.engine import Engine
-from minisgl.kernels.device import DeviceLimits, device_limits, tile_files
-from minisgl.kernels.linear import Tiling, launch_rows, row_linear
-from minisgl.layers.fp8 import Fp8Weight, fp8_weight
-from minisgl.llm import LLM
-
-LAYERS = 8  # of the model: enough that their weights do not stay in the L2 cache
-
-
-def one_rank(config: dict[str, Any], tp: int) -> dict[str, Any]:
-    """The config of what one of `tp` ranks holds, as a model of its own with few layers."""
-    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size",
-             "moe_intermediate_size")  # fmt: skip
-    cut = {name: config[name] // tp for name in names if name in config}
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    layers = min(LAYERS, config["num_hidden_layers"])
-    return config | cut | {"num_hidden_layers": layers, "head_dim": head_dim}
-
-
-@contextmanager
-def engine_of(
-    model: str, tp: int, quantization: str, sizes: Sequence[int], **fields: Any
-) -> Iterator[Engine]:
-    """An engine with random weights that records these sizes; its memory is free afterwards."""
-    known = known_name(model)
-    config = KNOWN_CONFIGS[known] if known else read_json(resolve_model_path(model) / "config.json")
-    with TemporaryDirectory(prefix="minisgl-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(one_rank(config, tp)))
-        with LLM(
-            folder, use_dummy_weight=True, quantization=quantization, cuda_graph_bs=tuple(sizes),
-            prefill_graph_max_tokens=0, num_pages=2048, max_running_req=max(sizes), **fields,
-        ) as llm:  # fmt: skip
-            yield llm.scheduler.engine
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def step_seconds(engine: Engine, size: int, replays: int = 15) -> float:
-    """Median time of a decode step of `size` dummy requests, recorded anew."""
-    assert engine.graph is not None
-    with engine.on_stream(), torch.inference_mode():
-        graph = engine.graph.capture_size(size).graph
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 3)]
-        for mark in marks:
-            graph.replay()
-            mark.record()
-        torch.cuda.synchronize()
-    return median(a.elapsed_time(b) for a, b in pairwise(marks[2:])) / 1e3
-
-
-Product = Callable[[list[Any]], Tensor]
-ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-
-
-def random_weight(*shape: int, eight_bits: bool, on: dict[str, Any]) -> Tensor:
-    """A weight [..., n, k] with results of the size of one."""
-    values = torch.randn(shape, **on) / shape[-1] ** 0.5
-    if not eight_bits:
-        return values
-    weight = fp8_weight(*shape, device=on["device"])
-    weight.copy_((values * 64).to(weight.dtype))
-    weight.scale.fill_(1 / 64)
-    return weight
-
-
-def plain_product(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
-    """x [m, k] by the weight, in float32."""
-    if isinstance(weight, Fp8Weight):
-        weight = weight.dequantized(torch.float32)
-    y = x.float() @ weight.float().T
-    return F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1] if gated else y
-
-
-def gemv(kind: str, scales: int, n: int, k: int, on: dict[str, Any]) -> tuple[Product, Tensor]:
-    """One row by a weight: the product with given tiles, and what it should be."""
-    gated = "gated" in kind
-    weight = random_weight(n * (2 if gated else 1), k, eight_bits=scales > 0, on=on)
-    x = torch.randn(1, k, **on)
-    how: dict[str, Any] = {"add": x.new_zeros(1, n)}
-    if "norm" in kind:
-        how = {"norm": torch.ones_like(x[0]), "eps": 1e-6}
-    norm = torch.rsqrt(x.float().square().mean() + 1e-6) if "norm" in kind else 1.0
-    want = plain_product(x.float() * norm, weight, gated)
-
-    def product(tiles: list[Any]) -> Tensor:
-        y = row_linear(x, weight, gated=gated, block=(*tiles,), **how)
-        return want * 0 if y is None else y
-
-    return product, want
-
-
-def gemm(
-    kind: str, eight_bits: bool, rows: int, n: int, k: int, on: dict[str, Any]
-) -> tuple[Product, Tensor]:
-    """The same for a few rows; where the sum stays open, it is added up."""
-    gated = kind == "gated"
-    weight = random_weight(n * (2 if gated else 1), k, eight_bits=eight_bits, on=on)
-    x = torch.randn(rows, k, **on)
-
-    def product(tiles: list[Any]) -> Tensor:
-        parts = Tiling(*tiles)
-        dtype = torch.float32 if parts.splits > 1 else x.dtype
-        out = torch.empty(parts.splits, rows, n, dtype=dtype, device=x.device)
-        launch_rows(x, weight, out, parts, None, gated)
-        return out.sum(0)
-
-    return product, plain_product(x, weight, gated)
-
-
-def trial_of(key: str, on: dict[str, Any] = ON_GPU) -> tuple[Product, Tensor]:
-    """The product behind a key with given tiles, and what it should be."""
-    kernel, kind, *sizes = key.split()
-    first, n, k = map(int, sizes)
-    if kernel == "row":
-        return gemv(kind, first, n, k, on)
-    return gemm(kind, kernel == "rows8", 8 if first == 16 else first, n, k, on)
-
-
-def is_right(product: Product, want: Tensor, tiles: list[Any]) -> bool:
-    """Compile a choice and run it once; whether it can run, and computes what it should."""
-    try:
-        got = product(tiles).float()
-    except (RuntimeError, ValueError):
-        return False
-    return bool((got - want).norm() < 0.02 * want.norm())
-
-
-def right_choices(key: str, limits: DeviceLimits) -> list[list[Any]]:
-    """The choices for a key that compute what they should, and the library."""
-    product, want = trial_of(key)
-    every = list(choices(key, limits))
-    tiled = [tiles for tiles in every if tiles]
-    with ThreadPoolExecutor(16) as threads:
-        right = list(threads.map(lambda tiles: is_right(product, want, tiles), tiled))
-    return [tiles for tiles, fits in zip(tiled, right) if fits] + [t for t in every if not t]
-
-
-def tune(model: str, tp: int, quantization: str, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Search for one model; what is found is in force from then on. A row for each size."""
-    limits = device_limits(torch.device("cuda", torch.cuda.current_device()))
-    rows: list[dict[str, Any]] = []
-    tried: dict[str, int] = {}
-
-    def right(key: str) -> list[list[Any]]:
-        found = right_choices(key, limits)
-        tried[key] = len(found)
-        return found
-
-    with engine_of(model, tp, quantization, sizes) as engine:
-        for size in tqdm(sizes, desc=model, unit="size", disable=None):
-            start, measure = time.perf_counter(), partial(step_seconds, engine, size)
-            before = measure()
-            found = search(limits.tuned, right, measure)
-            rows.append({
-                "model": model, "tp": tp, "quantization": quantization, "rows": size,
-                "ms_before": round(before * 1e3, 4), "ms": round(measure() * 1e3, 4),
-                "seconds": round(time.perf_counter() - start, 1), "tried": dict(tried),
-                "found": found,
-            })  # fmt: skip
-            tried.clear()
-    return rows
-
-
-SIZES = (1, 8, 32, 64, 128, 256)  # of decode steps
 
 
 def keep(path: Path, rows: list[dict[str, Any]], command: str) -> None:
@@ -205,6 +28,9 @@ def keep(path: Path, rows: list[dict[str, Any]], command: str) -> None:
     text = json.dumps({**about, "tiles": tiles, "rows": old["rows"] + rows})
     path.with_suffix(".new").write_text(text)
     path.with_suffix(".new").replace(path)  # an engine that starts meanwhile reads old or new
+
+
+SIZES = (1, 8, 32, 64, 128, 256)  # of decode steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -221,10 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("tiles are searched for on an NVIDIA GPU; torch finds none here")
-    path = args.out or tile_files(torch.cuda.get_device_name())[1]
+    steps, device = (import_module(f"minisgl.{name}")  # Triton is not everywhere
+                     for name in ("benchmark.tune_steps", "kernels.device"))  # fmt: skip
+    path = args.out or device.tile_files(torch.cuda.get_device_name())[1]
     given = shlex.join(sys.argv[1:] if argv is None else argv)
     for model in args.models:
-        rows = tune(model, args.tp, args.quantization, sorted(args.batch_sizes))
+        rows = steps.tune(model, args.tp, args.quantization, sorted(args.batch_sizes))
         keep(path, rows, f"python -m minisgl.benchmark.tune {given}")
         for row in rows:
             print(f"{model}, {row['rows']} rows: {row['ms_before']} -> {row['ms']} ms")

@@ -28,7 +28,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="tuning: a wrong product is a choice",
-        module="minisgl.benchmark.tune",
+        module="minisgl.benchmark.tune_steps",
         old="return bool((got - want).norm() < 0.02 * want.norm())",
         new="return True",
         test=TEST + "test_a_wrong_product_is_no_choice",
