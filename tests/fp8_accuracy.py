@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "fp8 KV cache": {"kv_cache_dtype": "fp8"},
     "both": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
 }
+FAMILIES = ("qwen3", "llama", "qwen3_moe")  # of models with random weights
 RANDOM = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "head_dim": 32}
 
 
@@ -103,12 +104,14 @@ def main() -> None:
         "embedded": divergence(resolve_model_path(None), chats, args.device),
     }
     print(result["embedded"])
-    with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(folder, num_hidden_layers=8, **RANDOM)
-        rng = np.random.default_rng(0)
-        texts = [rng.integers(0, 300, 200).tolist() for _ in range(8)]
-        result["random"] = divergence(Path(folder), texts, args.device)
-    print(result["random"])
+    result["random"] = {}
+    for family in FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            make_checkpoint(folder, family, num_hidden_layers=8, **RANDOM)
+            rng = np.random.default_rng(0)
+            texts = [rng.integers(0, 300, 200).tolist() for _ in range(8)]
+            result["random"][family] = divergence(Path(folder), texts, args.device)
+        print(family, result["random"][family])
     result["scores"], result["wrong"] = {}, {}
     for kind, how in KINDS.items():
         scores, wrong = evaluate(engine_generate(args.device, **how), tokenizer, cases)
