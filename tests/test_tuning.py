@@ -2,12 +2,14 @@
 
 import json
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from triton.runtime.errors import OutOfResources
 
 from minisgl.benchmark import tune, tune_steps
 from minisgl.benchmark.tuning import GAIN, choices, search
@@ -39,7 +41,7 @@ def test_a_search_finds_the_best_of_what_can_run(rules, choice):
             found = tuned.find(key)
             seconds = rule if found is None else choice[key][found[0]]
             if seconds is None:
-                raise RuntimeError("out of resources")
+                raise OutOfResources(300_000, 232_448, "shared memory")
             total += seconds
         return total
 
@@ -68,7 +70,9 @@ def test_kernels_take_what_was_found():
         "rows plain 16 4096 1024": [16, 32, 64, 2, 8, True, 1],
         "rows split 64 1024 2048": [],
         "row norm_plain 0 4096 1024": [8, 512, 4, 1],
-        "rows8 gated 16 3072 1024": [16, 32, 128, 2, 6, True, 1],
+        "rows8 gated 16 3072 1024": [16, 64, 64, 2, 6, True, 1],
+        "rows8 plain 16 6144 4096": [16, 32, 256, 2, 4, True, 1],
+        "rows plain 512 4096 1024": [64, 32, 64, 2, 8, True, 1],
     })  # fmt: skip
     limits = DeviceLimits(132, 232_448, 90, tuned)
     plain = {"gated": False, "split_k": False}
@@ -87,8 +91,37 @@ def test_kernels_take_what_was_found():
         4096, 1024, False, False
     )
     gated = {"gated": True, "split_k": False}
-    assert fp8_linear.choose_fp8_tiling(9, 3072, 1024, **gated, limits=limits).bn == 32
-    assert tuned.asked >= set(tuned)
+    assert fp8_linear.choose_fp8_tiling(9, 3072, 1024, **gated, limits=limits).bn == 64
+    deep = fp8_linear.choose_fp8_tiling(9, 6144, 4096, **plain, limits=limits)
+    assert deep == fp8_linear.choose_fp8_tiling(9, 6144, 4096, **plain)  # a scale for 128 columns
+    assert tuned.asked >= set(tuned) - {"rows plain 512 4096 1024"}
+
+
+def test_products_are_cut_as_the_table_says(monkeypatch):
+    """Through the functions that a model calls, not only the choice."""
+    tuned = TunedTiles({
+        "rows plain 16 128 1024": [16, 32, 64, 2, 2, True, 1],
+        "rows8 plain 16 128 1024": [16, 16, 64, 2, 2, True, 1],
+        "row norm_plain 0 128 1024": [1, 512, 4, 1],
+        "row plain 1 128 1024": [2, 512, 4, 16],
+    })  # fmt: skip
+    vars(H200).update(tuned=tuned)  # frozen, and what kernels on a CPU are cut for
+    seen = []
+    real = linear.launch_rows
+    try:
+        for module in (linear, fp8_linear):
+            monkeypatch.setattr(module, "launch_rows", lambda *a: (seen.append(a[3]), real(*a))[1])
+        x, w = torch.randn(9, 1024), torch.randn(128, 1024)
+        assert (linear.linear(x, w) - x @ w.T).abs().max() < 1e-3
+        eight = tune_steps.random_weight(128, 1024, eight_bits=True, on=ON_CPU)
+        want = x @ eight.dequantized(torch.float32).T
+        assert (linear.linear(x, eight) - want).abs().max() < 1e-3
+        assert [one.bn for one in seen] == [32, 16]
+        linear.row_linear(x[:1], w, norm=torch.ones(1024), eps=1e-6)
+        linear.row_linear(x[:1], eight)
+        assert tuned.asked >= set(tuned)
+    finally:
+        vars(H200).update(tuned=TunedTiles())
 
 
 def test_tiles_of_this_machine_go_before_the_shipped_ones(tmp_path, monkeypatch):
@@ -121,7 +154,7 @@ def test_a_broken_file_stops_nothing(tmp_path, monkeypatch, text):
     broken = tmp_path / "own.json"
     monkeypatch.setattr(device, "tile_files", lambda gpu: (tmp_path / "none", broken))
     broken.write_text(text)
-    with pytest.warns(UserWarning, match=r"own\.json cannot be read"):
+    with pytest.warns(UserWarning, match=r"own\.json is ignored"):
         assert load_tuned("Some GPU") == {}
 
 
@@ -175,15 +208,44 @@ def test_a_wrong_product_is_no_choice(key):
 
 def test_what_cannot_run_is_no_choice():
     def product(tiles):
-        raise RuntimeError("out of resource: shared memory")
+        raise OutOfResources(300_000, 232_448, "shared memory")
 
     assert not tune_steps.is_right(product, torch.ones(1), [1])
 
 
+@pytest.mark.parametrize("key", ["rows8 plain 16 128 512", "rows8 gated 32 128 512"])
+def test_choices_suit_weights_with_a_scale_for_128_columns(key):
+    assert all(tiles[2] <= 128 for tiles in choices(key, H200))
+
+
+def test_an_interrupted_search_leaves_the_table_as_it_was():
+    tuned = TunedTiles()
+
+    def measure():
+        if tuned.find("a"):
+            raise KeyboardInterrupt
+        return 1.0
+
+    with pytest.raises(KeyboardInterrupt):
+        search(tuned, rounds([[1]]), measure)
+    assert not tuned
+
+
+def test_two_processes_may_keep_at_the_same_time(tmp_path):
+    path = tmp_path / "own.json"
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda i: tune.keep(path, [{"found": {str(i): []}}], "one"), range(24)))
+    assert len(json.loads(path.read_text())["tiles"]) == 24
+
+
+def test_ranks_that_cannot_share_a_model_are_refused():
+    with pytest.raises(ValueError, match="3"):
+        tune_steps.config_of("Qwen/Qwen3-8B", 3)
+    assert tune_steps.config_of("Qwen/Qwen3-30B-A3B", 8)["num_key_value_heads"] == 1
+
+
 def test_one_rank_is_a_model_of_its_own():
-    config = {"num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 25600,
-              "hidden_size": 5120, "num_hidden_layers": 64, "head_dim": 128}  # fmt: skip
-    cut = tune_steps.one_rank(config, 2)
+    cut = tune_steps.config_of("Qwen/Qwen3-32B", 2)
     assert (cut["num_attention_heads"], cut["num_key_value_heads"]) == (32, 4)
     assert (cut["intermediate_size"], cut["num_hidden_layers"], cut["head_dim"]) == (12800, 8, 128)
 

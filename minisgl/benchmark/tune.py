@@ -5,6 +5,7 @@ Generated from notebooks/13f_tuning.ipynb: edit there.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shlex
 import sys
@@ -21,13 +22,16 @@ from minisgl.benchmark.report import circumstances
 
 def keep(path: Path, rows: list[dict[str, Any]], command: str) -> None:
     """Add rows and what they found to a file."""
-    old = json.loads(path.read_text()) if path.exists() else {"tiles": {}, "rows": []}
-    tiles = old["tiles"] | {key: one for row in rows for key, one in row["found"].items()}
-    about = circumstances() | {"command": command}
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**about, "tiles": tiles, "rows": old["rows"] + rows})
-    path.with_suffix(".new").write_text(text)
-    path.with_suffix(".new").replace(path)  # an engine that starts meanwhile reads old or new
+    with (path.parent / f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        old = json.loads(path.read_text()) if path.exists() else {"tiles": {}, "rows": []}
+        tiles = old["tiles"] | {key: one for row in rows for key, one in row["found"].items()}
+        about = circumstances() | {"command": command}
+        text = json.dumps({**about, "tiles": tiles, "rows": old["rows"] + rows})
+        fresh = path.parent / f".{path.name}.new"
+        fresh.write_text(text)
+        fresh.replace(path)  # an engine that starts meanwhile reads the old one or the new one
 
 
 SIZES = (1, 8, 32, 64, 128, 256)  # of decode steps
@@ -51,6 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                      for name in ("benchmark.tune_steps", "kernels.device"))  # fmt: skip
     path = args.out or device.tile_files(torch.cuda.get_device_name())[1]
     given = shlex.join(sys.argv[1:] if argv is None else argv)
+    try:  # now, not after a search
+        for model in args.models:
+            steps.config_of(model, args.tp)
+        keep(path, [], "")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"{type(error).__name__}: {error}")
     for model in args.models:
         rows = steps.tune(model, args.tp, args.quantization, sorted(args.batch_sizes))
         keep(path, rows, f"python -m minisgl.benchmark.tune {given}")

@@ -26,6 +26,7 @@ from tqdm import tqdm
 from minisgl.benchmark.options import known_name
 from minisgl.benchmark.tuning import choices, search
 from minisgl.config.known_models import KNOWN_CONFIGS
+from minisgl.config.model import ModelConfig
 from minisgl.config.paths import read_json, resolve_model_path
 from minisgl.engine.engine import Engine
 from minisgl.kernels.device import DeviceLimits, device_limits
@@ -37,13 +38,24 @@ LAYERS = 8  # of the model: enough that their weights do not stay in the L2 cach
 
 
 def one_rank(config: dict[str, Any], tp: int) -> dict[str, Any]:
-    """The config of what one of `tp` ranks holds, as a model of its own with few layers."""
+    """The config of what one of `tp` ranks holds, as a model of its own with few layers.
+
+    ValueError if the ranks cannot share the model.
+    """
+    ModelConfig.from_hf(config).check_tp(tp, False)
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size",
              "moe_intermediate_size")  # fmt: skip
-    cut = {name: config[name] // tp for name in names if name in config}
+    cut = {name: max(1, config[name] // tp) for name in names if name in config}
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     layers = min(LAYERS, config["num_hidden_layers"])
     return config | cut | {"num_hidden_layers": layers, "head_dim": head_dim}
+
+
+def config_of(model: str, tp: int) -> dict[str, Any]:
+    """`one_rank` of a known model or of one in a folder; ValueError if there is none."""
+    known = known_name(model)
+    config = KNOWN_CONFIGS[known] if known else read_json(resolve_model_path(model) / "config.json")
+    return one_rank(config, tp)
 
 
 @contextmanager
@@ -51,10 +63,9 @@ def engine_of(
     model: str, tp: int, quantization: str, sizes: Sequence[int], **fields: Any
 ) -> Iterator[Engine]:
     """An engine with random weights that records these sizes; its memory is free afterwards."""
-    known = known_name(model)
-    config = KNOWN_CONFIGS[known] if known else read_json(resolve_model_path(model) / "config.json")
+    config = config_of(model, tp)
     with TemporaryDirectory(prefix="minisgl-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(one_rank(config, tp)))
+        (Path(folder) / "config.json").write_text(json.dumps(config))
         with LLM(
             folder, use_dummy_weight=True, quantization=quantization, cuda_graph_bs=tuple(sizes),
             prefill_graph_max_tokens=0, num_pages=2048, max_running_req=max(sizes), **fields,
@@ -149,7 +160,7 @@ def is_right(product: Product, want: Tensor, tiles: list[Any]) -> bool:
     """Compile a choice and run it once; whether it can run, and computes what it should."""
     try:
         got = product(tiles).float()
-    except (RuntimeError, ValueError):
+    except Exception:  # of Triton, or an answer that cannot be had
         return False
     return bool((got - want).norm() < 0.02 * want.norm())
 
@@ -165,7 +176,11 @@ def right_choices(key: str, limits: DeviceLimits) -> list[list[Any]]:
 
 
 def tune(model: str, tp: int, quantization: str, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Search for one model; what is found is in force from then on. A row for each size."""
+    """Search for one model; what is found is in force from then on. A row for each size.
+
+    One row alone takes kernels with the norm inside only where there is one rank: left out else.
+    """
+    sizes = [size for size in sizes if tp == 1 or size > 1]
     limits = device_limits(torch.device("cuda", torch.cuda.current_device()))
     rows: list[dict[str, Any]] = []
     tried: dict[str, int] = {}

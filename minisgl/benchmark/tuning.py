@@ -21,17 +21,19 @@ def try_all(
 ) -> float:
     """Leave the fastest of `tiles` under `key`, if one beats `best`; what cannot run is skipped."""
     kept = tuned.get(key)
-    for one in tiles:
-        tuned[key] = one
-        try:
-            seconds = measure()
-        except (RuntimeError, ValueError):  # among them Triton's errors: too little memory, say
-            continue
-        if seconds < best * (1 - GAIN):
-            best, kept = seconds, one
-    tuned.pop(key, None)
-    if kept is not None:
-        tuned[key] = kept
+    try:
+        for one in tiles:
+            tuned[key] = one
+            try:
+                seconds = measure()
+            except Exception:  # of Triton, say: too little shared memory
+                continue
+            if seconds < best * (1 - GAIN):
+                best, kept = seconds, one
+    finally:
+        tuned.pop(key, None)
+        if kept is not None:
+            tuned[key] = kept
     return best
 
 
@@ -100,8 +102,8 @@ def rows_choices(
         for bn, bk, warps, stages, swap in SHAPES[bm]:
             stage = (2 * bm + itemsize * bn * halves) * bk
             stages = min(stages, limits.shared_memory // stage)
-            if n % bn or k % bk or stages < 2:
-                continue
+            if n % bn or k % bk or stages < 2 or (itemsize == 1 and bk > 128):
+                continue  # weights of eight bits may have a scale for each 128 columns
             programs = n // bn * -(-rows // bm)
             for splits in (1, 2, 4, 8) if kind == "split" else (1,):
                 if splits == 1 or (programs * splits <= 3 * limits.sms and k >= splits * bk):

@@ -63,17 +63,22 @@ H200 = DeviceLimits(sms=132, shared_memory=232_448, capability=90)
 def tile_files(gpu: str) -> tuple[Path, Path]:
     """Where tiles for a GPU of this name come from: the package, and this machine's cache."""
     name = gpu.replace(" ", "_") + ".json"
-    cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minisgl"
+    cached = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "minisgl"
     return Path(str(files("minisgl.kernels"))) / "tiles" / name, cached / "tiles" / name
 
 
-def checked(key: str, tiles: list[Any]) -> list[Any]:
-    """An entry whose tiles divide the weight in its key; ValueError for any other."""
-    kernel, *_, n, k = key.split()
-    bn, bk = tiles[:2] if kernel == "row" else tiles[1:3] if tiles else (1, 1)
-    if len(tiles) != (4 if kernel == "row" else 7 if tiles else 0) or int(n) % bn or int(k) % bk:
-        raise ValueError(f"{key}: no tiles for such a weight, got {tiles}")
-    return list(tiles)
+def divides(key: str, tiles: list[Any]) -> bool:
+    """Whether an entry is numbers that divide the weight in its key."""
+    kernel, kind, *_, n, k = key.split()
+    sizes = tiles if kernel == "row" else [*tiles[:5], *tiles[6:]]
+    if type(tiles) is not list or any(type(size) is not int or size < 1 for size in sizes):
+        return False
+    if not tiles:
+        return kernel == "rows"
+    bn, bk = tiles[:2] if kernel == "row" else tiles[1:3]
+    whole = len(tiles) == (4 if kernel == "row" else 7)
+    open_sum = kernel != "row" and tiles[-1] > 1 and kind != "split"  # nobody would add it up
+    return whole and not (int(n) % bn or int(k) % bk or open_sum)
 
 
 def load_tuned(gpu: str) -> TunedTiles:
@@ -81,12 +86,14 @@ def load_tuned(gpu: str) -> TunedTiles:
     found = TunedTiles()
     for path in tile_files(gpu):
         try:
-            new = json.loads(path.read_text())["tiles"]
-            found |= {key: checked(key, tiles) for key, tiles in new.items()}
+            for key, tiles in json.loads(path.read_text())["tiles"].items():
+                if not divides(key, tiles):
+                    raise ValueError(f"{key}: no tiles for such a weight, got {tiles}")
+                found[key] = tiles
         except FileNotFoundError:
             continue
         except Exception as error:  # nothing in such a file stops an engine
-            warnings.warn(f"tiles: {path} cannot be read, and is ignored: {error!r}", stacklevel=2)
+            warnings.warn(f"tiles: {path} is ignored from here on: {error!r}", stacklevel=2)
     return found
 
 

@@ -66,7 +66,8 @@ def choose_fp8_tiling(
 
     Up to 32 rows two warps: then Triton takes `mma.sync`, which has its operands in registers.
     """
-    if found := find_tuned(limits, "rows8", m, n, k, gated, split_k):
+    found = find_tuned(limits, "rows8", m, n, k, gated, split_k)
+    if found and found[2] <= 128:  # a deeper tile would need more than one scale of a block
         return Tiling(*found)
     if m > 32:
         tiles = Tiling(64, 128, 128, 8, 3, False)

@@ -78,7 +78,10 @@ def for_each_head(name: str, found: Tensor, heads: int) -> Tensor:
     if found.squeeze().shape not in ((), (heads,)):
         shape, must = tuple(found.shape), f"one number, or one for each of {heads} KV heads"
         raise WeightError(f"weights: {name} has shape {shape}, the model needs {must}")
-    return found.flatten().expand(heads)
+    numbers = found.flatten().float()
+    if not (found.is_floating_point() and numbers.isfinite().all() and (numbers > 0).all()):
+        raise WeightError(f"weights: {name} must be finite and above 0, got {found.tolist()}")
+    return numbers.expand(heads)
 
 
 def load_kv_scales(pool: KVPool, folder: Path, num_kv_heads: int, comm: Comm) -> None:

@@ -15,8 +15,8 @@ MUTATIONS = [
     Mutation(
         name="tuning: what was tried last stays",
         module="minisgl.benchmark.tuning",
-        old="    tuned.pop(key, None)\n    if kept is not None:\n        tuned[key] = kept\n",
-        new="",
+        old="        tuned.pop(key, None)\n        if kept is not None:\n",
+        new="        if kept is not None:\n",
         test=TEST + "test_a_search_finds_the_best_of_what_can_run",
     ),
     Mutation(
@@ -52,6 +52,13 @@ MUTATIONS = [
         module="minisgl.kernels.linear",
         old='limits, "rows", m, n, k, gated, split_k)) is not None:',
         new='limits, "rows", m, n, k, gated, split_k)):',
+        test=TEST + "test_kernels_take_what_was_found",
+    ),
+    Mutation(
+        name="tuning: a tile of eight bits spans two blocks' scales",
+        module="minisgl.kernels.fp8_linear",
+        old="if found and found[2] <= 128:",
+        new="if found:",
         test=TEST + "test_kernels_take_what_was_found",
     ),
 ]
