@@ -23,7 +23,7 @@ STORED = Path(__file__).parents[1] / "notebooks" / "data" / "tiles"
 
 
 def rounds(tiles):
-    """The same choices for every key, once."""
+    """The same choices for every key."""
     return lambda key: tiles
 
 
@@ -231,7 +231,7 @@ def test_an_interrupted_search_leaves_the_table_as_it_was():
     assert not tuned
 
 
-def test_two_processes_may_keep_at_the_same_time(tmp_path):
+def test_several_may_keep_at_the_same_time(tmp_path):
     path = tmp_path / "own.json"
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda i: tune.keep(path, [{"found": {str(i): []}}], "one"), range(24)))

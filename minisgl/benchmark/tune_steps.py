@@ -59,16 +59,14 @@ def config_of(model: str, tp: int) -> dict[str, Any]:
 
 
 @contextmanager
-def engine_of(
-    model: str, tp: int, quantization: str, sizes: Sequence[int], **fields: Any
-) -> Iterator[Engine]:
+def engine_of(model: str, tp: int, quantization: str, sizes: Sequence[int]) -> Iterator[Engine]:
     """An engine with random weights that records these sizes; its memory is free afterwards."""
     config = config_of(model, tp)
     with TemporaryDirectory(prefix="minisgl-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         with LLM(
             folder, use_dummy_weight=True, quantization=quantization, cuda_graph_bs=tuple(sizes),
-            prefill_graph_max_tokens=0, num_pages=2048, max_running_req=max(sizes), **fields,
+            prefill_graph_max_tokens=0, num_pages=2048, max_running_req=max(sizes),
         ) as llm:  # fmt: skip
             yield llm.scheduler.engine
     gc.collect()
@@ -166,7 +164,7 @@ def is_right(product: Product, want: Tensor, tiles: list[Any]) -> bool:
 
 
 def right_choices(key: str, limits: DeviceLimits) -> list[list[Any]]:
-    """The choices for a key that compute what they should, and the library."""
+    """The choices for a key that compute what they should, and cuBLAS."""
     product, want = trial_of(key)
     every = list(choices(key, limits))
     tiled = [tiles for tiles in every if tiles]

@@ -96,7 +96,7 @@ SHAPES: dict[int, tuple[tuple[int, int, int, int, bool], ...]] = {
 def rows_choices(
     rows: int, n: int, k: int, kind: str, itemsize: int, limits: DeviceLimits
 ) -> Iterator[list[Any]]:
-    """`Tiling`s of a GEMM, as far as they fit into shared memory; the library last."""
+    """`Tiling`s of a GEMM, as far as they fit into shared memory; cuBLAS last."""
     halves = 2 if kind == "gated" else 1
     for bm in {min(rows, 128), 64 if rows > 64 else rows}:
         for bn, bk, warps, stages, swap in SHAPES[bm]:
