@@ -51,7 +51,8 @@ def ask(imported: str, files: tuple[int, ...] = (), **job: Any) -> Any:
         connection.connect(str(warm() / imported))
         line = json.dumps(job).encode() + b"\n"
         sent = socket.send_fds(connection, [line], files) if files else 0
-        connection.sendall(line[sent:])
+        if sent < len(line):  # else the answer may be there already, and its sender gone
+            connection.sendall(line[sent:])
         return json.loads(connection.makefile().readline())
 
 
