@@ -55,6 +55,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "0.6B, plain": ("Qwen3-0.6B", PLAIN | {"kernels": "torch"}),
     "0.6B, deterministic": ("Qwen3-0.6B", PLAIN | {"deterministic": True}),
     "0.6B, drafts": ("Qwen3-0.6B", {"num_speculative_tokens": 4}),
+    "0.6B, plain, FP8 keys": ("Qwen3-0.6B", PLAIN | {"kernels": "torch", "kv_cache_dtype": "fp8"}),
     "8B": ("Qwen3-8B", {}),
     "8B, FP8": ("Qwen3-8B", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
     "30B-A3B": ("Qwen3-30B-A3B", {}),

@@ -27,9 +27,9 @@ def store_kv_kernel(
         k = tl.load(k_ptr + token * k_stride + column, mask=inside)
         v = tl.load(v_ptr + token * v_stride + column, mask=inside)
         if scales_ptr is not None:
-            scales_ptr += column // HEAD_DIM
-            k = k.to(tl.float32) / tl.load(scales_ptr, mask=inside, other=1.0)
-            v = v.to(tl.float32) / tl.load(scales_ptr + HEADS, mask=inside, other=1.0)
+            scales = scales_ptr + column // HEAD_DIM
+            k = k.to(tl.float32) / tl.load(scales, mask=inside, other=1.0)
+            v = v.to(tl.float32) / tl.load(scales + HEADS, mask=inside, other=1.0)
         tl.store(k_cache_ptr + slot * WIDTH + column, k.to(KV), mask=inside)
         tl.store(v_cache_ptr + slot * WIDTH + column, v.to(KV), mask=inside)
 
