@@ -44,6 +44,13 @@ def test_blocks_hold_every_pair_once(
     check_blocks(blocks, logits, top_k, normalize)
 
 
+@pytest.mark.parametrize(("n", "tokens"), [(1, 1), (5, 8), (16, 16), (17, 8), (513, 32)])
+def test_blocks_of_programs_of_all_sizes(n: int, tokens: int) -> None:
+    assert moe.tokens_of_program(n) == tokens
+    logits = skewed_logits(n, 6, "hot", n)
+    check_blocks(align(logits[None], 2, True, 16), logits, 2, True)
+
+
 @pytest.mark.parametrize(("n", "kind"), [(3, "even"), (70, "hot"), (20, "empty")])
 def test_blocks_of_other_ranks_are_marked(n: int, kind: str) -> None:
     logits = skewed_logits(n, 6, kind, n)

@@ -94,9 +94,7 @@ def align_kernel(
         blocks = (total + SIZE - 1) // SIZE
         ends = tl.cumsum(blocks, 0)
         starts = (ends - blocks) * SIZE + before  # of this part's tokens
-        earlier = tl.arange(0, TOKENS)[:, None] > tl.arange(0, TOKENS)[None, :]
-        above = tl.dot(earlier.to(tl.float16), chosen.to(tl.float16)).to(tl.int32)
-        place = starts[None, :] + above
+        place = starts[None, :] + tl.cumsum(chosen.to(tl.int32), 0) - 1
         tl.store(pairs_ptr + place, tokens[:, None] * TOP_K + choice, mask=chosen)
         tl.store(weights_ptr + place, weights, mask=chosen)
         for j in range(part, tl.max(blocks, 0), parts):  # the j-th block of every expert
@@ -129,6 +127,13 @@ def most_blocks(pairs: int, experts: int, size: int) -> int:
     return (pairs + min(pairs, experts) * (size - 1)) // size
 
 
+def tokens_of_program(n: int) -> int:
+    """How many of n tokens a program of `align_kernel` sorts: a power of two."""
+    if n <= 16:
+        return int(triton.next_power_of_2(n))  # all, and nobody has to count before
+    return 8 if n <= 512 else 32
+
+
 def align(
     logits: Tensor, top_k: int, normalize: bool, size: int, first: int = 0, local: int | None = None
 ) -> Blocks:
@@ -139,7 +144,7 @@ def align(
     """
     (splits, n, experts), device = logits.shape, logits.device
     count = most_blocks(n * top_k, experts, size)
-    tokens = 16 if n <= 16 else 64
+    tokens = tokens_of_program(n)
     parts = triton.cdiv(n, tokens)
     width = triton.next_power_of_2(experts)
     pairs, owners, rows, counts = (
@@ -152,7 +157,7 @@ def align(
             logits, counts, pairs, weights, owners, rows, n, experts, first,
             experts if local is None else local, parts, count, SPLITS=splits, TOP_K=top_k,
             NORMALIZE=normalize, WIDTH=width, TOKENS=tokens, SIZE=size, COUNT=counting,
-            ALONE=parts == 1, num_warps=8 if tokens == 16 else 16, **launch_options(logits),
+            ALONE=parts == 1, num_warps=min(8, tokens), **launch_options(logits),
         )  # fmt: skip
     return Blocks(pairs, weights, owners, rows, size)
 

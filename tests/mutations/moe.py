@@ -139,8 +139,8 @@ MUTATIONS += [
     Mutation(
         "moe kernels: two tokens share a place",
         KERNELS,
-        "earlier = tl.arange(0, TOKENS)[:, None] > ",
-        "earlier = tl.arange(0, TOKENS)[:, None] > 1 + ",
+        "tl.cumsum(chosen.to(tl.int32), 0) - 1",
+        "tl.minimum(tl.cumsum(chosen.to(tl.int32), 0), 1) - 1",
         BLOCKS,
     ),
     Mutation(
