@@ -102,8 +102,8 @@ def align_kernel(
             here = (experts >= first) & (experts < first + local)
             tl.store(experts_ptr + block, tl.where(here, experts - first, -1), mask=inside)
             tl.store(rows_ptr + block, tl.minimum(total - j * SIZE, SIZE), mask=inside)
-        for first in range(tl.max(ends, 0) + part * WIDTH, num_blocks, parts * WIDTH):
-            tl.store(rows_ptr + first + experts, 0, mask=first + experts < num_blocks)
+        for base in range(tl.max(ends, 0) + part * WIDTH, num_blocks, parts * WIDTH):
+            tl.store(rows_ptr + base + experts, 0, mask=base + experts < num_blocks)  # unused
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def fit_tiling(tiles: Tiling, out: int, k: int, gated: bool, room: int, itemsize
     if min(bn, bk) < 16:
         raise ValueError(f"moe: sizes of experts must be multiples of 16, got {out} and {k}")
     while 2 * (tiles.bm + bn * (2 if gated else 1)) * bk * itemsize > room and bn > 16:
-        bn //= 2
+        bn //= 2  # two stages must fit
     row = bk * itemsize
     return replace(tiles, bn=bn, bk=bk).fit(row, 2 * row if gated else row, room)
 
