@@ -137,8 +137,8 @@ class Nothing:
 
 
 def engine_on_meta(config: SchedulerConfig, folder: Path) -> Engine:
-    """An engine of one layer whose tensors are shapes, with all kernels that a GPU would have."""
-    model_config = replace(ModelConfig.from_path(folder), num_layers=1)
+    """An engine of two layers whose tensors are shapes, with all kernels that a GPU would have."""
+    model_config = replace(ModelConfig.from_path(folder), num_layers=2)
     config = replace(resolve(config, model_config))
     dtype, fixed = getattr(torch, config.dtype), config.deterministic
     model = build_model(model_config, SingleRank(), dtype=dtype, deterministic=fixed)

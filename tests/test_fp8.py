@@ -335,13 +335,15 @@ def test_gemms_of_eight_bits(rows: int, group: int) -> None:
 @pytest.mark.parametrize("group", [1024, 128])
 def test_one_row_of_eight_bits(group: int) -> None:
     kernels = products()
-    weight, x, norm = random_weight(64, 1024, group), normal(1, 1024), normal(1024)
-    wide = weight.dequantized(torch.float32)
-    y = torch.nn.functional.rms_norm(x, (1024,), norm, 1e-6) @ wide.T
-    close(kernels.row_linear(x, weight, norm=norm, eps=1e-6), y, 1e-5)
-    close(kernels.row_linear(x, weight, norm=norm, eps=1e-6, gated=True), silu_mul(y), 1e-5)
-    add = normal(1, 64)
-    close(kernels.row_linear(x, weight, add=add), add + x @ wide.T, 1e-5)
+    weight, last = random_weight(1024, 1024, group), random_weight(64, 1024, group)
+    x, residual, norm = normal(1, 1024), normal(1, 1024), normal(1024)
+    made = kernels.row_linear_add_norm(x, weight, residual, norm)
+    total = residual + x @ weight.dequantized(torch.float32).T
+    close(made.total, total, 1e-5)
+    normed = torch.nn.functional.rms_norm(total, (1024,), norm, 1e-6)
+    y = normed @ last.dequantized(torch.float32).T
+    close(kernels.row_linear(made, last, eps=1e-6), y, 1e-5)
+    close(kernels.row_linear(made, last, eps=1e-6, gated=True), silu_mul(y), 1e-5)
     odd = random_weight(64, 1024, 64)
     assert kernels.row_linear(x, odd) is None, "scales of other groups than 128"
     close(kernels.linear(x, odd), x @ odd.dequantized(torch.float32).T, 1e-6)

@@ -37,7 +37,7 @@ from minisgl.kernels import linear as kernels
 from minisgl.kernels.decode_attention import SHAPES, SMALL, most_parts, shape_of, share_out, waves
 from minisgl.kernels.device import H200, DeviceLimits
 from minisgl.kernels.embedding import embed
-from minisgl.kernels.norm import add_norm
+from minisgl.kernels.norm import DeferredNorm, add_norm
 from tests.compile_cards import CARDS
 from tests.turns import in_turns
 
@@ -56,22 +56,40 @@ def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_row_linear_with_norm(gated: bool, bias: bool) -> None:
+def test_row_linear_applies_the_factor_of_a_norm(gated: bool, bias: bool) -> None:
     n, k = 32, 1024
-    x, w, norm = normal(1, k), normal(2 * n if gated else n, k, seed=1), normal(k, seed=2)
+    x, w, norm = normal(1, k) / 100, normal(2 * n if gated else n, k, seed=1), normal(k, seed=2)
+    squares = torch.stack([part.square().sum() for part in x.split(400, 1)])  # by three programs
     b = normal(n, seed=3) if bias and not gated else None
-    got = kernels.row_linear(x, w, norm=norm, eps=1e-5, bias=b, gated=gated)
+    row = DeferredNorm(x, x * norm, squares)
+    got = kernels.row_linear(row, w, eps=1e-5, bias=b, gated=gated)
     y = rms(x, norm, 1e-5) @ w.T
     want = torch.nn.functional.silu(y[:, :n]) * y[:, n:] if gated else y
     assert got is not None
     close(got, want if b is None else want + b, 1e-5)
 
 
-def test_row_linear_adds_the_residual_and_declines_odd_sizes() -> None:
-    x, w, add = normal(1, 2048), normal(16, 2048, seed=1), normal(1, 16, seed=2)
-    got = kernels.row_linear(x, w, add=add)
-    assert got is not None
-    close(got, add + x @ w.T, 1e-5)
+@pytest.mark.parametrize("size", [1.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_norm_is_deferred_to_the_product_behind_it(dtype: torch.dtype, size: float) -> None:
+    """Its row may exceed what float16 can hold."""
+    n, k = 512, 1024
+    x, w, norm = normal(1, k) * size, normal(n, k, seed=1), normal(n, seed=2) * size
+    residual, last = normal(1, n, seed=3) * size, normal(16, n, seed=4)
+    x, w, norm, residual, last = (t.to(dtype) for t in (x, w, norm, residual, last))
+    made = kernels.row_linear_add_norm(x, w, residual, norm)
+    assert made is not None and made.squares is not None
+    limit = 1e-5 if dtype == torch.float32 else 1e-2
+    total = residual.double() + x.double() @ w.double().T
+    close(made.total, total, limit)
+    close(made.row, made.total.double() * norm.double(), limit)
+    close(made.squares.sum(), made.total.double().square().sum(), 1e-5)
+    got = kernels.row_linear(made, last, eps=1e-5)
+    assert got is not None and got.dtype == dtype
+    close(got, rms(total, norm.double(), 1e-5) @ last.double().T, limit)
+
+
+def test_row_linear_declines_odd_sizes() -> None:
     assert kernels.row_linear(normal(1, 96), normal(16, 96)) is None
     assert kernels.row_linear(normal(2, 1024), normal(16, 1024)) is None
 
@@ -317,7 +335,7 @@ def test_odd_sizes_fall_back() -> None:
 
 
 BEFORE_THE_LAYERS = {  # what a kernel may read before it waits: no kernel of the chain writes it
-    "row_kernel": {"w_ptr"},
+    "row_kernel": {"w_ptr", "norm_ptr"},
     "rows_kernel": {"w_ptr"},
     "silu_mul_kernel": set(),
     "add_norm_kernel": {"norm_ptr"},

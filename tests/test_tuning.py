@@ -16,6 +16,7 @@ from minisgl.benchmark.tuning import GAIN, choices, search
 from minisgl.kernels import device, fp8_linear, linear
 from minisgl.kernels.device import H200, DeviceLimits, TunedTiles, load_tuned, tile_files
 from minisgl.kernels.linear import Tiling
+from minisgl.kernels.norm import DeferredNorm
 
 ON_CPU = {"device": "cpu", "dtype": torch.float32}
 SHIPPED = sorted((Path(device.__file__).parent / "tiles").glob("*.json"))
@@ -117,7 +118,8 @@ def test_products_are_cut_as_the_table_says(monkeypatch):
         want = x @ eight.dequantized(torch.float32).T
         assert (linear.linear(x, eight) - want).abs().max() < 1e-3
         assert [one.bn for one in seen] == [32, 16]
-        linear.row_linear(x[:1], w, norm=torch.ones(1024), eps=1e-6)
+        y = linear.row_linear(DeferredNorm(x[:1], x[:1], x[0].square()), w)
+        assert (y - torch.nn.functional.rms_norm(x[:1], (1024,)) @ w.T).abs().max() < 1e-3
         linear.row_linear(x[:1], eight)
         assert tuned.asked >= set(tuned)
     finally:

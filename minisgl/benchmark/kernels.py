@@ -144,15 +144,18 @@ def fused_product(name: str, x: torch.Tensor, weight: torch.Tensor) -> Product:
     Raises ValueError if a single row meets a weight of odd sizes.
     """
     from minisgl.kernels import linear
+    from minisgl.kernels.norm import DeferredNorm
 
     if len(x) > 1:
         calls = {"qkv": linear.linear, "gate_up": linear.gated_linear}
         return partial(calls.get(name, linear.split_k_linear), x)
     if name in ("qkv", "gate_up"):
-        norm = torch.ones_like(x[0])
-        one = partial(linear.row_linear, x, norm=norm, eps=1e-6, gated=name == "gate_up")
+        squares = x.float().square().view(-1, 2).sum(1)  # of programs with two outputs each
+        row = DeferredNorm(x, x, squares)
+        one: Product = partial(linear.row_linear, row, eps=1e-6, gated=name == "gate_up")
     else:
-        one = partial(linear.row_linear, x, add=torch.ones_like(weight[:, 0])[None])
+        ones = torch.ones_like(weight[:, 0])
+        one = partial(linear.row_linear_add_norm, x, residual=ones[None], norm=ones)
     if one(weight) is None:
         raise ValueError(f"fused {name}: no block divides a weight of {list(weight.shape)}")
     return one

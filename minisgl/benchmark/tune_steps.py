@@ -30,7 +30,8 @@ from minisgl.config.model import ModelConfig
 from minisgl.config.paths import read_json, resolve_model_path
 from minisgl.engine.engine import Engine
 from minisgl.kernels.device import DeviceLimits, device_limits
-from minisgl.kernels.linear import Tiling, launch_rows, row_linear
+from minisgl.kernels.linear import Tiling, launch_rows, row_linear_add_norm
+from minisgl.kernels.norm import DeferredNorm
 from minisgl.layers.fp8 import Fp8Weight, fp8_weight
 from minisgl.llm import LLM
 
@@ -114,15 +115,17 @@ def gemv(kind: str, scales: int, n: int, k: int, on: dict[str, Any]) -> tuple[Pr
     gated = "gated" in kind
     weight = random_weight(n * (2 if gated else 1), k, eight_bits=scales > 0, on=on)
     x = torch.randn(1, k, **on)
-    how: dict[str, Any] = {"add": x.new_zeros(1, n)}
+    row: Tensor | DeferredNorm = x  # in front of a norm, or behind one
+    after: Any = x.new_zeros(1, n), x.new_ones(n)
+    want = plain_product(x, weight, gated)
     if "norm" in kind:
-        how = {"norm": torch.ones_like(x[0]), "eps": 1e-6}
-    norm = torch.rsqrt(x.float().square().mean() + 1e-6) if "norm" in kind else 1.0
-    want = plain_product(x.float() * norm, weight, gated)
+        squares = x.float().square().view(-1, 2).sum(1)  # of programs with two outputs each
+        row, after = DeferredNorm(x, x, squares), (None, None)
+        want = plain_product(F.rms_norm(x.float(), (k,)), weight, gated)
 
     def product(tiles: list[Any]) -> Tensor:
-        y = row_linear(x, weight, gated=gated, block=(*tiles,), **how)
-        return want * 0 if y is None else y
+        y = row_linear_add_norm(row, weight, *after, gated=gated, block=(*tiles,))
+        return want * 0 if y is None else y.total
 
     return product, want
 
@@ -176,7 +179,7 @@ def right_choices(key: str, limits: DeviceLimits) -> list[list[Any]]:
 def tune(model: str, tp: int, quantization: str, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Search for one model; what is found is in force from then on. A row for each size.
 
-    One row alone takes kernels with the norm inside only where there is one rank: left out else.
+    One row alone takes kernels around a norm only where there is one rank: left out else.
     """
     sizes = [size for size in sizes if tp == 1 or size > 1]
     limits = device_limits(torch.device("cuda", torch.cuda.current_device()))

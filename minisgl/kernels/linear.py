@@ -17,29 +17,23 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernels.device import H200, DeviceLimits, device_limits
+from minisgl.kernels.norm import DeferredNorm
 from minisgl.kernels.pdl import launch_options
 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 @triton.jit
-def finish_row(
-    y, up, squares, K, eps, bias_ptr, add_ptr, scale_ptr, N, cols, NORM: tl.constexpr,
-    GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, SCALES: tl.constexpr,
-):  # fmt: skip
-    """The epilogue of a GEMV: the scales, of the norm too, the bias, the gate, the residual."""
+def finish_rows(y, up, scale_ptr, bias_ptr, N, cols,
+                GATED: tl.constexpr, BIAS: tl.constexpr, SCALES: tl.constexpr):  # fmt: skip
+    """What follows a sum, y [BN] or [BM, BN]: the scales of weight rows, the bias, the gate."""
     if SCALES == 1:
         y *= tl.load(scale_ptr + cols)
         if GATED:
             up *= tl.load(scale_ptr + N + cols)
-    if NORM:
-        scale = tl.rsqrt(squares / K + eps)
-        y, up = y * scale, up * scale
     if BIAS:
         y += tl.load(bias_ptr + cols).to(tl.float32)
     if GATED:
         y = y * tl.sigmoid(y) * up
-    if ADD:
-        y += tl.load(add_ptr + cols).to(tl.float32)
     return y
 
 
@@ -55,57 +49,57 @@ def fold(w, x, scale_ptr, SCALES: tl.constexpr, FOLD: tl.constexpr):
 
 
 @triton.jit
-def add_products(
-    w, u, k, total, total_up, squares, x_ptr, norm_ptr, scale_ptr, N, ks,
-    NORM: tl.constexpr, GATED: tl.constexpr, SCALES: tl.constexpr, FOLD: tl.constexpr,
-):  # fmt: skip
-    """One tile of weights, w and u, times its part of the row; and the squares of that part."""
+def add_products(w, u, k, total, up, x_ptr, scale_ptr, N, ks,
+                 GATED: tl.constexpr, SCALES: tl.constexpr, FOLD: tl.constexpr):  # fmt: skip
+    """Add one tile of weights, w and u, times its part of the row."""
     x = tl.load(x_ptr + k + ks).to(tl.float32)
-    if NORM:
-        squares += x * x
-        x *= tl.load(norm_ptr + k + ks).to(tl.float32)
     folds = k + tl.arange(0, ks.shape[0] // FOLD) * FOLD
     scale_ptr += folds // 128 * (2 * N if GATED else N)  # one for 128 columns, side by side
     total += fold(w, x, scale_ptr, SCALES, FOLD)
     if GATED:
-        total_up += fold(u, x, scale_ptr + N, SCALES, FOLD)
-    return total, total_up, squares
+        up += fold(u, x, scale_ptr + N, SCALES, FOLD)
+    return total, up
 
 
 @triton.jit
 def row_kernel(
-    x_ptr, w_ptr, scale_ptr, norm_ptr, bias_ptr, add_ptr, out_ptr, N, K, eps,
-    BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    BIAS: tl.constexpr, ADD: tl.constexpr, SCALES: tl.constexpr, FOLD: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, x_squares_ptr, w_ptr, scale_ptr, bias_ptr, residual_ptr, norm_ptr,
+    out_ptr, row_ptr, squares_ptr, N, K, eps, BN: tl.constexpr, BK: tl.constexpr,
+    SQUARES: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, SCALES: tl.constexpr,
+    FOLD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`BN` outputs of one row: out = x w^T, x [K], w [N, K], or [2 N, K] where it is gated."""
-    cols = tl.program_id(0) * BN + tl.arange(0, BN)
-    ks = tl.arange(0, BK)
+    cols, ks = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     w_ptr += cols[:, None].to(tl.int64) * K + ks[None, :]
     if PDL:
         gdc_launch_dependents()
     w = tl.load(w_ptr)  # weights depend on nothing: fetch them before the input is there
     u = tl.load(w_ptr + N * K) if GATED else w
+    if norm_ptr is not None:
+        norm = tl.load(norm_ptr + cols).to(tl.float32)
     if PDL:
         gdc_wait()
+    if norm_ptr is not None:  # a norm follows: the residual is added, too
+        residual = tl.load(residual_ptr + cols).to(tl.float32)
+    if SQUARES > 0:  # so many programs made x, which lacks the factor of a norm
+        part = tl.arange(0, triton.next_power_of_2(SQUARES))
+        squares = tl.load(x_squares_ptr + part, mask=part < SQUARES, other=0.0)
     total = tl.zeros([BN, BK // FOLD], tl.float32)
-    squares = tl.zeros([BK], tl.float32)
     scales = scale_ptr + cols[:, None]
-    total, total_up, squares = add_products(
-        w, u, 0, total, total, squares, x_ptr, norm_ptr, scales, N, ks, NORM, GATED, SCALES, FOLD
-    )
+    total, up = add_products(w, u, 0, total, total, x_ptr, scales, N, ks, GATED, SCALES, FOLD)
     for k in range(BK, K, BK):
         w = tl.load(w_ptr + k)
         u = tl.load(w_ptr + N * K + k) if GATED else w
-        total, total_up, squares = add_products(
-            w, u, k, total, total_up, squares, x_ptr, norm_ptr, scales, N, ks,
-            NORM, GATED, SCALES, FOLD,
-        )  # fmt: skip
-    y = finish_row(
-        tl.sum(total, 1), tl.sum(total_up, 1), tl.sum(squares, 0), K, eps, bias_ptr, add_ptr,
-        scale_ptr, N, cols, NORM, GATED, BIAS, ADD, SCALES,
-    )  # fmt: skip
+        total, up = add_products(w, u, k, total, up, x_ptr, scales, N, ks, GATED, SCALES, FOLD)
+    y, up = tl.sum(total, 1), tl.sum(up, 1)
+    if SQUARES > 0:
+        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        y, up = y * factor, up * factor
+    y = finish_rows(y, up, scale_ptr, bias_ptr, N, cols, GATED, BIAS, SCALES)
+    if norm_ptr is not None:
+        y = (residual + y).to(out_ptr.dtype.element_ty).to(tl.float32)
+        tl.store(row_ptr + cols, (y * norm).to(row_ptr.dtype.element_ty))
+        tl.store(squares_ptr + tl.program_id(0), tl.sum(y * y, 0))
     tl.store(out_ptr + cols, y.to(out_ptr.dtype.element_ty))
 
 
@@ -139,33 +133,46 @@ def row_block(
     return None if n % bn or k % bk else (bn, bk, warps, fold)
 
 
-def row_linear(
-    x: Tensor, weight: Tensor, *, norm: Tensor | None = None, eps: float = 0.0,
-    bias: Tensor | None = None, add: Tensor | None = None, gated: bool = False,
+def row_linear_add_norm(
+    x: Tensor | DeferredNorm, weight: Tensor, residual: Tensor | None, norm: Tensor | None, *,
+    eps: float = 0.0, bias: Tensor | None = None, gated: bool = False,
     block: tuple[int, int, int, int] | None = None,
-) -> Tensor | None:  # fmt: skip
-    """One row through a layer: x [1, k], weight [n, k] to [1, n]; None if the sizes do not fit.
+) -> DeferredNorm | None:  # fmt: skip
+    """residual [1, n] + x [1, k] by weight [n, k], and its norm [n]; None if sizes do not fit.
 
-    norm [k]: RMS-normalise x first. gated: weight [2 n, k] holds gate and up, and the result is
-    silu(gate) * up. add [1, n]: the residual. block: (BN, BK, warps, FOLD), None: `row_block`'s.
+    residual and norm None: the total is the product alone. eps: of x's norm. gated: weight [2 n, k]
+    holds gate and up, and the product is silu(gate) * up. block: (BN, BK, warps, FOLD) if given.
     """
+    total, row, squares = x if isinstance(x, DeferredNorm) else DeferredNorm(x, x)
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-    scales = count_scales(weight)
-    if x.shape[0] != 1 or scales is None:
+    scales, limits = count_scales(weight), device_limits(row.device)
+    if row.shape[0] != 1 or scales is None:
         return None
-    limits = device_limits(x.device)
-    block = block or row_block(n, k, norm is not None, gated, scales, limits)
+    block = block or row_block(n, k, isinstance(x, DeferredNorm), gated, scales, limits)
     if block is None:
         return None
     bn, bk, warps, fold = block
-    out = torch.empty(1, n, dtype=x.dtype, device=x.device)
+    out = torch.empty(1, n, dtype=total.dtype, device=total.device)
+    made = DeferredNorm(out, out)
+    if norm is not None:  # float16 could overflow while the factor is missing
+        wide = torch.promote_types(out.dtype, torch.bfloat16)
+        sums = torch.empty(n // bn, dtype=torch.float32, device=out.device)
+        made = DeferredNorm(out, torch.empty_like(out, dtype=wide), sums)
     row_kernel[(n // bn,)](
-        x, weight, getattr(weight, "scale", x), x if norm is None else norm,
-        x if bias is None else bias, x if add is None else add, out, n, k, eps, BN=bn, BK=bk,
-        NORM=norm is not None, GATED=gated, BIAS=bias is not None, ADD=add is not None,
-        SCALES=scales, FOLD=fold, num_warps=warps, **launch_options(x),
+        row, squares, weight, getattr(weight, "scale", row), bias, residual, norm, *made, n, k, eps,
+        BN=bn, BK=bk, SQUARES=0 if squares is None else len(squares), GATED=gated,
+        BIAS=bias is not None, SCALES=scales, FOLD=fold, num_warps=warps, **launch_options(row),
     )  # fmt: skip
-    return out
+    return made
+
+
+def row_linear(
+    x: Tensor | DeferredNorm, weight: Tensor, *, eps: float = 0.0, bias: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """The product alone, x [1, k] by weight [n, k] to [1, n]; None if the sizes do not fit."""
+    made = row_linear_add_norm(x, weight, None, None, eps=eps, bias=bias, gated=gated)
+    return None if made is None else made.total
 
 
 @triton.jit
@@ -190,23 +197,6 @@ def add_product(x, w, total, scale_ptr, SWAP: tl.constexpr, SCALES: tl.constexpr
     else:  # a product of float32 is not shortened to the 19 bits of TF32
         total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
     return total
-
-
-@triton.jit
-def finish_rows(
-    y, up, scale_ptr, bias_ptr, N, cols, GATED: tl.constexpr, BIAS: tl.constexpr,
-    SCALES: tl.constexpr,
-):  # fmt: skip
-    """The epilogue of a GEMM: the scales of rows of the weight, the bias, the gate."""
-    if SCALES == 1:
-        y *= tl.load(scale_ptr + cols)[None, :]
-        if GATED:
-            up *= tl.load(scale_ptr + N + cols)[None, :]
-    if BIAS:
-        y += tl.load(bias_ptr + cols).to(tl.float32)[None, :]
-    if GATED:
-        y = y * tl.sigmoid(y) * up
-    return y
 
 
 @triton.jit(do_not_specialize=["M"])

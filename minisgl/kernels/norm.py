@@ -6,6 +6,7 @@ Generated from notebooks/05d_gemm.ipynb: edit there.
 from __future__ import annotations
 
 from functools import singledispatch
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,6 +15,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernels.pdl import launch_options
+
+
+class DeferredNorm(NamedTuple):
+    """The RMS norm of a row, but for a factor that the product behind it applies."""
+
+    total: Tensor  # the row itself, [1, k]
+    row: Tensor  # total * the norm's weight, [1, k]; float32 if total is float16
+    squares: Tensor | None = None  # sums of squares of total, float32; None: nothing is missing
 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -15,8 +15,8 @@ from minisgl.attention.base import ForwardBatch
 from minisgl.attention.fused_backend import FusedPlan
 from minisgl.kernels.device import device_limits
 from minisgl.kernels.embedding import embed
-from minisgl.kernels.linear import linear, mlp, row_linear, split_k_linear
-from minisgl.kernels.norm import add_norm, rows_for
+from minisgl.kernels.linear import linear, mlp, row_linear, row_linear_add_norm, split_k_linear
+from minisgl.kernels.norm import DeferredNorm, add_norm, rows_for
 from minisgl.kernels.rotate_store import rotate_and_store
 from minisgl.layers.mlp import GatedMLP
 from minisgl.parallel.comm import Comm
@@ -63,20 +63,24 @@ class FusedLayer:
     down: Tensor | None
     experts: Any = None  # a `FusedExperts` of chapter 11b
 
-    def one_row(self, x: Tensor, fb: ForwardBatch, layer_id: int) -> Tensor | None:
-        """A single token: five kernels, x [1, hidden] to the same; None if the sizes do not fit."""
+    def one_row(
+        self, x: Tensor | DeferredNorm, next_norm: Tensor, fb: ForwardBatch, layer_id: int
+    ) -> DeferredNorm | None:
+        """Five kernels for one token, x [1, hidden] to the next norm; None if sizes do not fit."""
         attention, eps = self.attention, self.attention.eps
         if self.gate_up is None or self.down is None:
             return None
-        qkv = row_linear(x, attention.qkv, norm=self.first_norm, eps=eps, bias=attention.bias)
+        if isinstance(x, Tensor):  # no product is in front of the first layer
+            x = DeferredNorm(x, add_norm(None, x, self.first_norm, eps)[0])
+        qkv = row_linear(x, attention.qkv, eps=eps, bias=attention.bias)
         if qkv is None:
             return None
         y = attention.attend(qkv, fb, layer_id)
-        total = row_linear(y, attention.out, add=x)
-        if total is None:
+        row = row_linear_add_norm(y, attention.out, x.total, self.second_norm)
+        if row is None:
             return None
-        mid = row_linear(total, self.gate_up, norm=self.second_norm, eps=eps, gated=True)
-        return None if mid is None else row_linear(mid, self.down, add=total)
+        mid = row_linear(row, self.gate_up, eps=eps, gated=True)
+        return None if mid is None else row_linear_add_norm(mid, self.down, row.total, next_norm)
 
 
 def fuse_layer(layer: Any, eps: float, table: Tensor) -> FusedLayer:
@@ -129,16 +133,17 @@ class FusedModel:
         done = self.all_one_row(x, fb) if len(x) == 1 and self.comm.size == 1 else None
         if done is None:
             return self.all_rows(x, fb)
-        return add_norm(None, done, self.final_norm, self.eps)[0]
+        return add_norm(None, done.total, self.final_norm, self.eps)[0]
 
-    def all_one_row(self, x: Tensor, fb: ForwardBatch) -> Tensor | None:
-        """The layers over a single token."""
-        for layer_id, layer in enumerate(self.layers):
-            y = layer.one_row(x, fb, layer_id)
-            if y is None:
+    def all_one_row(self, x: Tensor, fb: ForwardBatch) -> DeferredNorm | None:
+        """The layers over a single token, x [1, hidden]."""
+        done: DeferredNorm | None = None
+        norms = [layer.first_norm for layer in self.layers[1:]] + [self.final_norm]
+        for layer_id, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
+            done = layer.one_row(done or x, norm, fb, layer_id)
+            if done is None:
                 return None
-            x = y
-        return x
+        return done
 
     def all_rows(self, residual: Tensor, fb: ForwardBatch) -> Tensor:
         """The layers over any number of tokens, and the final norm of the rows wanted."""

@@ -32,6 +32,7 @@ from minisgl.benchmark.report import save
 from minisgl.core import Phase
 from minisgl.kernels import decode_attention as decode
 from minisgl.kernels import linear
+from minisgl.kernels.norm import DeferredNorm
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
 
@@ -130,18 +131,20 @@ class Chain:
         self.qkv, self.out = weights((c.qo + 2 * c.kv) * DIM, 1024), weights(1024, c.qo * DIM)
         self.x = torch.randn(len(c.lens), 1024, dtype=BF16, device=DEVICE)
         self.norm = torch.ones(1024, dtype=BF16, device=DEVICE)
+        self.squares = self.x[0].float().square().view(512, 2).sum(1)
 
     def __call__(self, attend: Callable[[int, Tensor], Tensor]) -> object:
+        one = len(self.x) == 1
+        row = DeferredNorm(self.x, self.x, self.squares)
         for i in range(self.c.layers):
-            one = len(self.x) == 1
             if one:
-                qkv = linear.row_linear(self.x, self.qkv[i], norm=self.norm, eps=1e-6)
+                qkv = linear.row_linear(row, self.qkv[i], eps=1e-6)
             else:
                 qkv = linear.linear(self.x, self.qkv[i])
             assert qkv is not None
             y = attend(i, qkv).view(len(self.x), -1)
             if one:
-                kept = linear.row_linear(y, self.out[i], add=self.x)
+                kept = linear.row_linear_add_norm(y, self.out[i], self.x, self.norm)
             else:
                 kept = linear.split_k_linear(y, self.out[i])
         return kept

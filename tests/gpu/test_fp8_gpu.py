@@ -112,18 +112,20 @@ def test_eight_bits_on_both_sides_in_a_replay(rows: int, size: tuple[int, int]) 
 @pytest.mark.parametrize("group", GROUPS)
 def test_one_row(group: int, size: tuple[int, int]) -> None:
     n, k = size
-    weight, x, norm, add = random_weight(n, k, group), normal(1, k), normal(k), normal(1, n)
-    wide = weight.dequantized(torch.float64).T
-    y = torch.nn.functional.rms_norm(x.double(), (k,), norm.double(), 1e-6) @ wide
-    got = kernels.row_linear(x, weight, norm=norm, eps=1e-6)
+    first, weight = random_weight(k, 1024, group), random_weight(n, k, group)
+    x, residual, norm = normal(1, 1024), normal(1, k), normal(k)
+    made = kernels.row_linear_add_norm(x, first, residual, norm)
+    assert made is not None
+    total = residual.double() + x.double() @ first.dequantized(torch.float64).T
+    close(made.total, total, 1e-2)
+    y = torch.nn.functional.rms_norm(total, (k,), norm.double(), 1e-6)
+    y = y @ weight.dequantized(torch.float64).T
+    got = kernels.row_linear(made, weight, eps=1e-6)
     assert got is not None
     close(got, y, 1e-2)
-    got = kernels.row_linear(x, weight, norm=norm, eps=1e-6, gated=True)
+    got = kernels.row_linear(made, weight, eps=1e-6, gated=True)
     assert got is not None
     close(got, silu_mul(y), 1e-2)
-    got = kernels.row_linear(x, weight, add=add)
-    assert got is not None
-    close(got, add.double() + x.double() @ wide, 1e-2)
 
 
 @pytest.mark.parametrize("group", GROUPS)

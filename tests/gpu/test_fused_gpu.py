@@ -60,18 +60,19 @@ def test_gemms(rows: int, weight: tuple[int, int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_one_row(weight: tuple[int, int]) -> None:
     n, k = weight
-    x, w = normal(1, k), normal(n, k, seed=1) * 0.05
-    norm, add = normal(k, seed=2), normal(1, n, seed=3)
-    y = torch.nn.functional.rms_norm(x.double(), (k,), norm.double(), 1e-6) @ w.double().T
-    got = kernels.row_linear(x, w, norm=norm, eps=1e-6)
+    x, first, w = normal(1, 1024), normal(k, 1024, seed=4) * 0.05, normal(n, k, seed=1) * 0.05
+    residual, norm = normal(1, k, seed=3), normal(k, seed=2)
+    made = kernels.row_linear_add_norm(x, first, residual, norm)
+    assert made is not None
+    total = residual.double() + x.double() @ first.double().T
+    close(made.total, total, 1e-2)
+    y = torch.nn.functional.rms_norm(total, (k,), norm.double(), 1e-6) @ w.double().T
+    got = kernels.row_linear(made, w, eps=1e-6)
     if got is not None:
         close(got, y, 1e-2)
-    got = kernels.row_linear(x, w, norm=norm, eps=1e-6, gated=True)
+    got = kernels.row_linear(made, w, eps=1e-6, gated=True)
     if got is not None:
         close(got, silu_mul(y), 1e-2)
-    got = kernels.row_linear(x, w, add=add)
-    if got is not None:
-        close(got, add.double() + x.double() @ w.double().T, 1e-2)
 
 
 def test_norm_and_embedding() -> None:

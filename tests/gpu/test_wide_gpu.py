@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,20 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 class Calls:
-    """How often the model's products were computed by `row_linear`, or declined by it."""
+    """How often the model's one-row products were computed, or declined."""
 
     def __init__(self) -> None:
-        self.plain, self.done, self.declined = fused.row_linear, 0, 0
+        self.done, self.declined = 0, 0
 
-    def __call__(self, *args: Any, **how: Any) -> torch.Tensor | None:
-        y = self.plain(*args, **how)
-        self.done, self.declined = self.done + (y is not None), self.declined + (y is None)
-        return y
+    def counted(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """A product whose calls are counted."""
+
+        def call(*args: Any, **how: Any) -> Any:
+            y = plain(*args, **how)
+            self.done, self.declined = self.done + (y is not None), self.declined + (y is None)
+            return y
+
+        return call
 
     def check(self) -> None:
         """Some were computed, and none declined."""
@@ -69,7 +75,8 @@ class Calls:
 def one_row(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """The one-row products are counted."""
     calls = Calls()
-    monkeypatch.setattr(fused, "row_linear", calls)
+    for name in ("row_linear", "row_linear_add_norm"):
+        monkeypatch.setattr(fused, name, calls.counted(getattr(fused, name)))
     return calls
 
 

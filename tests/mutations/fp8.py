@@ -89,8 +89,8 @@ MUTATIONS = [
     Mutation(
         "fp8: a few rows forget the scales of gate or up",
         LINEAR,
-        "            up *= tl.load(scale_ptr + N + cols)[None, :]\n",
-        "            up *= tl.load(scale_ptr + cols)[None, :]\n",
+        "            up *= tl.load(scale_ptr + N + cols)\n",
+        "            up *= tl.load(scale_ptr + cols)\n",
         f"{TEST}test_gemms_of_eight_bits[7-512]",
     ),
     Mutation(

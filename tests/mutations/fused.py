@@ -9,31 +9,67 @@ LINEAR = "minisgl.kernels.linear"
 NORM = "minisgl.kernels.norm"
 ROTATE = "minisgl.kernels.rotate_store"
 DECODE = "minisgl.kernels.decode_attention"
+DEFERRED = f"{TEST}test_a_norm_is_deferred_to_the_product_behind_it"
 MODEL = f"{TEST}test_fused_model_equals_the_plain_one[qwen3]"
 ORACLE = f"{TEST}test_decode_equals_the_oracle"
 WAITS = f"{TEST}test_a_kernel_touches_before_its_wait_only_what_no_kernel_of_the_chain_writes"
 
 MUTATIONS = [
     Mutation(
-        "fused: the norm's scale is left out of a row",
+        "fused: the norm's factor is left out of a row",
         LINEAR,
-        "scale = tl.rsqrt(squares / K + eps)",
-        "scale = 1.0",
-        f"{TEST}test_row_linear_with_norm",
+        "factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)",
+        "factor = 1.0",
+        f"{TEST}test_row_linear_applies_the_factor_of_a_norm",
+    ),
+    Mutation(
+        "fused: the norm's factor does not reach the other half of a gated weight",
+        LINEAR,
+        "y, up = y * factor, up * factor",
+        "y, up = y * factor, up",
+        f"{TEST}test_row_linear_applies_the_factor_of_a_norm",
     ),
     Mutation(
         "fused: the norm's weight is left out of a row",
         LINEAR,
-        "x *= tl.load(norm_ptr + k + ks).to(tl.float32)",
-        "x *= 1.0",
-        f"{TEST}test_row_linear_with_norm",
+        "norm = tl.load(norm_ptr + cols).to(tl.float32)",
+        "norm = 1.0",
+        DEFERRED,
     ),
     Mutation(
         "fused: the residual is not added to a row",
         LINEAR,
-        "        y += tl.load(add_ptr + cols).to(tl.float32)",
-        "        y += 0.0",
-        f"{TEST}test_row_linear_adds_the_residual_and_declines_odd_sizes",
+        "y = (residual + y).to(",
+        "y = y.to(",
+        DEFERRED,
+    ),
+    Mutation(
+        "fused: the first program's sum of squares is all there is",
+        LINEAR,
+        "mask=part < SQUARES, other=0.0",
+        "mask=part < 1, other=0.0",
+        DEFERRED,
+    ),
+    Mutation(
+        "fused: a row of float16 that is not yet normalised overflows",
+        LINEAR,
+        "wide = torch.promote_types(out.dtype, torch.bfloat16)",
+        "wide = out.dtype",
+        DEFERRED,
+    ),
+    Mutation(
+        "fused: a row reads the residual before the kernel that writes it has ended",
+        LINEAR,
+        "norm = tl.load(norm_ptr + cols)",
+        "norm = tl.load(norm_ptr + cols) + 0 * tl.load(residual_ptr + cols)",
+        WAITS,
+    ),
+    Mutation(
+        "fused: a layer leaves its own norm to the next one",
+        "minisgl.models.fused",
+        "[layer.first_norm for layer in self.layers[1:]]",
+        "[layer.first_norm for layer in self.layers[:-1]]",
+        MODEL,
     ),
     Mutation(
         "fused: every split reads the first part of the weights",
@@ -45,8 +81,8 @@ MUTATIONS = [
     Mutation(
         "fused: gate and up are swapped",
         LINEAR,
-        "    if GATED:\n        y = y * tl.sigmoid(y) * up\n    return y\n\n\n@triton.jit(",
-        "    if GATED:\n        y = up * tl.sigmoid(up) * y\n    return y\n\n\n@triton.jit(",
+        "    if GATED:\n        y = y * tl.sigmoid(y) * up\n    return y",
+        "    if GATED:\n        y = up * tl.sigmoid(up) * y\n    return y",
         f"{TEST}test_gemms_of_few_rows",
     ),
     Mutation(
