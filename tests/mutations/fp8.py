@@ -229,8 +229,8 @@ MUTATIONS = [
     Mutation(
         "fp8: the store kernel takes the scale of keys for values",
         "minisgl.kernels.store_kv",
-        "tl.load(scales_ptr + HEADS, mask=inside, other=1.0)",
-        "tl.load(scales_ptr, mask=inside, other=1.0)",
+        "tl.load(scales + HEADS, mask=inside, other=1.0)",
+        "tl.load(scales, mask=inside, other=1.0)",
         f"{TEST}test_store_kv_of_eight_bits[2-16]",
     ),
     Mutation(
