@@ -18,6 +18,7 @@ import torch
 
 from minisgl.benchmark.options import Parser, at_least
 from minisgl.benchmark.report import circumstances
+from minisgl.config.known_models import KNOWN_CONFIGS
 
 
 def keep(path: Path, rows: list[dict[str, Any]], command: str) -> None:
@@ -37,17 +38,26 @@ def keep(path: Path, rows: list[dict[str, Any]], command: str) -> None:
 SIZES = (1, 8, 32, 64, 128, 256)  # of decode steps
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Search for all models that are named, and keep what was found."""
-    parser = Parser(prog="python -m minisgl.benchmark.tune", description=__doc__)
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="a known name, or a folder")
+def make_parser() -> Parser:
+    """The command line."""
+    what = "Search for the tiles that make decode steps fastest on this GPU."
+    parser = Parser(prog="python -m minisgl.benchmark.tune", description=what)
+    names = ", ".join(name.split("/")[1] for name in KNOWN_CONFIGS)
+    parser.add_argument("models", nargs="+", metavar="MODEL", help=f"a folder, or one of {names}")
     parser.add_argument("--tp", type=at_least(1), default=1, metavar="N",
                         help="search for one of so many ranks (default 1)")  # fmt: skip
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none",
                         help="of the weights (default none)")  # fmt: skip
     parser.add_argument("--batch-sizes", type=at_least(1), nargs="+", default=SIZES, metavar="N",
                         help="rows of a step (default 1 8 32 64 128 256)")  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: this machine's cache")
+    parser.add_argument("--out", type=Path, metavar="FILE",
+                        help="default: a file for this GPU in ~/.cache/minisgl/tiles")  # fmt: skip
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Search for all models that are named, and keep what was found."""
+    parser = make_parser()
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("tiles are searched for on an NVIDIA GPU; torch finds none here")
