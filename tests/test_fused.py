@@ -322,10 +322,15 @@ def test_decode_is_cut_for_the_card_it_runs_on() -> None:
 @pytest.mark.parametrize("arch", in_turns(2, ["llama", "qwen3", "qwen2"]))
 def test_fused_model_equals_the_plain_one(arch: str, few_programs: None) -> None:
     layers = 2 if arch == "qwen3" else 1  # one architecture shows that layers follow each other
-    model = small_model(arch, num_hidden_layers=layers, **FEW_HEADS)
+    model = small_model(arch, num_hidden_layers=layers, rms_norm_eps=0.1, **FEW_HEADS)
     check_model(model, [9], None)
     check_model(model, [5, 20], None)
     check_model(model, [2, 3, 6], [2, 1, 3])
+
+
+def test_a_layer_of_experts_in_front_of_one_without(few_programs: None) -> None:
+    model = small_model("qwen3_moe", mlp_only_layers=[1], moe_intermediate_size=64, **FEW_HEADS)
+    check_model(model, [9], None)
 
 
 def test_odd_sizes_fall_back() -> None:
@@ -377,6 +382,14 @@ def calls_until_wait(kernel: ast.FunctionDef) -> list[ast.Call]:
     return [call for call in calls if call.lineno < wait.lineno]
 
 
+def conditions_of_waits(kernel: ast.FunctionDef) -> set[str]:
+    """What has to be true for a kernel to wait."""
+    waits = [f"{name}()" for name in WAITS]
+    branches = [node for node in ast.walk(kernel) if isinstance(node, ast.If)]
+    waiting = (b for b in branches if any(ast.unparse(line) in waits for line in b.body))
+    return {ast.unparse(branch.test) for branch in waiting}
+
+
 def pointers_in(node: ast.AST) -> set[str]:
     names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
     return {name for name in names if name.endswith("_ptr")}
@@ -398,6 +411,8 @@ def test_a_kernel_touches_before_its_wait_only_what_no_kernel_of_the_chain_write
                 known = function.startswith("tl.") or function.endswith(".to")
                 assert not writes and (known or function in harmless), f"{name}: {function}"
         assert seen == expected[name], name
+        always = {"GATED and PDL", "PDL and (not GATED)"} if name == "expert_kernel" else {"PDL"}
+        assert conditions_of_waits(node) == always, name
 
 
 def test_who_is_followed_by_an_early_reader_launches_it_after_its_own_wait() -> None:

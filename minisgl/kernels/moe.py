@@ -31,7 +31,7 @@ from minisgl.layers.fp8 import Fp8Weight
 
 @triton.jit
 def top_experts(
-    logits_ptr, tokens, N, E,
+    logits_ptr, tokens, N, E, most,
     SPLITS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Which choice of each token an expert is (TOP_K: none), and weights: [tokens, WIDTH] each."""
@@ -43,7 +43,8 @@ def top_experts(
         logits += tl.load(logits_ptr + place, mask=inside, other=0.0).to(tl.float32)
     logits = tl.where(experts < E, logits, float("-inf"))
     left, choice = logits, tl.full([tokens.shape[0], WIDTH], TOP_K, tl.int32)
-    for i in range(TOP_K):
+    # `most` is no less than TOP_K: Triton 3.6 fails on a loop that it knows to have one round.
+    for i in range(tl.minimum(TOP_K, most)):
         equal = left == tl.max(left, 1)[:, None]
         best = experts == tl.min(tl.where(equal, experts, WIDTH), 1)[:, None]  # the first of them
         choice = tl.where(best, i, choice)
@@ -82,7 +83,9 @@ def align_kernel(
         gdc_launch_dependents()
         gdc_wait()
     tokens = part * TOKENS + tl.arange(0, TOKENS)
-    choice, weights = top_experts(logits_ptr, tokens, N, E, SPLITS, TOP_K, NORMALIZE, WIDTH)
+    choice, weights = top_experts(
+        logits_ptr, tokens, N, E, num_blocks, SPLITS, TOP_K, NORMALIZE, WIDTH
+    )
     experts, chosen = tl.arange(0, WIDTH), choice < TOP_K
     total = tl.sum(chosen.to(tl.int32), 0)
     if COUNT:

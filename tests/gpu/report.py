@@ -74,7 +74,7 @@ CHECKED = [  # at least one of each kernel, on small inputs
         FP8 + f"test_attention_over_eight_bits[8-1-64-{case}]"
         for case in ("lens1-None-FusedBackend", "lens2-extend2-TritonBackend")
     ),
-    *(MOE + f"test_blocks_hold_every_pair_once[hot-{rows}]" for rows in (1, 300)),
+    *(MOE + f"test_blocks_hold_every_pair_once[8-hot-{rows}]" for rows in (1, 300)),
     *(MOE + f"test_experts_equal_the_oracle[{rows}-hot-shape0]" for rows in (1, 64)),
 ]  # fmt: skip
 

@@ -50,9 +50,10 @@ def logits_of(n: int, experts: int, kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("n", [1, 5, 16, 17, 64, 65, 300])
 @pytest.mark.parametrize("kind", ["even", "hot", "empty"])
-def test_blocks_hold_every_pair_once(n: int, kind: str) -> None:
+@pytest.mark.parametrize("top_k", [1, 8])
+def test_blocks_hold_every_pair_once(top_k: int, n: int, kind: str) -> None:
     logits = skewed_logits(n, 128, kind, n).cuda()
-    check_blocks(align(logits[None], 8, True, 16), logits, 8, True)
+    check_blocks(align(logits[None], top_k, True, 16), logits, top_k, True)
 
 
 @pytest.mark.parametrize("shape", [QWEN, MIXTRAL])

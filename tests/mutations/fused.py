@@ -72,6 +72,27 @@ MUTATIONS = [
         MODEL,
     ),
     Mutation(
+        "fused: a row's gate and up forget the norm's epsilon",
+        "minisgl.models.fused",
+        "mid = row_linear(row, self.gate_up, eps=eps, gated=True)",
+        "mid = row_linear(row, self.gate_up, gated=True)",
+        MODEL,
+    ),
+    Mutation(
+        "fused: a row goes on behind a layer that does not take single rows",
+        "minisgl.models.fused",
+        "            if done is None:\n                return None",
+        "            pass",
+        f"{TEST}test_a_layer_of_experts_in_front_of_one_without",
+    ),
+    Mutation(
+        "fused: only products in front of a norm wait",
+        LINEAR,
+        "    if PDL:\n        gdc_wait()\n    if norm_ptr",
+        "    if PDL and norm_ptr is not None:\n        gdc_wait()\n    if norm_ptr",
+        WAITS,
+    ),
+    Mutation(
         "fused: every split reads the first part of the weights",
         LINEAR,
         "at, split = tl.program_id(2) * part,",
