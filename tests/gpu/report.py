@@ -28,10 +28,9 @@ from minisgl.benchmark.report import circumstances, save
 from minisgl.kvcache.audit import check_integrity
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTEST = [
-    *("-m", "pytest", "-o", "addopts=", "--noconftest", "-p", "no:cacheprovider", "-q"),
-    *("-p", "tests.gpu.at_once"),
-]
+PYTEST = shlex.split(
+    "-m pytest -o addopts= --noconftest -p no:cacheprovider -p tests.gpu.at_once -q"
+)
 STORED = ROOT / "notebooks" / "data" / "tiny_accuracy.json"
 POINT = 0.01
 KERNEL_FILES = ("fused", "sampler", "attention", "deterministic", "fp8", "moe")
