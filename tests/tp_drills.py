@@ -432,5 +432,5 @@ if __name__ == "__main__":  # python -m tests.tp_drills TIMES SECONDS DEVICE [RE
         more = {"ready": True, "attention_backend": "triton,fused"}  # FlashInfer builds a minute
     found = kill_drill(int(times), float(seconds), device=where, **more)
     for path in report:
-        command = " ".join(["python -m tests.tp_drills", *sys.argv[1:]])
+        command = f"python -m tests.tp_drills {times} {seconds} {where} {Path(path).name}"
         save(Path(path), {"limit_s": LIMIT, "kills": found}, command)
