@@ -506,6 +506,18 @@ def test_an_llm_leads_its_ranks() -> None:
     assert not living_ranks() and not dist.is_initialized()
 
 
+@pytest.mark.usefixtures("quick_ranks")
+def test_a_second_engine_with_ranks_is_refused_and_the_first_goes_on() -> None:
+    fields: dict[str, Any] = {"device": "cpu", "num_pages": 64, "tensor_parallel_size": 2}
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with LLM(**fields) as llm:
+        want = llm.generate([[5, 6]], params)[0]["token_ids"]
+        with pytest.raises(ValueError, match=r"tp: must be 1 while another .*shut it down.*got 2"):
+            LLM(**fields)
+        assert llm.generate([[5, 6]], params)[0]["token_ids"] == want
+    assert not living_ranks() and not dist.is_initialized()
+
+
 @pytest.mark.clock
 @pytest.mark.usefixtures("quick_ranks")
 def test_a_rank_killed_at_any_moment_is_told_soon() -> None:

@@ -153,6 +153,9 @@ class Ranks:
 
     def __init__(self, config: SchedulerConfig, eos_token_ids: Collection[int] = ()) -> None:
         devices, size = devices_of(config), config.tp.size
+        if torch.distributed.is_initialized():  # a process is in one group at a time
+            must = "1 while another engine with ranks is open in this process: shut it down first"
+            raise refuse("tp", must, size)
         timeout = config.distributed_timeout
         self.processes = RankProcesses(
             tp_worker, (config, eos_token_ids),
