@@ -698,16 +698,21 @@ def test_one_gpu_is_not_shared_by_ranks(folder: Path) -> None:
         Ranks(config)
 
 
-def test_ranks_do_not_outlive_their_parent(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "status"), [("forgets", 0), ("failed", 1), ("killed", -signal.SIGKILL)]
+)
+def test_a_program_ends_with_the_ranks_that_it_left_open(
+    tmp_path: Path, how: str, status: int
+) -> None:
     script = tmp_path / "orphan.py"
     script.write_text(
-        "from tests.tp_drills import orphan\nif __name__ == '__main__':\n    orphan()"
+        f"from tests.tp_drills import orphan\nif __name__ == '__main__':\n    orphan({how!r})"
     )
     # A fork's process would end what it leaves behind.
     parent = Popen([sys.executable, str(script)], real=True, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    assert parent.wait(30) == -signal.SIGKILL
+    assert parent.wait(30) == status
     parent.stdout.close()
     deadline = time.monotonic() + 10
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:

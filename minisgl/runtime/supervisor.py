@@ -128,7 +128,7 @@ def ignoring(*signals: signal.Signals) -> Iterator[None]:
 class Supervisor:
     """Worker processes and the folder of their sockets, if any. A context manager."""
 
-    daemon = False  # a daemon may not have children, and ends with a parent that forgets it
+    daemon = False  # a daemon may have no children, and ends with a program that forgets it
 
     def __init__(
         self,
@@ -153,7 +153,9 @@ class Supervisor:
             self._pipes[worker.name] = pipe = context.Pipe(duplex=False)
             args = (worker, pipe[1], self._heartbeats[worker.name], folder)
             name = f"minisgl {worker.name}"
-            self.processes[worker.name] = context.Process(target=worker_main, args=args, name=name)
+            self.processes[worker.name] = context.Process(
+                target=worker_main, args=args, name=name, daemon=self.daemon
+            )
 
     def __enter__(self) -> Self:
         with ignoring(signal.SIGINT):
