@@ -13,10 +13,10 @@ from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter
+from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag, TypeAdapter
 
 from minisgl.config.rules import (
-    MAX_SEED,
+    MAX_INT,
     STRICT,
     Count,
     Number,
@@ -161,7 +161,11 @@ Penalty = Annotated[Number, Field(ge=-2, le=2)]
 Bias = Annotated[Number, Field(ge=-100, le=100)]
 Biases = Annotated[dict[Count, Bias], Field(max_length=MAX_RULES)]
 WordIds = Annotated[tuple[Count, ...], Field(min_length=1, max_length=MAX_RULES)]
-BadWord = Annotated[Text | WordIds, BeforeValidator(as_tuple)]
+BadWord = Annotated[  # the form decides what is checked, and what an error says
+    Annotated[Text, Tag("text")] | Annotated[WordIds, Tag("ids")],
+    Discriminator(lambda value: "text" if isinstance(value, str) else "ids"),
+    BeforeValidator(as_tuple),
+]
 
 
 def tuple_of(item: Any, **bounds: int) -> PlainValidator:
@@ -182,7 +186,7 @@ def schema_text(value: Any) -> str | None:
     """A JSON schema, given as text or as a dict, as text: frozen, and with its order kept."""
     try:
         schema = json.loads(value) if isinstance(value, str) else value
-        return None if schema is None else json.dumps(schema, allow_nan=False)
+        return None if value is None else json.dumps(schema, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"must be a JSON schema ({error})") from None
 
@@ -196,13 +200,13 @@ class SamplingParams(Validated):
     """
 
     temperature: Annotated[Number, Field(ge=0)] = 0.0
-    top_k: Annotated[int, BeforeValidator(plain_number), Field(ge=-1)] = -1
+    top_k: Annotated[int, BeforeValidator(plain_number), Field(ge=-1, le=MAX_INT)] = -1
     top_p: Annotated[PositiveNumber, Field(le=1)] = 1.0
     max_tokens: Count | None = None
     ignore_eos: bool = False
     stop: Annotated[str | Sequence[str], tuple_of(Text)] = ()
     stop_token_ids: Annotated[Sequence[int], tuple_of(Count)] = ()
-    seed: Annotated[Count, Field(le=MAX_SEED)] | None = None
+    seed: Count | None = None
     logprobs: Annotated[Count, Field(le=MAX_LOGPROBS)] | None = None
     prompt_logprobs: Annotated[Count, Field(le=MAX_LOGPROBS)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
@@ -210,7 +214,7 @@ class SamplingParams(Validated):
     frequency_penalty: Penalty = 0.0
     repetition_penalty: PositiveNumber = 1.0
     logit_bias: Biases | None = field(default=None, hash=False)
-    min_tokens: Annotated[Count, Field(le=MAX_SEED)] = 0
+    min_tokens: Count = 0
     bad_words: BadWords = ()
     allowed_token_ids: Annotated[Sequence[int], tuple_of(Count, min_length=1)] | None = None
     json_schema: Annotated[str | Mapping[str, Any] | None, PlainValidator(schema_text)] = None

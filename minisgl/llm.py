@@ -6,6 +6,7 @@ Generated from notebooks/09c_llm.ipynb: edit there.
 from __future__ import annotations
 
 import importlib
+import numbers
 import os
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from tqdm import tqdm
 
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.paths import resolve_model_path
+from minisgl.config.rules import refuse
 from minisgl.core import IntArray, SamplingParams
 from minisgl.scheduler.build import build_scheduler, limits_of
 from minisgl.scheduler.channel import InProcessChannel
@@ -92,8 +94,9 @@ def as_prompts(prompts: Any) -> list[Prompt]:
         return [prompts]
     array = hasattr(prompts, "__array__")  # NumPy's, and torch's
     if (array and np.ndim(prompts) == 0) or not (array or isinstance(prompts, Sequence)):
-        raise ValueError(f"prompts: must be text, token ids or a list of them, got {prompts!r}")
-    single = np.ndim(prompts) == 1 if array else isinstance(next(iter(prompts), None), int)
+        raise refuse("prompts", "text, token ids or a list of them", prompts)
+    first = next(iter(prompts), None)  # its ids may be NumPy's
+    single = np.ndim(prompts) == 1 if array else isinstance(first, numbers.Integral)
     return [prompts] if single else list(prompts)
 
 
@@ -103,7 +106,7 @@ def as_params(params: Any, count: int) -> list[SamplingParams]:
         return [params or SamplingParams()] * count
     listed = list(params) if isinstance(params, Iterable) else [params]
     if isinstance(params, Mapping) or not all(isinstance(p, SamplingParams) for p in listed):
-        raise ValueError(f"sampling_params: must be SamplingParams or a list, got {params!r}")
+        raise refuse("sampling_params", "SamplingParams or a list", params)
     if len(listed) != count:
         raise ValueError(f"sampling_params: {count} prompts need {count}, got {len(listed)}")
     return listed
@@ -273,7 +276,7 @@ class LLM:
         if self.tokenizer is None:
             raise ValueError(f"messages: {self.config.model_path} has no tokenizer")
         if isinstance(messages, str) or not isinstance(messages, Sequence):
-            raise ValueError(f"messages: must be a list of role and content, got {messages!r}")
+            raise refuse("messages", "a list of role and content", messages)
         single = len(messages) > 0 and isinstance(messages[0], Mapping)
         talks: Sequence[Any] = [messages] if single else messages
         variables = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from minisgl.core import Batch, Phase, Req, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
+ENDLESS = 10**5000  # Python would not print it
 
 
 def make(prompt: Any = (1, 2, 3, 4, 5), max_new_tokens: int = 3) -> Req:
@@ -36,12 +37,16 @@ def lengths(req: Req) -> tuple[int, int, int]:
     ("name", "values"),
     [
         ("temperature", [-0.1, NAN, INF, True, "1", None]),
-        ("top_k", [-2, 1.0, True, NAN, "5", None]),
+        ("top_k", [-2, 1.0, True, NAN, "5", None, ENDLESS]),
         ("top_p", [0, -0.5, 1.01, NAN, INF, True, None]),
-        ("max_tokens", [0, -1, 1.5, True, NAN, "9"]),
+        ("max_tokens", [0, -1, 1.5, True, NAN, "9", 2**63, ENDLESS]),
+        ("min_tokens", [ENDLESS]),
+        ("logit_bias", [{ENDLESS: 1.0}, {1: ENDLESS}]),
+        ("allowed_token_ids", [[ENDLESS]]),
+        ("bad_words", [[[ENDLESS]], [[True]], [[]], [""], [1.5]]),
         ("ignore_eos", [0, 1, "yes", None]),
         ("stop", ["", [""], ["a", 1], 1, {"a"}, [None]]),
-        ("stop_token_ids", ["12", [-1], [1.0], [True], 3]),
+        ("stop_token_ids", ["12", [-1], [1.0], [True], 3, [ENDLESS]]),
         ("seed", [-1, 2**63, 1.0, True, NAN]),
         ("logprobs", [-1, 21, True, 1.0]),
     ],
@@ -50,6 +55,15 @@ def test_pitfall_12_wrong_sampling_params_are_named(name: str, values: list[Any]
     for wrong in values:
         with pytest.raises(ValueError, match=f"^{name}: must .*got "):
             SamplingParams(**{name: wrong})
+
+
+def test_a_bad_word_is_refused_for_what_is_wrong_with_its_form() -> None:
+    with pytest.raises(ValueError, match=r"^bad_words: must have at most 1024 items"):
+        SamplingParams(bad_words=[[1] * 1025])
+    with pytest.raises(ValueError, match=r"^bad_words: must be a valid integer"):
+        SamplingParams(bad_words=["a", [1, "2"]])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"^bad_words: must have at least 1 character"):
+        SamplingParams(bad_words=[""])
 
 
 def test_stop_lists_take_one_form() -> None:

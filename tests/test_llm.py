@@ -89,8 +89,9 @@ def test_the_dictionaries(llm: LLM) -> None:
 def test_every_form_of_prompt(llm: LLM) -> None:
     ids = llm.tokenizer.encode("hello")  # type: ignore[union-attr]
     forms: list[Any] = [
-        "hello", ["hello"], ids, ids.tolist(), tuple(ids.tolist()), [ids], [ids.tolist()],
-        ids.astype(np.int64), ids[None, :], [torch.from_numpy(ids)], torch.from_numpy(ids),
+        "hello", ["hello"], ids, ids.tolist(), tuple(ids.tolist()), list(ids), [ids],
+        [ids.tolist()], ids.astype(np.int64), ids[None, :], [torch.from_numpy(ids)],
+        torch.from_numpy(ids),
     ]  # fmt: skip
     answers = [llm.generate(form, GREEDY) for form in forms]
     assert all(len(a) == 1 for a in answers)

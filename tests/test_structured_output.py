@@ -320,6 +320,7 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_and_says_why(
         ({"json_schema": {"not": {}}}, "json_schema: Unimplemented keys"),
         ({"json_schema": {"oneOf": [{"type": "null"}, {"minimum": 1}]}}, "json_schema: oneOf"),
         ({"json_schema": "5"}, "json_schema: Expecting object schema"),
+        ({"json_schema": "null"}, "json_schema: Expecting object schema"),
         ({"json_schema": {"$ref": "http://a/b"}}, "json_schema: Resource"),
         ({"json_schema": {"type": "integer", "multipleOf": 99_991}}, "json_schema: .*multipleOf"),
         ({"json_schema": {"$ref": "#"}}, "json_schema: no text matches"),

@@ -13,7 +13,6 @@ from pydantic import BeforeValidator, Field
 
 from minisgl.config.model import Dtype, ModelConfig
 from minisgl.config.rules import (
-    MAX_SEED,
     Count,
     Positive,
     PositiveNumber,
@@ -88,7 +87,7 @@ class EngineConfig(Validated):
     deterministic: bool = False
     quantization: Literal["none", "fp8"] = "none"
     kv_cache_dtype: Literal["model", "fp8"] = "model"
-    seed: Annotated[Count, Field(le=MAX_SEED)] = 0
+    seed: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True)

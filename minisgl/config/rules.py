@@ -42,7 +42,7 @@ def check_positive(**sizes: object) -> None:
             raise refuse(name, "a positive integer", size)
 
 
-MAX_SEED = 2**63 - 1
+MAX_INT = 2**63 - 1  # what tensors and messages can hold
 STRICT = ConfigDict(strict=True, frozen=True)  # "16" and True are not 16
 
 
@@ -55,8 +55,8 @@ def plain_number(value: Any) -> Any:
     return float(value) if isinstance(value, numbers.Real) else value
 
 
-Count = Annotated[int, BeforeValidator(plain_number), Field(ge=0)]
-Positive = Annotated[int, BeforeValidator(plain_number), Field(ge=1)]
+Count = Annotated[int, BeforeValidator(plain_number), Field(ge=0, le=MAX_INT)]
+Positive = Annotated[int, BeforeValidator(plain_number), Field(ge=1, le=MAX_INT)]
 Number = Annotated[float, BeforeValidator(plain_number), Field(allow_inf_nan=False)]
 PositiveNumber = Annotated[Number, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]

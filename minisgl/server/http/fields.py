@@ -55,7 +55,7 @@ tokenizer_kwargs tools truncation
 def template_variables(given: dict[str, Any]) -> dict[str, Any]:
     """A template may read what it likes; what renders it has arguments of its own."""
     if reserved := given.keys() & set(RESERVED.split()):
-        raise ValueError(f"{min(reserved)!r} is no variable of a chat template")
+        raise ValueError(f"{min(reserved)!r:.80} is no variable of a chat template")
     if (size := len(encode(sendable(given)))) > 4096:
         raise ValueError(f"at most 4096 bytes, got {size}")
     return given

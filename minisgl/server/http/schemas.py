@@ -93,7 +93,7 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
         for name, value in form.items():
             if name not in GRAMMARS or value is None:
                 param = "structured_outputs" if value else "response_format"
-                why = f"{param}: {name!r} is not supported, or empty"
+                why = f"{param}: {name!r:.80} is not supported, or empty"
                 raise ApiError(400, why, code="unsupported", param=param)
         return form
 

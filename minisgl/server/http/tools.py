@@ -235,7 +235,7 @@ def tool_rules(
         raise ValueError(f"tools: {can.refusal}")
     names = [tool.function.name for tool in tools]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"tools: more than one function is called {min(twice)!r}")
+        raise ValueError(f"tools: more than one function is called {min(twice)!r:.80}")
     callable_, required, named = choose(choice, tools)
     single = named or parallel is False
     return ToolRules(can.calls, tuple(tools), tuple(callable_), required, single)
