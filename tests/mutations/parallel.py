@@ -139,7 +139,14 @@ MUTATIONS = [
         "minisgl.runtime.supervisor",
         "    leave_with_parent(folder)\n",
         "",
-        T + "test_ranks_do_not_outlive_their_parent",
+        T + "test_a_program_ends_with_the_ranks_that_it_left_open",
+    ),
+    Mutation(
+        "launch: a program waits for ranks that it forgot",
+        "minisgl.runtime.supervisor",
+        ", daemon=self.daemon",
+        "",
+        T + "test_a_program_ends_with_the_ranks_that_it_left_open",
     ),
     Mutation(
         "launch: a hung rank is left behind",
