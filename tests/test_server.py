@@ -523,6 +523,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "top_k beyond 64 bits": ({"top_k": 10**30}, "top_k"),
     "streamed max_tokens beyond 64 bits": ({"max_tokens": 10**30, "stream": True}, "max_tokens"),
     "half a character": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+    "longer than the window": ({"messages": [{"role": "user", "content": "a " * 999}]}, "messages"),
     "half a character to stop at": ({"stop": "a\udfff", "stream": True}, "stop"),
 }
 
@@ -658,10 +659,12 @@ def test_completion_refuses_what_it_would_ignore(live: Live, field: str, value: 
 def test_nan_and_broken_json_are_refused(live: Live) -> None:
     url, headers = f"{live.url}/v1/chat/completions", {"content-type": "application/json"}
     nan = b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}'
-    for content in (b"{not json", b"", b"[]", b"\xff\xfe", nan):
+    endless, deep = b'{"seed": 1' + b"0" * 5000 + b"}", b"[" * 99_999
+    for content in (b"{not json", b"\xff\xfe", endless, deep, b"", b"[]", nan):
         response = httpx.post(url, content=content, headers=headers)
         assert response.status_code == 400, content
-        assert response.json()["error"]["message"]
+        wrong_json = content not in (b"", b"[]", nan)
+        assert (response.json()["error"]["code"] == "invalid_json") is wrong_json
     assert httpx.get(f"{live.url}/nowhere").json()["error"]["code"] == "http_404"
     assert httpx.get(url).status_code == 405
 

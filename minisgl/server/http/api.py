@@ -232,10 +232,9 @@ async def respond(request: Request, body: GenerationRequest, handler: RequestHan
 
 def invalid(error: RequestValidationError) -> ApiError:
     """What pydantic found wrong, as one sentence that begins with the field."""
-    # Of two that went equally far, the one that found the right type.
+    # Of two that went equally far, the one that found the right type; a place names types, too.
     first = max(error.errors(), key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
-    place = [str(part) for part in first["loc"] if part not in ("body", "str")]
-    place = [part for part in place if "[" not in part]  # the name of a type that was tried
+    place = [p for p in map(str, first["loc"]) if p not in ("body", "str") and "[" not in p]
     if first["type"] == "json_invalid":
         reason = f"body: invalid JSON ({first.get('ctx', {}).get('error', 'cannot be parsed')})"
         return ApiError(400, reason, code="invalid_json")
@@ -252,9 +251,10 @@ def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:
             error = invalid(failure)
         elif isinstance(failure, HTTPException) and not isinstance(failure, ApiError):
             status, why = failure.status_code, str(failure.detail)
+            code = "invalid_json" if status == 400 else f"http_{status}"  # FastAPI's own 400
             if status == 404:
                 why = f"{request.url.path}: not here; there are {', '.join(app.openapi()['paths'])}"
-            error = ApiError(status, why, code=f"http_{status}", headers=failure.headers)
+            error = ApiError(status, why, code=code, headers=failure.headers)
         else:
             error = api_error(failure)
         request.scope["refused"] = error  # for the log

@@ -183,6 +183,9 @@ class ChatRequest(ToolFields, GenerationRequest):
     def answer_form(self) -> dict[str, Any]:
         return self._form or GenerationRequest.answer_form(self)
 
+    def client_name(self, ours: str | None) -> str | None:
+        return "messages" if ours == "prompt" else GenerationRequest.client_name(self, ours)
+
 
 class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`: one prompt or several, as text or as token ids."""
