@@ -119,7 +119,7 @@ class Engine:
     @torch.inference_mode()
     def step(self, fi: ForwardInput) -> ForwardOutput:
         """Start one step, and the copy of its tokens to the host; nothing waits."""
-        self.draw_deferred()  # at the latest: this step reads those tokens
+        self.draw_deferred()  # chapter 09a; at the latest now, for this step reads those tokens
         with self.on_stream():
             self.tables.flush()
             return self.run_eager(fi) if fi.packed is None else self.run_recorded(fi)

@@ -128,8 +128,8 @@ class GraphRunner:
         tables: TableManager, sizes: Sequence[int], vocab_size: int, dtype: torch.dtype,
         new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph, rows: int | None = None,
     ) -> None:  # fmt: skip
-        """Nothing is captured yet. `dtype` and `rows` are those of the logits, None: as many as the
-        largest size; ValueError for sizes below 1."""
+        """Nothing is captured yet. `dtype` is that of the logits, `rows` how many they have; None:
+        as many as the largest size. ValueError for sizes below 1."""
         if not sizes or min(sizes) < 1:
             raise ValueError(f"sizes: must be positive batch sizes, got {list(sizes)}")
         self.forward, self.draw, self.backend, self.tables = forward, draw, backend, tables

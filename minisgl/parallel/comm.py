@@ -29,7 +29,7 @@ class Comm(Protocol):
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """The ranks' `x`, equal in shape, side by side along `dim` in the order of the ranks."""
 
-    def barrier(self) -> None: ...
+    def barrier(self) -> None: ...  # this and the rest are for start-up and messages: chapter 10b
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """The `obj` of rank `src`, on every rank; what the others pass is ignored."""

@@ -39,7 +39,7 @@ class PrefillAdder:
         self.prefixes: set[bytes] = set()  # in-batch prefixes: what this step computes first
 
     def room(self, tokens: int) -> int:
-        """Tokens that this step still has for a prompt with so many left to compute."""
+        """Tokens that this step still has for a prompt with `tokens` left to compute."""
         threshold = self.limits.mixed_prefill_threshold
         if threshold is None or tokens <= 2 * self.shortest:
             return self.budget
