@@ -9,7 +9,7 @@ import importlib
 import numbers
 import os
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,7 @@ from minisgl.scheduler.messages import (
     TokenReply,
     UserMsg,
 )
-from minisgl.scheduler.validation import check_prompt
-from minisgl.tokenizer import DecodeStatus, Tokenizer
+from minisgl.tokenizer import DecodeStatus, Tokenizer, load_tokenizer
 
 
 class OutputBuilder:
@@ -112,12 +111,6 @@ def as_params(params: Any, count: int) -> list[SamplingParams]:
     return listed
 
 
-def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a model folder; None if there is none, then prompts must be token ids."""
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    return Tokenizer(folder) if any((folder / name).is_file() for name in names) else None
-
-
 def make_config(folder: Path, ranks: int | None, fields: dict[str, Any]) -> SchedulerConfig:
     """A config from keyword arguments; `torch.device` and `torch.dtype` are welcome."""
     if ranks is not None and fields.setdefault("tp", ranks) != ranks:
@@ -127,11 +120,11 @@ def make_config(folder: Path, ranks: int | None, fields: dict[str, Any]) -> Sche
     return SchedulerConfig(model_path=str(folder), **fields)
 
 
-def start_ranks(config: SchedulerConfig, eos_token_ids: Collection[int]) -> Any:
+def start_ranks(config: SchedulerConfig) -> Any:
     """The other ranks as processes, by chapter 10b; None if there are none."""
     if config.tp.size == 1:
         return None
-    return importlib.import_module("minisgl.runtime.ranks").Ranks(config, eos_token_ids)
+    return importlib.import_module("minisgl.runtime.ranks").Ranks(config)
 
 
 class LLM:
@@ -155,14 +148,11 @@ class LLM:
         self.config = make_config(folder, tensor_parallel_size, fields)
         self.tokenizer = load_tokenizer(folder)
         self.channel = InProcessChannel()
-        ends = () if self.tokenizer is None else self.tokenizer.eos_token_ids
-        self.ranks = start_ranks(self.config, ends)
+        self.ranks = start_ranks(self.config)
         alone = self.ranks is None
         parts = (self.channel,) if alone else (self.ranks.channel(self.channel), self.ranks.comm)
         try:
-            self.scheduler = build_scheduler(
-                self.config, *parts, progress=progress, eos_token_ids=ends
-            )
+            self.scheduler = build_scheduler(self.config, *parts, progress=progress)
         except BaseException:
             if not alone:
                 self.ranks.give_up()
@@ -179,12 +169,12 @@ class LLM:
             if self.tokenizer is None and (isinstance(prompt, str) or params.stop):
                 what = "text" if isinstance(prompt, str) else "stop strings"
                 raise InvalidRequestError(f"{what}: {self.config.model_path} has no tokenizer")
+            ids: Any = prompt
             if self.tokenizer is not None:
                 params = self.tokenizer.encode_bad_words(params)
-                prompt = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            ids = check_prompt(prompt, self.limits)
-            self.scheduler.make_req(UserMsg(0, ids.tolist(), params))
-            return ids, params
+                ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            req = self.scheduler.make_req(UserMsg(0, ids, params))
+            return req.input_ids, params
         except ValueError as error:
             raise ValueError(f"prompts[{index}]: {error}") from None
 

@@ -114,6 +114,12 @@ class Tokenizer:
         return replace(params, bad_words=tuple(ids for ids in dict.fromkeys(found) if ids))
 
 
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a model folder; None if there is none, then prompts must be token ids."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    return Tokenizer(folder) if any((folder / name).is_file() for name in names) else None
+
+
 def text_size(value: object) -> int:
     """Characters of all texts in a message, a tool or a list of them."""
     todo, size = [value], 0

@@ -436,6 +436,8 @@ TRIGGER = {"type": "triggered_tags", "triggers": ["<a"], "tags": [{"begin": "b"}
         ({"format": {"type": "json_schema", "json_schema": {"type": "foo"}}}, "foo"),
         ({"format": {"type": "json_schema", "json_schema": {"multipleOf": 9999}}}, "multipleOf"),
         ({"format": TRIGGER}, "trigger"),
+        ({"format": {**TRIGGER, "triggers": ["1"], "tags": [{"begin": 123}]}}, "trigger"),
+        ({"format": {**TRIGGER, "triggers": [""], "tags": [{}, "x"]}}, "trigger"),
     ],
 )
 def test_tags_that_cannot_be_used_are_refused(

@@ -94,6 +94,7 @@ class MirroredTable:
         self._pending.clear()
         lengths = stops - starts
         before = np.cumsum(lengths) - lengths  # places ahead of each range
+        # Ranges [1, 3) and [10, 11) become 1, 2, 10.
         return np.repeat(starts - before, lengths) + np.arange(lengths.sum(), dtype=np.int64)
 
 
@@ -116,7 +117,7 @@ class TableManager:
         self.device = torch.device(device)
         shared = self.device.type == "cpu" if share_memory is None else share_memory
         self.num_rows, self.dummy_row, self.page_size = num_rows, num_rows, page_size
-        self.width = -(-max_len // page_size) * page_size
+        self.width = -(-max_len // page_size) * page_size  # -(-a // b) is a / b, rounded up
         dummies = dummy_page * page_size + np.arange(self.width, dtype=np.int32) % page_size
         slots = np.tile(dummies.astype(np.int32), (num_rows + 1, 1))
         tokens = np.zeros((num_rows + 1, self.width), dtype=np.int64)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -115,11 +115,11 @@ def config_of_rank(config: SchedulerConfig, rank: int, size: int) -> SchedulerCo
     return replace(config, tp=TPInfo(rank=rank, size=size))
 
 
-def tp_worker(comm: Comm, config: SchedulerConfig, eos_token_ids: Collection[int] = ()) -> None:
+def tp_worker(comm: Comm, config: SchedulerConfig) -> None:
     """The work of a rank other than 0: engine and scheduler, then what rank 0 passes on."""
     config = config_of_rank(config, comm.rank, comm.size)
     channel = BroadcastChannel(None, comm)
-    scheduler = build_scheduler(config, channel, comm, eos_token_ids=eos_token_ids)
+    scheduler = build_scheduler(config, channel, comm)
     try:
         with frozen_heap():
             scheduler.run()
@@ -151,14 +151,14 @@ class Ranks:
     Raises `ValueError` for an impossible split, `WorkerFailed` if another rank fails.
     """
 
-    def __init__(self, config: SchedulerConfig, eos_token_ids: Collection[int] = ()) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
         devices, size = devices_of(config), config.tp.size
         if torch.distributed.is_initialized():  # a process is in one group at a time
             must = "1 while another engine with ranks is open in this process: shut it down first"
             raise refuse("tp", must, size)
         timeout = config.distributed_timeout
         self.processes = RankProcesses(
-            tp_worker, (config, eos_token_ids),
+            tp_worker, (config,),
             ranks=range(1, size), size=size, devices=devices, timeout=timeout,
         )  # fmt: skip
         self.lost = threading.Event()  # a rank: what a step under way computes is garbage

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
+from pathlib import Path
 
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.model import ModelConfig
@@ -18,7 +19,7 @@ from minisgl.kvcache.naive_cache import make_cache
 from minisgl.parallel.comm import Comm
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.decode import DecodeManager
-from minisgl.scheduler.grammar import CompilingChannel, CompilingInbox, Grammars, load_grammars
+from minisgl.scheduler.grammar import CompilingChannel, CompilingInbox, load_grammars
 from minisgl.scheduler.observe import IdleAudit, TraceEvent, attach_trace
 from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue, mixed_prefill_threshold
@@ -26,25 +27,21 @@ from minisgl.scheduler.retraction import make_room
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.speculative import scheduler_class
 from minisgl.scheduler.validation import Limits
+from minisgl.tokenizer import load_tokenizer
 
 
 def limits_of(engine: Engine, eos_token_ids: Collection[int] = ()) -> Limits:
-    """What requests to this engine must keep to; `eos_token_ids` if the model names none."""
-    pool_tokens, model = engine.num_pages * engine.page_size, engine.model_config
-    ends = frozenset(model.eos_token_ids or eos_token_ids)
-    return Limits(engine.max_seq_len, pool_tokens, model.vocab_size, ends)
+    """What requests to this engine must keep to."""
+    pool_tokens, vocab_size = engine.num_pages * engine.page_size, engine.model_config.vocab_size
+    return Limits(engine.max_seq_len, pool_tokens, vocab_size, frozenset(eos_token_ids))
 
 
-def start_grammars(
-    config: SchedulerConfig, eos_token_ids: Collection[int], hold: CompilingInbox | None
-) -> Grammars:
-    """Grammars for the model of a config; `hold` keeps back what waits for one."""
-    folder = resolve_model_path(config.model_path)
-    model = ModelConfig.from_path(folder)
-    grammars = load_grammars(folder, model.vocab_size, model.eos_token_ids or eos_token_ids)
-    if hold is not None:
-        hold.start = grammars.start
-    return grammars
+def end_tokens(folder: Path, model: ModelConfig) -> Collection[int]:
+    """What ends an answer: tokens that the model's config names, or else its tokenizer's."""
+    if model.eos_token_ids:
+        return model.eos_token_ids
+    tokenizer = load_tokenizer(folder)
+    return () if tokenizer is None else tokenizer.eos_token_ids
 
 
 def build_prefill(config: SchedulerConfig, cache: CacheManager) -> PrefillManager:
@@ -67,17 +64,20 @@ def build_scheduler(
     *,
     trace: Callable[[TraceEvent], None] | None = None,
     progress: bool = False,
-    eos_token_ids: Collection[int] = (),
     hold: CompilingInbox | None = None,
 ) -> Scheduler:
     """An engine and everything that feeds it; each part is given what it works with.
 
-    `eos_token_ids` end an answer if the model's config names none. In `hold`, somewhere inside of
-    `channel`, requests wait for their grammars.
+    In `hold`, somewhere inside of `channel`, requests wait for their grammars.
     """
-    grammars = start_grammars(config, eos_token_ids, hold)
+    folder = resolve_model_path(config.model_path)
+    model = ModelConfig.from_path(folder)
+    ends = end_tokens(folder, model)
+    grammars = load_grammars(folder, model.vocab_size, ends)
+    if hold is not None:
+        hold.start = grammars.start
     engine = build_engine(config, comm, progress=progress)
-    limits = limits_of(engine, eos_token_ids)
+    limits = limits_of(engine, ends)
     engine.deferral, engine.scorer = grammars, score_prompts(engine)
     cache = CacheManager(
         engine.num_pages, engine.tables, make_cache(config.cache_type, engine.page_size)

@@ -163,10 +163,14 @@ class TagCompiler:
 
     def triggered(self, node: dict[str, Any], trigger: str, tags: list[Any]) -> str:
         """Text, and a tag wherever the trigger is said."""
+        rest = []
         for tag in tags:
-            if not (isinstance(tag, dict) and str(tag.get("begin")).startswith(trigger)):
-                raise ValueError(f"a tag must begin with its trigger {trigger!r}, got {tag!r:.80}")
-        rest = [{**tag, "begin": tag["begin"][len(trigger) :]} for tag in tags]
+            match tag:
+                case {"begin": str(begin)} if begin.startswith(trigger):
+                    rest.append({**tag, "begin": begin[len(trigger) :]})
+                case _:
+                    must = f"a tag must begin with its trigger {trigger!r}, got {tag!r:.80}"
+                    raise ValueError(must)
         call = self.define(f"{self.until(trigger)} {self.either(rest)}")
         return self.repeated(node, call, "", self.without(trigger))
 
@@ -196,7 +200,7 @@ def compile_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> LLMa
         if matcher.is_error():  # it never raises
             why = matcher.get_error()
             raise ValueError("no text matches" if why.startswith("NoExtensionBias") else why)
-    except (ValueError, RecursionError) as error:
+    except Exception as error:  # a client's text: nothing in it may end the scheduler's loop
         name = str(tag_of(text).get("name", field)) if field == "structural_tag" else field
         raise InvalidRequestError(f"{name}: {error}", param=name) from None
     return matcher
@@ -234,8 +238,11 @@ class DeferredOutput(ForwardOutput):
 class Grammars:
     """Compiles grammars for one model in a thread, keeps the last ones, fills masks."""
 
-    def __init__(self, load: Callable[[], LLTokenizer | str], keep: int = 64) -> None:
-        """`load`, which runs in the thread, says in place of a tokenizer why there is none."""
+    def __init__(self, load: Callable[[], LLTokenizer | str], keep: int = 1024) -> None:
+        """`load`, which runs in the thread, says in place of a tokenizer why there is none.
+
+        `keep` is as many as may wait at once; one that is dropped while it waits is made twice.
+        """
         pool = ThreadPoolExecutor(1, "grammars")
         self.tokenizer = loaded = pool.submit(load)
         self.waiting: DeferredOutput | None = None  # the last step, if it is not drawn yet
