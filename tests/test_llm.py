@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,9 +20,14 @@ import torch
 
 import minisgl
 from minisgl import LLM, SamplingParams
+from minisgl.config.engine import SchedulerConfig
+from minisgl.config.paths import resolve_model_path
 from minisgl.kvcache.audit import check_integrity
 from minisgl.llm import OutputBuilder, as_params, as_prompts
+from minisgl.scheduler.build import build_scheduler
+from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import UserMsg
+from minisgl.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.fakes import record_on_a_cpu
 from tests.turns import in_turns
@@ -71,6 +78,22 @@ def test_64_prompts_as_transformers(folder: Path, by_transformers: Any, overlap:
         assert out["prompt_tokens"] == len(prompt)
         ended = out["token_ids"][-1] == 318
         assert out["finish_reason"] == ("stop" if ended else "length")
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_every_scheduler_knows_its_end_tokens(tmp_path: Path, named: bool) -> None:
+    """Those that the model's config names, or else its tokenizer's: a server has them, too."""
+    shutil.copytree(resolve_model_path(None), tmp_path, dirs_exist_ok=True)
+    for name in () if named else ("config.json", "generation_config.json"):
+        if (path := tmp_path / name).is_file():
+            about = json.loads(path.read_text())
+            about.pop("eos_token_id", None)
+            path.write_text(json.dumps(about))
+    config = SchedulerConfig(model_path=str(tmp_path), device="cpu", num_pages=64)
+    scheduler = build_scheduler(config, InProcessChannel())
+    assert scheduler.eos_token_ids == set(Tokenizer(tmp_path).eos_token_ids) != set()
+    choice = UserMsg(0, [5], SamplingParams(choice=["yes", "no"]))
+    assert scheduler.make_req(choice).matcher is not None
 
 
 def test_the_dictionaries(llm: LLM) -> None:
