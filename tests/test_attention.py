@@ -256,14 +256,14 @@ def test_triton_on_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) ->
 
     compiled = type(triton_backend.attention_kernel)  # as if the kernels were to be compiled
     monkeypatch.setattr(triton_backend.triton, "JITFunction", compiled)
-    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
         make_world(CASES["decode"]).backend("triton")
 
 
 def test_triton_refuses_bfloat16_in_the_interpreter() -> None:
     if DEVICE == "cuda":
         pytest.skip("there is a GPU")
-    with pytest.raises(RuntimeError, match="dtype: Triton's interpreter"):
+    with pytest.raises(ValueError, match="dtype: Triton's interpreter"):
         make_world(CASES["decode"], dtype=torch.bfloat16).backend("triton")
 
 

@@ -65,5 +65,5 @@ def test_kernels_that_do_not_fit_are_not_chosen(
     if fits:
         assert triton_backend.count_sms(gpu, torch.float16) == 40
         return
-    with pytest.raises(RuntimeError, match=r"attention_backend: .* 8\.0 or above, got 7\.5"):
+    with pytest.raises(ValueError, match=r"attention_backend: .* 8\.0 or above, got 7\.5"):
         triton_backend.count_sms(gpu, torch.float16)

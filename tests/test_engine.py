@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -571,6 +572,20 @@ def test_peak_rule_sizes_the_pool(folder: Path, monkeypatch: pytest.MonkeyPatch)
     )
     engine = build_engine(config, progress=False)
     assert engine.num_pages == (500_000 - 50_000) // (engine.pool.buffer[:, :, 0].nbytes) - 1
+
+
+@pytest.mark.parametrize("field", ["num_pages", "max_running_req", "memory_trial_tokens"])
+def test_a_number_beyond_memory_is_refused_by_its_name(folder: Path, field: str) -> None:
+    with pytest.raises(NotEnoughMemory, match=f"{field}: 1000000000000 take .* GiB"):
+        make(folder, **{"num_pages": None, field: 10**12})
+
+
+def test_a_trial_that_runs_out_of_memory_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "measure_peak", Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(NotEnoughMemory, match="memory_trial_tokens: "):
+        make(folder, num_pages=None, memory_trial_tokens=10)
 
 
 def test_shutdown_lets_go_of_the_graphs(folder: Path) -> None:

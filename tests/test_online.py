@@ -707,7 +707,10 @@ def test_errors_do_not_end_a_run(
         ("online --url ftp://x", "url: must be"),
         ("online --url http://127.0.0.1:9", "url: http://127.0.0.1:9/v1/models"),
         ("online --url x --input-len 9 3", "input-len: LOW must not exceed HIGH, got 9 3"),
-        ("trace --url x --trace /nowhere/at/all", "No such file"),
+        ("online --url http://127.0.0.1:99999", "url: must be"),
+        ("online --url http://[::1", "url: must be"),
+        ("trace --url x --trace /nowhere/at/all", "--trace: cannot use '/nowhere/at/all' (No such"),
+        (f"trace --url x --trace {sys.executable}", "--trace: cannot use"),
         ("overhead --device cpu --model /nowhere", "/nowhere"),
     ],
 )  # fmt: skip

@@ -112,6 +112,6 @@ def test_a_cut_answer_is_shown_as_cut_and_forgotten(end: str) -> None:
 
 def test_urls_with_and_without_v1() -> None:
     assert base_url("host:1/v1") == base_url("http://host:1/") == "http://host:1/v1/"
-    for wrong in ("ftp://host", "http://"):
+    for wrong in ("ftp://host", "http://", "h:99999", "h:abc", "http://[::1"):
         with pytest.raises(ValueError, match="url: must be like"):
             base_url(wrong)

@@ -41,7 +41,7 @@ from minisgl.server.observe.lifecycle import Lifecycle
 from minisgl.server.observe.logs import RequestLog, as_json, as_text
 from minisgl.server.observe.metrics import Metrics
 from minisgl.server.observe.trace import TraceFile
-from minisgl.server.options import Operations, build_parser, config_from
+from minisgl.server.options import Operations, build_parser, config_from, operations_from
 from minisgl.server.workers import scheduler_process
 from minisgl.server.workers.processes import WorkerGroup, address
 from tests.checkpoints import make_checkpoint
@@ -143,7 +143,9 @@ def test_help_explains_every_flag() -> None:
 
 def test_flags_reach_the_config() -> None:
     flags = "--page-size 4 --attn triton --cache-type naive --disable-overlap --num-pages 9 --tp 2"
-    config = config_from(build_parser().parse_args(flags.split()))
+    args = build_parser().parse_args([*flags.split(), "--request-timeout", "none"])
+    config = config_from(args)
+    assert operations_from(args).request_timeout is None
     assert (config.page_size, config.attention_backend, config.cache_type) == (4, "triton", "naive")
     assert (config.overlap, config.num_pages, config.tp.size) == (False, 9, 2)
 
@@ -159,11 +161,11 @@ def test_flags_reach_the_config() -> None:
         (["--dtype", "float7"], "--dtype: "),
         (["--max-queue", "-1"], "--max-queue: "),
         (["--request-timeout", "0"], "--request-timeout: "),
-        (["--connect", "ftp://x"], "url: must be like"),
+        (["--connect", "ftp://x"], "--connect: must be like"),
         (["--connect", "127.0.0.1:9"], "--connect: no server at 127.0.0.1:9"),
         (["--host", "no-such-host.invalid"], "--host: no-such-host.invalid"),
         (["--max-seq-len-override", "100000", "--port", "0"], "--max-seq-len-override: "),
-        (["--trace", "/no/such/folder/trace.json", "--port", "0"], "/no/such/folder"),
+        (["--trace", "/no/such/folder/trace.json", "--port", "0"], "--trace: cannot use '/no/such"),
     ],
 )
 def test_wrong_flag_is_one_clear_line(

@@ -44,22 +44,22 @@ CPU_SMS = 16  # multiprocessors to plan for where there is no GPU, so that small
 
 
 def count_sms(device: torch.device, dtype: torch.dtype) -> int:
-    """Multiprocessors to plan for; RuntimeError where the kernels cannot run, or not rightly."""
+    """Multiprocessors to plan for; ValueError where the kernels cannot run, or not rightly."""
     if device.type != "cpu":
         limits = device_limits(device)
         if not limits.runs_tiles:
-            raise RuntimeError(
+            raise ValueError(
                 "attention_backend: 'triton' needs a GPU of compute capability 8.0 or above, got "
                 f"{limits.capability / 10}; choose 'fi' or 'torch'"
             )
         return limits.sms
     if isinstance(attention_kernel, triton.JITFunction):
-        raise RuntimeError(
+        raise ValueError(
             "attention_backend: 'triton' needs a GPU; to run its kernels on a CPU, slowly, "
             "set TRITON_INTERPRET=1 before Triton is imported"
         )
     if dtype is torch.bfloat16:
-        raise RuntimeError(
+        raise ValueError(
             "dtype: Triton's interpreter multiplies bfloat16 as if it were integers; "
             "choose float32 or float16 for attention_backend 'triton' on a CPU"
         )

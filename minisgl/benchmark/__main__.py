@@ -27,7 +27,7 @@ from minisgl.benchmark.serving import flags_of, served
 from minisgl.benchmark.summary import summarize, table
 from minisgl.benchmark.workload import RandomRequest, chat_workload, random_workload
 from minisgl.config import flags
-from minisgl.config.engine import SchedulerConfig, choose_dtype
+from minisgl.config.engine import SchedulerConfig, choose_dtype, max_seq_len
 from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams
@@ -103,6 +103,8 @@ def run_offline(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def run_latency(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Fixed batches, and a trace if it is asked for."""
+    if args.profile is not None:
+        options.check_writable("profile", trace_file(args, args.batch_sizes[0], args.sampling[0]))
     roof = roofline_of(folder, args)
     with started(folder, args) as (llm, about):
         rows = latency.measure_latency(
@@ -129,12 +131,17 @@ def named(values: dict[str, Any]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
 
+def trace_file(args: argparse.Namespace, batch: int, name: str) -> Path:
+    """Where the trace of one batch size and way of sampling goes; a folder gets them all."""
+    path: Path = args.profile / "trace.json" if args.profile.is_dir() else args.profile
+    return path.with_name(f"{path.stem}-bs{batch}-{name}{path.suffix}")
+
+
 def profiles(llm: LLM, args: argparse.Namespace) -> list[dict[str, Any]]:
     """A trace for every batch size and way of sampling."""
-    path: Path = args.profile
     return [
         latency.profile_decode(
-            llm, batch, path.with_name(f"{path.stem}-bs{batch}-{name}{path.suffix}"),
+            llm, batch, trace_file(args, batch, name),
             prompt_len=args.prompt_len, steps=20, sampling=name,
         )
         for batch in args.batch_sizes for name in args.sampling
@@ -172,12 +179,12 @@ ENGINE_RUNS = {"offline": run_offline, "latency": run_latency, "kernels": run_ke
 def run_on_engine(args: argparse.Namespace) -> Result:
     """Run one of the three commands that need no server."""
     options.fill_sizes(args)
-    if args.command != "kernels":
-        SchedulerConfig(**flags.engine_fields(args))  # refuse before anything is measured
+    config = SchedulerConfig(**flags.engine_fields(args))  # refuse before anything is measured
     shapes_only = args.dummy_weight or args.command == "kernels"
     with options.model_folder(args.model, shapes_only) as folder:
         model = options.known_name(args.model) or args.model or "the embedded model"
         about = {"model": model, "dummy_weight": args.dummy_weight}
+        options.check_lengths(args, max_seq_len(config, ModelConfig.from_path(folder)))
         return about | ENGINE_RUNS[args.command](folder, args), 0
 
 
@@ -274,6 +281,7 @@ def run_overhead(args: argparse.Namespace) -> Result:
     ):
         engine = llm.scheduler.engine
         fields["num_pages"] = engine.num_pages
+        options.check_lengths(args, llm.limits.max_seq_len)
         requests = random_workload(engine.model_config.vocab_size, args.streams, *ends, args.seed)
         with served(folder, flags_of(fields)) as child:
             how = (args.temperature, args.repeats, args.seed + 1)
@@ -313,8 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options.check_ranges(args)
         if args.json is not None:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.open("a").close()  # if it cannot be written, say so now, not after the run
+            options.check_writable("json", args.json)
         results, status = RUNS[args.command](args)
         if args.json is not None:
             save(args.json, {"benchmark": args.command, **results}, shown(given))

@@ -17,6 +17,8 @@ from torch.profiler import ProfilerActivity
 from tqdm import tqdm
 
 from minisgl.benchmark.roofline import Roofline
+from minisgl.benchmark.workload import check_room
+from minisgl.config.rules import refuse
 from minisgl.core import SamplingParams
 from minisgl.llm import LLM
 from minisgl.scheduler.messages import ErrorReply, UserMsg
@@ -37,12 +39,13 @@ def start_together(
 ) -> None:
     """Queue `batch` requests with random prompts; nothing runs yet."""
     rng = np.random.default_rng(seed)
-    limits = llm.limits
-    each, room = prompt_len + output_len, limits.pool_tokens
-    if each > limits.max_seq_len:
-        raise ValueError(f"output-len: a request of {each} tokens, window {limits.max_seq_len}")
-    if batch * each > room:
-        raise ValueError(f"batch-sizes: {batch} need {batch * each} KV tokens, there are {room}")
+    limits, most = llm.limits, llm.config.max_running_req
+    check_room("prompt-len", prompt_len, output_len, limits.max_seq_len)
+    need, room = batch * (prompt_len + output_len), limits.pool_tokens
+    if need > room:
+        raise ValueError(f"batch-sizes: {batch} need {need} KV tokens, there are {room}")
+    if batch > most:
+        raise refuse("batch-sizes", f"at most {most}, which is max_running_req", batch)
     params = SamplingParams(temperature=temperature, max_tokens=output_len, ignore_eos=True)
     prompts = rng.integers(0, min(limits.vocab_size, 10_001), (batch, prompt_len)).tolist()
     first = llm.next_uid

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from minisgl.benchmark.workload import RandomRequest
+from minisgl.benchmark.workload import RandomRequest, check_room
 from minisgl.core import Batch, Phase, SamplingParams
 from minisgl.llm import LLM
 from minisgl.scheduler.scheduler import Launched, Scheduler
@@ -60,10 +60,8 @@ def redraw(requests: Sequence[RandomRequest], vocab_size: int, seed: int) -> lis
 
 def run_once(llm: LLM, requests: Sequence[RandomRequest], temperature: float) -> float:
     """Seconds until every request has exactly its number of tokens; ValueError if one cannot."""
-    need = max(len(r.input_ids) + r.output_len for r in requests)
-    if need > llm.limits.total:
-        room = llm.limits.total
-        raise ValueError(f"output-len: a request needs {need} tokens, there is room for {room}")
+    longest = max(requests, key=lambda r: len(r.input_ids) + r.output_len)
+    check_room("input-len", len(longest.input_ids), longest.output_len, llm.limits.total)
     prompts = [request.input_ids for request in requests]
     params = [
         SamplingParams(temperature=temperature, max_tokens=r.output_len, ignore_eos=True)

@@ -16,11 +16,14 @@ from typing import Any, NoReturn
 
 import torch
 
+from minisgl.attention.factory import BACKENDS
 from minisgl.benchmark.latency import SAMPLING
+from minisgl.benchmark.workload import check_room
 from minisgl.config import flags
 from minisgl.config.engine import SchedulerConfig, choose_device
 from minisgl.config.known_models import KNOWN_CONFIGS
 from minisgl.config.paths import resolve_model_path
+from minisgl.config.rules import file_of, shown
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,12 +34,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(low: int) -> Callable[[str], int]:
-    """The type of a flag that must be an integer of at least `low`, which is not negative."""
+    """The type of a flag that must be an int32 of at least `low`, which is not negative."""
 
     def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < low:
-            raise argparse.ArgumentTypeError(f"must be an integer of at least {low}, got {text!r}")
-        return int(text)
+        number = int(text) if text.isdecimal() and len(text) < 20 else -1
+        if not low <= number < 2**31:
+            why = f"must be an integer of at least {low} and below 2**31, got {shown(text)}"
+            raise argparse.ArgumentTypeError(why)
+        return number
 
     return read
 
@@ -142,7 +147,7 @@ def add_latency(parser: argparse.ArgumentParser) -> None:
     how = f"greedy, or temperature {SAMPLING['sampled']} (default both)"
     group.add_argument("--sampling", nargs="+", choices=names, default=names, help=how)
     add_size(group, "--repeats", "timed runs, of which the median counts")
-    trace = "Chrome trace of 20 steady steps; a file for each batch and sampling"
+    trace = "Chrome trace of 20 steady steps; a file for each batch and sampling, or their folder"
     group.add_argument("--profile", metavar="FILE", type=Path, default=None, help=trace)
 
 
@@ -151,7 +156,7 @@ def add_kernels(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
     add_size(group, "--batch", "requests in decode attention")
     add_size(group, "--lengths", "tokens of each, drawn uniformly", nargs=2)
-    which: dict[str, Any] = {"type": str, "metavar": "NAME"}
+    which: dict[str, Any] = {"type": str, "metavar": "NAME", "choices": list(BACKENDS)}
     add_size(group, "--backends", "attention backends", nargs="+", **which)
     add_size(group, "--page-sizes", "tokens per KV page", nargs="+")
     rows = "rows of the GEMMs (default 1 8 64 256)"
@@ -248,6 +253,21 @@ def build_parser() -> argparse.ArgumentParser:
         where = "also write results, hardware, versions and command here"
         group.add_argument("--json", metavar="OUT", type=Path, default=None, help=where)
     return parser
+
+
+def check_lengths(args: argparse.Namespace, window: int) -> None:
+    """`ValueError` for the flag at fault if the longest request exceeds the model's window."""
+    if args.command == "latency":
+        check_room("prompt-len", args.prompt_len, args.tokens, window)
+    elif args.command != "kernels":
+        check_room("input-len", args.input_len[1], args.output_len[1], window)
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """`ValueError` if a file cannot be written, now and not after the run."""
+    with file_of(flag, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
 
 
 def check_ranges(args: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from minisgl.benchmark.load import SAFE_VOCAB
 from minisgl.benchmark.workload import RandomRequest
-from minisgl.config.rules import Count, Number, Positive, explain
+from minisgl.config.rules import Count, Number, Positive, explain, file_of
 from minisgl.core import IntArray
 
 BLOCK = 16  # tokens
@@ -61,7 +61,7 @@ def parse_line(text: str, number: int) -> TraceLine:
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceLine]:
     """The first `limit` requests of a file, in the order of their time."""
-    with path.open(encoding="utf-8") as file:
+    with file_of("trace", path), path.open(encoding="utf-8") as file:
         rows = ((number, text) for number, text in enumerate(file, 1) if text.strip())
         lines = [parse_line(text, number) for _, (number, text) in zip(range(limit or 2**62), rows)]
     if not lines:

@@ -19,6 +19,7 @@ import torch
 from minisgl.benchmark.options import Parser, at_least
 from minisgl.benchmark.report import circumstances
 from minisgl.config.known_models import KNOWN_CONFIGS
+from minisgl.config.rules import file_of
 
 
 def keep(path: Path, rows: list[dict[str, Any]], command: str) -> None:
@@ -68,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:  # now, not after a search
         for model in args.models:
             steps.config_of(model, args.tp)
-        keep(path, [], "")
+        with file_of("out", path):
+            keep(path, [], "")
     except (OSError, ValueError, KeyError, TypeError) as error:
         parser.error(f"{type(error).__name__}: {error}")
     for model in args.models:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from minisgl.config.rules import refuse
 from minisgl.core import IntArray
 
 SYSTEM = (
@@ -66,6 +67,15 @@ class RandomRequest:
     input_ids: IntArray
     output_len: int
     due: float = 0.0
+
+
+def check_room(flag: str, prompt: int, answer: int, room: int) -> None:
+    """`ValueError` for `flag`, the prompt's, or for the answer's, if a request has no room."""
+    if prompt >= room:
+        raise refuse(flag, f"below {room}, the most tokens of a request", prompt)
+    if prompt + answer > room:
+        must = f"at most {room - prompt}, the room behind {prompt} prompt tokens"
+        raise refuse("output-len", must, answer)
 
 
 def random_workload(

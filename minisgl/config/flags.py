@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from minisgl.config.engine import SchedulerConfig
@@ -34,9 +34,14 @@ def argument_options(field: str) -> dict[str, Any]:
     return {"type": kind, "metavar": metavars[kind]}
 
 
-def count_or_all(text: str) -> int | None:
-    """An integer; the word "all" stands for None."""
-    return None if text == "all" else int(text)
+def number_or(word: str, kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The type of a flag that takes a number, or a word that stands for None."""
+
+    def read(text: str) -> Any:
+        return None if text == word else kind(text)
+
+    read.__name__ = f"number-or-{word}"  # as argparse says what is invalid
+    return read
 
 
 ENGINE_FLAGS = (
@@ -58,7 +63,7 @@ ENGINE_FLAGS = (
     Flag("--schedule-policy", "schedule_policy", "in order of arrival, or clients in turns"),
     Flag("--reserve-tokens", "reserve_tokens",
          "tokens of an answer whose pages are promised ahead; all: the longest possible one",
-         {"type": count_or_all, "metavar": "N"}),
+         {"type": number_or("all", int), "metavar": "N"}),
     Flag("--num-speculative-tokens", "num_speculative_tokens", "n-gram guesses a step; 0: none"),
     Flag("--cuda-graph-max-bs", "cuda_graph_max_bs", "largest captured batch (256); 0: no graph"),
     Flag("--prefill-graph-max-tokens", "prefill_graph_max_tokens", "of a captured step; 0: none"),
@@ -86,10 +91,8 @@ def add_engine_flags(group: Group, defaults: SchedulerConfig) -> None:
     for names, field, what, more in ENGINE_FLAGS:
         value = getattr(defaults, field)
         text = what if value is None or field in ("overlap", "tp") else f"{what} (default: {value})"
-        options = more if "action" in more or "type" in more else argument_options(field)
-        group.add_argument(
-            *names.split(), dest=field, default=argparse.SUPPRESS, help=text, **options
-        )
+        how = more if "action" in more or "type" in more else argument_options(field)
+        group.add_argument(*names.split(), dest=field, default=argparse.SUPPRESS, help=text, **how)
 
 
 def engine_fields(args: argparse.Namespace) -> dict[str, Any]:

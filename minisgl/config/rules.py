@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import numbers
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import (
@@ -40,6 +43,16 @@ def check_positive(**sizes: object) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
             raise refuse(name, "a positive integer", size)
+
+
+@contextmanager
+def file_of(field: str, path: Path) -> Iterator[None]:
+    """Whatever goes wrong with a file in the block is a ValueError that names the field."""
+    try:
+        yield
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"{field}: cannot use {str(path)!r} ({why})") from error
 
 
 MAX_INT = 2**63 - 1  # what tensors and messages can hold

@@ -25,7 +25,7 @@ from minisgl.config.paths import resolve_model_path
 from minisgl.core import Batch, Phase, Req, SamplingParams
 from minisgl.engine.graph import Graph, GraphRunner, choose_sizes
 from minisgl.engine.logits_processors import LogitsProcessors
-from minisgl.engine.memory import agree_on_free, decide_pages, peak_of
+from minisgl.engine.memory import agree_on_free, check_asked, decide_pages, peak_of
 from minisgl.engine.prefill_graph import PrefillRunner, record_prefill
 from minisgl.engine.sample_kernel import load_sample_kernel
 from minisgl.engine.sampler import SampleOutput, Sampler
@@ -273,6 +273,7 @@ def build_engine(
     device = start_device(config, comm)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     free_before = agree_on_free(device, comm)
+    check_asked(config, model_config, comm.size, free_before)
     model = load_model(config, model_config, path, comm, progress)
     num_pages = count_pages(config, model_config, model, comm, free_before, stream)
     if stream is not None:  # the weights came on another stream: wait for them once

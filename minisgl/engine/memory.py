@@ -58,7 +58,7 @@ def peak_of(call: Callable[[], object], device: torch.device) -> tuple[int, int]
 
 
 class NotEnoughMemory(RuntimeError):
-    """The KV cache that the engine needs does not fit; the message says by how much."""
+    """What the engine needs does not fit; the message says by how much."""
 
 
 def cap_on_cpu(
@@ -110,21 +110,43 @@ def agree_on_free(device: torch.device, comm: Comm, limit: int = 2 * GIB) -> int
     return lowest
 
 
+def page_bytes_of(config: EngineConfig, model_config: ModelConfig, ranks: int) -> int:
+    """Bytes of one KV page on one of so many ranks."""
+    tokens, itemsize = config.page_size or 1, kv_dtype(config).itemsize
+    return tokens * kv_bytes_per_token(model_config, itemsize, ranks)
+
+
+def check_asked(config: EngineConfig, model_config: ModelConfig, ranks: int, free: int) -> None:
+    """`NotEnoughMemory` that names a field which alone asks for more than the `free` bytes."""
+    each = {
+        "num_pages": page_bytes_of(config, model_config, ranks),
+        "max_running_req": 12 * max_seq_len(config, model_config),  # int32 and int64 in the tables
+        "memory_trial_tokens": 4 * model_config.hidden_size,  # hidden state and residual, 16 bits
+    }
+    for name, nbytes in each.items():
+        count = getattr(config, name) or 0
+        if count * nbytes > free:
+            need, have = count * nbytes / GIB, free / GIB
+            raise NotEnoughMemory(f"{name}: {count} take {need:,.1f} GiB, and {have:.1f} are free")
+
+
 def decide_pages(
     config: EngineConfig, model_config: ModelConfig, comm: Comm, *, free_before: int,
     model_bytes: int, trial: Callable[[int], tuple[int, int]],
 ) -> int:  # fmt: skip
     """KV pages that all ranks can have; `NotEnoughMemory` if one full request would not fit."""
     device, page_size = torch.device(config.device), config.page_size or 1
-    itemsize = kv_dtype(config).itemsize
-    page_bytes = page_size * kv_bytes_per_token(model_config, itemsize, comm.size)
+    page_bytes = page_bytes_of(config, model_config, comm.size)
     if config.memory_trial_tokens == 0:
         pages = pages_by_ratio(
             free_before=free_before, model_bytes=model_bytes,
             memory_ratio=config.memory_ratio, page_bytes=page_bytes,
         )  # fmt: skip
     else:
-        current, peak = trial(config.memory_trial_tokens)
+        try:
+            current, peak = trial(config.memory_trial_tokens)
+        except torch.OutOfMemoryError as error:
+            raise NotEnoughMemory(f"memory_trial_tokens: {error}") from error
         pages = pages_by_peak(
             free_now=agree_on_free(device, comm), peak_bytes=peak, current_bytes=current,
             memory_ratio=config.memory_ratio, page_bytes=page_bytes,

@@ -184,7 +184,11 @@ async def chat(group: WorkerGroup, frontend: Frontend, settings: ApiSettings) ->
 
 async def chat_with(url: str, api_key: str | None) -> int:
     """Chat with a server elsewhere. Raises `ValueError` if it is not there or refuses the key."""
-    async with ApiClient(url, api_key) as client:
+    try:
+        client = ApiClient(url, api_key)
+    except ValueError as error:
+        raise ValueError(str(error).replace("url", "--connect", 1)) from None
+    async with client:
         try:
             cards = await client.models()
         except ServerError as error:

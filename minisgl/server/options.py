@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-Setting = tuple[str, str, type, str]  # field, metavar, type, words for the help
+Setting = tuple[str, str, Callable[[str], Any], str]  # field, metavar, type, words for the help
 
 SERVER_FLAGS: tuple[Setting, ...] = (
     ("host", "HOST", str, "address to listen on; 0.0.0.0 for all"),
@@ -85,14 +85,15 @@ class Operations(Validated):
     debug: bool = False
 
 
+SECONDS = flags.number_or("none", float)
 OPERATION_FLAGS: tuple[Setting, ...] = (
     ("max_queue", "N", int, "answers that may wait beyond those that run; more get 429"),
     ("max_body_size", "BYTES", int, "of one request; larger ones get 413"),
-    ("request_timeout", "S", float, "seconds for one answer, then 408; none: no limit"),
+    ("request_timeout", "S", SECONDS, "seconds for one answer, then 408; none: no limit"),
     ("stall_timeout", "S", float, "seconds that a reader may take nothing before it is cut"),
     ("drain_timeout", "S", float, "seconds for answers in flight when asked to stop"),
-    ("worker_timeout", "S", float, "seconds without a sign of life of a worker; 0: no limit"),
-    ("step_timeout", "S", float, "seconds that one step of a worker may take; 0: no limit"),
+    ("worker_timeout", "S", float, "seconds the scheduler or a text process may stop; 0: no limit"),
+    ("step_timeout", "S", float, "seconds of a step, or a wait for a stopped rank; 0: no limit"),
     ("log_format", "NAME", str, "text, json or none"),
     ("log_prompts", "", bool, "prompts and answers in the log, in full"),
     ("trace", "FILE", str, "write a Chrome/Perfetto trace of requests, steps and streams"),

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 from httpx_sse import EventSource, SSEError
 
+from minisgl.config.rules import refuse
 from minisgl.server.frontend import RequestFailed
 from minisgl.server.workers.messages import UserReply
 
@@ -28,11 +29,16 @@ class ServerError(Exception):
 
 def base_url(url: str) -> str:
     """The address that ends in `/v1/`, of a server given with or without it."""
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"url: must be like http://host:1919, got {url!r}")
-    path = parts.path.rstrip("/").removesuffix("/v1")
-    return f"{parts.scheme}://{parts.netloc}{path}/v1/"
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        base = str(httpx.URL(f"{parts.scheme}://{parts.netloc}{path}/v1/"))
+    except (ValueError, httpx.InvalidURL):  # an open bracket, a port that is none
+        good = False
+    if not good:
+        raise refuse("url", "like http://host:1919", url)
+    return base
 
 
 def message_of(body: str) -> str:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from minisgl.config.rules import file_of
 from minisgl.server.frontend import Observer, Prompt
 from minisgl.server.workers.messages import StatsEvent, TraceMsg, UserReply
 
@@ -20,7 +21,8 @@ class TraceFile(Observer):
     """Writes events to a file as they come; times are microseconds of the monotonic clock."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="utf-8")
+        with file_of("trace", path):
+            self._file = path.open("w", encoding="utf-8")
         self._file.write("[\n")
         self._opened: dict[int, float] = {}
         self._first: dict[int, tuple[float, UserReply]] = {}
