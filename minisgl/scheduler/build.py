@@ -79,17 +79,13 @@ def build_scheduler(
     engine = build_engine(config, comm, progress=progress)
     limits = limits_of(engine, ends)
     engine.deferral, engine.scorer = grammars, score_prompts(engine)
-    cache = CacheManager(
-        engine.num_pages, engine.tables, make_cache(config.cache_type, engine.page_size)
-    )
+    prefixes = make_cache(config.cache_type, engine.page_size)
+    cache = CacheManager(engine.num_pages, engine.tables, prefixes)
     settled = engine.config
     assert isinstance(settled, SchedulerConfig)
     prefill = build_prefill(settled, cache)
     scheduler = scheduler_class(settled, engine, progress)(
-        engine,
-        cache,
-        prefill,
-        prefill.decode,
+        engine, cache, prefill, prefill.decode,
         channel if comm is None else CompilingChannel(channel, grammars),
         make_req=partial(grammars.make_req, limits=limits),
         make_room=make_room,
@@ -97,7 +93,7 @@ def build_scheduler(
         eos_token_ids=limits.eos_token_ids,
         overlap=bool(settled.overlap),
         interleave=settled.schedule_policy == "fair",
-    )
+    )  # fmt: skip
     if trace is not None:
         attach_trace(scheduler, trace)
     return scheduler
