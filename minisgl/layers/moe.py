@@ -94,7 +94,8 @@ class MoE(nn.Module):
         logits, weights = self.linear(x, self.gate), (self.gate_up, self.down)
         how, first = (self.config.top_k, self.config.norm_topk_prob), self.experts.start
         if x.is_cuda:
-            kernels, fixed = load_kernels(), self.linear is not F.linear  # fixed: deterministic
+            kernels = load_kernels()
+            fixed = self.linear is not F.linear  # deterministic, of chapter 05f
             y: Tensor = kernels.expert_sum(
                 x, logits[None], *weights, *how, first=first, fixed=fixed
             )
