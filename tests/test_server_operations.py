@@ -681,7 +681,7 @@ def test_shell_of_a_server_elsewhere(live: Live, tmp_path: Path) -> None:
     typed = "hello\n/stats\nagain\n" + "long " * 300 + "\n/exit\n"
     code, said, errors = run_package("--connect", live.url, typed=typed)
     assert code == 0 and not errors, errors
-    assert " tok/s; prompt " in said and "[400: prompt: " in said
+    assert " tok/s; prompt " in said and "[400: messages: " in said
     live.assert_pages_home()
     nowhere = f"http://127.0.0.1:{free_port()}"
     code, _, errors = run_package("--connect", nowhere, typed="hello\n")
