@@ -28,11 +28,15 @@ class Child(NamedTuple):
     process: psutil.Process
 
     def cpu_seconds(self) -> dict[str, float]:
-        """CPU seconds so far: of the process that speaks HTTP, and of each worker."""
-        children = sorted(self.process.children(recursive=True), key=lambda p: p.create_time())
+        """CPU seconds so far: of the process that speaks HTTP, and of each worker with its own."""
+        children = sorted(self.process.children(), key=lambda p: p.create_time())
         workers = [p for p in children if "resource_tracker" not in " ".join(p.cmdline())]
-        names = ["http", "scheduler", *(f"text {i}" for i in range(len(workers)))]  # as they start
-        return {n: sum(p.cpu_times()[:2]) for n, p in zip(names, [self.process, *workers])}
+        names = ["scheduler", *(f"text {i}" for i in range(len(workers)))]  # as they start
+        spent = {"http": sum(self.process.cpu_times()[:2])}
+        for name, worker in zip(names, workers):  # other ranks are children of the scheduler
+            family = [worker, *worker.children(recursive=True)]
+            spent[name] = sum(sum(p.cpu_times()[:2]) for p in family)
+        return spent
 
 
 def stop(process: subprocess.Popen[str], patience: float = 30.0) -> None:

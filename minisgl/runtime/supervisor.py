@@ -158,10 +158,14 @@ class Supervisor:
             )
 
     def __enter__(self) -> Self:
-        with ignoring(signal.SIGINT):
-            for name, process in self.processes.items():
-                process.start()
-                self._pipes[name][1].close()  # so that the end of the process ends the pipe
+        try:
+            with ignoring(signal.SIGINT):
+                for name, process in self.processes.items():
+                    process.start()
+                    self._pipes[name][1].close()  # so that the end of the process ends the pipe
+        except BaseException:  # no process could be started, or a signal wants us to leave
+            self.stop()
+            raise
         self._deadline = time.monotonic() + self._start_seconds
         return self
 
@@ -238,14 +242,15 @@ class Supervisor:
     def stop(self) -> None:
         """Ask every worker to leave, then insist; no process and no socket file stays behind."""
         with ignoring(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            descendants = self._descendants()
+            started = [process for process in self.processes.values() if process.pid is not None]
+            descendants = self._descendants(started)
             if self.grace:
                 self.ask_to_leave()
             deadline = time.monotonic() + self.grace
-            for process in self.processes.values():
+            for process in started:
                 process.join(timeout=max(0.0, deadline - time.monotonic()))
             for insist, seconds in (("terminate", 1.0), ("kill", 2.0)):
-                left = [process for process in self.processes.values() if process.is_alive()]
+                left = [process for process in started if process.is_alive()]
                 for process in left:
                     getattr(process, insist)()
                 for process in left:
@@ -261,10 +266,10 @@ class Supervisor:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _descendants(self) -> list[psutil.Process]:
+    def _descendants(self, workers: Sequence[BaseProcess]) -> list[psutil.Process]:
         """Processes that our workers started: they leave with them, unless they are stopped."""
         found: list[psutil.Process] = []
-        for process in self.processes.values():
+        for process in workers:
             with suppress(psutil.NoSuchProcess):
                 found += psutil.Process(process.pid).children(recursive=True)
         return found

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,8 @@ async def serve(
     )  # fmt: skip
 
     def say_ready() -> None:
-        print(f"minisgl serves {settings.model_name} on {shown_url(sock)}", flush=True)
+        with suppress(OSError):  # a closed pipe: nobody wants to know
+            print(f"minisgl serves {settings.model_name} on {shown_url(sock)}", flush=True)
 
     lifecycle = Lifecycle(
         server, group, frontend, limiter,

@@ -16,7 +16,7 @@ from types import FrameType
 import uvicorn
 
 from minisgl.engine.heap import frozen_heap
-from minisgl.runtime.supervisor import Supervisor, WorkerFailed
+from minisgl.runtime.supervisor import Supervisor
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.limits import ConcurrencyLimiter
 
@@ -45,7 +45,6 @@ class Lifecycle:
     ) -> None:
         self.server, self.group, self.frontend, self.limiter = server, group, frontend, limiter
         self.drain_timeout, self.on_ready = drain_timeout, on_ready  # seconds
-        self.failed: WorkerFailed | None = None
         self.status = 0
 
     async def run(self, sock: socket.socket) -> int:
@@ -57,9 +56,9 @@ class Lifecycle:
             await self.server.serve(sockets=[sock])
         finally:
             states.cancel()
-            await asyncio.gather(states, return_exceptions=True)
-        if self.failed is not None:
-            raise self.failed
+            (failure,) = await asyncio.gather(states, return_exceptions=True)
+        if isinstance(failure, Exception):  # and not that it was cancelled
+            raise failure
         return self.status
 
     async def _states(self) -> None:
@@ -70,8 +69,6 @@ class Lifecycle:
                     self.on_ready()
                     if await self._serve():
                         await self._drain()
-        except WorkerFailed as failed:
-            self.failed = failed
         finally:
             self.server.should_exit = True
 
