@@ -10,6 +10,7 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -820,6 +821,29 @@ def test_what_a_stopped_worker_started_leaves_with_it(tmp_path: Path) -> None:
         psutil.Process(group.processes["parent"].pid).suspend()
         group.grace = 0.0
     wait_for(lambda: not child.is_running() or child.status() == "zombie", "its child to end", 5)
+
+
+@pytest.mark.parametrize("error", [OSError, SystemExit])
+def test_a_start_that_breaks_off_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """No second process can be started, or a signal comes first: the first one has to go."""
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    workers = [Worker(name, "time:sleep", (60,)) for name in ("first", "second", "third")]
+    group = Supervisor(workers, folder=folder)
+    beside = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(group.processes["second"], "start", fail)
+    with pytest.raises(error), group:
+        pass
+    assert group.processes["first"].exitcode is not None and not folder.exists()
+    assert beside.poll() is None, "it was not ours to end"
+    beside.kill()
+    beside.wait()
 
 
 @pytest.mark.drill

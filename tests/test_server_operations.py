@@ -660,6 +660,28 @@ def test_drain_has_a_deadline(signals: int) -> None:
     assert told == ["the server is shutting down"]
 
 
+def test_what_ends_a_server_is_told() -> None:
+    """Whatever it is, and not only a worker's failure."""
+
+    async def serve(sockets: Any) -> None:
+        while not server.should_exit:
+            await asyncio.sleep(0.01)
+
+    server: Any = SimpleNamespace(
+        asked=0, started=True, should_exit=False, serve=serve, handle_exit=None
+    )
+
+    def on_ready() -> None:
+        raise ZeroDivisionError("a bug")
+
+    nobody: Any = SimpleNamespace(fail_all=lambda why: None)
+    lifecycle = Lifecycle(
+        server, Supervisor([]), nobody, ConcurrencyLimiter(4), drain_timeout=1.0, on_ready=on_ready
+    )
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        asyncio.run(lifecycle.run(socket.socket()))
+
+
 # Metrics
 
 
