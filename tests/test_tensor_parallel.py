@@ -375,9 +375,6 @@ class Script:
             assert isinstance(reply, TokenReply), reply
             self.tokens.setdefault(reply.uid, []).append(reply.token)
 
-    def close(self) -> None:
-        pass
-
 
 def record(scheduler: Scheduler, steps: list[tuple[Any, ...]]) -> None:
     """Note phase, requests and slots of every batch that this scheduler launches."""
@@ -450,7 +447,6 @@ def test_broadcast_channel_passes_messages_in_order_and_drops_replies() -> None:
         channel = BroadcastChannel(outer if comm.rank == 0 else None, comm)
         got = channel.recv(block=False) + channel.recv(block=False)
         channel.send([reply])
-        channel.close()
         return got, outer.take_replies()
 
     (first, said), (second, silent) = run_threads(rank, 2)

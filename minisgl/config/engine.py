@@ -59,7 +59,7 @@ class EngineConfig(Validated):
 
     `memory_ratio` is the part of free memory for weights and KV cache, `distributed_timeout` is in
     seconds; `max_running_req` and `*_bs` count requests, `num_pages` pages; `page_size`
-    (None: 16) and `max_seq_len_override` (None: the model's window) are in tokens. With
+    and `max_seq_len_override` (None: the model's window) are in tokens. With
     `memory_trial_tokens` above 0 a trial prefill of so many tokens says what a step needs besides.
     `kernels` "torch" keeps to plain PyTorch, "triton" takes fused kernels where they fit.
     `deterministic`: same bits in every batch, see chapter 05f. "fp8": eight bits, see chapter 05g.
@@ -75,7 +75,7 @@ class EngineConfig(Validated):
     cuda_graph_bs: BatchSizes | None = None
     cuda_graph_max_bs: Count | None = None
     prefill_graph_max_tokens: Count | None = None  # see chapter 07d
-    page_size: Positive | None = None
+    page_size: Positive = 16
     memory_ratio: Annotated[PositiveNumber, Field(le=1)] = 0.9
     memory_trial_tokens: Count = 0
     distributed_timeout: PositiveNumber = 60.0
@@ -185,7 +185,7 @@ C = TypeVar("C", bound=EngineConfig)
 
 
 def resolve(config: C, model: ModelConfig) -> C:
-    """A new config in which device, dtype, backends and page size are settled and fit the model."""
+    """A new config in which device, dtype and backends are settled and fit the model."""
     model.check_tp(config.tp.size, config.expert_parallel)
     max_seq_len(config, model)
     device = choose_device(config.device, config.tp.rank)
@@ -195,7 +195,6 @@ def resolve(config: C, model: ModelConfig) -> C:
         "device": device,
         "dtype": dtype,
         "attention_backend": choose_backend(config, device, dtype, model.head_dim),
-        "page_size": config.page_size or 16,
     }
     if config.kernels == "auto":
         settled["kernels"] = "torch" if on_cpu or config.deterministic else "triton"

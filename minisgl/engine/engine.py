@@ -83,7 +83,7 @@ class Engine:
     ) -> None:  # fmt: skip
         """`config` is resolved; `stream` None on a CPU. There are no graphs before `capture`."""
         self.config, self.model_config, self.model = config, model_config, model
-        self.num_pages, self.page_size = num_pages, config.page_size or 1
+        self.num_pages, self.page_size = num_pages, config.page_size
         self.device, self.stream = torch.device(config.device), stream
         self.pool, self.tables = allocate_memory(config, model_config, num_pages)
         self.max_seq_len = max_seq_len(config, model_config)

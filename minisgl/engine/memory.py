@@ -112,7 +112,7 @@ def agree_on_free(device: torch.device, comm: Comm, limit: int = 2 * GIB) -> int
 
 def page_bytes_of(config: EngineConfig, model_config: ModelConfig, ranks: int) -> int:
     """Bytes of one KV page on one of so many ranks."""
-    tokens, itemsize = config.page_size or 1, kv_dtype(config).itemsize
+    tokens, itemsize = config.page_size, kv_dtype(config).itemsize
     return tokens * kv_bytes_per_token(model_config, itemsize, ranks)
 
 
@@ -135,7 +135,7 @@ def decide_pages(
     model_bytes: int, trial: Callable[[int], tuple[int, int]],
 ) -> int:  # fmt: skip
     """KV pages that all ranks can have; `NotEnoughMemory` if one full request would not fit."""
-    device, page_size = torch.device(config.device), config.page_size or 1
+    device, page_size = torch.device(config.device), config.page_size
     page_bytes = page_bytes_of(config, model_config, comm.size)
     if config.memory_trial_tokens == 0:
         pages = pages_by_ratio(

@@ -63,7 +63,7 @@ def kv_dtype(config: EngineConfig) -> torch.dtype:
 def make_pool(config: EngineConfig, model: ModelConfig, num_pages: int) -> KVPool:
     """The pool that a resolved config asks for; ValueError on a GPU without eight-bit floats."""
     sizes: dict[str, Any] = {
-        "num_layers": model.num_layers, "num_pages": num_pages, "page_size": config.page_size or 1,
+        "num_layers": model.num_layers, "num_pages": num_pages, "page_size": config.page_size,
         "num_kv_heads": model.kv_heads_per_rank(config.tp.size), "head_dim": model.head_dim,
         "device": torch.device(config.device),
     }  # fmt: skip

@@ -32,7 +32,3 @@ class BroadcastChannel:
     def send(self, replies: Sequence[Reply]) -> None:
         if self.outer is not None:
             self.outer.send(replies)
-
-    def close(self) -> None:
-        if self.outer is not None:
-            self.outer.close()

@@ -23,10 +23,6 @@ class Channel(Protocol):
         """Hand replies out, in this order; returns at once."""
         ...
 
-    def close(self) -> None:
-        """Let go of what carries the messages."""
-        ...
-
 
 def drain(source: queue.SimpleQueue) -> Iterator:
     """Everything that is in a queue now."""
@@ -58,9 +54,6 @@ class InProcessChannel:
     def send(self, replies: Sequence[Reply]) -> None:
         for reply in replies:
             self._outbox.put(reply)
-
-    def close(self) -> None:
-        """Nothing to let go of."""
 
     @property
     def waiting(self) -> bool:

@@ -360,17 +360,13 @@ class CompilingInbox:
         ready = [uid for uid, (_, job) in self.held.items() if job.done()]
         return passed + [self.held.pop(uid)[0] for uid in ready]
 
-    def close(self) -> None:
-        if hasattr(self.inbox, "close"):
-            self.inbox.close()
-
 
 class CompilingChannel:
     """The channel of a rank: what is announced is compiled, the rest goes on."""
 
     def __init__(self, channel: Channel, grammars: Grammars) -> None:
         self.channel, self.grammars = channel, grammars
-        self.send, self.close = channel.send, channel.close
+        self.send = channel.send
 
     def recv(self, block: bool) -> list[Msg]:
         messages: Sequence[Any] = self.channel.recv(block)

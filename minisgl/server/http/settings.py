@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minisgl.config.engine import ServerConfig, max_seq_len, resolve
+from minisgl.config.engine import ServerConfig, max_seq_len
 from minisgl.config.model import ModelConfig
 from minisgl.core import SamplingParams
 from minisgl.server.http.calls import ChatAbilities, chat_abilities, read_template
@@ -54,5 +54,5 @@ def settings_for(
     model, can = ModelConfig.from_path(path), chat_abilities(read_template(path))
     window = max_seq_len(config, model)
     if config.num_pages is not None:  # a KV cache smaller than the window
-        window = min(window, config.num_pages * (resolve(config, model).page_size or 1))
+        window = min(window, config.num_pages * config.page_size)
     return ApiSettings(name, window, sampling_defaults(path), config.api_key, request_timeout, can)

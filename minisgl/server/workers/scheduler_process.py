@@ -64,11 +64,6 @@ class SchedulerChannel:
         if report := self.report():
             self._outbox.put(*report)
 
-    def close(self) -> None:
-        for box in (self._inbox, self._outbox):
-            if hasattr(box, "close"):
-                box.close()
-
 
 def stats_of(scheduler: Scheduler) -> StatsMsg:
     """Requests and pages of a scheduler, between two of its turns."""
@@ -104,12 +99,14 @@ def scheduler_process(
     config: ServerConfig, folder: Path, traced: bool, context: WorkerContext
 ) -> None:
     """The only rank, or rank 0, which starts the others, leads them, and alone reports."""
-    hold = CompilingInbox(ZmqInbox(address(folder, "scheduler")), config.tp.size > 1)
-    outer = SchedulerChannel(hold, ZmqOutbox(address(folder, "text")), beat=context.beat)
+    inbox, outbox = ZmqInbox(address(folder, "scheduler")), ZmqOutbox(address(folder, "text"))
+    hold = CompilingInbox(inbox, config.tp.size > 1)
+    outer = SchedulerChannel(hold, outbox, beat=context.beat)
     reporter = Reporter(traced)
     outer.report = guarded(reporter)
     with ExitStack() as stack:
-        stack.callback(outer.close)
+        stack.callback(inbox.close)
+        stack.callback(outbox.close)
         channel: Channel = outer
         comm: Comm | None = None
         if config.tp.size > 1:
