@@ -92,7 +92,7 @@ OPERATION_FLAGS: tuple[Setting, ...] = (
     ("request_timeout", "S", SECONDS, "seconds for one answer, then 408; none: no limit"),
     ("stall_timeout", "S", float, "seconds that a reader may take nothing before it is cut"),
     ("drain_timeout", "S", float, "seconds for answers in flight when asked to stop"),
-    ("worker_timeout", "S", float, "seconds the scheduler or a text process may stop; 0: no limit"),
+    ("worker_timeout", "S", float, "seconds the scheduler or a text process may hang; 0: no limit"),
     ("step_timeout", "S", float, "seconds of a step, or a wait for a stopped rank; 0: no limit"),
     ("log_format", "NAME", str, "text, json or none"),
     ("log_prompts", "", bool, "prompts and answers in the log, in full"),

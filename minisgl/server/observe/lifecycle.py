@@ -48,7 +48,7 @@ class Lifecycle:
         self.status = 0
 
     async def run(self, sock: socket.socket) -> int:
-        """Serve on a listening socket until it is over; raises `WorkerFailed` if it never began."""
+        """Serve on a listening socket until it is over; raises what broke it, if anything did."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, self.server.handle_exit, signal.SIGHUP, None)
         states = asyncio.ensure_future(self._states())
