@@ -114,10 +114,15 @@ class Tokenizer:
         return replace(params, bad_words=tuple(ids for ids in dict.fromkeys(found) if ids))
 
 
-def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a model folder; None if there is none, then prompts must be token ids."""
+def has_tokenizer(folder: Path) -> bool:
+    """Whether there is a tokenizer beside the model; without one, prompts must be token ids."""
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    return Tokenizer(folder) if any((folder / name).is_file() for name in names) else None
+    return any((folder / name).is_file() for name in names)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a model folder, if it has one."""
+    return Tokenizer(folder) if has_tokenizer(folder) else None
 
 
 def text_size(value: object) -> int:

@@ -31,6 +31,7 @@ from minisgl.config.model import ModelConfig
 from minisgl.engine.heap import frozen_heap
 from minisgl.llm import LLM
 from minisgl.server.chat.client import base_url
+from minisgl.tokenizer import has_tokenizer
 
 
 def check_answer(tail: bytes, tokens: int) -> None:
@@ -174,8 +175,7 @@ def with_tokenizer(folder: Path, dummy_weight: bool) -> Iterator[tuple[Path, str
     With `dummy_weight` a folder without one is copied, as far as its config goes, into a temporary
     one with a synthetic tokenizer. `ValueError` if weights are wanted and there is none.
     """
-    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    if any((folder / name).is_file() for name in files):
+    if has_tokenizer(folder):
         yield folder, "the model's"
         return
     if not dummy_weight:
