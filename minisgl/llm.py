@@ -157,7 +157,7 @@ class LLM:
             if not alone:
                 self.ranks.give_up()
             raise
-        self.limits = limits_of(self.scheduler.engine)
+        self.limits = limits_of(self.scheduler.engine, self.scheduler.eos_token_ids)
         self.next_uid, self.closed, self.pid = 0, False, os.getpid()
         self.lock = threading.Lock()  # threads may share the object; their calls take turns
 

@@ -695,7 +695,7 @@ def test_one_gpu_is_not_shared_by_ranks(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "status"), [("forgets", 0), ("failed", 1), ("killed", -signal.SIGKILL)]
+    ("how", "status"), [("forgets", 0), ("forked", 0), ("failed", 1), ("killed", -signal.SIGKILL)]
 )
 def test_a_program_ends_with_the_ranks_that_it_left_open(
     tmp_path: Path, how: str, status: int

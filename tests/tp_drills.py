@@ -424,6 +424,11 @@ def orphan(how: str) -> None:
     print(group.processes["rank 1"].pid, flush=True)
     if how == "killed":
         os.kill(os.getpid(), 9)
+    if how == "forked":
+        if os.fork() == 0:
+            sys.exit(0)  # it complains that it may not wait for a rank, and no more
+        os.wait()
+        assert group.processes["rank 1"].is_alive()
     assert how != "failed"
 
 

@@ -82,8 +82,6 @@ class RankProcesses(Supervisor):
     to a collective call any more.
     """
 
-    daemon = True
-
     def __init__(
         self,
         entry: Callable[..., Any],

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -125,10 +126,17 @@ def ignoring(*signals: signal.Signals) -> Iterator[None]:
             signal.signal(sig, handler)
 
 
+def end_forgotten(processes: Sequence[BaseProcess]) -> None:
+    """Kill what still runs: nobody will stop it any more."""
+    left = [process for process in processes if process.pid is not None and process.is_alive()]
+    for process in left:
+        process.kill()
+    for process in left:
+        process.join()
+
+
 class Supervisor:
     """Worker processes and the folder of their sockets, if any. A context manager."""
-
-    daemon = False  # a daemon may have no children, and ends with a program that forgets it
 
     def __init__(
         self,
@@ -153,9 +161,9 @@ class Supervisor:
             self._pipes[worker.name] = pipe = context.Pipe(duplex=False)
             args = (worker, pipe[1], self._heartbeats[worker.name], folder)
             name = f"minisgl {worker.name}"
-            self.processes[worker.name] = context.Process(
-                target=worker_main, args=args, name=name, daemon=self.daemon
-            )
+            self.processes[worker.name] = context.Process(target=worker_main, args=args, name=name)
+        # Not daemons: those a forked child would end, too, when it ends.
+        Finalize(self, end_forgotten, (list(self.processes.values()),), exitpriority=0)
 
     def __enter__(self) -> Self:
         try:

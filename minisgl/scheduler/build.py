@@ -30,7 +30,7 @@ from minisgl.scheduler.validation import Limits
 from minisgl.tokenizer import load_tokenizer
 
 
-def limits_of(engine: Engine, eos_token_ids: Collection[int] = ()) -> Limits:
+def limits_of(engine: Engine, eos_token_ids: Collection[int]) -> Limits:
     """What requests to this engine must keep to."""
     pool_tokens, vocab_size = engine.num_pages * engine.page_size, engine.model_config.vocab_size
     return Limits(engine.max_seq_len, pool_tokens, vocab_size, frozenset(eos_token_ids))

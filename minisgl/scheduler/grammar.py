@@ -147,7 +147,11 @@ class TagCompiler:
                 "separator": str(between),
             }:
                 return self.repeated(node, self.either(tags), f"{self.literal(between)} ", "")
-            case {"type": "triggered_tags", "triggers": [str(trigger)], "tags": [_, *_] as tags}:
+            case {
+                "type": "triggered_tags",
+                "triggers": [str(trigger)],
+                "tags": [_, *_] as tags,
+            } if trigger:
                 return self.triggered(node, trigger, tags)
         raise ValueError(f"no node of a structural tag that is supported: {node!r:.80}")
 
@@ -238,10 +242,11 @@ class DeferredOutput(ForwardOutput):
 class Grammars:
     """Compiles grammars for one model in a thread, keeps the last ones, fills masks."""
 
-    def __init__(self, load: Callable[[], LLTokenizer | str], keep: int = 1024) -> None:
+    def __init__(self, load: Callable[[], LLTokenizer | str], keep: int = 256) -> None:
         """`load`, which runs in the thread, says in place of a tokenizer why there is none.
 
-        `keep` is as many as may wait at once; one that is dropped while it waits is made twice.
+        `keep` bounds their memory, a few MiB for a large one; one that is dropped while its request
+        waits is compiled twice.
         """
         pool = ThreadPoolExecutor(1, "grammars")
         self.tokenizer = loaded = pool.submit(load)

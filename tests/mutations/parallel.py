@@ -144,7 +144,7 @@ MUTATIONS = [
     Mutation(
         "launch: a program waits for ranks that it forgot",
         "minisgl.runtime.supervisor",
-        ", daemon=self.daemon",
+        "        Finalize(self, end_forgotten, (list(self.processes.values()),), exitpriority=0)\n",
         "",
         T + "test_a_program_ends_with_the_ranks_that_it_left_open",
     ),
