@@ -269,12 +269,12 @@ def small_model(
 
 def check_model(
     model: CausalLM, lens: list[int], extend: list[int] | None, limit: float = 0.0,
-    eight_bits: bool = False,
+    eight_bits: bool = False, turned: int = 0,
 ) -> None:  # fmt: skip
     """The fused model equals the plain one: a decode step, or a prefill of `extend` tokens.
 
     limit: of their relative distance; 0: what the dtype of the weights allows. eight_bits: of keys
-    and values.
+    and values. turned: rows of logits that may be any, as rounding can turn a choice of experts.
     """
     from minisgl.models.fused import FusedModel
 
@@ -306,7 +306,9 @@ def check_model(
     kept = world.pool.buffer.clone()
     for backend in (TorchBackend, FusedBackend) if extend is None else (TorchBackend,):
         got = run(FusedModel(model), backend)
-        close(got, want, limit or 2 * limit_of(weight.dtype))
+        off = (got.float() - want.float()).norm(dim=-1) / want.float().norm(dim=-1)
+        usual = off.argsort()[: len(off) - turned]
+        close(got[usual], want[usual], limit or 2 * limit_of(weight.dtype))
         close(world.pool.buffer.float(), kept.float(), limit or limit_of(weight.dtype))
 
 

@@ -56,7 +56,8 @@ def test_as_many_tokens_as_the_host_is_slower_than_the_gpu() -> None:
     assert prefill_tokens(gpu, small) == 2048
     assert prefill_tokens(gpu, large) == 512
     for rank in (TPInfo(0, 2), TPInfo(1, 2)):
-        assert prefill_tokens(replace(gpu, tp=rank), large) == 0
+        assert prefill_tokens(replace(gpu, tp=rank), large) == 1024
+        assert prefill_tokens(replace(gpu, tp=rank, device="cpu"), large) == 0
         asked = replace(gpu, tp=rank, prefill_graph_max_tokens=300)
         assert prefill_tokens(asked, large) == 300
     assert prefill_tokens(replace(gpu, device="cpu"), small) == 0

@@ -17,6 +17,7 @@ from minisgl.kernels import device, fp8_linear, linear
 from minisgl.kernels.device import H200, DeviceLimits, TunedTiles, load_tuned, tile_files
 from minisgl.kernels.linear import Tiling
 from minisgl.kernels.norm import DeferredNorm
+from tests.fused_cases import check_model, small_model
 
 ON_CPU = {"device": "cpu", "dtype": torch.float32}
 SHIPPED = sorted((Path(device.__file__).parent / "tiles").glob("*.json"))
@@ -250,6 +251,16 @@ def test_one_rank_is_a_model_of_its_own():
     cut = tune_steps.config_of("Qwen/Qwen3-32B", 2)
     assert (cut["num_attention_heads"], cut["num_key_value_heads"]) == (32, 4)
     assert (cut["intermediate_size"], cut["num_hidden_layers"], cut["head_dim"]) == (12800, 8, 128)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_one_row_meets_the_kernels_of_so_many_ranks(tp):
+    """Behind a sum over ranks, no product is behind a norm whose factor is missing."""
+    H200.tuned.asked.clear()
+    comm = tune_steps.Alone(tp)
+    check_model(small_model("qwen3", comm=comm, num_hidden_layers=1), [9], None)
+    asked = {key.split()[1] for key in H200.tuned.asked}
+    assert "plain" in asked and ("norm_plain" in asked) == (tp == 1)
 
 
 def test_the_command_says_what_it_needs(capsys):

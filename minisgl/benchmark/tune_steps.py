@@ -31,9 +31,10 @@ from minisgl.config.paths import read_json, resolve_model_path
 from minisgl.engine.engine import Engine
 from minisgl.kernels.device import DeviceLimits, device_limits
 from minisgl.kernels.linear import Tiling, launch_rows, row_linear_add_norm
-from minisgl.kernels.norm import DeferredNorm
+from minisgl.kernels.norm import DeferredNorm, add_norm
 from minisgl.layers.fp8 import Fp8Weight, fp8_weight
 from minisgl.llm import LLM
+from minisgl.parallel.comm import SingleRank
 
 LAYERS = 8  # of the model: enough that their weights do not stay in the L2 cache
 
@@ -59,6 +60,18 @@ def config_of(model: str, tp: int) -> dict[str, Any]:
     return one_rank(config, tp)
 
 
+class Alone(SingleRank):
+    """One of several ranks without the others: what a sum would be, its own part stands for."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_reduce_add_norm(
+        self, parts: Tensor, residual: Tensor, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return add_norm(parts, residual, norm, eps)
+
+
 @contextmanager
 def engine_of(model: str, tp: int, quantization: str, sizes: Sequence[int]) -> Iterator[Engine]:
     """An engine with random weights that records these sizes; its memory is free afterwards."""
@@ -69,7 +82,10 @@ def engine_of(model: str, tp: int, quantization: str, sizes: Sequence[int]) -> I
             folder, use_dummy_weight=True, quantization=quantization, cuda_graph_bs=tuple(sizes),
             prefill_graph_max_tokens=0, num_pages=2048, max_running_req=max(sizes),
         ) as llm:  # fmt: skip
-            yield llm.scheduler.engine
+            engine = llm.scheduler.engine
+            if tp > 1:  # kernels behind a sum over ranks are other ones
+                engine.forward_pass.comm = Alone(tp)  # type: ignore[attr-defined]
+            yield engine
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -177,11 +193,7 @@ def right_choices(key: str, limits: DeviceLimits) -> list[list[Any]]:
 
 
 def tune(model: str, tp: int, quantization: str, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Search for one model; what is found is in force from then on. A row for each size.
-
-    One row alone takes kernels around a norm only where there is one rank: left out else.
-    """
-    sizes = [size for size in sizes if tp == 1 or size > 1]
+    """Search for one model; what is found is in force from then on. A row for each size."""
     limits = device_limits(torch.device("cuda", torch.cuda.current_device()))
     rows: list[dict[str, Any]] = []
     tried: dict[str, int] = {}

@@ -183,6 +183,7 @@ class PrefillRunner(GraphRunner):
 
 
 LAYER_SECONDS = 340e-6  # of a host that launches a layer
+SUMS_SECONDS = 190e-6  # and the sums of a layer over several ranks
 FLOPS = 600e12  # of a GPU in large GEMMs, each second
 
 
@@ -192,13 +193,14 @@ def prefill_tokens(config: EngineConfig, model: ModelConfig) -> int:
     if config.deterministic:  # a padded step has other bits than an eager one
         return 0
     if most is None:
-        if config.device == "cpu" or config.tp.size > 1:  # several GPUs: only if asked for
+        if config.device == "cpu":
             return 0
         moe, tables = model.moe, 1 if model.tie_word_embeddings else 2
         met = model.num_parameters - tables * model.vocab_size * model.hidden_size
         if moe is not None:
             met -= model.expert_parameters * (moe.num_experts - moe.top_k) // moe.num_experts
-        break_even = LAYER_SECONDS * FLOPS / 2 / (met / model.num_layers)
+        seconds = LAYER_SECONDS + (SUMS_SECONDS if config.tp.size > 1 else 0)
+        break_even = seconds * FLOPS / 2 / (met / config.tp.size / model.num_layers)
         most = min(2048, 1 << int(break_even).bit_length() - 1)
     if isinstance(config, SchedulerConfig) and config.max_extend_tokens is not None:
         most = min(most, config.max_extend_tokens)

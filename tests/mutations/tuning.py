@@ -6,6 +6,13 @@ TEST = "tests/test_tuning.py::"
 
 MUTATIONS = [
     Mutation(
+        name="tuning: one row of two ranks is searched for as if there was one",
+        module="minisgl.benchmark.tune_steps",
+        old="        self.size = size\n",
+        new="        self.size = 1\n",
+        test=TEST + "test_one_row_meets_the_kernels_of_so_many_ranks",
+    ),
+    Mutation(
         name="tuning: a lucky measurement is enough",
         module="minisgl.benchmark.tuning",
         old="return median(gained) > GAIN",
