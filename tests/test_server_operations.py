@@ -16,6 +16,7 @@ import tempfile
 import termios
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ import pytest
 from minisgl.config.engine import ServerConfig
 from minisgl.core import SamplingParams
 from minisgl.runtime.heartbeat import Watchdog
-from minisgl.runtime.supervisor import Supervisor
+from minisgl.runtime.supervisor import Supervisor, WorkerFailed
 from minisgl.scheduler.observe import attach_trace
 from minisgl.server.chat.client import ApiClient, base_url
 from minisgl.server.chat.shell import Shell
@@ -406,8 +407,9 @@ def free_port() -> int:
 
 
 @pytest.mark.drill
-def test_stop_while_the_model_loads(checkpoint: Path, tmp_path: Path) -> None:
-    """Ctrl-C; that SIGTERM is heard as well is seen when a server drains."""
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_stop_while_the_model_loads(checkpoint: Path, tmp_path: Path, signum: int) -> None:
+    """A signal to the whole group, young workers among them."""
     port = free_port()
     flags = ["--model", str(checkpoint), "--port", str(port), "--log-format", "none"]
     served = Served(tmp_path, *flags)
@@ -420,7 +422,7 @@ def test_stop_while_the_model_loads(checkpoint: Path, tmp_path: Path) -> None:
 
     wait_for(answers, "the first 503", 60)
     children = served.children()
-    served.process.send_signal(signal.SIGINT)
+    os.killpg(served.process.pid, signum)
     assert not served.ended(children)
 
 
@@ -593,7 +595,10 @@ def test_lines_for_people_stay_lines() -> None:
 
 
 def test_drain_finishes_what_is_under_way(checkpoint: Path, tmp_path: Path) -> None:
-    """A whole life: metrics tell what happened, SIGTERM drains, the log and the trace are whole."""
+    """A whole life: metrics tell what happened, SIGTERM drains, the log and the trace are whole.
+
+    It goes to the whole group, as systemd sends it.
+    """
     file = tmp_path / "trace.json"
     flags = ["--model", str(checkpoint), "--num-pages", "64", "--trace", str(file)]
     served = Served(tmp_path, *flags)
@@ -604,7 +609,7 @@ def test_drain_finishes_what_is_under_way(checkpoint: Path, tmp_path: Path) -> N
         lines = response.iter_lines()
         next(lines)
         assert kept.get(f"{url}/models").status_code == 200
-        served.process.terminate()
+        os.killpg(served.process.pid, signal.SIGTERM)
         wait_for(lambda: kept.get(f"{root}/health").status_code == 503, "the drain to begin")
         refused = httpx.post(f"{url}/completions", json={"prompt": "x"})
         assert refused.status_code == 503 and "shutting down" in refused.text
@@ -658,6 +663,40 @@ def test_drain_has_a_deadline(signals: int) -> None:
 
     assert (asyncio.run(drain()) >= 0.3) == (signals == 1)
     assert told == ["the server is shutting down"]
+
+
+def test_a_worker_that_dies_ends_a_drain(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody waits for answers that cannot come; who restarts servers sees a failure."""
+    told: list[str] = []
+    limiter, group = ConcurrencyLimiter(4), Supervisor([])
+    group.broken = lambda: WorkerFailed("the scheduler died")  # type: ignore[method-assign]
+    server: Any = SimpleNamespace(asked=1)
+    frontend: Any = SimpleNamespace(fail_all=told.append)
+    lifecycle = Lifecycle(
+        server, group, frontend, limiter, drain_timeout=600.0, on_ready=lambda: None
+    )
+    with limiter.acquire(2):
+        asyncio.run(lifecycle._drain())
+    assert told == ["the scheduler died; restart the server"] and lifecycle.status == 1
+    assert "the scheduler died" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_worker_that_a_signal_ends_is_no_failure(asked: int) -> None:
+    """While it loads, and if the server heard the signal, too, even a moment later."""
+
+    def starting() -> bool:
+        asyncio.get_running_loop().call_later(0.02, setattr, server, "asked", asked)
+        raise WorkerFailed("the scheduler was killed by signal 15")
+
+    server: Any = SimpleNamespace(asked=0, started=True)
+    group: Any = SimpleNamespace(starting=starting)
+    nobody: Any = SimpleNamespace(fail_all=lambda why: None)
+    lifecycle = Lifecycle(
+        server, group, nobody, ConcurrencyLimiter(4), drain_timeout=1.0, on_ready=lambda: None
+    )
+    with nullcontext() if asked else pytest.raises(WorkerFailed, match="signal 15"):
+        assert not asyncio.run(lifecycle._load())
 
 
 def test_what_ends_a_server_is_told() -> None:

@@ -28,7 +28,7 @@ from minisgl.parallel.comm import Comm
 from minisgl.parallel.gloo import CommError, GlooComm, leave_group
 from minisgl.parallel.nccl import NcclComm
 from minisgl.runtime.broadcast import BroadcastChannel
-from minisgl.runtime.supervisor import PeerFailed, Supervisor, Worker, WorkerContext
+from minisgl.runtime.supervisor import LEAVE, PeerFailed, Supervisor, Worker, WorkerContext
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.messages import Reply
@@ -62,7 +62,7 @@ def rank_main(
 ) -> Any:
     """The life of a rank process: join, call `entry(comm, *args)`, return what it returns."""
     # A rank has nothing to remove, and in a collective call no Python handler runs.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(LEAVE, signal.SIG_DFL)
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", place.port, is_master=False)
     context.ready()

@@ -85,9 +85,13 @@ def leave_with_parent(folder: Path | None = None) -> None:
     threading.Thread(target=watch, daemon=True, name="leave with parent").start()
 
 
+OF_THE_GROUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the parent answers them for all
+LEAVE = signal.SIGUSR1  # by which the parent ends a worker
+
+
 def worker_main(worker: Worker, report: Connection, counts: Any, folder: Path | None) -> None:
     """First code of every worker process: run its function, report how that ended."""
-    for sig in (signal.SIGINT, signal.SIGHUP):  # they reach the whole group; the parent answers
+    for sig in OF_THE_GROUP:
         signal.signal(sig, signal.SIG_IGN)
     leave_with_parent(folder)
     tqdm.set_lock(threading.RLock())  # its own is a semaphore, which outlives a killed process
@@ -102,7 +106,7 @@ def worker_main(worker: Worker, report: Connection, counts: Any, folder: Path | 
         main = getattr(importlib.import_module(module), function)
         # From here on there are things of ours to remove, in order. Not before: PyTorch's import
         # calls Python from C++ that aborts loudly when an exception comes out of it.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        signal.signal(LEAVE, lambda *_: sys.exit(1))
         ending = Ending("done", main(*worker.args, WorkerContext(ready, heartbeat.beat)))
     except Exception as error:
         kind = "lost" if isinstance(error, PeerFailed) else "failed"
@@ -249,7 +253,7 @@ class Supervisor:
 
     def stop(self) -> None:
         """Ask every worker to leave, then insist; no process and no socket file stays behind."""
-        with ignoring(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with ignoring(*OF_THE_GROUP):
             started = [process for process in self.processes.values() if process.pid is not None]
             descendants = self._descendants(started)
             if self.grace:
@@ -257,10 +261,11 @@ class Supervisor:
             deadline = time.monotonic() + self.grace
             for process in started:
                 process.join(timeout=max(0.0, deadline - time.monotonic()))
-            for insist, seconds in (("terminate", 1.0), ("kill", 2.0)):
+            for sig, seconds in ((LEAVE, 1.0), (signal.SIGKILL, 2.0)):
                 left = [process for process in started if process.is_alive()]
                 for process in left:
-                    getattr(process, insist)()
+                    with suppress(psutil.NoSuchProcess):  # ended just now
+                        psutil.Process(process.pid).send_signal(sig)
                 for process in left:
                     process.join(timeout=seconds)
             for descendant in descendants:

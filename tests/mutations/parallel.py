@@ -151,8 +151,8 @@ MUTATIONS = [
     Mutation(
         "launch: a hung rank is left behind",
         "minisgl.runtime.supervisor",
-        'for insist, seconds in (("terminate", 1.0), ("kill", 2.0)):',
-        "for insist, seconds in ():",
+        "for sig, seconds in ((LEAVE, 1.0), (signal.SIGKILL, 2.0)):",
+        "for sig, seconds in ():",
         T + "test_a_rank_that_hangs_ends_the_group",
     ),
 ]

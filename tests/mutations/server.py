@@ -296,6 +296,27 @@ MUTATIONS = [
         test=OPERATIONS + "test_killed_worker_ends_every_stream_and_the_server",
     ),
     Mutation(
+        name="server: a signal to the whole group ends workers",
+        module="minisgl.runtime.supervisor",
+        old="OF_THE_GROUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP",
+        new="OF_THE_GROUP = signal.SIGINT, signal.SIGHUP",
+        test=OPERATIONS + "test_drain_finishes_what_is_under_way",
+    ),
+    Mutation(
+        name="server: a drain waits for a dead worker",
+        module="minisgl.server.observe.lifecycle",
+        old="                await self._fail(broken)\n                return\n",
+        new="                pass\n",
+        test=OPERATIONS + "test_a_worker_that_dies_ends_a_drain",
+    ),
+    Mutation(
+        name="server: a signal to all is a failure while it loads",
+        module="minisgl.server.observe.lifecycle",
+        old="            if not self.server.asked:\n                raise\n",
+        new="            raise\n",
+        test=OPERATIONS + "test_a_worker_that_a_signal_ends_is_no_failure",
+    ),
+    Mutation(
         name="server: a drain does not wait",
         module="minisgl.server.observe.lifecycle",
         old="while self.limiter.taken and",

@@ -16,7 +16,7 @@ from types import FrameType
 import uvicorn
 
 from minisgl.engine.heap import frozen_heap
-from minisgl.runtime.supervisor import Supervisor
+from minisgl.runtime.supervisor import Supervisor, WorkerFailed
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.limits import ConcurrencyLimiter
 
@@ -74,27 +74,34 @@ class Lifecycle:
 
     async def _load(self) -> bool:
         """Wait for the workers; False if a signal came first."""
-        while self.group.starting() or not self.server.started:
-            if self.server.asked:
-                return False
-            await asyncio.sleep(0.02)
+        try:
+            while self.group.starting() or not self.server.started:
+                if self.server.asked:
+                    return False
+                await asyncio.sleep(0.02)
+        except WorkerFailed:
+            await asyncio.sleep(0.1)  # a signal to the whole group can end a young worker first
+            if not self.server.asked:
+                raise
+            return False
         return True
 
     async def _serve(self) -> bool:
         """Until a signal comes: True; or until a worker fails: False."""
         while not self.server.asked:
-            broken = self.group.broken()
-            if broken is not None:
-                self.status, self.group.grace = 1, 0.5
-                self.frontend.fail_all(f"{broken}; restart the server")
-                notes = getattr(
-                    broken, "__notes__", []
-                )  # tracebacks: after the start they are bugs
-                print(f"minisgl: {broken}", *notes, sep="\n", file=sys.stderr, flush=True)
-                await asyncio.sleep(1.0)  # time for error events, and for a look at /health
+            if (broken := self.group.broken()) is not None:
+                await self._fail(broken)
                 return False
             await asyncio.sleep(0.1)
         return True
+
+    async def _fail(self, broken: WorkerFailed) -> None:
+        """Tell everybody what broke."""
+        self.status, self.group.grace = 1, 0.5
+        self.frontend.fail_all(f"{broken}; restart the server")
+        notes = getattr(broken, "__notes__", [])  # tracebacks: after the start they are bugs
+        print(f"minisgl: {broken}", *notes, sep="\n", file=sys.stderr, flush=True)
+        await asyncio.sleep(1.0)  # time for error events, and for a look at /health
 
     async def _drain(self) -> None:
         """No new requests; answers in flight may finish, until the deadline or another signal."""
@@ -104,6 +111,9 @@ class Lifecycle:
             wait = f"{self.limiter.taken} answers to end, {self.drain_timeout:g} s at most"
             print(f"minisgl: waits for {wait}; Ctrl-C again cuts them", file=sys.stderr, flush=True)
         while self.limiter.taken and time.monotonic() < end and self.server.asked < 2:
+            if (broken := self.group.broken()) is not None:
+                await self._fail(broken)
+                return
             await asyncio.sleep(0.05)
         self.frontend.fail_all(self.limiter.reason)
         await asyncio.sleep(0.05)
