@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from minisgl.attention.metadata import build_metadata
 from minisgl.benchmark import kernels, offline, options
-from minisgl.benchmark.__main__ import main
+from minisgl.benchmark.__main__ import RUNS, main, shown
 from minisgl.benchmark.kernels import Ceilings
 from minisgl.benchmark.latency import (
     Interval,
@@ -484,6 +485,37 @@ def test_command_stores_results_with_their_circumstances(command: str, tmp_path:
         assert (tmp_path / "trace-bs2-greedy.json").is_file()
 
 
+def test_ctrl_c_leaves_no_file_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(RUNS, "offline", interrupt)
+    out = tmp_path / "out.json"
+    assert main(["offline", "--device", "cpu", "--json", str(out)]) == 130
+    assert not out.exists() and not capsys.readouterr().err
+    out.write_text("kept")
+    assert main(["offline", "--device", "cpu", "--json", str(out)]) == 130
+    assert out.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        ("online --api-key secret --rate 2", "online --api-key … --rate 2"),
+        ("online --api-key=secret", "online --api-key=…"),
+        (
+            "offline --json=/home/ann/o.json --model /home/ann/m=1",
+            "offline --json=o.json --model m=1",
+        ),
+    ],
+)
+def test_a_stored_command_keeps_secrets_and_places(given: str, stored: str) -> None:
+    words = shlex.split(shown(given.split()))
+    assert " ".join(words) == f"python -m minisgl.benchmark {stored}"
+
+
 def test_results_that_cannot_be_stored_cost_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -508,6 +540,12 @@ def test_dummy_weights_of_a_known_model_need_no_download(
     engine = results["engine"]
     assert (engine["page_size"], engine["max_running_req"], engine["overlap"]) == (4, 3, False)
     assert not engine["makes_text"], "without a tokenizer there is no text to make"
+
+
+def test_a_model_in_a_folder_is_called_by_its_name(tmp_path: Path) -> None:
+    assert options.named_model(str(tmp_path / "mine")) == "mine"
+    assert options.named_model("qwen3-8b") == "Qwen/Qwen3-8B"
+    assert options.named_model(None) == "the embedded model"
 
 
 def test_known_shapes_are_a_folder_while_they_are_needed(tmp_path: Path) -> None:
@@ -546,6 +584,7 @@ def test_sizes_follow_the_device_unless_given() -> None:
     [
         ("", "COMMAND"),
         ("fast", "invalid choice: 'fast'"),
+        ("online --url x --api secret", "unrecognized arguments: --api secret"),
         ("offline --requests 0", "--requests: must be an integer of at least 1 and"),
         ("offline --repeats x", "--repeats: must be an integer of at least 1 and"),
         ("kernels --lengths 5 2147483648", "below 2**31, got '2147483648'"),

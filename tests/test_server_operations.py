@@ -472,6 +472,16 @@ def test_key_comes_from_the_environment_unless_given(
         config_from(build_parser().parse_args([]))
 
 
+def test_a_model_without_a_tokenizer_is_not_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`LLM` takes token ids for it; clients send text."""
+    path = make_checkpoint(tmp_path, "qwen3")
+    assert main(["--model", str(path), "--device", "cpu", "--port", "0"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "--model" in said and "no tokenizer" in said, said
+
+
 def test_sockets_lie_in_a_private_folder(checkpoint: Path) -> None:
     group = WorkerGroup(ServerConfig(model_path=str(checkpoint)), Watchdog(60, 600))
     folder = group.folder

@@ -182,8 +182,7 @@ def run_on_engine(args: argparse.Namespace) -> Result:
     config = SchedulerConfig(**flags.engine_fields(args))  # refuse before anything is measured
     shapes_only = args.dummy_weight or args.command == "kernels"
     with options.model_folder(args.model, shapes_only) as folder:
-        model = options.known_name(args.model) or args.model or "the embedded model"
-        about = {"model": model, "dummy_weight": args.dummy_weight}
+        about = {"model": options.named_model(args.model), "dummy_weight": args.dummy_weight}
         options.check_lengths(args, max_seq_len(config, ModelConfig.from_path(folder)))
         return about | ENGINE_RUNS[args.command](folder, args), 0
 
@@ -287,9 +286,8 @@ def run_overhead(args: argparse.Namespace) -> Result:
             how = (args.temperature, args.repeats, args.seed + 1)
             row = overhead.measure_overhead(llm, child, requests, *how)
     print(overhead.overhead_text(row))
-    model = options.known_name(args.model) or args.model or "the embedded model"
     names = ("input_len", "output_len", "temperature", "repeats", "seed", "dummy_weight")
-    about = {"model": model, "tokenizer": tokenizer, "engine": fields}
+    about = {"model": options.named_model(args.model), "tokenizer": tokenizer, "engine": fields}
     return {**about, "workload": chosen(args, *names), **row}, 0
 
 
@@ -308,9 +306,14 @@ RUNS = dict.fromkeys(ENGINE_RUNS, run_on_engine) | {
 
 def shown(given: Sequence[str]) -> str:
     """The command line as it is stored: without a key, and of files elsewhere the name alone."""
-    given = [Path(word).name if Path(word).is_absolute() else word for word in given]
-    words = [("--api-key=…" if word.startswith("--api-key=") else word) for word in given]
-    words = ["…" if before == "--api-key" else word for before, word in zip(["", *words], words)]
+    words: list[str] = []
+    for word in given:
+        flag, mark, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if words[-1:] == ["--api-key"] or (flag == "--api-key" and mark):
+            value = "…"
+        elif Path(value).is_absolute():
+            value = Path(value).name
+        words.append(flag + mark + value)
     return shlex.join(["python", "-m", "minisgl.benchmark", *words])
 
 
@@ -328,6 +331,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, NotEnoughMemory) as error:
         print(f"python -m minisgl.benchmark: {in_flags(str(error))}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     return status
 
 

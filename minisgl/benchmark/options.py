@@ -27,7 +27,10 @@ from minisgl.config.rules import file_of, shown
 
 
 class Parser(argparse.ArgumentParser):
-    """Complains in one line and exits with status 2."""
+    """Complains in one line and exits with status 2. Flags are written out."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(allow_abbrev=False, **fields)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -76,6 +79,11 @@ def known_name(name: str | None) -> str | None:
         if name.lower() in (known.lower(), known.lower().split("/")[1]):
             return known
     return None
+
+
+def named_model(name: str | None) -> str:
+    """What a stored result calls a model: its hub id, or its folder without the way there."""
+    return known_name(name) or (Path(name).name if name else "the embedded model")
 
 
 @contextmanager
@@ -267,7 +275,10 @@ def check_writable(flag: str, path: Path) -> None:
     """`ValueError` if a file cannot be written, now and not after the run."""
     with file_of(flag, path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        before = path.exists()
         path.open("a").close()
+        if not before:
+            path.unlink()
 
 
 def check_ranges(args: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from minisgl.benchmark.options import known_name
+from minisgl.benchmark.options import known_name, named_model
 from minisgl.benchmark.tuning import choices, search
 from minisgl.config.known_models import KNOWN_CONFIGS
 from minisgl.config.model import ModelConfig
@@ -209,7 +209,7 @@ def tune(model: str, tp: int, quantization: str, sizes: Sequence[int]) -> list[d
             before = measure()
             found = search(limits.tuned, right, measure)
             rows.append({
-                "model": model, "tp": tp, "quantization": quantization, "rows": size,
+                "model": named_model(model), "tp": tp, "quantization": quantization, "rows": size,
                 "ms_before": round(before * 1e3, 4), "ms": round(measure() * 1e3, 4),
                 "seconds": round(time.perf_counter() - start, 1), "tried": dict(tried),
                 "found": found,

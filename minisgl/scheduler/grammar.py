@@ -206,7 +206,7 @@ def compile_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> LLMa
             raise ValueError("no text matches" if why.startswith("NoExtensionBias") else why)
     except Exception as error:  # a client's text: nothing in it may end the scheduler's loop
         name = str(tag_of(text).get("name", field)) if field == "structural_tag" else field
-        raise InvalidRequestError(f"{name}: {error}", param=name) from None
+        raise InvalidRequestError(f"{name}: {error!s:.500}", param=name) from None
     return matcher
 
 
@@ -220,7 +220,7 @@ class Matcher:
     @property
     def error(self) -> str:
         """Why the answer cannot go on, or nothing."""
-        return f"{self.field}: {self.ll.get_error()}" if self.ll.is_error() else ""
+        return f"{self.field}: {self.ll.get_error():.500}" if self.ll.is_error() else ""
 
     def follow(self, output_ids: IntArray) -> None:
         """Accept what the answer has got since the last call."""
