@@ -397,7 +397,7 @@ def test_options_reach_the_engine(folder: Path) -> None:
 
 
 def test_the_package_is_lazy() -> None:
-    code = "import sys, minisgl, minisgl.config.engine; assert 'torch' not in sys.modules"
+    code = "import sys, minisgl, minisgl.server.cli; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert minisgl.__version__ and "LLM" in dir(minisgl)
     with pytest.raises(AttributeError, match="nothing"):

@@ -203,7 +203,7 @@ class CachedArgs(NamedTuple):
 class Sampler:
     """Turns logits into next tokens; holds a seed and no state that a request could see.
 
-    `kernel(logits, keys, temperature, out, top_k, top_p)` draws all rows in one launch: see
+    `kernel(logits, keys, temperature, out, top_k, top_p)` draws all rows in one call: see
     `minisgl.kernels.sample.sample_logits`. Without one the torch functions do the work.
     """
 
@@ -309,7 +309,7 @@ class Sampler:
         return draw(logits, self.token_ids, 0, keys, temperature)
 
     def draw_fused(self, logits: Tensor, args: SamplingArgs) -> Tensor:
-        """By the kernel: all rows in one launch, whatever they need; int64 [bs]."""
+        """By the kernel: all rows in one call, whatever they need; int64 [bs]."""
         assert self.kernel is not None
         arrays: list[NDArray[Any]] = [args.keys, args.temperature]
         if args.filtered:

@@ -48,7 +48,7 @@ class DeviceLimits:
 
     @property
     def runs_tiles(self) -> bool:
-        """Whether our kernels' tiles fit: before 8.0 there are 64 KiB, and no copies ahead."""
+        """Whether our kernels' tiles fit: before 8.0 there is less memory, and no copies ahead."""
         return self.capability >= 80
 
     def at_once(self, most: int, nbytes: int) -> int:

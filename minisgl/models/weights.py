@@ -181,7 +181,7 @@ def load_weights(
     """Fill `model` from the safetensors in folder `path`, each rank reading its own part.
 
     Tensors are cast to `dtype` on the way. WeightError names every tensor that does not fit;
-    then nothing has been read.
+    then nothing has been allocated.
     """
     with ExitStack() as stack:
         checkpoint = Checkpoint(Path(path), stack)

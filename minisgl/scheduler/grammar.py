@@ -211,7 +211,7 @@ def compile_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> LLMa
 
 
 class Matcher:
-    """Follows one answer through its grammar. What it knows is a function of the answer alone."""
+    """Follows one answer through its grammar. Only the answer and the prompt's end move it."""
 
     def __init__(self, start: LLMatcher, field: str) -> None:
         self.ll, self.field = start.deep_copy(), field

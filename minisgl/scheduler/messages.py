@@ -40,14 +40,14 @@ class TokenReply(msgspec.Struct, tag=True, kw_only=True):
     """One token of a request. The last reply of a request, and no other, has `finished` set."""
 
     uid: int
-    token: int | None  # None if the request was aborted
+    token: int | None  # None if it was aborted, or wanted no tokens
     finished: bool = False
-    finish_reason: str | None = None  # "stop" (an end token), "length" or "abort"
+    finish_reason: str | None = None  # "stop" (an end or a stop token), "length" or "abort"
     prompt_tokens: int = 0
     cached_tokens: int = 0
     logprob: float | None = None
     top_logprobs: list[tuple[int, float]] | None = None
-    notice: str | None = None  # what the caller should know; with the first token only
+    notice: str | None = None  # what the caller should know; with the first token, or an abort
     stop: tuple[str, ...] = ()  # the request's stop strings; with the first token only
     prompt_tail: tuple[int, ...] = ()  # the prompt's last tokens; with the first token only
     prompt_logprobs: list[PromptToken] = []  # if asked for; with the first token only

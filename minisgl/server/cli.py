@@ -25,9 +25,9 @@ from minisgl.config import flags
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams
+from minisgl.runtime.guarded import guarded
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import WorkerFailed, one_line
-from minisgl.scheduler.observe import guarded
 from minisgl.server.chat.client import ApiClient, ServerError
 from minisgl.server.chat.shell import Conversation, run_shell
 from minisgl.server.frontend import Frontend, Observer
@@ -44,6 +44,7 @@ from minisgl.server.responses.routes import add_responses_routes
 from minisgl.server.workers.channels import ZmqInbox, ZmqOutbox
 from minisgl.server.workers.messages import UserReply
 from minisgl.server.workers.processes import WorkerGroup, address
+from minisgl.tokenizer import has_tokenizer
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -205,6 +206,8 @@ async def chat_with(url: str, api_key: str | None) -> int:
 def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
     """Start all parts, serve or chat, and leave nothing behind; returns the exit status."""
     path = resolve_model_path(config.model_path)
+    if not has_tokenizer(path):
+        raise ValueError(f"model_path: {path} holds no tokenizer, and a server answers with text")
     settings = settings_for(config, path, operations.request_timeout)
     with ExitStack() as stack:
         sock = None

@@ -15,7 +15,6 @@ from minisgl.config.engine import ServerConfig, max_seq_len
 from minisgl.config.model import ModelConfig
 from minisgl.core import SamplingParams
 from minisgl.server.http.calls import ChatAbilities, chat_abilities, read_template
-from minisgl.tokenizer import has_tokenizer
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,7 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
 def settings_for(
     config: ServerConfig, path: Path, request_timeout: float | None = None
 ) -> ApiSettings:
-    """What the routes say of the model in the folder `path`. ValueError if it cannot be served."""
-    if not has_tokenizer(path):
-        raise ValueError(f"model_path: {path} holds no tokenizer, and a server answers with text")
+    """What the routes say of the model in the folder `path`."""
     name = config.served_model_name or (path.name if config.model_path else "minisgl-tiny")
     model, can = ModelConfig.from_path(path), chat_abilities(read_template(path))
     window = max_seq_len(config, model)

@@ -14,13 +14,14 @@ from pathlib import Path
 from minisgl.config.engine import ServerConfig
 from minisgl.engine.heap import frozen_heap
 from minisgl.parallel.comm import Comm
+from minisgl.runtime.guarded import guarded
 from minisgl.runtime.ranks import Ranks
 from minisgl.runtime.supervisor import WorkerContext, WorkerFailed
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.grammar import CompilingInbox
 from minisgl.scheduler.messages import ExitMsg, Msg, Reply
-from minisgl.scheduler.observe import TraceEvent, guarded
+from minisgl.scheduler.observe import TraceEvent
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.server.workers.channels import Inbox, Outbox, ZmqInbox, ZmqOutbox
 from minisgl.server.workers.messages import Span, StatsEvent, StatsMsg, TraceMsg
