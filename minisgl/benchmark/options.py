@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -24,16 +24,6 @@ from minisgl.config.engine import SchedulerConfig, choose_device
 from minisgl.config.known_models import KNOWN_CONFIGS
 from minisgl.config.paths import resolve_model_path
 from minisgl.config.rules import file_of, shown
-
-
-class Parser(argparse.ArgumentParser):
-    """Complains in one line and exits with status 2. Flags are written out."""
-
-    def __init__(self, **fields: Any) -> None:
-        super().__init__(allow_abbrev=False, **fields)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def at_least(low: int) -> Callable[[str], int]:
@@ -247,7 +237,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
 def build_parser() -> argparse.ArgumentParser:
     """Every command with its flags, and every default in the help."""
     what = "Measure the engine and its server, beside the least time that the device allows."
-    parser = Parser(prog="python -m minisgl.benchmark", description=what)
+    parser = flags.Parser(prog="python -m minisgl.benchmark", description=what)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (what, add) in COMMANDS.items():
         command = commands.add_parser(name, help=what, description=f"Measure {what}.")

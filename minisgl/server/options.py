@@ -22,7 +22,7 @@ MODELS = "folder in Hugging Face layout, or a hub id; none: the small model in t
 
 def build_parser() -> argparse.ArgumentParser:
     """Every flag, with its default in the help."""
-    parser = argparse.ArgumentParser(
+    parser = flags.Parser(
         prog="python -m minisgl",
         description="Serve a language model over an OpenAI-compatible API, or chat (--shell).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
