@@ -24,6 +24,7 @@ from minisgl.config.engine import SchedulerConfig, choose_device
 from minisgl.config.known_models import KNOWN_CONFIGS
 from minisgl.config.paths import resolve_model_path
 from minisgl.config.rules import file_of, shown
+from minisgl.server.options import Parser
 
 
 def at_least(low: int) -> Callable[[str], int]:
@@ -237,7 +238,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
 def build_parser() -> argparse.ArgumentParser:
     """Every command with its flags, and every default in the help."""
     what = "Measure the engine and its server, beside the least time that the device allows."
-    parser = flags.Parser(prog="python -m minisgl.benchmark", description=what)
+    parser = Parser(prog="python -m minisgl.benchmark", description=what)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (what, add) in COMMANDS.items():
         command = commands.add_parser(name, help=what, description=f"Measure {what}.")

@@ -18,9 +18,9 @@ import torch
 
 from minisgl.benchmark.options import at_least
 from minisgl.benchmark.report import circumstances
-from minisgl.config import flags
 from minisgl.config.known_models import KNOWN_CONFIGS
 from minisgl.config.rules import file_of
+from minisgl.server.options import Parser
 
 
 def keep(path: Path, rows: list[dict[str, Any]], command: str) -> None:
@@ -40,10 +40,10 @@ def keep(path: Path, rows: list[dict[str, Any]], command: str) -> None:
 SIZES = (1, 8, 32, 64, 128, 256)  # of decode steps
 
 
-def make_parser() -> flags.Parser:
+def make_parser() -> Parser:
     """The command line."""
     what = "Search for the tiles that make decode steps fastest on this GPU."
-    parser = flags.Parser(prog="python -m minisgl.benchmark.tune", description=what)
+    parser = Parser(prog="python -m minisgl.benchmark.tune", description=what)
     names = ", ".join(name.split("/")[1] for name in KNOWN_CONFIGS)
     parser.add_argument("models", nargs="+", metavar="MODEL", help=f"a folder, or one of {names}")
     parser.add_argument("--tp", type=at_least(1), default=1, metavar="N",

@@ -8,21 +8,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from minisgl.config.engine import SchedulerConfig
 
 Group = argparse._ArgumentGroup
-
-
-class Parser(argparse.ArgumentParser):
-    """Complains in one line and exits with status 2. Flags are written out."""
-
-    def __init__(self, **fields: Any) -> None:
-        super().__init__(allow_abbrev=False, **fields)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 class Flag(NamedTuple):

@@ -9,7 +9,7 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import Field
 
@@ -20,9 +20,19 @@ from minisgl.config.rules import Count, Number, Positive, PositiveNumber, Text, 
 MODELS = "folder in Hugging Face layout, or a hub id; none: the small model in the package"
 
 
+class Parser(argparse.ArgumentParser):
+    """Complains in one line and exits with status 2. Flags are written out."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(allow_abbrev=False, **fields)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Every flag, with its default in the help."""
-    parser = flags.Parser(
+    parser = Parser(
         prog="python -m minisgl",
         description="Serve a language model over an OpenAI-compatible API, or chat (--shell).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
