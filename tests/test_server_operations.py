@@ -482,6 +482,17 @@ def test_a_model_without_a_tokenizer_is_not_served(
     assert said.count("\n") == 1 and "--model" in said and "no tokenizer" in said, said
 
 
+def test_streams_that_are_closed_lead_nowhere() -> None:
+    """A service may be started without them; what is opened later must not take their places."""
+    code = (
+        "import sys; from minisgl.server.cli import open_streams; open_streams();"
+        "print(sys.stdin.read()); print(sys.stderr.isatty(), file=sys.stderr);"
+        "sys.exit(7 if open(sys.executable).fileno() > 2 else 1)"
+    )
+    command = ["bash", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
+    assert subprocess.run(command, check=False).returncode == 7
+
+
 def test_sockets_lie_in_a_private_folder(checkpoint: Path) -> None:
     group = WorkerGroup(ServerConfig(model_path=str(checkpoint)), Watchdog(60, 600))
     folder = group.folder

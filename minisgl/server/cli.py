@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
+import os
 import signal
 import socket
 import sys
@@ -236,8 +237,17 @@ def leave(sig: int, _: object) -> None:
     raise SystemExit(128 + sig)
 
 
+def open_streams() -> None:
+    """Let standard streams that whoever started us has closed lead nowhere, in workers as well."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w"))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m minisgl`; returns the exit status."""
+    open_streams()
     args = build_parser().parse_args(argv)
     for sig in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(sig, leave)
