@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from minisgl.runtime.supervisor import WorkerContext
+
+
+def masked(told: str, context: WorkerContext) -> None:
+    """Write into the file `told` which signals this worker blocks."""
+    Path(told).write_text(str(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))))
+    context.ready()
 
 
 def parent(told: str, context: WorkerContext) -> None:

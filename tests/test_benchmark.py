@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from minisgl.attention.metadata import build_metadata
 from minisgl.benchmark import kernels, offline, options
-from minisgl.benchmark.__main__ import RUNS, main, shown
+from minisgl.benchmark.__main__ import RUNS, main
 from minisgl.benchmark.kernels import Ceilings
 from minisgl.benchmark.latency import (
     Interval,
@@ -512,7 +512,7 @@ def test_ctrl_c_leaves_no_file_and_no_traceback(
     ],
 )
 def test_a_stored_command_keeps_secrets_and_places(given: str, stored: str) -> None:
-    words = shlex.split(shown(given.split()))
+    words = shlex.split(options.stored_command("minisgl.benchmark", given.split()))
     assert " ".join(words) == f"python -m minisgl.benchmark {stored}"
 
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -844,6 +845,38 @@ def test_a_start_that_breaks_off_leaves_nothing(
     assert beside.poll() is None, "it was not ours to end"
     beside.kill()
     beside.wait()
+
+
+def test_a_signal_while_workers_start_is_heard_when_they_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not lost, and not in the middle: a process half started could not be ended."""
+    told = tmp_path / "mask"
+    group = Supervisor([Worker("masked", "tests.parent:masked", (str(told),))])
+    process = group.processes["masked"]
+    start = type(process).start
+
+    def interrupted(self: BaseProcess) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        start(self)
+
+    monkeypatch.setattr(type(process), "start", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), group:
+            pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.pid is not None and process.exitcode is not None
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_a_worker_blocks_no_signals(tmp_path: Path) -> None:
+    """Those that its parent holds back while it starts would stay blocked in what it starts."""
+    told = tmp_path / "mask"
+    with Supervisor([Worker("masked", "tests.parent:masked", (str(told),))]) as group:
+        wait_for(lambda: not group.starting(), "the worker to be ready")
+    assert told.read_text() == "[]"
 
 
 @pytest.mark.drill

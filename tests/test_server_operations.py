@@ -39,7 +39,7 @@ from minisgl.server.http.limits import ConcurrencyLimiter
 from minisgl.server.http.settings import sampling_defaults, settings_for
 from minisgl.server.in_process import InProcessServer
 from minisgl.server.observe.lifecycle import Lifecycle
-from minisgl.server.observe.logs import RequestLog, as_json, as_text
+from minisgl.server.observe.logs import LineWriter, RequestLog, as_json, as_text
 from minisgl.server.observe.metrics import Metrics
 from minisgl.server.observe.trace import TraceFile
 from minisgl.server.options import Operations, build_parser, config_from, operations_from
@@ -480,6 +480,24 @@ def test_a_model_without_a_tokenizer_is_not_served(
     assert main(["--model", str(path), "--device", "cpu", "--port", "0"]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "--model" in said and "no tokenizer" in said, said
+
+
+def test_a_log_that_nobody_reads_holds_up_nobody() -> None:
+    """A full pipe, then a reader: lines are whole and in order, and some at the end are gone."""
+    reader, descriptor = os.pipe()
+    write = LineWriter(descriptor, most=50)
+    line = "x" * 9999
+    start = time.monotonic()
+    for number in range(100):
+        write(f"{number:04} {line}")
+    write.close()
+    assert time.monotonic() - start < 5
+    with open(reader) as file:
+        first = [file.readline() for _ in range(40)]
+    assert [text[:4] for text in first] == [f"{number:04}" for number in range(40)]
+    assert all(text.endswith("x\n") and len(text) == 10_005 for text in first)
+    write("nobody reads this")
+    os.close(descriptor)
 
 
 def test_streams_that_are_closed_lead_nowhere() -> None:

@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import math
 import random
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -304,19 +303,6 @@ RUNS = dict.fromkeys(ENGINE_RUNS, run_on_engine) | {
 }  # fmt: skip
 
 
-def shown(given: Sequence[str]) -> str:
-    """The command line as it is stored: without a key, and of files elsewhere the name alone."""
-    words: list[str] = []
-    for word in given:
-        flag, mark, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        if words[-1:] == ["--api-key"] or (flag == "--api-key" and mark):
-            value = "…"
-        elif Path(value).is_absolute():
-            value = Path(value).name
-        words.append(flag + mark + value)
-    return shlex.join(["python", "-m", "minisgl.benchmark", *words])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m minisgl.benchmark`; returns the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
@@ -327,7 +313,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.check_writable("json", args.json)
         results, status = RUNS[args.command](args)
         if args.json is not None:
-            save(args.json, {"benchmark": args.command, **results}, shown(given))
+            command = options.stored_command("minisgl.benchmark", given)
+            save(args.json, {"benchmark": args.command, **results}, command)
     except (ValueError, OSError, ImportError, NotEnoughMemory) as error:
         print(f"python -m minisgl.benchmark: {in_flags(str(error))}", file=sys.stderr)
         return 2

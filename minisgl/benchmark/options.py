@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -75,6 +76,19 @@ def known_name(name: str | None) -> str | None:
 def named_model(name: str | None) -> str:
     """What a stored result calls a model: its hub id, or its folder without the way there."""
     return known_name(name) or (Path(name).name if name else "the embedded model")
+
+
+def stored_command(module: str, given: Sequence[str]) -> str:
+    """A command line as it is stored: without a key, and of files elsewhere the name alone."""
+    words: list[str] = []
+    for word in given:
+        flag, mark, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if words[-1:] == ["--api-key"] or (flag == "--api-key" and mark):
+            value = "…"
+        elif Path(value).is_absolute():
+            value = Path(value).name
+        words.append(flag + mark + value)
+    return shlex.join(["python", "-m", module, *words])
 
 
 @contextmanager

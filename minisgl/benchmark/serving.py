@@ -58,7 +58,8 @@ def served(folder: Path | None, flags: Sequence[str], patience: float = 600.0) -
     command = [sys.executable, "-m", "minisgl", "--port", "0", *flags]
     command += [] if folder is None else ["--model", str(folder)]
     if threading.current_thread() is threading.main_thread():  # a kill stops the server as well
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        for sig in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(sig, lambda *_: sys.exit(1))
     with TemporaryFile("w+") as errors:
         process = subprocess.Popen(  # in a session of its own: Ctrl-C is for us, we stop it
             command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True

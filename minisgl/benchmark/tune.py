@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from minisgl.benchmark.options import at_least
+from minisgl.benchmark.options import at_least, stored_command
 from minisgl.benchmark.report import circumstances
 from minisgl.config.known_models import KNOWN_CONFIGS
 from minisgl.config.rules import file_of
@@ -66,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps, device = (import_module(f"minisgl.{name}")  # Triton is not everywhere
                      for name in ("benchmark.tune_steps", "kernels.device"))  # fmt: skip
     path = args.out or device.tile_files(torch.cuda.get_device_name())[1]
-    given = shlex.join(sys.argv[1:] if argv is None else argv)
+    command = stored_command(parser.prog.split()[-1], sys.argv[1:] if argv is None else argv)
     try:  # now, not after a search
         for model in args.models:
             steps.config_of(model, args.tp)
@@ -76,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{type(error).__name__}: {error}")
     for model in args.models:
         rows = steps.tune(model, args.tp, args.quantization, sorted(args.batch_sizes))
-        keep(path, rows, f"python -m minisgl.benchmark.tune {given}")
+        keep(path, rows, command)
         for row in rows:
             print(f"{model}, {row['rows']} rows: {row['ms_before']} -> {row['ms']} ms")
     print(f"kept in {path}")

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.resource_tracker import ensure_running
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -93,6 +94,7 @@ def worker_main(worker: Worker, report: Connection, counts: Any, folder: Path | 
     """First code of every worker process: run its function, report how that ended."""
     for sig in OF_THE_GROUP:
         signal.signal(sig, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_GROUP)  # since our start
     leave_with_parent(folder)
     tqdm.set_lock(threading.RLock())  # its own is a semaphore, which outlives a killed process
     heartbeat = Heartbeat(counts)
@@ -117,17 +119,32 @@ def worker_main(worker: Worker, report: Connection, counts: Any, folder: Path | 
 
 
 @contextmanager
-def ignoring(*signals: signal.Signals) -> Iterator[None]:
-    """Signals that have no effect on the block, nor ever on processes that are started in it."""
+def handling(handler: Any, signals: Sequence[signal.Signals]) -> Iterator[None]:
+    """Another handler of some signals during the block."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python handles signals in the main thread alone
         return
-    before = {sig: signal.signal(sig, signal.SIG_IGN) for sig in signals}
+    before = {sig: signal.signal(sig, handler) for sig in signals}
     try:
         yield
     finally:
-        for sig, handler in before.items():
-            signal.signal(sig, handler)
+        for sig, usual in before.items():
+            signal.signal(sig, usual)
+
+
+@contextmanager
+def waiting(signals: Sequence[signal.Signals]) -> Iterator[None]:
+    """Signals that have their turn after the block, and not in processes that it starts."""
+    ensure_running()  # first: it unblocks what is blocked
+    heard: list[int] = []  # by other threads
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        with handling(lambda sig, _: heard.append(sig), signals):
+            yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for sig in heard:
+            signal.raise_signal(sig)
 
 
 def end_forgotten(processes: Sequence[BaseProcess]) -> None:
@@ -171,7 +188,7 @@ class Supervisor:
 
     def __enter__(self) -> Self:
         try:
-            with ignoring(signal.SIGINT):
+            with waiting(OF_THE_GROUP):
                 for name, process in self.processes.items():
                     process.start()
                     self._pipes[name][1].close()  # so that the end of the process ends the pipe
@@ -253,7 +270,7 @@ class Supervisor:
 
     def stop(self) -> None:
         """Ask every worker to leave, then insist; no process and no socket file stays behind."""
-        with ignoring(*OF_THE_GROUP):
+        with handling(signal.SIG_IGN, OF_THE_GROUP):
             started = [process for process in self.processes.values() if process.pid is not None]
             descendants = self._descendants(started)
             if self.grace:

@@ -205,7 +205,7 @@ def compile_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> LLMa
             why = matcher.get_error()
             raise ValueError("no text matches" if why.startswith("NoExtensionBias") else why)
     except Exception as error:  # a client's text: nothing in it may end the scheduler's loop
-        name = str(tag_of(text).get("name", field)) if field == "structural_tag" else field
+        name = f"{tag_of(text).get('name', field)!s:.100}" if field == "structural_tag" else field
         raise InvalidRequestError(f"{name}: {error!s:.500}", param=name) from None
     return matcher
 

@@ -28,7 +28,7 @@ from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams
 from minisgl.runtime.guarded import guarded
 from minisgl.runtime.heartbeat import Watchdog
-from minisgl.runtime.supervisor import WorkerFailed, one_line
+from minisgl.runtime.supervisor import OF_THE_GROUP, WorkerFailed, one_line
 from minisgl.server.chat.client import ApiClient, ServerError
 from minisgl.server.chat.shell import Conversation, run_shell
 from minisgl.server.frontend import Frontend, Observer
@@ -37,7 +37,7 @@ from minisgl.server.http.api import create_app
 from minisgl.server.http.limits import BodyLimit, ConcurrencyLimiter, patient_http
 from minisgl.server.http.settings import ApiSettings, settings_for
 from minisgl.server.observe.lifecycle import Lifecycle, Server
-from minisgl.server.observe.logs import LogRequests, RequestLog, as_json, as_text
+from minisgl.server.observe.logs import LineWriter, LogRequests, RequestLog, as_json, as_text
 from minisgl.server.observe.metrics import Metrics, add_metrics_route
 from minisgl.server.observe.trace import TraceFile
 from minisgl.server.options import Operations, build_parser, config_from, in_flags, operations_from
@@ -86,13 +86,10 @@ class Watchers:
     """Everything that observes: metrics always, a log and a trace if they are wanted."""
 
     def __init__(self, operations: Operations) -> None:
-        def write(line: str) -> None:
-            print(line, file=sys.stderr, flush=True)
-
         spell = as_json if operations.log_format == "json" else as_text
-        logged = operations.log_format != "none"
+        self.lines = LineWriter(2) if operations.log_format != "none" else None
         self.metrics = Metrics()
-        self.log = RequestLog(write, spell, operations.log_prompts) if logged else None
+        self.log = RequestLog(self.lines, spell, operations.log_prompts) if self.lines else None
         self.trace = TraceFile(Path(operations.trace)) if operations.trace else None
 
     def all(self) -> list[Observer]:
@@ -101,6 +98,8 @@ class Watchers:
     def close(self) -> None:
         if self.trace is not None:
             guarded(self.trace.close)()
+        if self.lines is not None:
+            self.lines.close()
 
 
 def lock(route: Any, api_key: str | None) -> None:
@@ -233,8 +232,8 @@ def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
 
 
 def leave(sig: int, _: object) -> None:
-    """SIGTERM or SIGHUP (a closed terminal): end every `with` block; the status is a shell's."""
-    raise SystemExit(128 + sig)
+    """A signal before we serve ends every `with` block; the status is a shell's, 0 for Ctrl-C."""
+    raise KeyboardInterrupt if sig == signal.SIGINT else SystemExit(128 + sig)
 
 
 def open_streams() -> None:
@@ -249,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m minisgl`; returns the exit status."""
     open_streams()
     args = build_parser().parse_args(argv)
-    for sig in (signal.SIGTERM, signal.SIGHUP):
+    for sig in OF_THE_GROUP:  # asyncio would cancel what it runs, noisily
         signal.signal(sig, leave)
     try:
         if args.connect is not None:

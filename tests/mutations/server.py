@@ -303,6 +303,28 @@ MUTATIONS = [
         test=OPERATIONS + "test_drain_finishes_what_is_under_way",
     ),
     Mutation(
+        name="server: a signal while workers start is lost",
+        module="minisgl.runtime.supervisor",
+        old="        with waiting(OF_THE_GROUP):\n",
+        new="        with handling(signal.SIG_IGN, OF_THE_GROUP):\n",
+        test="tests/test_server_faults.py::"
+        "test_a_signal_while_workers_start_is_heard_when_they_have",
+    ),
+    Mutation(
+        name="server: workers block what their parent held back",
+        module="minisgl.runtime.supervisor",
+        old="    signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_GROUP)  # since our start\n",
+        new="",
+        test="tests/test_server_faults.py::test_a_worker_blocks_no_signals",
+    ),
+    Mutation(
+        name="server: a full pipe holds up requests",
+        module="minisgl.server.observe.logs",
+        old="self._lines.put_nowait(line)",
+        new="self._lines.put(line, timeout=6)",
+        test=OPERATIONS + "test_a_log_that_nobody_reads_holds_up_nobody",
+    ),
+    Mutation(
         name="server: a drain waits for a dead worker",
         module="minisgl.server.observe.lifecycle",
         old="                await self._fail(broken)\n                return\n",
@@ -507,7 +529,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: a trace that failed is asked again and again",
-        module="minisgl.scheduler.observe",
+        module="minisgl.runtime.guarded",
         old="live.clear()",
         new="pass",
         test="tests/test_server_operations.py::test_a_scheduler_outlives_what_watches_it",

@@ -6,9 +6,13 @@ Generated from notebooks/12e_operations.ipynb: edit there.
 from __future__ import annotations
 
 import json
+import os
+import queue
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +40,36 @@ def as_text(record: Mapping[str, Any]) -> str:
 def as_json(record: Mapping[str, Any]) -> str:
     """A record for programs: one JSON object."""
     return json.dumps(record, ensure_ascii=False)
+
+
+class LineWriter:
+    """Writes lines in a thread, so that a pipe that nobody empties holds up no request.
+
+    descriptor: of the file. most: lines that may wait; more are dropped.
+    """
+
+    def __init__(self, descriptor: int, most: int = 10_000) -> None:
+        self._lines: queue.Queue[str | None] = queue.Queue(most)
+        self._thread = threading.Thread(
+            target=self._run, args=(descriptor,), daemon=True, name="log"
+        )
+        self._thread.start()
+
+    def __call__(self, line: str | None) -> None:
+        with suppress(queue.Full):
+            self._lines.put_nowait(line)
+
+    def _run(self, descriptor: int) -> None:
+        for line in iter(self._lines.get, None):
+            left = f"{line}\n".encode(errors="backslashreplace")
+            with suppress(OSError):  # nobody reads any more
+                while left:
+                    left = left[os.write(descriptor, left) :]
+
+    def close(self) -> None:
+        """Write what waits, for a second at most."""
+        self(None)
+        self._thread.join(1.0)
 
 
 @dataclass
