@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +150,9 @@ async def serve(
     )  # fmt: skip
 
     def say_ready() -> None:
-        with suppress(OSError):  # a closed pipe: nobody wants to know
-            print(f"minisgl serves {settings.model_name} on {shown_url(sock)}", flush=True)
+        out = LineWriter(1)  # a closed or a full pipe: nobody wants to know
+        out(f"minisgl serves {settings.model_name} on {shown_url(sock)}")
+        out.close()
 
     lifecycle = Lifecycle(
         server, group, frontend, limiter,
