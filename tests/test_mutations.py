@@ -56,11 +56,16 @@ def copy_project(target: Path) -> Path:
     return target
 
 
+def path_of(mutation: Mutation, root: Path) -> Path:
+    """The file in which it replaces a text."""
+    base = root.joinpath(*mutation.module.split("."))
+    return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+
+
 @contextmanager
 def applied(mutation: Mutation, root: Path) -> Iterator[None]:
     """Replace the text in the copy for the block; fail if it is not there exactly once."""
-    base = root.joinpath(*mutation.module.split("."))
-    path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+    path = path_of(mutation, root)
     text = path.read_text(encoding="utf-8")
     count = text.count(mutation.old)
     assert count == 1, (
@@ -100,6 +105,12 @@ def runner(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 def test_names_are_unique() -> None:
     names = [mutation.name for mutation in ALL]
     assert len(set(names)) == len(names)
+
+
+def test_every_mutation_has_one_place() -> None:
+    """Of all, and not only of those whose turn it is."""
+    counts = {m.name: path_of(m, ROOT).read_text("utf-8").count(m.old) for m in ALL}
+    assert not {name: count for name, count in counts.items() if count != 1}
 
 
 def test_every_named_test_is_found(runner: Runner) -> None:

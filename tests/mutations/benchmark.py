@@ -22,8 +22,8 @@ MUTATIONS = [
     Mutation(
         name="benchmark: a clamped answer is timed as if it were whole",
         module="minisgl.benchmark.offline",
-        old="if need > llm.limits.total:",
-        new="if False:",
+        old="longest.output_len, llm.limits.total)",
+        new="0, llm.limits.total)",
         test=TEST + "test_a_workload_that_does_not_fit_is_refused",
     ),
     Mutation(

@@ -105,9 +105,11 @@ MUTATIONS = [
         "engine_reads_free_memory_after_loading",
         ENGINE,
         "    free_before = agree_on_free(device, comm)\n"
+        "    check_asked(config, model_config, comm.size, free_before)\n"
         "    model = load_model(config, model_config, path, comm, progress)\n",
         "    model = load_model(config, model_config, path, comm, progress)\n"
-        "    free_before = agree_on_free(device, comm)\n",
+        "    free_before = agree_on_free(device, comm)\n"
+        "    check_asked(config, model_config, comm.size, free_before)\n",
         TESTS + "test_start_order",
     ),
     Mutation(

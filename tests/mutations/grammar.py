@@ -19,8 +19,8 @@ MUTATIONS = [
     Mutation(
         "grammar_a_step_does_not_wait_for_the_draw_before",
         ENGINE,
-        "self.draw_deferred()  # at the latest",
-        "pass  # at the latest",
+        "self.draw_deferred()  # chapter 09a;",
+        "pass  # chapter 09a;",
         DRAW,
     ),
     Mutation(

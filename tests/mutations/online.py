@@ -154,9 +154,9 @@ MUTATIONS = [
     ),
     Mutation(
         name="benchmark: the key is stored with the command",
-        module="minisgl.benchmark.__main__",
-        old='"…" if before == "--api-key" else word',
-        new="word",
+        module="minisgl.benchmark.options",
+        old='if words[-1:] == ["--api-key"] or (flag == "--api-key" and mark):',
+        new='if flag == "--api-key" and mark:',
         test=TEST + "test_online_measures_a_server",
     ),
 ]

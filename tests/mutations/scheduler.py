@@ -519,9 +519,9 @@ MUTATIONS = [
     Mutation(
         "llm_checks_while_it_runs",
         LLM,
-        "ids = check_prompt(prompt, self.limits)\n"
-        "            self.scheduler.make_req(UserMsg(0, ids.tolist(), params))",
-        "ids = np.asarray(prompt, np.int32)",
+        "            req = self.scheduler.make_req(UserMsg(0, ids, params))\n"
+        "            return req.input_ids, params\n",
+        "            return np.asarray(ids, np.int32), params\n",
         LLM_TESTS + "test_invalid_prompts_are_refused_before_anything_runs",
     ),
     Mutation(

@@ -85,7 +85,7 @@ MUTATIONS = [
     Mutation(
         name="tools: a tag that cannot be compiled names itself",
         module="minisgl.scheduler.grammar",
-        old='str(tag_of(text).get("name", field))',
+        old="tag_of(text).get('name', field)",
         new="field",
         test=TEST + "test_tags_that_cannot_be_used_are_refused",
     ),
