@@ -16,7 +16,6 @@ import tempfile
 import termios
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -718,24 +717,6 @@ def test_a_worker_that_dies_ends_a_drain(capsys: pytest.CaptureFixture[str]) -> 
         asyncio.run(lifecycle._drain())
     assert told == ["the scheduler died; restart the server"] and lifecycle.status == 1
     assert "the scheduler died" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("asked", [0, 1])
-def test_a_worker_that_a_signal_ends_is_no_failure(asked: int) -> None:
-    """While it loads, and if the server heard the signal, too, even a moment later."""
-
-    def starting() -> bool:
-        asyncio.get_running_loop().call_later(0.02, setattr, server, "asked", asked)
-        raise WorkerFailed("the scheduler was killed by signal 15")
-
-    server: Any = SimpleNamespace(asked=0, started=True)
-    group: Any = SimpleNamespace(starting=starting)
-    nobody: Any = SimpleNamespace(fail_all=lambda why: None)
-    lifecycle = Lifecycle(
-        server, group, nobody, ConcurrencyLimiter(4), drain_timeout=1.0, on_ready=lambda: None
-    )
-    with nullcontext() if asked else pytest.raises(WorkerFailed, match="signal 15"):
-        assert not asyncio.run(lifecycle._load())
 
 
 def test_what_ends_a_server_is_told() -> None:

@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps, device = (import_module(f"minisgl.{name}")  # Triton is not everywhere
                      for name in ("benchmark.tune_steps", "kernels.device"))  # fmt: skip
     path = args.out or device.tile_files(torch.cuda.get_device_name())[1]
-    command = stored_command(parser.prog.split()[-1], sys.argv[1:] if argv is None else argv)
+    given = sys.argv[1:] if argv is None else argv
+    command = stored_command("minisgl.benchmark.tune", given)
     try:  # now, not after a search
         for model in args.models:
             steps.config_of(model, args.tp)

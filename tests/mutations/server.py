@@ -332,13 +332,6 @@ MUTATIONS = [
         test=OPERATIONS + "test_a_worker_that_dies_ends_a_drain",
     ),
     Mutation(
-        name="server: a signal to all is a failure while it loads",
-        module="minisgl.server.observe.lifecycle",
-        old="            if not self.server.asked:\n                raise\n",
-        new="            raise\n",
-        test=OPERATIONS + "test_a_worker_that_a_signal_ends_is_no_failure",
-    ),
-    Mutation(
         name="server: a drain does not wait",
         module="minisgl.server.observe.lifecycle",
         old="while self.limiter.taken and",

@@ -74,16 +74,10 @@ class Lifecycle:
 
     async def _load(self) -> bool:
         """Wait for the workers; False if a signal came first."""
-        try:
-            while self.group.starting() or not self.server.started:
-                if self.server.asked:
-                    return False
-                await asyncio.sleep(0.02)
-        except WorkerFailed:
-            await asyncio.sleep(0.1)  # a signal to the whole group can end a young worker first
-            if not self.server.asked:
-                raise
-            return False
+        while self.group.starting() or not self.server.started:
+            if self.server.asked:
+                return False
+            await asyncio.sleep(0.02)
         return True
 
     async def _serve(self) -> bool:
