@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 
 from minisgl.kernels.moe import Blocks
-from minisgl.layers.moe import route
+from minisgl.kernels.moe_row import FusedExperts, route_row
+from minisgl.kernels.norm import DeferredNorm
+from minisgl.layers.moe import grouped_experts, route
+from tests.fused_cases import close
 
 
 def check_blocks(
@@ -50,3 +56,41 @@ def skewed_logits(n: int, experts: int, kind: str, seed: int) -> torch.Tensor:
     if kind == "empty":
         logits[:, : experts // 2] -= 10.0 * n
     return logits / max(1.0, float(logits.std(correction=0)))
+
+
+def check_row(
+    shape: tuple[int, int, int], top_k: int, normalize: bool, kind: str, device: str = "cpu",
+    dtype: torch.dtype = torch.float32, limit: float = 1e-5,
+) -> None:  # fmt: skip
+    """One token through the GEMVs of chapter 11b: sum, norm, and its squares against chapter 11.
+
+    shape: experts, hidden, width. kind: of `skewed_logits`, or "equal": the first experts win.
+    """
+    (experts, hidden, width), gen = shape, torch.Generator(device).manual_seed(top_k)
+    on: Any = {"device": device, "dtype": dtype}
+    gate_up = torch.randn(experts, 2 * width, hidden, generator=gen, **on) / hidden**0.5
+    down = torch.randn(experts, hidden, width, generator=gen, **on) / width**0.5
+    x, before, behind = torch.randn(3, hidden, generator=gen, **on).split(1)
+    wide = torch.promote_types(dtype, torch.bfloat16)
+    row = DeferredNorm(x, (x * before).to(wide), x.float().square().view(-1, 8).sum(1))
+    normed = F.rms_norm(x.float(), (hidden,), before[0].float(), 1e-6)
+    router = torch.zeros(experts, hidden, **on)
+    ids, weights = torch.arange(top_k, device=device)[None], torch.full((1, top_k), 1 / top_k)
+    if kind != "equal":  # a router with these logits
+        logits = skewed_logits(1, experts, kind, top_k).to(device)
+        router = (logits.T @ normed / normed.square().sum()).to(dtype)
+        ids, weights = route(normed @ router.float().T, top_k, normalize)
+    done = torch.zeros(1, dtype=torch.int32, device=device)
+    layer = FusedExperts(router, gate_up, down, top_k, normalize, 0, done)
+    assert layer.takes_row
+    for _ in range(2):
+        chosen, shares = route_row(row, router, done, 1e-6, top_k, normalize)
+        assert chosen.tolist() == ids[0].tolist()
+        close(shares, weights[0].to(device), limit)
+        assert int(done) == 0
+    out = layer.row(row, behind[0], 1e-6)
+    want = x + grouped_experts(normed.to(dtype), ids, weights.to(device), gate_up, down)
+    close(out.total, want, limit)
+    close(out.row, out.total * behind, limit)
+    assert out.squares is not None
+    close(out.squares.sum(), out.total.float().square().sum(), 1e-4)

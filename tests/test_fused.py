@@ -357,13 +357,17 @@ BEFORE_THE_LAYERS = {  # what a kernel may read before it waits: no kernel of th
         "scales_ptr",
     },
     "align_kernel": set(),
+    "route_row_kernel": {"w_ptr"},
+    "gate_up_row_kernel": set(),
 }
 BEFORE_THE_LAST = {  # what is complete when the kernel before began with `wait_then_launch`
     "expert_kernel": {"rows_ptr", "experts_ptr", "pairs_ptr", "w_ptr"},
+    "down_row_kernel": {"experts_ptr", "w_ptr", "norm_ptr", "residual_ptr"},
 }
 
 
 WAITS = ("gdc_wait", "wait_then_launch")
+READERS = ("tl.load", "prefetch", "load_angles", "load_tile", "share_out", "chosen_experts")
 
 
 def kernel_sources() -> dict[str, ast.FunctionDef]:
@@ -404,7 +408,7 @@ def test_a_kernel_touches_before_its_wait_only_what_no_kernel_of_the_chain_write
         seen: set[str] = set()
         for call in calls_until_wait(node):
             function = ast.unparse(call.func)
-            if function in ("tl.load", "prefetch", "load_angles", "load_tile", "share_out"):
+            if function in READERS:
                 seen |= pointers_in(call)
             else:
                 writes = function.startswith(("tl.store", "tl.atomic"))
@@ -417,9 +421,11 @@ def test_a_kernel_touches_before_its_wait_only_what_no_kernel_of_the_chain_write
 
 def test_who_is_followed_by_an_early_reader_launches_it_after_its_own_wait() -> None:
     """Else the reader could begin while the kernel before both still writes."""
-    body = ast.unparse(kernel_sources()["expert_kernel"])
-    first = min(body.index(call) for call in ("wait_then_launch()", "tl.load(", "tl.store("))
-    assert body[first:].startswith("wait_then_launch()")
+    for name in ("expert_kernel", "gate_up_row_kernel"):
+        body = ast.unparse(kernel_sources()[name])
+        calls = "wait_then_launch()", "tl.load(", "tl.store(", "chosen_experts("
+        first = min(body.index(call) for call in calls if call in body)
+        assert body[first:].startswith("wait_then_launch()"), name
     text = (Path(kernels.__file__).parent / "moe.py").read_text()
     helper = text[text.index("def wait_then_launch") :]
     assert 0 < helper.index("gdc_wait()") < helper.index("gdc_launch_dependents()")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl.kernels import moe
+from minisgl.kernels import moe, moe_row
 from minisgl.kernels.linear import Tiling
 from minisgl.kernels.moe import (
     align,
@@ -18,9 +19,12 @@ from minisgl.kernels.moe import (
     fit_tiling,
     most_blocks,
 )
+from minisgl.kernels.moe_row import experts_row, fits_row
+from minisgl.kernels.norm import DeferredNorm
+from minisgl.layers.fp8 import fp8_weight
 from minisgl.layers.moe import MoE, grouped_experts, route
 from tests.fused_cases import check_model, few_programs, small_model
-from tests.moe_cases import check_blocks, skewed_logits
+from tests.moe_cases import check_blocks, check_row, skewed_logits
 from tests.turns import in_turns
 
 __all__ = ["few_programs"]  # a fixture
@@ -108,6 +112,40 @@ def test_parts_add_up_to_the_oracle(
     torch.testing.assert_close(parts.sum(0), want, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["even", "hot", "empty"])
+@pytest.mark.parametrize("shape", [(5, 512, 48), (8, 1024, 64)])
+@pytest.mark.parametrize(("top_k", "normalize"), [(1, True), (3, False), (4, True)])
+def test_one_token_equals_the_oracle(
+    shape: tuple[int, int, int], top_k: int, normalize: bool, kind: str
+) -> None:
+    check_row(shape, top_k, normalize, kind)
+
+
+def test_of_equal_experts_the_first_ones_get_a_token() -> None:
+    """As blocks have it: whether a token is alone must not change where it goes."""
+    check_row((12, 512, 32), 3, True, "equal")
+
+
+def test_a_token_without_experts_reads_those_that_there_are() -> None:
+    """Of logits that are no numbers none is chosen, and what memory held before is no expert."""
+    x, shares = torch.ones(1, 512), torch.ones(2)
+    weights = torch.randn(5, 64, 512), torch.randn(5, 512, 32)
+    row = DeferredNorm(x, x, x.view(-1, 8).sum(1))
+    one, other = (
+        experts_row(row, torch.tensor(ids, dtype=torch.int32), shares, *weights, x[0], 1e-6)
+        for ids in ([10**9, -(10**9)], [4, 0])
+    )
+    assert torch.equal(one.total, other.total)
+
+
+def test_other_weights_are_not_for_one_token() -> None:
+    down = torch.ones(8, 512, 64)
+    assert fits_row(torch.ones(8, 128, 512), down)
+    assert not fits_row(torch.ones(8, 128, 96), torch.ones(8, 96, 64))
+    assert not fits_row(torch.ones(8, 48, 512), torch.ones(8, 512, 24))
+    assert not fits_row(fp8_weight(8, 128, 512, device="cpu"), down)
+
+
 def test_a_token_alone_gets_the_same_bits_where_that_is_asked_for() -> None:
     gen = torch.Generator().manual_seed(0)
     x, logits = torch.randn(20, 32, generator=gen), skewed_logits(20, 4, "hot", 0)
@@ -143,6 +181,8 @@ def test_fused_model_equals_the_plain_one(arch: str, few_programs: None) -> None
     for layer in model.model.layers:
         if isinstance(layer.mlp, MoE):
             layer.mlp.gate.data *= 20  # so that experts differ in weight
-    check_model(model, [9], None)
+    with patch.object(moe_row, "experts_row", wraps=experts_row) as seen:
+        check_model(model, [9], None)
+    assert seen.call_count == 2 * sum(isinstance(layer.mlp, MoE) for layer in model.model.layers)
     check_model(model, [5, 20], None)
     check_model(model, [2, 3, 6], [2, 1, 3])

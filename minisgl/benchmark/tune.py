@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for model in args.models:
             steps.config_of(model, args.tp)
         with file_of("out", path):
-            keep(path, [], "")
+            keep(path, [], command)
     except (OSError, ValueError, KeyError, TypeError) as error:
         parser.error(f"{type(error).__name__}: {error}")
     for model in args.models:

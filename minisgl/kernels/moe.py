@@ -23,7 +23,6 @@ from minisgl.kernels.linear import (
     count_scales,
     finish_rows,
     prefetch,
-    split_k_linear,
 )
 from minisgl.kernels.pdl import launch_options
 from minisgl.layers.fp8 import Fp8Weight
@@ -321,20 +320,3 @@ def expert_sum(
     parts = expert_parts(x, logits, gate_up, down, *how, first=first, fixed=fixed)
     y: Tensor = sum(parts.unbind()) if fixed else parts.sum(0)  # type: ignore[assignment]
     return y.to(x.dtype)
-
-
-@dataclass(frozen=True)
-class FusedExperts:
-    """The weights of one layer of experts, for the fused model of chapter 05e."""
-
-    router: Tensor
-    gate_up: Tensor
-    down: Tensor
-    top_k: int
-    normalize: bool
-    first: int = 0  # of this rank's experts
-
-    def parts(self, x: Tensor) -> Tensor:
-        """Normalised x [n, hidden] to [top_k, n, hidden], still to be added up."""
-        weights, how = (self.gate_up, self.down), (self.top_k, self.normalize)
-        return expert_parts(x, split_k_linear(x, self.router), *weights, *how, first=self.first)

@@ -106,7 +106,9 @@ class MoE(nn.Module):
     def fuse(self) -> Any:
         """The experts of this rank for the fused model of chapter 05e."""
         how = self.config.top_k, self.config.norm_topk_prob, self.experts.start
-        return load_kernels().FusedExperts(self.gate, self.gate_up, self.down, *how)
+        done = torch.zeros(1, dtype=torch.int32, device=self.gate.device)
+        kernels = import_module("minisgl.kernels.moe_row")
+        return kernels.FusedExperts(self.gate, self.gate_up, self.down, *how, done)
 
 
 @cache

@@ -66,9 +66,9 @@ class FusedLayer:
     def one_row(
         self, x: Tensor | DeferredNorm, next_norm: Tensor, fb: ForwardBatch, layer_id: int
     ) -> DeferredNorm | None:
-        """Five kernels for one token, x [1, hidden] to the next norm; None if sizes do not fit."""
+        """Kernels for one token, x [1, hidden] to the next norm; None if sizes do not fit."""
         attention, eps = self.attention, self.attention.eps
-        if self.gate_up is None or self.down is None:
+        if self.experts is not None and not self.experts.takes_row:
             return None
         if isinstance(x, Tensor):  # no product is in front of the first layer
             x = DeferredNorm(x, add_norm(None, x, self.first_norm, eps)[0])
@@ -77,8 +77,8 @@ class FusedLayer:
             return None
         y = attention.attend(qkv, fb, layer_id)
         row = row_linear_add_norm(y, attention.out, x.total, self.second_norm)
-        if row is None:
-            return None
+        if row is None or self.gate_up is None or self.down is None:
+            return None if row is None else self.experts.row(row, next_norm, eps)
         mid = row_linear(row, self.gate_up, eps=eps, gated=True)
         return None if mid is None else row_linear_add_norm(mid, self.down, row.total, next_norm)
 

@@ -27,11 +27,11 @@ from minisgl.kernels import moe
 from minisgl.kernels.device import device_limits
 from minisgl.kernels.linear import Tiling
 from minisgl.kernels.moe import (
-    FusedExperts,
     align,
     fit_tiling,
     launch_experts,
 )
+from minisgl.kernels.moe_row import FusedExperts
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 128, 8, 2048, 768
 SHAPES = (  # of the tile of a weight, warps, stages: for few rows, transposed
@@ -117,7 +117,7 @@ class Layers:
     def whole(self, n: int) -> dict[str, Any]:
         """Router, blocks and both GEMMs as the fused model calls them."""
         x = self.normal(n, HIDDEN) * 50
-        each = [FusedExperts(r, g, d, TOP_K, True)
+        each = [FusedExperts(r, g, d, TOP_K, True, 0, r)
                 for r, g, d in zip(self.router, self.gate_up, self.down, strict=True)]  # fmt: skip
         found = {"tokens": n, "parts_us": graph_us(lambda: [e.parts(x) for e in each], self.count)}
         logits = [(x @ router.T)[None] for router in self.router]

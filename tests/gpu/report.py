@@ -75,6 +75,7 @@ CHECKED = [  # at least one of each kernel, on small inputs
     ),
     *(MOE + f"test_blocks_hold_every_pair_once[8-hot-{rows}]" for rows in (1, 300)),
     *(MOE + f"test_experts_equal_the_oracle[{rows}-hot-shape0]" for rows in (1, 64)),
+    MOE + "test_one_token_equals_the_oracle[shape0-8-dtype0]",
 ]  # fmt: skip
 
 

@@ -15,10 +15,11 @@ pytest.importorskip("triton")
 
 from minisgl.config.known_models import QWEN3_30B_A3B
 from minisgl.kernels import moe
-from minisgl.kernels.moe import FusedExperts, align, expert_parts, expert_sum
+from minisgl.kernels.moe import align, expert_parts, expert_sum
+from minisgl.kernels.moe_row import FusedExperts
 from minisgl.layers.moe import MoE, grouped_experts, route
 from tests.fused_cases import check_model, close, small_model
-from tests.moe_cases import check_blocks, skewed_logits
+from tests.moe_cases import check_blocks, check_row, skewed_logits
 
 BF16 = torch.bfloat16
 QWEN, MIXTRAL = (128, 8, 2048, 768), (8, 2, 4096, 3584)  # Mixtral on four ranks
@@ -91,7 +92,7 @@ def test_a_token_alone_gets_the_same_bits_where_that_is_asked_for() -> None:
 def test_replay_equals_eager_bit_for_bit(n: int) -> None:
     """With a routing that was not there when the graph was recorded."""
     router, weights = normal(128, 2048, seed=6) * 0.05, experts_of(QWEN)
-    experts = FusedExperts(router, *weights, 8, True)
+    experts = FusedExperts(router, *weights, 8, True, 0, torch.zeros(1, dtype=torch.int32))
     x = normal(n, 2048)
 
     def step() -> torch.Tensor:
@@ -126,6 +127,15 @@ def test_whole_experts_of_two_ranks_add_up(n: int, kind: str) -> None:
         assert torch.equal(recorded, eager)
         total += eager.float().sum(0)
     close(total, grouped_experts(x, *route(logits, 8, True), *weights).float(), 2e-2)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize(("shape", "top_k"), [((128, 2048, 768), 8), ((8, 4096, 14336), 2)])
+def test_one_token_equals_the_oracle(
+    shape: tuple[int, int, int], top_k: int, dtype: torch.dtype
+) -> None:
+    for kind in ("even", "hot", "empty", "equal"):
+        check_row(shape, top_k, True, kind, "cuda", dtype, 2e-2)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(BF16, 0.1), (torch.float16, 0.05)])

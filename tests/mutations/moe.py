@@ -117,6 +117,7 @@ MUTATIONS = [
         T + "test_a_rank_reads_its_own_experts_alone",
     ),
 ]
+ROW = "minisgl.kernels.moe_row"
 KERNELS = "minisgl.kernels.moe"
 K = "tests/test_moe_kernels.py::"
 BLOCKS = K + "test_blocks_hold_every_pair_once"
@@ -206,5 +207,33 @@ MUTATIONS += [
         "    gdc_launch_dependents()\n    gdc_wait()\n",
         "tests/test_fused.py::"
         "test_who_is_followed_by_an_early_reader_launches_it_after_its_own_wait",
+    ),
+    Mutation(
+        "moe kernels: who chooses for one token leaves the counter as it is",
+        ROW,
+        "        tl.store(done_ptr, 0)  # ready for the next step\n",
+        "",
+        K + "test_one_token_equals_the_oracle",
+    ),
+    Mutation(
+        "moe kernels: experts of one token are chosen before all logits are there",
+        ROW,
+        "== E - 1:",
+        "== E - 2:",
+        K + "test_one_token_equals_the_oracle",
+    ),
+    Mutation(
+        "moe kernels: the experts of one token are not weighted",
+        ROW,
+        "    y *= tl.load(weights_ptr + slot)\n",
+        "",
+        K + "test_one_token_equals_the_oracle",
+    ),
+    Mutation(
+        "moe kernels: one token goes the way of many",
+        ROW,
+        "return fits_row(self.gate_up, self.down)",
+        "return False",
+        K + "test_fused_model_equals_the_plain_one",
     ),
 ]
