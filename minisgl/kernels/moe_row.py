@@ -33,7 +33,7 @@ def choose_experts(
     tl.store(weights_ptr + choice, weights, mask=chosen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["E"])
 def route_row_kernel(
     row_ptr, squares_ptr, w_ptr, logits_ptr, done_ptr, experts_ptr, weights_ptr, K, E, eps,
     TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, WIDTH: tl.constexpr, SQUARES: tl.constexpr,
@@ -59,14 +59,14 @@ def route_row_kernel(
     tl.store(logits_ptr + expert, y)
     tl.debug_barrier()  # all threads have written before one of them says so
     if tl.atomic_add(done_ptr, 1, sem="acq_rel") == E - 1:
-        tl.debug_barrier()
+        tl.debug_barrier()  # `acq_rel`, and all threads behind it: they see what others stored
         choose_experts(logits_ptr, experts_ptr, weights_ptr, E, TOP_K, NORMALIZE, WIDTH)
         tl.store(done_ptr, 0)  # ready for the next step
 
 
 @triton.jit
 def chosen_experts(experts_ptr, slots, TOP_K: tl.constexpr, E):
-    """Which experts are in these slots. Of logits that are no numbers none may be stored."""
+    """Which experts are in these slots; where all logits are NaN nobody has written them."""
     experts = tl.load(experts_ptr + slots, mask=slots < TOP_K, other=0)
     return tl.minimum(tl.maximum(experts, 0), E - 1).to(tl.int64)
 
@@ -141,7 +141,7 @@ DOWN = 4096, 128, 4  # numbers of a tile: columns x experts x depth; most depth;
 
 
 def fits_row(gate_up: Tensor, down: Tensor) -> bool:
-    """Whether these kernels take the weights: 16 bits, and sizes that tiles divide."""
+    """Whether these kernels take the weights: without scales, and sizes that tiles divide."""
     if count_scales(gate_up) != 0 or count_scales(down) != 0:
         return False
     (_, hidden, width), (bn, bk, _) = down.shape, GATE_UP
@@ -158,7 +158,7 @@ def route_row(
     experts, hidden = router.shape
     assert x.squares is not None, "the row must lack its factor"
     logits = torch.empty(experts, dtype=torch.float32, device=router.device)
-    weights = torch.empty_like(logits[:top_k])
+    weights = torch.empty(top_k, dtype=torch.float32, device=router.device)
     chosen = torch.empty_like(weights, dtype=torch.int32)
     route_row_kernel[(experts,)](
         x.row, x.squares, router, logits, done, chosen, weights, hidden, experts, eps,

@@ -92,7 +92,7 @@ def test_a_token_alone_gets_the_same_bits_where_that_is_asked_for() -> None:
 def test_replay_equals_eager_bit_for_bit(n: int) -> None:
     """With a routing that was not there when the graph was recorded."""
     router, weights = normal(128, 2048, seed=6) * 0.05, experts_of(QWEN)
-    experts = FusedExperts(router, *weights, 8, True, 0, torch.zeros(1, dtype=torch.int32))
+    experts = FusedExperts(router, *weights, 8, True, 0, router.new_zeros(1).int())
     x = normal(n, 2048)
 
     def step() -> torch.Tensor:
