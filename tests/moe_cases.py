@@ -66,6 +66,7 @@ def check_row(
 
     shape: experts, hidden, width. kind: of `skewed_logits`, or "equal": the first experts win.
     """
+    eps = 0.1
     (experts, hidden, width), gen = shape, torch.Generator(device).manual_seed(top_k)
     on: Any = {"device": device, "dtype": dtype}
     gate_up = torch.randn(experts, 2 * width, hidden, generator=gen, **on) / hidden**0.5
@@ -73,7 +74,7 @@ def check_row(
     x, before, behind = torch.randn(3, hidden, generator=gen, **on).split(1)
     wide = torch.promote_types(dtype, torch.bfloat16)
     row = DeferredNorm(x, (x * before).to(wide), x.float().square().view(-1, 8).sum(1))
-    normed = F.rms_norm(x.float(), (hidden,), before[0].float(), 1e-6)
+    normed = F.rms_norm(x.float(), (hidden,), before[0].float(), eps)
     router = torch.zeros(experts, hidden, **on)
     ids, weights = torch.arange(top_k, device=device)[None], torch.full((1, top_k), 1 / top_k)
     if kind != "equal":  # a router with these logits
@@ -84,13 +85,13 @@ def check_row(
     layer = FusedExperts(router, gate_up, down, top_k, normalize, 0, done)
     assert layer.takes_row
     for _ in range(2):
-        chosen, shares = route_row(row, router, done, 1e-6, top_k, normalize)
+        chosen, shares = route_row(row, router, done, eps, top_k, normalize)
         assert chosen.tolist() == ids[0].tolist()
         close(shares, weights[0].to(device), limit)
         assert int(done) == 0
-    out = layer.row(row, behind[0], 1e-6)
+    out = layer.row(row, behind[0], eps)
     want = x + grouped_experts(normed.to(dtype), ids, weights.to(device), gate_up, down)
     close(out.total, want, limit)
-    close(out.row, out.total * behind, limit)
-    assert out.squares is not None
-    close(out.squares.sum(), out.total.float().square().sum(), 1e-4)
+    assert out.squares is not None and out.row.dtype == wide
+    close(out.row, out.total.float() * behind.float(), limit)
+    close(out.squares.sum(), out.total.float().square().sum(), 1e-6)

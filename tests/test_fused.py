@@ -328,8 +328,10 @@ def test_fused_model_equals_the_plain_one(arch: str, few_programs: None) -> None
     check_model(model, [2, 3, 6], [2, 1, 3])
 
 
-def test_a_layer_of_experts_in_front_of_one_without(few_programs: None) -> None:
-    model = small_model("qwen3_moe", mlp_only_layers=[1], moe_intermediate_size=64, **FEW_HEADS)
+@pytest.mark.parametrize("width", [1024, 160])  # a row has no tiles for 160
+def test_a_layer_without_experts_between_two_with(few_programs: None, width: int) -> None:
+    sizes = {"moe_intermediate_size": 64, "intermediate_size": width, "num_hidden_layers": 3}
+    model = small_model("qwen3_moe", mlp_only_layers=[1], **sizes, **FEW_HEADS)
     check_model(model, [9], None)
 
 

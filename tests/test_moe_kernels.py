@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 from unittest.mock import patch
 
@@ -121,6 +122,19 @@ def test_one_token_equals_the_oracle(
     check_row(shape, top_k, normalize, kind)
 
 
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_one_token_of_sixteen_bits(dtype: torch.dtype, limit: float) -> None:
+    check_row((6, 768, 64), 2, True, "even", "cpu", dtype, limit)
+
+
+def test_all_logits_are_stored_before_a_program_chooses() -> None:
+    """The interpreter runs one program after the other, and sees no race."""
+    body = inspect.getsource(moe_row.route_row_kernel.fn)
+    marks = "tl.store(logits_ptr", "tl.debug_barrier()", 'sem="acq_rel"', "choose_experts("
+    places = [body.index(mark) for mark in marks]
+    assert places == sorted(places)
+
+
 def test_of_equal_experts_the_first_ones_get_a_token() -> None:
     """As blocks have it: whether a token is alone must not change where it goes."""
     check_row((12, 512, 32), 3, True, "equal")
@@ -144,6 +158,7 @@ def test_other_weights_are_not_for_one_token() -> None:
     assert not fits_row(torch.ones(8, 128, 96), torch.ones(8, 96, 64))
     assert not fits_row(torch.ones(8, 48, 512), torch.ones(8, 512, 24))
     assert not fits_row(fp8_weight(8, 128, 512, device="cpu"), down)
+    assert not fits_row(torch.ones(8, 128, 512), fp8_weight(8, 512, 64, device="cpu"))
 
 
 def test_a_token_alone_gets_the_same_bits_where_that_is_asked_for() -> None:

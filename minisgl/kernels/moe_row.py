@@ -187,7 +187,7 @@ def experts_row(
     )  # fmt: skip
     numbers, most, warps = DOWN
     slots, bk = triton.next_power_of_2(top_k), min(most, width & -width)
-    bn = max(1, min(16, numbers // (slots * bk), hidden & -hidden))
+    bn = max(1, min(16, numbers // (slots * bk)))
     out = torch.empty_like(x.total)
     sums = torch.empty(hidden // bn, dtype=torch.float32, device=out.device)
     made = DeferredNorm(out, torch.empty_like(x.row), sums)

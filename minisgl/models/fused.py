@@ -68,8 +68,6 @@ class FusedLayer:
     ) -> DeferredNorm | None:
         """Kernels for one token, x [1, hidden] to the next norm; None if sizes do not fit."""
         attention, eps = self.attention, self.attention.eps
-        if self.experts is not None and not self.experts.takes_row:
-            return None
         if isinstance(x, Tensor):  # no product is in front of the first layer
             x = DeferredNorm(x, add_norm(None, x, self.first_norm, eps)[0])
         qkv = row_linear(x, attention.qkv, eps=eps, bias=attention.bias)
@@ -137,6 +135,8 @@ class FusedModel:
 
     def all_one_row(self, x: Tensor, fb: ForwardBatch) -> DeferredNorm | None:
         """The layers over a single token, x [1, hidden]."""
+        if not all(layer.experts is None or layer.experts.takes_row for layer in self.layers):
+            return None
         done: DeferredNorm | None = None
         norms = [layer.first_norm for layer in self.layers[1:]] + [self.final_norm]
         for layer_id, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):

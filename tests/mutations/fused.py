@@ -83,7 +83,7 @@ MUTATIONS = [
         "minisgl.models.fused",
         "            if done is None:\n                return None",
         "            pass",
-        f"{TEST}test_a_layer_of_experts_in_front_of_one_without",
+        f"{TEST}test_a_layer_without_experts_between_two_with",
     ),
     Mutation(
         "fused: only products in front of a norm wait",

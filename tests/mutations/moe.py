@@ -236,4 +236,32 @@ MUTATIONS += [
         "return False",
         K + "test_fused_model_equals_the_plain_one",
     ),
+    Mutation(
+        "moe kernels: a token alone reads experts of eight bits as if they had no scales",
+        "minisgl.models.fused",
+        "if not all(layer.experts is None or layer.experts.takes_row for layer in self.layers):",
+        "if False:",
+        "tests/test_fp8_experts.py::test_fused_model_equals_the_plain_one",
+    ),
+    Mutation(
+        "moe kernels: who chooses may not see what others stored",
+        ROW,
+        'sem="acq_rel"',
+        'sem="relaxed"',
+        K + "test_all_logits_are_stored_before_a_program_chooses",
+    ),
+    Mutation(
+        "moe kernels: a token's router forgets the epsilon of the norm in front",
+        ROW,
+        "y = tl.sum(total, 0) * tl.rsqrt(tl.sum(squares, 0) / K + eps)",
+        "y = tl.sum(total, 0) * tl.rsqrt(tl.sum(squares, 0) / K)",
+        K + "test_one_token_equals_the_oracle",
+    ),
+    Mutation(
+        "moe kernels: the norm behind a token's experts is that of the sum before rounding",
+        ROW,
+        "    y = y.to(out_ptr.dtype.element_ty).to(tl.float32)\n",
+        "",
+        K + "test_one_token_of_sixteen_bits",
+    ),
 ]
