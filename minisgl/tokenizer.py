@@ -54,7 +54,11 @@ class Tokenizer:
     def __init__(self, path: str | Path) -> None:
         from transformers import AutoTokenizer  # takes seconds: paid by the processes that use it
 
-        self.hf: Any = AutoTokenizer.from_pretrained(str(path))
+        try:
+            self.hf: Any = AutoTokenizer.from_pretrained(str(path))
+        except Exception as error:  # a broken file leads the library to any of them
+            said = f"{type(error).__name__}: {error}"
+            raise ValueError(f"tokenizer: that of {path} cannot be read, {said}") from error
         self.backend: Any = getattr(self.hf, "backend_tokenizer", None)
         if self.backend is None:
             raise ValueError(f"tokenizer: {path} has no tokenizer.json that can be used")

@@ -101,6 +101,14 @@ def fallback(folder: Path) -> Tokenizer:
     return Tokenizer(save(folder / "fallback", byte_fallback()))
 
 
+@pytest.mark.parametrize("text", ["", "{}", "[]", "no JSON"])
+def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
+    folder = save(tmp_path / "broken", byte_level())
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match=r"tokenizer: that of .*broken cannot be read, "):
+        Tokenizer(folder)
+
+
 def pieces(stream: IncrementalDetokenizer | DecodeStatus, ids: list[int]) -> list[str]:
     """What each token adds, then what the end adds."""
     return [stream.push(token) for token in ids] + [stream.finish()]
