@@ -96,16 +96,19 @@ def free_bytes(device: torch.device, comm: Comm) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def agree_on_free(device: torch.device, comm: Comm, limit: int = 2 * GIB) -> int:
-    """The least free bytes of all ranks; `NotEnoughMemory` if a GPU has over `limit` more."""
+MAX_APART = 2 * GIB
+
+
+def agree_on_free(device: torch.device, comm: Comm) -> int:
+    """The least free bytes of all ranks; `NotEnoughMemory` if one has over `MAX_APART` more."""
     comm.barrier()
     free = free_bytes(device, comm)
     lowest, minus_highest = comm.min_ints([free, -free])
-    if device.type == "cuda" and -minus_highest - lowest > limit:
+    if device.type == "cuda" and -minus_highest - lowest > MAX_APART:
         raise NotEnoughMemory(
             f"free memory differs between ranks: {lowest / GIB:.2f} GiB on the fullest, "
-            f"{-minus_highest / GIB:.2f} GiB on the emptiest, and {limit / GIB:.0f} GiB apart is "
-            "the most allowed; is another process on one of the devices?"
+            f"{-minus_highest / GIB:.2f} GiB on the emptiest, and {MAX_APART / GIB:.0f} GiB apart "
+            "is the most allowed; is another process on one of the devices?"
         )
     return lowest
 

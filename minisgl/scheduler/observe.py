@@ -45,24 +45,20 @@ class TraceEvent(NamedTuple):
 STAGES = ("receive", "next_step", "launch", "wait", "process")
 
 
-def attach_trace(
-    scheduler: Scheduler,
-    observe: Callable[[TraceEvent], None],
-    clock: Callable[[], float] = time.perf_counter,
-) -> None:
+def attach_trace(scheduler: Scheduler, observe: Callable[[TraceEvent], None]) -> None:
     """Call `observe` after each stage of each step from now on, as long as it does not fail."""
     observe = guarded(observe)
 
     def timed(name: str, stage: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            step, start, batch = scheduler.step_count, clock(), None
+            step, start, batch = scheduler.step_count, time.perf_counter(), None
             result = stage(*args)
             if args and isinstance(args[0], Launched):
                 step, batch = args[0].step, args[0].inputs.batch
             elif isinstance(result, Launched):
                 batch = result.inputs.batch
             about = () if batch is None else (batch.size, batch.phase.value)
-            observe(TraceEvent(name, start, clock(), step, *about))
+            observe(TraceEvent(name, start, time.perf_counter(), step, *about))
             return result
 
         return run
