@@ -83,8 +83,8 @@ MUTATIONS = [
     Mutation(
         "memory_imbalance_is_ignored",
         MEMORY,
-        "-minus_highest - lowest > limit:",
-        "lowest + minus_highest > limit:",
+        "-minus_highest - lowest > MAX_APART:",
+        "lowest + minus_highest > MAX_APART:",
         TESTS + "test_free_memory_is_agreed_on",
     ),
     Mutation(
