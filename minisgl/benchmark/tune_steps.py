@@ -135,7 +135,8 @@ def gemv(kind: str, scales: int, n: int, k: int, on: dict[str, Any]) -> tuple[Pr
     after: Any = x.new_zeros(1, n), x.new_ones(n)
     want = plain_product(x, weight, gated)
     if "norm" in kind:
-        front = row_block(k, k, False, False, scales) or (1,)  # mostly what an engine asks for
+        # As many sums as the product in front mostly makes: an engine finds its kernel compiled.
+        front = row_block(k, k, False, False, scales) or (1,)
         squares = x.float().square().view(-1, front[0]).sum(1)
         row, after = DeferredNorm(x, x, squares), (None, None)
         want = plain_product(F.rms_norm(x.float(), (k,)), weight, gated)

@@ -96,7 +96,7 @@ def free_bytes(device: torch.device, comm: Comm) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
-MAX_APART = 2 * GIB
+MAX_APART = 2 * GIB  # of free memory, between the GPUs of one model
 
 
 def agree_on_free(device: torch.device, comm: Comm) -> int:
