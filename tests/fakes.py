@@ -28,9 +28,9 @@ from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.messages import Reply, TokenReply, UserMsg
 from minisgl.scheduler.observe import IdleAudit, attach_trace
-from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
+from minisgl.scheduler.prefill import PrefillLimits
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue
-from minisgl.scheduler.retraction import make_room
+from minisgl.scheduler.retraction import DelayedPrefill, make_room
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.validation import Limits, make_req
 
@@ -144,7 +144,7 @@ class Driver:
             mixed_prefill_threshold if fair else None,
         )
         waiting = FairQueue(budget) if fair else ArrivalOrder()
-        prefill = PrefillManager(self.cache, decode, limits, waiting)
+        prefill = DelayedPrefill(self.cache, decode, limits, waiting)
         self.channel = InProcessChannel()
         self.limits = Limits(self.engine.max_seq_len, pages * page_size, VOCAB)
         self.scheduler = scheduler(

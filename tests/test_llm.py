@@ -20,8 +20,10 @@ import torch
 
 import minisgl
 from minisgl import LLM, SamplingParams
+from minisgl.benchmark.offline import launches
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.paths import resolve_model_path
+from minisgl.core import Phase
 from minisgl.kvcache.audit import check_integrity
 from minisgl.llm import OutputBuilder, as_params, as_prompts
 from minisgl.scheduler.build import build_scheduler
@@ -394,6 +396,16 @@ def test_options_reach_the_engine(folder: Path) -> None:
         LLM(folder, page_size=-3)
     with pytest.raises(TypeError, match="nonsense"):
         LLM(folder, nonsense=1)
+
+
+def test_a_crowd_comes_in_by_groups(folder: Path) -> None:
+    """Two of 64 rows: no prefill step for a single prompt while others wait."""
+    with LLM(folder, page_size=4, max_running_req=64, num_pages=2000, device="cpu") as llm:
+        params = [SamplingParams(max_tokens=4 + n, ignore_eos=True) for n in range(90)]
+        with launches(llm.scheduler) as log:
+            llm.generate([[n] for n in range(90)], params)
+    sizes = [step.requests for step in log if step.phase is Phase.PREFILL]
+    assert sum(sizes) == 90 and sizes[0] == 64 and min(sizes[1:-1]) >= 2
 
 
 def test_the_package_is_lazy() -> None:

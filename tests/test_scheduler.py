@@ -660,6 +660,59 @@ def test_a_half_done_prompt_that_found_no_room_goes_on_later(overlap: bool) -> N
     assert d.tokens(0) == expected([1] * 24, 2, ignore_eos=True)
 
 
+def crowded(overlap: bool, newcomers: int, prompt: int = 3, budget: int = 64) -> Driver:
+    """96 requests run, in 96 rows, and end one by one; so many more wait."""
+    d = Driver(overlap=overlap, max_running_req=96, num_pages=6000, max_seq_len=256, budget=budget)
+    for uid in range(96):
+        d.ask(uid, [uid % 7 + 1] * 3, max_tokens=12 + 2 * uid, ignore_eos=True)
+    while d.engine.tables.free_rows or d.scheduler.prefill.waiting:
+        d.go()
+    for uid in range(96, 96 + newcomers):
+        d.ask(uid, [uid % 7 + 1] * prompt, max_tokens=100, ignore_eos=True)
+    return d
+
+
+def free_rows_at_prefills(d: Driver) -> list[tuple[int, int]]:
+    """Until all are answered: of each prefill step the rows that were free, and its requests."""
+    seen: list[tuple[int, int]] = []
+    plain = d.scheduler.launch
+
+    def launch(batch: Batch) -> Any:
+        if batch.phase is Phase.PREFILL:
+            admitted = sum(req.cached_len == req.matched_len for req in batch.reqs)
+            seen.append((d.engine.tables.free_rows + admitted, len(batch.reqs)))
+        return plain(batch)
+
+    d.scheduler.launch = launch  # type: ignore[method-assign]
+    d.drain()
+    return seen
+
+
+@LOOPS
+def test_full_rows_are_given_again_by_groups(overlap: bool) -> None:
+    """A thirty-second of 96 rows: three requests come in at once, as soon as three have ended."""
+    d = crowded(overlap, 20)
+    assert free_rows_at_prefills(d) == [(3, 3)] * 6 + [(2, 2)]  # nobody waits behind the last two
+    for uid in range(116):
+        most = 12 + 2 * uid if uid < 96 else 100
+        assert d.tokens(uid) == expected([uid % 7 + 1] * 3, most, ignore_eos=True)
+
+
+@LOOPS
+def test_who_waits_alone_comes_in_with_the_first_free_row(overlap: bool) -> None:
+    d = crowded(overlap, 1)
+    assert free_rows_at_prefills(d) == [(1, 1)]
+
+
+@LOOPS
+def test_half_done_prompts_do_not_wait_for_free_rows(overlap: bool) -> None:
+    """Three prompts of 40 tokens, four steps in a row, though fewer rows are free after each."""
+    d = crowded(overlap, 6, prompt=40, budget=32)
+    d.drain()
+    own = [i for i, s in enumerate(d.engine.steps) if s.phase == "prefill" and s.extend[-1] > 3]
+    assert [b - a for a, b in itertools.pairwise(own[:4])] == [1] * 3
+
+
 def test_no_promise_is_cut_without_a_reserve() -> None:
     d = Driver(num_pages=10, page_size=4)
     for uid in range(6):

@@ -23,7 +23,7 @@ from minisgl.scheduler.grammar import CompilingChannel, CompilingInbox, load_gra
 from minisgl.scheduler.observe import IdleAudit, TraceEvent, attach_trace
 from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue, mixed_prefill_threshold
-from minisgl.scheduler.retraction import make_room
+from minisgl.scheduler.retraction import DelayedPrefill, make_room
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.speculative import scheduler_class
 from minisgl.scheduler.validation import Limits
@@ -54,7 +54,7 @@ def build_prefill(config: SchedulerConfig, cache: CacheManager) -> PrefillManage
         mixed_prefill_threshold=mixed_prefill_threshold(budget) if fair else None,
     )
     waiting = FairQueue(budget) if fair else ArrivalOrder()
-    return PrefillManager(cache, DecodeManager(config.reserve_tokens), limits, waiting)
+    return DelayedPrefill(cache, DecodeManager(config.reserve_tokens), limits, waiting)
 
 
 def build_scheduler(

@@ -1,12 +1,13 @@
-"""Take memory back from running requests when the next tokens do not fit.
+"""Short of memory: take it back from running requests, let new ones in by groups.
 
 Generated from notebooks/09c_llm.ipynb: edit there.
 """
 
 from __future__ import annotations
 
-from minisgl.core import Req
+from minisgl.core import Batch, Req
 from minisgl.scheduler.decode import pages_to_come
+from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.scheduler import Scheduler
 
 
@@ -37,3 +38,18 @@ def retract(scheduler: Scheduler, req: Req) -> None:
     req.retracted = True
     scheduler.prefill.waiting.resume(req)
     scheduler.retractions += 1
+
+
+SHARE = 32  # one of so many rows has to be free before the next requests come in
+
+
+class DelayedPrefill(PrefillManager):
+    """Admits in groups while all rows are taken and many requests wait."""
+
+    def schedule(self) -> Batch | None:
+        """The next prefill step; None while more requests could share it soon."""
+        tables = self.cache.tables
+        group = min(len(self.waiting), tables.num_rows // SHARE)
+        if self.chunked_req is None and tables.free_rows < group:
+            return None
+        return super().schedule()

@@ -13,7 +13,44 @@ PAGED = "tests/test_paged_equals_dense.py::test_a_crowd_with_one_prefix"
 
 QUEUE, QUEUE_TESTS = "minisgl.scheduler.queue", "tests/test_queue.py::"
 
+BUILD = "minisgl.scheduler.build"
+
 MUTATIONS = [
+    Mutation(
+        "delayed_prefill_waits_for_nobody",
+        RETRACTION,
+        "tables.free_rows < group",
+        "False",
+        TESTS + "test_full_rows_are_given_again_by_groups",
+    ),
+    Mutation(
+        "delayed_prefill_waits_for_one_row_too_many",
+        RETRACTION,
+        "tables.free_rows < group",
+        "tables.free_rows <= group",
+        TESTS + "test_full_rows_are_given_again_by_groups",
+    ),
+    Mutation(
+        "delayed_prefill_waits_for_rows_that_nobody_wants",
+        RETRACTION,
+        "min(len(self.waiting), tables.num_rows // SHARE)",
+        "tables.num_rows // SHARE",
+        TESTS + "test_who_waits_alone_comes_in_with_the_first_free_row",
+    ),
+    Mutation(
+        "delayed_prefill_stops_a_half_done_prompt",
+        RETRACTION,
+        "self.chunked_req is None and ",
+        "",
+        TESTS + "test_half_done_prompts_do_not_wait_for_free_rows",
+    ),
+    Mutation(
+        "build_admits_one_by_one",
+        BUILD,
+        "return DelayedPrefill(",
+        "return PrefillManager(",
+        "tests/test_llm.py::test_a_crowd_comes_in_by_groups",
+    ),
     Mutation(
         "retract_takes_the_oldest",
         RETRACTION,
