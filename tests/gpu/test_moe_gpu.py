@@ -17,6 +17,7 @@ from minisgl.config.known_models import QWEN3_30B_A3B
 from minisgl.kernels import moe
 from minisgl.kernels.moe import align, expert_parts, expert_sum
 from minisgl.kernels.moe_row import FusedExperts
+from minisgl.kernels.norm import DeferredNorm
 from minisgl.layers.moe import MoE, grouped_experts, route
 from tests.fused_cases import check_model, close, small_model
 from tests.moe_cases import check_blocks, check_row, skewed_logits
@@ -108,6 +109,29 @@ def test_replay_equals_eager_bit_for_bit(n: int) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(recorded, step())
+
+
+def test_replay_of_one_token_equals_eager_bit_for_bit() -> None:
+    """Each replay finds the counter as the one before left it."""
+    router, weights = normal(128, 2048, seed=6) * 0.05, experts_of(QWEN)
+    experts = FusedExperts(router, *weights, 8, True, 0, router.new_zeros(1).int())
+    x, norm = normal(1, 2048), normal(2048, seed=7)
+
+    def step() -> DeferredNorm:
+        row = DeferredNorm(x, x * norm, x.float().square().view(-1, 8).sum(1))
+        return experts.row(row, norm, 1e-6)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = step()
+    for seed in range(20):
+        x.copy_(normal(1, 2048, seed=10 + seed))
+        graph.replay()
+        torch.cuda.synchronize()
+        for mine, eager in zip(recorded, step(), strict=True):
+            assert mine is not None and eager is not None and torch.equal(mine, eager)
 
 
 @pytest.mark.parametrize("kind", ["even", "hot", "empty"])
