@@ -1,4 +1,4 @@
-"""Short of memory: take it back from running requests, let new ones in by groups.
+"""Short of memory: take it back from running requests, admit new ones in groups.
 
 Generated from notebooks/09c_llm.ipynb: edit there.
 """
@@ -44,7 +44,7 @@ SHARE = 32  # one of so many rows has to be free before the next requests come i
 
 
 class DelayedPrefill(PrefillManager):
-    """Admits in groups while all rows are taken and many requests wait."""
+    """Admits requests in groups while nearly all rows are taken and many wait."""
 
     def schedule(self) -> Batch | None:
         """The next prefill step; None while more requests could share it soon."""
