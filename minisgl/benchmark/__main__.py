@@ -275,15 +275,15 @@ def run_overhead(args: argparse.Namespace) -> Result:
     with (
         options.model_folder(args.model, args.dummy_weight) as plain,
         overhead.with_tokenizer(plain, args.dummy_weight) as (folder, tokenizer),
-        LLM(folder, **fields) as llm,
     ):
-        engine = llm.scheduler.engine
-        fields["num_pages"] = engine.num_pages
-        options.check_lengths(args, llm.limits.max_seq_len)
-        requests = random_workload(engine.model_config.vocab_size, args.streams, *ends, args.seed)
-        with served(folder, flags_of(fields)) as child:
-            how = (args.temperature, args.repeats, args.seed + 1)
-            row = overhead.measure_overhead(llm, child, requests, *how)
+        model = ModelConfig.from_path(folder)
+        options.check_lengths(args, max_seq_len(SchedulerConfig(**fields), model))
+        requests = random_workload(model.vocab_size, args.streams, *ends, args.seed)
+        with LLM(folder, **fields) as llm:
+            fields["num_pages"] = llm.scheduler.engine.num_pages
+            with served(folder, flags_of(fields)) as child:
+                how = (args.temperature, args.repeats, args.seed + 1)
+                row = overhead.measure_overhead(llm, child, requests, *how)
     print(overhead.overhead_text(row))
     names = ("input_len", "output_len", "temperature", "repeats", "seed", "dummy_weight")
     about = {"model": options.named_model(args.model), "tokenizer": tokenizer, "engine": fields}
