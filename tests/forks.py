@@ -21,6 +21,7 @@ import psutil
 
 WARM = "MINISGL_TESTS_WARM"  # the variable that tells forks the folder of `tests/warm.py`
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+PlainPopen = subprocess.Popen  # tests put ours in its place
 
 
 @functools.cache
@@ -38,7 +39,7 @@ def warm() -> Path:
             script = Path(__file__).with_name("warm.py")
             command = [sys.executable, str(script), str(folder), str(owner)]
             # Ctrl-C is not its
-            process = subprocess.Popen(command, cwd="/", start_new_session=True)
+            process = PlainPopen(command, cwd="/", start_new_session=True)
             while not (folder / "package").exists():
                 assert process.poll() is None, "tests/warm.py has ended"
                 time.sleep(0.01)
