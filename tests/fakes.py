@@ -28,7 +28,7 @@ from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.messages import Reply, TokenReply, UserMsg
 from minisgl.scheduler.observe import IdleAudit, attach_trace
-from minisgl.scheduler.prefill import PrefillLimits
+from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
 from minisgl.scheduler.scheduler import Scheduler
@@ -131,6 +131,7 @@ class Driver:
         policy: str = "fcfs",
         reserve: int | None = None,
         mixed_prefill_threshold: int = 16,
+        share: int | None = None,
         scheduler: Callable[..., Scheduler] = Scheduler,
         **sizes: int,
     ) -> None:
@@ -144,7 +145,10 @@ class Driver:
             mixed_prefill_threshold if fair else None,
         )
         waiting = FairQueue(budget) if fair else ArrivalOrder()
-        prefill = DelayedPrefill(self.cache, decode, limits, waiting)
+        manager = PrefillManager if fair else DelayedPrefill
+        prefill = manager(self.cache, decode, limits, waiting)
+        if share is not None and isinstance(prefill, DelayedPrefill):
+            prefill.share = share
         self.channel = InProcessChannel()
         self.limits = Limits(self.engine.max_seq_len, pages * page_size, VOCAB)
         self.scheduler = scheduler(

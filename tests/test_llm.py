@@ -398,14 +398,16 @@ def test_options_reach_the_engine(folder: Path) -> None:
         LLM(folder, nonsense=1)
 
 
-def test_a_crowd_comes_in_by_groups(folder: Path) -> None:
-    """Two of 64 rows: no prefill step for a single prompt while others wait."""
-    with LLM(folder, page_size=4, max_running_req=64, num_pages=2000, device="cpu") as llm:
+@pytest.mark.parametrize(("policy", "least"), [("fcfs", 2), ("fair", 1)])
+def test_a_crowd_comes_in_by_groups(folder: Path, policy: str, least: int) -> None:
+    """Two of 64 rows: no prefill step for a single prompt while others wait, unless it is fair."""
+    sizes = {"page_size": 4, "max_running_req": 64, "num_pages": 2000}
+    with LLM(folder, **sizes, schedule_policy=policy, device="cpu") as llm:
         params = [SamplingParams(max_tokens=4 + n, ignore_eos=True) for n in range(90)]
         with launches(llm.scheduler) as log:
             llm.generate([[n] for n in range(90)], params)
-    sizes = [step.requests for step in log if step.phase is Phase.PREFILL]
-    assert sum(sizes) == 90 and sizes[0] == 64 and min(sizes[1:-1]) >= 2
+    prompts = [step.requests for step in log if step.phase is Phase.PREFILL]
+    assert sum(prompts) == 90 and prompts[0] == 64 and min(prompts[1:-1]) == least
 
 
 def test_the_package_is_lazy() -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import threading
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -660,56 +661,72 @@ def test_a_half_done_prompt_that_found_no_room_goes_on_later(overlap: bool) -> N
     assert d.tokens(0) == expected([1] * 24, 2, ignore_eos=True)
 
 
-def crowded(overlap: bool, newcomers: int, prompt: int = 3, budget: int = 64) -> Driver:
-    """96 requests run, in 96 rows, and end one by one; so many more wait."""
-    d = Driver(overlap=overlap, max_running_req=96, num_pages=6000, max_seq_len=256, budget=budget)
+def crowded(overlap: bool, newcomers: int, *, every: int = 2, prompt: int = 3) -> Driver:
+    """96 requests run, in 96 rows, one of which ends in `every` so many steps; others wait."""
+    d = Driver(overlap=overlap, max_running_req=96, num_pages=9000, max_seq_len=400)
     for uid in range(96):
-        d.ask(uid, [uid % 7 + 1] * 3, max_tokens=12 + 2 * uid, ignore_eos=True)
-    while d.engine.tables.free_rows or d.scheduler.prefill.waiting:
+        d.ask(uid, [uid % 7 + 1] * 3, max_tokens=6 + every * uid, ignore_eos=True)
+    while d.engine.tables.free_rows:
         d.go()
     for uid in range(96, 96 + newcomers):
         d.ask(uid, [uid % 7 + 1] * prompt, max_tokens=100, ignore_eos=True)
     return d
 
 
-def free_rows_at_prefills(d: Driver) -> list[tuple[int, int]]:
-    """Until all are answered: of each prefill step the rows that were free, and its requests."""
-    seen: list[tuple[int, int]] = []
-    plain = d.scheduler.launch
-
-    def launch(batch: Batch) -> Any:
-        if batch.phase is Phase.PREFILL:
-            admitted = sum(req.cached_len == req.matched_len for req in batch.reqs)
-            seen.append((d.engine.tables.free_rows + admitted, len(batch.reqs)))
-        return plain(batch)
-
-    d.scheduler.launch = launch  # type: ignore[method-assign]
+def prefills(d: Driver) -> list[tuple[int, list[int]]]:
+    """The prefill steps until all are answered: number of the step, tokens of each prompt."""
+    before = len(d.engine.steps)
     d.drain()
-    return seen
+    late = enumerate(d.engine.steps[before:], before)
+    return [(index, step.extend) for index, step in late if step.phase == "prefill"]
 
 
 @LOOPS
 def test_full_rows_are_given_again_by_groups(overlap: bool) -> None:
-    """A thirty-second of 96 rows: three requests come in at once, as soon as three have ended."""
+    """1/32 of 96 rows: three requests come in at once, as soon as three have ended."""
     d = crowded(overlap, 20)
-    assert free_rows_at_prefills(d) == [(3, 3)] * 6 + [(2, 2)]  # nobody waits behind the last two
+    steps = prefills(d)
+    assert [len(prompts) for _, prompts in steps] == [3] * 6 + [2]  # nobody is behind the last two
+    assert all(b - a == 7 for (a, _), (b, _) in itertools.pairwise(steps[:6]))  # six of decode
     for uid in range(116):
-        most = 12 + 2 * uid if uid < 96 else 100
+        most = 6 + 2 * uid if uid < 96 else 100
         assert d.tokens(uid) == expected([uid % 7 + 1] * 3, most, ignore_eos=True)
 
 
 @LOOPS
 def test_who_waits_alone_comes_in_with_the_first_free_row(overlap: bool) -> None:
-    d = crowded(overlap, 1)
-    assert free_rows_at_prefills(d) == [(1, 1)]
+    """The other two wait for a row each, and not for a third."""
+    d = crowded(overlap, 3)
+    assert [len(prompts) for _, prompts in prefills(d)] == [3]
+    d = crowded(overlap, 1)  # five steps of prefill, then the five that are left to request 0
+    assert prefills(d) == [(10 + overlap, [3])]
+
+
+@LOOPS
+def test_nobody_waits_long_for_a_group(overlap: bool) -> None:
+    """A row is free every 12 steps, and somebody comes in every 16, as step 4 was the last."""
+    d = crowded(overlap, 6, every=12)
+    assert prefills(d)[:3] == [(20, [3]), (36, [3, 3]), (52, [3])]
+
+
+@LOOPS
+def test_a_prefill_that_leaves_rows_free_is_followed_by_the_next(overlap: bool) -> None:
+    """Three rows are free, and two prompts are all that a step may compute."""
+    d = crowded(overlap, 20, prompt=4)
+    limits = d.scheduler.prefill.limits
+    d.scheduler.prefill.limits = replace(limits, max_extend_tokens=8)
+    steps = prefills(d)
+    assert [prompts for _, prompts in steps[:2]] == [[4, 4], [4]]
+    assert steps[1][0] - steps[0][0] == 1
 
 
 @LOOPS
 def test_half_done_prompts_do_not_wait_for_free_rows(overlap: bool) -> None:
     """Three prompts of 40 tokens, four steps in a row, though fewer rows are free after each."""
-    d = crowded(overlap, 6, prompt=40, budget=32)
-    d.drain()
-    own = [i for i, s in enumerate(d.engine.steps) if s.phase == "prefill" and s.extend[-1] > 3]
+    d = crowded(overlap, 6, prompt=40)
+    limits = d.scheduler.prefill.limits
+    d.scheduler.prefill.limits = replace(limits, max_extend_tokens=32)
+    own = [index for index, _ in prefills(d)]
     assert [b - a for a, b in itertools.pairwise(own[:4])] == [1] * 3
 
 
@@ -1015,6 +1032,7 @@ class Events(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 4, 16]),
         pages=st.integers(3, 10),
         rows=st.integers(1, 4),
+        share=st.sampled_from([1, 2, 32]),
         policy=st.sampled_from(["fcfs", "fair"]),
         reserve=st.sampled_from([None, 1, 6]),
         mixed_prefill_threshold=st.sampled_from([1, 16]),

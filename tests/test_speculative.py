@@ -209,6 +209,7 @@ class SpeculativeEvents(test_scheduler.Events):
         page_size=st.sampled_from([1, 4, 16]),
         pages=st.integers(3, 10),
         rows=st.integers(1, 4),
+        share=st.sampled_from([1, 2, 32]),
         policy=st.sampled_from(["fcfs", "fair"]),
         reserve=st.sampled_from([None, 1, 6]),
         drafts=st.sampled_from([1, 3, 7]),

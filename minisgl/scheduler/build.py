@@ -53,8 +53,10 @@ def build_prefill(config: SchedulerConfig, cache: CacheManager) -> PrefillManage
         min_shared=0 if config.cache_type == "naive" else 32,
         mixed_prefill_threshold=mixed_prefill_threshold(budget) if fair else None,
     )
-    waiting = FairQueue(budget) if fair else ArrivalOrder()
-    return DelayedPrefill(cache, DecodeManager(config.reserve_tokens), limits, waiting)
+    decode = DecodeManager(config.reserve_tokens)
+    if fair:
+        return PrefillManager(cache, decode, limits, FairQueue(budget))
+    return DelayedPrefill(cache, decode, limits, ArrivalOrder())
 
 
 def build_scheduler(

@@ -40,16 +40,20 @@ def retract(scheduler: Scheduler, req: Req) -> None:
     scheduler.retractions += 1
 
 
-SHARE = 32  # one of so many rows has to be free before the next requests come in
-
-
 class DelayedPrefill(PrefillManager):
-    """Admits requests in groups while nearly all rows are taken and many wait."""
+    """Admits requests in groups while the rows are taken and many wait."""
+
+    share, most = 32, 16  # rows of which one has to be free; steps to wait for that at most
+    delay = 0  # steps left to wait
 
     def schedule(self) -> Batch | None:
         """The next prefill step; None while more requests could share it soon."""
         tables = self.cache.tables
-        group = min(len(self.waiting), tables.num_rows // SHARE)
-        if self.chunked_req is None and tables.free_rows < group:
+        self.delay -= 1
+        group = min(len(self.waiting), tables.num_rows // self.share)
+        if self.delay > 0 and self.chunked_req is None and tables.free_rows < group:
             return None
-        return super().schedule()
+        batch = super().schedule()
+        if batch is not None:
+            self.delay = 0 if tables.free_rows else self.most
+        return batch
