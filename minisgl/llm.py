@@ -5,6 +5,7 @@ Generated from notebooks/09c_llm.ipynb: edit there.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import numbers
 import os
@@ -117,6 +118,11 @@ def make_config(folder: Path, ranks: int | None, fields: dict[str, Any]) -> Sche
         raise ValueError(f"tensor_parallel_size: {ranks} beside tp {fields['tp']}; give one")
     for name in fields.keys() & {"device", "dtype"}:
         fields[name] = str(fields[name]).removeprefix("torch.")
+    known = SchedulerConfig.__dataclass_fields__
+    for name in fields.keys() - known.keys():
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}"
+        raise TypeError(f"LLM got an unexpected keyword argument {name!r}; {hint}")
     return SchedulerConfig(model_path=str(folder), **fields)
 
 

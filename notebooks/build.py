@@ -714,14 +714,12 @@ def has_gpu() -> bool:
     return listed.returncode == 0 and "GPU 0" in listed.stdout
 
 
-def run_environment(root: Path, gpu: bool) -> None:
-    """Set what kernels inherit: few threads, no network, Triton's interpreter without a GPU."""
+def run_environment(root: Path) -> None:
+    """Set what kernels inherit: few threads, no network; what chapters need, they set."""
     defaults = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     defaults["PYTHONHASHSEED"] = "0"
     # A hint about Jupyter widgets that would store this machine's paths in a chapter.
     defaults["PYTHONWARNINGS"] = "ignore:IProgress not found"
-    if not gpu:
-        defaults["TRITON_INTERPRET"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -772,7 +770,7 @@ def run_chapter(root: Path, stem: str, gpu: bool) -> float:
 def run(root: Path, wanted: Sequence[str]) -> int:
     """Execute chapters one after another; a failing one keeps its former outputs."""
     gpu = has_gpu()
-    run_environment(root, gpu)
+    run_environment(root)
     if not gpu:
         print("run: no GPU, cells tagged `gpu` keep their stored outputs")
     failed = 0

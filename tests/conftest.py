@@ -39,7 +39,9 @@ SLOW = [
 DAYS = 32  # numbers that a day can have
 MUTATIONS, DRILLS = DAYS, 4  # days from one turn to the next
 # Before anything imports torch or triton: threads, no network, Triton's interpreter on a CPU.
-build.run_environment(Path(__file__).resolve().parents[1], GPU)
+build.run_environment(Path(__file__).resolve().parents[1])
+if not GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # Each client of httpx would read all certificates, in 30 ms, for servers that speak no TLS.
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 os.environ.pop("SSL_CERT_FILE", None)

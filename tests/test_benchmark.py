@@ -584,7 +584,7 @@ def test_sizes_follow_the_device_unless_given() -> None:
     [
         ("", "COMMAND"),
         ("fast", "invalid choice: 'fast'"),
-        ("online --url x --api secret", "unrecognized arguments: --api secret"),
+        ("online --url x --api secret", "unrecognized arguments: --api secret; see --help"),
         ("offline --requests 0", "--requests: must be an integer of at least 1 and"),
         ("offline --repeats x", "--repeats: must be an integer of at least 1 and"),
         ("kernels --lengths 5 2147483648", "below 2**31, got '2147483648'"),

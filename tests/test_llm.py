@@ -394,8 +394,10 @@ def test_options_reach_the_engine(folder: Path) -> None:
         LLM(folder, tensor_parallel_size=2, tp=1)
     with pytest.raises(ValueError, match="page_size: must be"):
         LLM(folder, page_size=-3)
-    with pytest.raises(TypeError, match="nonsense"):
+    with pytest.raises(TypeError, match="'nonsense'; there are attention_backend, cache_type"):
         LLM(folder, nonsense=1)
+    with pytest.raises(TypeError, match="'page_sise'; did you mean page_size?"):
+        LLM(folder, page_sise=4)
 
 
 @pytest.mark.parametrize(("policy", "least"), [("fcfs", 2), ("fair", 1)])

@@ -451,7 +451,7 @@ def test_only_loopback_is_silent(
         assert is_loopback(host) == loopback
         for key in (None, "k"):
             warn_if_open(host, key)
-            warned = "--api-key" in capsys.readouterr().err
+            warned = "MINISGL_API_KEY" in capsys.readouterr().err
             assert warned == (not loopback and key is None), (host, key)
 
 

@@ -52,7 +52,7 @@ ENGINE_FLAGS = (
          "a GPU, torch on a CPU; fi,fused (FlashInfer) may suit prompts of 4,096 tokens and more"),
     Flag("--kernels", "kernels", "what computes norms, GEMMs of few rows and sums of a layer"),
     Flag("--cache-type", "cache_type", "prefix cache"),
-    Flag("--page-size", "page_size", "tokens per KV page (default: 16)"),
+    Flag("--page-size", "page_size", "tokens per KV page"),
     Flag("--num-pages", "num_pages", "KV pages (default: what memory allows)"),
     Flag("--memory-ratio", "memory_ratio", "share of memory for weights and KV"),
     Flag("--memory-trial-tokens", "memory_trial_tokens",

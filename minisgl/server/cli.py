@@ -78,7 +78,7 @@ def is_loopback(host: str) -> bool:
 def warn_if_open(host: str, api_key: str | None) -> None:
     """Warn if the whole network may use the server."""
     if api_key is None and not is_loopback(host):
-        why = f"listening on {host} without --api-key: everyone who reaches this machine may use it"
+        why = f"without an API key ({flags.KEY_VARIABLE}) everyone who reaches {host} may use it"
         print(f"minisgl: warning: {why}", file=sys.stderr, flush=True)
 
 
