@@ -396,7 +396,7 @@ def test_options_reach_the_engine(folder: Path) -> None:
         LLM(folder, page_size=-3)
     with pytest.raises(TypeError, match="'nonsense'; there are attention_backend, cache_type"):
         LLM(folder, nonsense=1)
-    with pytest.raises(TypeError, match="'page_sise'; did you mean page_size?"):
+    with pytest.raises(TypeError, match="'page_sise'; did you mean page_size"):
         LLM(folder, page_sise=4)
 
 
