@@ -718,8 +718,6 @@ def run_environment(root: Path) -> None:
     """Set what kernels inherit: few threads, no network; what chapters need, they set."""
     defaults = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     defaults["PYTHONHASHSEED"] = "0"
-    # A hint about Jupyter widgets that would store this machine's paths in a chapter.
-    defaults["PYTHONWARNINGS"] = "ignore:IProgress not found"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -252,7 +252,8 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
 def build_parser() -> argparse.ArgumentParser:
     """Every command with its flags, and every default in the help."""
     what = "Measure the engine and its server, beside the least time that the device allows."
-    parser = Parser(prog="python -m minisgl.benchmark", description=what)
+    tune = "python -m minisgl.benchmark.tune MODEL searches for better GEMM kernels on this GPU"
+    parser = Parser(prog="python -m minisgl.benchmark", description=what, epilog=tune)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (what, add) in COMMANDS.items():
         command = commands.add_parser(name, help=what, description=f"Measure {what}.")

@@ -101,8 +101,8 @@ class Lifecycle:
         """No new requests; answers in flight may finish, until the deadline or another signal."""
         self.limiter.reason = "the server is shutting down"
         end = time.monotonic() + self.drain_timeout
-        if self.limiter.taken and sys.stderr.isatty():
-            wait = f"{self.limiter.taken} answers to end, {self.drain_timeout:g} s at most"
+        if (count := self.limiter.taken) and sys.stderr.isatty():
+            wait = f"{count} answer{'s' * (count > 1)} to end, {self.drain_timeout:g} s at most"
             print(f"minisgl: waits for {wait}; Ctrl-C again cuts them", file=sys.stderr, flush=True)
         while self.limiter.taken and time.monotonic() < end and self.server.asked < 2:
             if (broken := self.group.broken()) is not None:
