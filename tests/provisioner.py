@@ -18,6 +18,7 @@ class ForkedProvisioner(LocalProvisioner):
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
         self.cwd = kwargs.get("cwd") or os.getcwd()
         env = dict(kwargs.get("env") or os.environ)
+        env.pop("TRITON_INTERPRET", None)  # a reader has not set it: chapters that need it do
         self.process = Forked("kernel", command=cmd, env=env, folder=str(self.cwd))
         self.pid = self.pgid = self.process.pid
         return self.connection_info
