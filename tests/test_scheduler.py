@@ -695,7 +695,7 @@ def test_full_rows_are_given_again_by_groups(overlap: bool) -> None:
 
 @LOOPS
 def test_who_waits_alone_comes_in_with_the_first_free_row(overlap: bool) -> None:
-    """The other two wait for a row each, and not for a third."""
+    """Three who wait are a group of three, one is a group of one."""
     d = crowded(overlap, 3)
     assert [len(prompts) for _, prompts in prefills(d)] == [3]
     d = crowded(overlap, 1)  # five steps of prefill, then the five that are left to request 0

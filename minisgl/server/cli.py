@@ -78,8 +78,8 @@ def is_loopback(host: str) -> bool:
 def warn_if_open(host: str, api_key: str | None) -> None:
     """Warn if the whole network may use the server."""
     if api_key is None and not is_loopback(host):
-        why = f"without an API key ({flags.KEY_VARIABLE}) everyone who reaches {host} may use it"
-        print(f"minisgl: warning: {why}", file=sys.stderr, flush=True)
+        why = f"without {flags.KEY_VARIABLE}: everyone who reaches this machine may use it"
+        print(f"minisgl: warning: listening on {host} {why}", file=sys.stderr, flush=True)
 
 
 class Watchers:
