@@ -83,6 +83,7 @@ def engine_of(model: str, tp: int, quantization: str, sizes: Sequence[int]) -> I
             prefill_graph_max_tokens=0, num_pages=2048, max_running_req=max(sizes),
         ) as llm:  # fmt: skip
             engine = llm.scheduler.engine
+            assert isinstance(engine, Engine)
             if tp > 1:  # kernels behind a sum over ranks are other ones
                 engine.forward_pass.comm = Alone(tp)  # type: ignore[attr-defined]
             yield engine
