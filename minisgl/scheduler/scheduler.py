@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from minisgl.core import Batch, Phase, Req
-from minisgl.engine.engine import Engine
-from minisgl.engine.step import ForwardInput, ForwardOutput, SampledTokens
+from minisgl.engine.step import ForwardInput, SampledTokens
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.decode import DecodeManager
+from minisgl.scheduler.executor import Executor, StepOutput
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, InvalidRequestError, Reply, UserMsg
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.replies import abort_reply, finish_reason, token_reply
@@ -25,14 +25,14 @@ class Launched(NamedTuple):
 
     step: int
     inputs: ForwardInput
-    output: ForwardOutput
+    output: StepOutput
 
 
 @dataclass(eq=False)
 class Scheduler:
     """Owns every request from its message to its last reply; the parts it works with are given."""
 
-    engine: Engine
+    engine: Executor
     cache: CacheManager
     prefill: PrefillManager
     decode: DecodeManager
@@ -169,7 +169,7 @@ class Scheduler:
         before, self.in_flight = self.in_flight, launched
         if before is not None:
             self.finish(before)
-        self.engine.draw_deferred()  # of step n + 1, if that needs these tokens (chapter 09a)
+        self.engine.sample_deferred()  # of step n + 1, if that needs these tokens (chapter 09a)
 
     def finish_in_flight(self) -> None:
         """Look at the tokens of the step in flight now, if there is one."""
