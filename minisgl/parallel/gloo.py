@@ -38,7 +38,7 @@ def loopback_store(port: int = 0) -> Any:
     """Return a store that only this machine can reach."""
     door = socket.create_server(("127.0.0.1", port))
     port = door.getsockname()[1]
-    options = {"wait_for_workers": False, "master_listen_fd": door.detach()}
+    options: Any = {"wait_for_workers": False, "master_listen_fd": door.detach()}
     return dist.TCPStore("127.0.0.1", port, is_master=True, **options)
 
 
