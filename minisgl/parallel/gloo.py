@@ -39,7 +39,8 @@ def loopback_store(port: int = 0) -> Any:
     door = socket.create_server(("127.0.0.1", port))
     port = door.getsockname()[1]
     options: Any = {"wait_for_workers": False, "master_listen_fd": door.detach()}
-    return dist.TCPStore("127.0.0.1", port, is_master=True, **options)
+    store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    return store("127.0.0.1", port, is_master=True, **options)
 
 
 class GlooComm:
