@@ -32,8 +32,10 @@ from minisgl.runtime.supervisor import Supervisor, WorkerFailed
 from minisgl.scheduler.observe import attach_trace
 from minisgl.server.chat.client import ApiClient, base_url
 from minisgl.server.chat.shell import Shell
-from minisgl.server.cli import is_loopback, listen, main, warn_if_open
+from minisgl.server.cli import listen, main
 from minisgl.server.frontend import Observer
+from minisgl.server.http.access import warn_if_open
+from minisgl.server.http.hosts import is_loopback
 from minisgl.server.http.limits import ConcurrencyLimiter
 from minisgl.server.http.settings import sampling_defaults, settings_for
 from minisgl.server.in_process import InProcessServer
@@ -450,7 +452,7 @@ def test_only_loopback_is_silent(
     ]:  # fmt: skip
         assert is_loopback(host) == loopback
         for key in (None, "k"):
-            warn_if_open(host, key)
+            warn_if_open(host, {} if key is None else {"": key})
             warned = "MINISGL_API_KEY" in capsys.readouterr().err
             assert warned == (not loopback and key is None), (host, key)
 

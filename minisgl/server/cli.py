@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import os
 import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from starlette.middleware import Middleware
-from starlette.types import Receive, Scope, Send
 
-from minisgl.config import flags
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams
@@ -32,15 +30,27 @@ from minisgl.runtime.supervisor import OF_THE_GROUP, WorkerFailed, one_line
 from minisgl.server.chat.client import ApiClient, ServerError
 from minisgl.server.chat.shell import Conversation, run_shell
 from minisgl.server.frontend import Frontend, Observer
-from minisgl.server.http.access import check_access
+from minisgl.server.http.access import Access, read_keys, warn_if_open
 from minisgl.server.http.api import create_app
-from minisgl.server.http.limits import BodyLimit, ConcurrencyLimiter, patient_http
+from minisgl.server.http.limits import (
+    BodyLimit,
+    ConcurrencyLimiter,
+    connection_places,
+    patient_http,
+)
 from minisgl.server.http.settings import ApiSettings, settings_for
 from minisgl.server.observe.lifecycle import Lifecycle, Server
 from minisgl.server.observe.logs import LineWriter, LogRequests, RequestLog, as_json, as_text
 from minisgl.server.observe.metrics import Metrics, add_metrics_route
 from minisgl.server.observe.trace import TraceFile
-from minisgl.server.options import Operations, build_parser, config_from, in_flags, operations_from
+from minisgl.server.options import (
+    Operations,
+    build_parser,
+    config_from,
+    in_flags,
+    key_from,
+    operations_from,
+)
 from minisgl.server.responses.routes import add_responses_routes
 from minisgl.server.workers.channels import ZmqInbox, ZmqOutbox
 from minisgl.server.workers.messages import UserReply
@@ -67,19 +77,13 @@ def shown_url(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address. An unknown name is not."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def warn_if_open(host: str, api_key: str | None) -> None:
-    """Warn if the whole network may use the server."""
-    if api_key is None and not is_loopback(host):
-        why = f"without {flags.KEY_VARIABLE}: everyone who reaches this machine may use it"
-        print(f"minisgl: warning: listening on {host} {why}", file=sys.stderr, flush=True)
+def secured(settings: ApiSettings, config: ServerConfig, operations: Operations) -> ApiSettings:
+    """Add the keys of the file, and the pages that may use a server, any if it has a key."""
+    file, pages = operations.api_key_file, operations.allow_origin
+    settings = replace(settings, named_keys=read_keys(Path(file)) if file else {})
+    if pages is None:
+        pages = "*" if settings.keys else f"{config.host},{socket.gethostname()}"
+    return replace(settings, origins=pages.split(","))
 
 
 class Watchers:
@@ -102,17 +106,6 @@ class Watchers:
             self.lines.close()
 
 
-def lock(route: Any, api_key: str | None) -> None:
-    """Ask for the key before a route that needs none answers."""
-    open_app = route.app
-
-    async def keyed(scope: Scope, receive: Receive, send: Send) -> None:
-        await check_access(Request(scope), api_key)
-        await open_app(scope, receive, send)
-
-    route.app = keyed
-
-
 def build_app(
     frontend: Frontend,
     settings: ApiSettings,
@@ -129,7 +122,7 @@ def build_app(
     told = ("/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc")
     for route in app.routes:
         if operations.key_for_all and getattr(route, "path", "") in told:
-            lock(route, settings.api_key)
+            Access(settings.keys).lock(route)
     return app
 
 
@@ -142,10 +135,13 @@ async def serve(
         config.max_running_req + operations.max_queue, reason="the model is loading"
     )
     app = build_app(frontend, settings, limiter, watchers, operations)
+    places, backlog = connection_places()
+    trusted = operations.trusted_proxies
     server = Server(
         uvicorn.Config(
-            app, http=patient_http(operations.stall_timeout), ws="none", log_level="warning",
-            access_log=False, timeout_graceful_shutdown=2, timeout_keep_alive=75,
+            app, http=patient_http(operations.stall_timeout, connections=places), ws="none",
+            log_level="warning", access_log=False, backlog=backlog, proxy_headers=bool(trusted),
+            forwarded_allow_ips=trusted, timeout_graceful_shutdown=2, timeout_keep_alive=75,
         )
     )  # fmt: skip
 
@@ -209,12 +205,12 @@ def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
     path = resolve_model_path(config.model_path)
     if not has_tokenizer(path):
         raise ValueError(f"model_path: {path} holds no tokenizer, and a server answers with text")
-    settings = settings_for(config, path, operations.request_timeout)
+    settings = secured(settings_for(config, path, operations.request_timeout), config, operations)
     with ExitStack() as stack:
         sock = None
         if not shell:
             sock = stack.enter_context(listen(config.host, config.port))
-            warn_if_open(config.host, config.api_key)
+            warn_if_open(config.host, settings.keys)
         watchers = Watchers(operations)
         stack.callback(watchers.close)
         watchdog = Watchdog(operations.worker_timeout, operations.step_timeout)
@@ -253,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(sig, leave)
     try:
         if args.connect is not None:
-            return asyncio.run(chat_with(args.connect, flags.key_of(args)))
+            return asyncio.run(chat_with(args.connect, key_from(args)))
         return run(config_from(args), operations_from(args), args.shell)
     except (ValueError, OSError, WorkerFailed) as error:
         text = str(error) if isinstance(error, WorkerFailed) else one_line(error)

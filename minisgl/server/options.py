@@ -16,6 +16,7 @@ from pydantic import Field
 from minisgl.config import flags
 from minisgl.config.engine import ServerConfig
 from minisgl.config.rules import Count, Number, Positive, PositiveNumber, Text, Validated
+from minisgl.server.http.access import check_key
 
 MODELS = "folder in Hugging Face layout, or a hub id; none: the small model in the package"
 
@@ -92,6 +93,9 @@ class Operations(Validated):
     log_prompts: bool = False
     trace: Text | None = None
     key_for_all: bool = False
+    api_key_file: Text | None = None
+    allow_origin: Text | None = None
+    trusted_proxies: Text | None = None
     debug: bool = False
 
 
@@ -108,8 +112,17 @@ OPERATION_FLAGS: tuple[Setting, ...] = (
     ("log_prompts", "", bool, "prompts and answers in the log, in full"),
     ("trace", "FILE", str, "write a Chrome/Perfetto trace of requests, steps and streams"),
     ("key_for_all", "", bool, "the API key is asked for /metrics and /docs, too"),
+    ("api_key_file", "FILE", str, "more API keys, `NAME KEY` a line; logs show the name"),
+    ("allow_origin", "URLS", str, "sites whose pages may use it; none: all if there is a key"),
+    ("trusted_proxies", "IPS", str, "proxies whose X-Forwarded-For counts, with commas between"),
     ("debug", "", bool, "tracebacks of parts that fail"),
 )
+
+
+def key_from(args: argparse.Namespace) -> str | None:
+    """The key of the command line or the environment, if there is one and a header can carry it."""
+    key = flags.key_of(args)
+    return None if key is None else check_key(key, "api_key")
 
 
 def config_from(args: argparse.Namespace) -> ServerConfig:
@@ -117,7 +130,7 @@ def config_from(args: argparse.Namespace) -> ServerConfig:
     return ServerConfig(
         **flags.engine_fields(args),
         model_path=args.model,
-        api_key=flags.key_of(args),
+        api_key=key_from(args),
         **values_of(args, SERVER_FLAGS),
     )
 
@@ -129,6 +142,7 @@ def operations_from(args: argparse.Namespace) -> Operations:
 
 FLAG_OF = {"model_path": "--model", "use_dummy_weight": "--dummy-weight", "dtype": "--dtype",
            "device": "--device", "tp_size": "--tensor-parallel-size"}  # fmt: skip
+FLAG_OF |= {"api_key": "--api-key"}
 FLAG_OF |= {flag.field: flag.names.split()[0] for flag in flags.ENGINE_FLAGS}
 FLAG_OF |= {name: f"--{name.replace('_', '-')}" for name, *_ in SERVER_FLAGS + OPERATION_FLAGS}
 
