@@ -33,7 +33,7 @@ RESULTS = "MINISGL_GRADE"  # the environment variable that names the file of res
 CPU_SECONDS = 10  # for one test: a loop without end has failed it, on a busy machine, too
 WALL_SECONDS = 60  # likewise, for one that waits
 
-# The tests of a chapter's modules that take seconds; those of whole servers are left out.
+# pytest's arguments: tests of a chapter's modules that take seconds, and none of whole servers.
 TESTS: dict[str, list[str]] = {
     "01": ["tests/test_core.py"],
     "02": ["tests/test_kvcache.py"],
@@ -44,7 +44,11 @@ TESTS: dict[str, list[str]] = {
     "07": ["tests/test_graph.py"],
     "08": ["tests/test_engine.py"],
     "09": ["tests/test_scheduler.py"],
-    "10": ["tests/test_tensor_parallel.py"],
+    "10": [
+        "tests/test_tensor_parallel.py",
+        "-k",
+        "pitfall_09 or neighbours or protocol or rows or gloo or broadcast or frees_the_others",
+    ],
     "11": ["tests/test_moe.py"],
     "12": ["tests/test_server.py"],
 }
