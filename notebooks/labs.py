@@ -242,7 +242,9 @@ def explain(item: pytest.Item, error: BaseException, place: str) -> str:
     """Describe a failed test in one sentence: what it checks, what happened, on which input."""
     doc = (getattr(getattr(item, "function", None), "__doc__", None) or "").strip()
     checks = doc.splitlines()[0].rstrip(".") if doc else words(item.name)
-    message = " ".join(str(error).split("\n\n")[0].split())[:160]
+    message = " ".join(str(error).split("\n\n")[0].split()).removesuffix(
+        " Use -v to get more diff"
+    )[:160]
     kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
     notes = "\n".join(getattr(error, "__notes__", []))
     example = re.search(

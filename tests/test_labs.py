@@ -68,11 +68,12 @@ def test_a_lab_leaves_the_functions_and_keeps_the_rest(number: str) -> None:
 
 def planted(number: str) -> list[tuple[str, dict[str, str]]]:
     """Three mistakes in a chapter's modules: mutations that its graded tests are there to catch."""
-    modules = package_modules(number)
+    modules, chosen = package_modules(number), labs.TESTS[number]
+    words = chosen[-1].split(" or ") if "-k" in chosen else [""]
     found = []
     for mutation in ALL:
-        name = mutation.module.removeprefix("minisgl.")
-        if name in modules and mutation.test.split("::")[0] in labs.TESTS[number]:
+        name, graded_by = mutation.module.removeprefix("minisgl."), mutation.test.split("::")[0]
+        if name in modules and graded_by in chosen and any(w in mutation.test for w in words):
             broken = modules[name].replace(mutation.old, mutation.new)
             found.append((mutation.name, {**modules, name: broken}))
     step = max(1, len(found) // 3)
