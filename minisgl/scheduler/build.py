@@ -12,7 +12,7 @@ from pathlib import Path
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
-from minisgl.engine.engine import Engine, build_engine
+from minisgl.engine.engine import build_engine
 from minisgl.engine.prompt_logprobs import score_prompts
 from minisgl.events import Emit
 from minisgl.kvcache.cache_manager import CacheManager
@@ -20,6 +20,7 @@ from minisgl.kvcache.naive_cache import make_cache
 from minisgl.parallel.comm import Comm
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.decode import DecodeManager
+from minisgl.scheduler.executor import Executor
 from minisgl.scheduler.grammar import CompilingChannel, CompilingInbox, load_grammars
 from minisgl.scheduler.observe import IdleAudit
 from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
@@ -31,10 +32,10 @@ from minisgl.scheduler.validation import Limits
 from minisgl.tokenizer import load_tokenizer
 
 
-def limits_of(engine: Engine, eos_token_ids: Collection[int]) -> Limits:
-    """What requests to this engine must keep to."""
-    pool_tokens, vocab_size = engine.num_pages * engine.page_size, engine.model_config.vocab_size
-    return Limits(engine.max_seq_len, pool_tokens, vocab_size, frozenset(eos_token_ids))
+def limits_of(engine: Executor, eos_token_ids: Collection[int]) -> Limits:
+    """Return what requests to this engine must keep to."""
+    pool_tokens = engine.num_pages * engine.page_size
+    return Limits(engine.max_seq_len, pool_tokens, engine.vocab_size, frozenset(eos_token_ids))
 
 
 def end_tokens(folder: Path, model: ModelConfig) -> Collection[int]:

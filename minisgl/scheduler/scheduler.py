@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from minisgl import events
 from minisgl.core import Batch, Phase, Req
-from minisgl.engine.engine import Engine
-from minisgl.engine.step import ForwardInput, ForwardOutput, SampledTokens
+from minisgl.engine.step import ForwardInput, SampledTokens
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.decode import DecodeManager
+from minisgl.scheduler.executor import Executor, StepOutput
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, InvalidRequestError, UserMsg
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.replies import abort_reply, finish_reason, token_reply
@@ -26,14 +26,14 @@ class Launched(NamedTuple):
 
     step: int
     inputs: ForwardInput
-    output: ForwardOutput
+    output: StepOutput
 
 
 @dataclass(eq=False)
 class Scheduler:
     """Owns every request from its message to its last reply; the parts it works with are given."""
 
-    engine: Engine
+    engine: Executor
     cache: CacheManager
     prefill: PrefillManager
     decode: DecodeManager
@@ -179,7 +179,7 @@ class Scheduler:
         self.receive(block)
         batch = self.next_step()
         self.finish_in_flight(self.launch(batch) if batch is not None else None)
-        self.engine.draw_deferred()  # of step n + 1, if that needs these tokens (chapter 09a)
+        self.engine.sample_deferred()  # of step n + 1, if that needs these tokens (chapter 09a)
 
     def finish_in_flight(self, following: Launched | None = None) -> None:
         """Finish the step in flight, if there is one; the step `following` takes its place."""

@@ -73,7 +73,7 @@ def stats_of(scheduler: Scheduler) -> StatsMsg:
     running = sum(req.table_idx >= 0 for req in scheduler.reqs.values())
     free, kept = cache.allocator.free_pages, cache.prefix_cache.evictable_tokens // cache.page_size
     counts = {"steps": scheduler.step_count, "retractions": scheduler.retractions}
-    counts["graph_replays"] = sum(g.replays for g in (engine.graph, engine.verify_graph) if g)
+    counts |= engine.counts()
     counts |= getattr(scheduler, "draft_counts", {})  # where it speculates
     return StatsMsg(
         running=running, waiting=len(scheduler.reqs) - running, free_pages=free,
