@@ -5,12 +5,14 @@ Generated from notebooks/08d_messages.ipynb: edit there.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from minisgl.core import IntArray, Req, SamplingParams
-from minisgl.engine.logits_processors import logits_params
+from minisgl.engine.logits_processors import LogitsParams, logits_params
+from minisgl.scheduler.frames import same_but_seed
 from minisgl.scheduler.messages import InvalidRequestError, UserMsg
 
 
@@ -82,17 +84,31 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
         raise InvalidRequestError(why, param="min_tokens")
 
 
-def make_req(msg: UserMsg, limits: Limits) -> Req:
+class Memo:
+    """What was found out about the last prompt and the last parameters, which others may share."""
+
+    prompt: Any = None
+    ids: IntArray
+    params: SamplingParams | None = None
+    wants: LogitsParams | None
+
+
+def make_req(msg: UserMsg, limits: Limits, memo: Memo | None = None) -> Req:
     """The request that a message asks for; raises `InvalidRequestError`."""
-    ids, params = check_prompt(msg.input_ids, limits), msg.sampling_params
-    check_params(params, limits)
-    room = limits.total - len(ids)
+    memo, params = memo or Memo(), msg.sampling_params
+    if msg.input_ids is not memo.prompt:
+        memo.ids, memo.prompt = check_prompt(msg.input_ids, limits), msg.input_ids
+    if memo.params is None or not same_but_seed(params, memo.params):
+        check_params(params, limits)
+        memo.wants = logits_params(params, limits.vocab_size, limits.eos_token_ids)
+        memo.params = params
+    room = limits.total - len(memo.ids)
     req = Req(
         uid=msg.uid,
-        input_ids=ids,
+        input_ids=memo.ids,
         sampling_params=params,
         max_new_tokens=room if params.max_tokens is None else max(1, min(room, params.max_tokens)),
         client=msg.client,
     )
-    req.logits_params = logits_params(params, limits.vocab_size, limits.eos_token_ids)
+    req.logits_params = None if memo.wants is None else replace(memo.wants)
     return req

@@ -17,7 +17,7 @@ import msgspec
 from minisgl.core import SamplingParams
 from minisgl.scheduler.messages import AbortMsg, ErrorReply
 from minisgl.server.workers.channels import Inbox, Outbox
-from minisgl.server.workers.messages import StatsEvent, TokenizeMsg, UserReply
+from minisgl.server.workers.messages import Message, StatsEvent, TokenizeMsg, UserReply
 
 
 def join(replies: Sequence[UserReply]) -> UserReply:
@@ -113,14 +113,22 @@ class Frontend:
         self._text_workers, self._inbox = list(text_workers), inbox
         self._observers, self._max_waiting = list(observers), max_waiting
         self._streams: dict[int, Stream] = {}
+        self._unsent: list[list[Message]] = [[] for _ in self._text_workers]
         self._uids, self._stopping = itertools.count(), threading.Event()
         self._listener: threading.Thread | None = None
         self.loop: asyncio.AbstractEventLoop | None = None  # the one that serves, once started
         self.failure: str | None = None
 
-    def _outbox(self, uid: int) -> Outbox:
-        """One worker for all messages of a request: an abort must not overtake its prompt."""
-        return self._text_workers[uid % len(self._text_workers)]
+    def _send(self, uid: int, msg: Message) -> None:
+        """Send to the worker of a request, with what else goes there in this turn of the loop."""
+        place = uid % len(self._text_workers)  # always the same: no abort overtakes its prompt
+        if not self._unsent[place]:
+            asyncio.get_running_loop().call_soon(self._flush, place)
+        self._unsent[place].append(msg)
+
+    def _flush(self, place: int) -> None:
+        messages, self._unsent[place] = self._unsent[place], []
+        self._text_workers[place].put(*messages)
 
     async def start(self) -> None:
         """Begin to listen. Call once, on the event loop that will serve."""
@@ -196,7 +204,7 @@ class Frontend:
         stream = self._open(uid, timeout)
         self.notify("opened", uid, request_id, prompt)
         try:
-            self._outbox(uid).put(msg)
+            self._send(uid, msg)
             while outcome == "left":
                 reply = await stream.get()
                 if isinstance(reply, ErrorReply):
@@ -223,7 +231,7 @@ class Frontend:
         stream = self._streams[error.uid]
         if stream.error is None:
             stream.put(error)
-            self._outbox(error.uid).put(AbortMsg(uid=error.uid))
+            self._send(error.uid, AbortMsg(uid=error.uid))
 
     def _forget(self, uid: int, outcome: str) -> None:
         """Close a stream; tell the engine unless it knows that the request is over."""
@@ -231,5 +239,5 @@ class Frontend:
         if stream.timer is not None:
             stream.timer.cancel()
         if outcome == "left" and stream.error is None:
-            self._outbox(uid).put(AbortMsg(uid=uid))
+            self._send(uid, AbortMsg(uid=uid))
         self.notify("closed", uid, outcome)

@@ -22,6 +22,7 @@ from starlette.middleware import Middleware
 from starlette.types import Receive, Scope, Send
 
 from minisgl.core import SamplingParams
+from minisgl.scheduler.frames import with_seed
 from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.http.access import BEARER, Access, client_of, for_browsers, keyed_route
 from minisgl.server.http.bodies import SideThread, build, invalid
@@ -273,7 +274,9 @@ def tasks_for(
     if n * len(prompts) > MAX_ANSWERS:
         what = f"prompt: {len(prompts)} prompts times {n} answers are more than {MAX_ANSWERS}"
         raise ApiError(400, what, code="invalid_value", param="prompt")
-    params = [body.sampling_params(defaults, index=k) for k in range(n)]
+    first = body.sampling_params(defaults)
+    seeds = [None if first.seed is None else (first.seed + k) % 2**63 for k in range(n)]
+    params = [first if seed is None else with_seed(first, seed) for seed in seeds]
     return [
         Task(i * n + k, params[k], prompt) for i, prompt in enumerate(prompts) for k in range(n)
     ]
