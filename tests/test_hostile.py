@@ -18,7 +18,12 @@ import pytest
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
+from minisgl.core import SamplingParams
 from minisgl.parallel.gloo import loopback_store
+from minisgl.scheduler import validation
+from minisgl.scheduler.frames import Codec, with_seed
+from minisgl.scheduler.messages import AbortMsg, Msg, UserMsg
+from minisgl.scheduler.validation import Limits, make_req
 from minisgl.server.chat.client import ApiClient, ServerError
 from minisgl.server.cli import main
 from minisgl.server.http import bodies
@@ -28,6 +33,9 @@ from minisgl.server.http.errors import ApiError
 from minisgl.server.http.limits import MAX_HEAD, BodyLimit, ConcurrencyLimiter, Shares
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from minisgl.server.responses.schemas import ResponsesRequest
+from minisgl.server.workers.channels import MOST_MESSAGES, LocalQueue
+from minisgl.server.workers.messages import TokenizeMsg, decode, encode
+from minisgl.server.workers.text_worker import PromptQueue
 from tests.serving import Live, Served, random_model
 
 
@@ -452,3 +460,84 @@ def test_a_trailing_slash_leads_nowhere(live: Live) -> None:
     assert answer.status_code == 404 and "location" not in answer.headers
     answer = httpx.post(f"{live.url}/v1/completions/", json={})
     assert answer.status_code == 404
+
+
+# What answers share
+
+
+def test_what_answers_share_travels_once() -> None:
+    """Prompt and parameters of 128 answers, also if only their seeds differ."""
+    params = SamplingParams(seed=0, allowed_token_ids=list(range(5000)), bad_words=("a", (1, 2)))
+    many = [with_seed(params, seed) for seed in range(128)]
+    for alone, message in (
+        (len(encode([UserMsg(0, [5] * 5000, params)])), lambda i: UserMsg(i, prompt, many[i])),
+        (
+            len(encode([TokenizeMsg(uid=0, text="x" * 5000, sampling_params=params)])),
+            lambda i: TokenizeMsg(uid=i, text=text, sampling_params=many[i]),
+        ),
+    ):
+        prompt, text = [5] * 5000, "x" * 5000
+        sent = [message(i) for i in range(128)]
+        frame = encode(sent)
+        assert len(frame) < 2 * alone
+        assert decode(frame) == sent and sent[3].sampling_params is many[3]
+        first, *_, last = decode(frame)
+        shared = first.sampling_params.allowed_token_ids
+        assert last.sampling_params.allowed_token_ids is shared
+        assert type(first.sampling_params) is SamplingParams
+
+
+def test_parameters_are_checked_where_they_come_in() -> None:
+    """A frame is checked for its types alone; a wrong type is still an error."""
+    codec = Codec(Msg)
+    with pytest.MonkeyPatch.context() as patch:
+        frame = codec.encode([UserMsg(1, [1], SamplingParams(top_p=0.5)), AbortMsg(1)])
+        patch.setattr(SamplingParams, "__post_init__", lambda self: 1 / 0)
+        assert [type(msg) for msg in codec.decode(frame)] == [UserMsg, AbortMsg]
+    with pytest.raises(ValueError, match="Expected"):
+        codec.decode(frame.replace(b"top_p", b"top_k"))
+
+
+def test_what_requests_share_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, checked = Limits(100, 100, 50), list[str]()
+    for name in ("check_prompt", "check_params"):
+        real = getattr(validation, name)
+
+        def count(*args: Any, real: Any = real, name: str = name) -> Any:
+            checked.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(validation, name, count)
+    prompt, params = [1, 2, 3], SamplingParams(seed=1, allowed_token_ids=[1, 2])
+    reqs = [make_req(UserMsg(i, prompt, with_seed(params, i)), limits) for i in range(10)]
+    assert checked == ["check_prompt", "check_params"]
+    assert [req.sampling_params.seed for req in reqs] == list(range(10))
+    assert len({id(req.logits_params) for req in reqs}) == 10  # each may get a mask of its own
+    other = make_req(UserMsg(11, [4], SamplingParams(allowed_token_ids=[3])), limits)
+    assert other.input_ids.tolist() == [4] and len(checked) == 4
+    assert (other.logits_params.mask != reqs[0].logits_params.mask).any()
+
+
+def test_an_inbox_gives_a_bounded_number_at_once() -> None:
+    inbox = LocalQueue()
+    inbox.put(*(AbortMsg(uid) for uid in range(3 * MOST_MESSAGES)))
+    got = [inbox.get_all(0.0) for _ in range(4)]
+    assert [len(messages) for messages in got] == [MOST_MESSAGES] * 3 + [0]
+    assert [msg.uid for messages in got for msg in messages] == list(range(3 * MOST_MESSAGES))
+
+
+def test_repeated_ids_are_dropped() -> None:
+    body = CompletionRequest(prompt="x", allowed_token_ids=[5, 3] * 1000)
+    assert body.sampling_params({}).allowed_token_ids == (5, 3)
+
+
+def test_clients_take_turns_at_the_text_worker() -> None:
+    """Fifty prompts of one client do not come before the one of another."""
+    queue, params = PromptQueue(), SamplingParams()
+    for uid in range(50):
+        queue.add(TokenizeMsg(uid=uid, text="x" * 100, client="a", sampling_params=params))
+    assert queue.pop() is not None
+    queue.add(TokenizeMsg(uid=99, text="x" * 1000, client="b", sampling_params=params))
+    order = [queue.pop() for _ in range(50)]
+    assert [msg.uid for msg in order if msg].index(99) <= 1
+    assert queue.pop() is None

@@ -120,15 +120,18 @@ class Frontend:
         self.failure: str | None = None
 
     def _send(self, uid: int, msg: Message) -> None:
-        """Send to the worker of a request, with what else goes there in this turn of the loop."""
+        """Send a prompt with the others of this turn of the loop, an abort at once."""
         place = uid % len(self._text_workers)  # always the same: no abort overtakes its prompt
-        if not self._unsent[place]:
-            asyncio.get_running_loop().call_soon(self._flush, place)
         self._unsent[place].append(msg)
+        if isinstance(msg, AbortMsg):
+            self._flush(place)
+        else:
+            asyncio.get_running_loop().call_soon(self._flush, place)
 
     def _flush(self, place: int) -> None:
-        messages, self._unsent[place] = self._unsent[place], []
-        self._text_workers[place].put(*messages)
+        if messages := self._unsent[place]:
+            self._unsent[place] = []
+            self._text_workers[place].put(*messages)
 
     async def start(self) -> None:
         """Begin to listen. Call once, on the event loop that will serve."""

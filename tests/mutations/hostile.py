@@ -110,4 +110,32 @@ MUTATIONS = [
         new="trust_env=True",
         test=TEST + "test_no_proxy_sees_what_stays_on_this_machine",
     ),
+    Mutation(
+        name="frames: each message carries its own parameters",
+        module="minisgl.scheduler.frames",
+        old="            if key not in places:",
+        new="            if True:",
+        test=TEST + "test_what_answers_share_travels_once",
+    ),
+    Mutation(
+        name="frames: parameters are checked again",
+        module="minisgl.scheduler.frames",
+        old="        lists = {name:",
+        new="        SamplingParams.__post_init__(self)\n        lists = {name:",
+        test=TEST + "test_parameters_are_checked_where_they_come_in",
+    ),
+    Mutation(
+        name="validation: parameters are those of the request before",
+        module="minisgl.scheduler.validation",
+        old="if memo.params is None or not same_but_seed(params, memo.params):",
+        new="if memo.params is None:",
+        test=TEST + "test_what_requests_share_is_checked_once",
+    ),
+    Mutation(
+        name="text worker: one client's prompts come first",
+        module="minisgl.server.workers.text_worker",
+        old="client = min(self._clocks, key=self._clocks.__getitem__)",
+        new="client = next(iter(self._clocks))",
+        test=TEST + "test_clients_take_turns_at_the_text_worker",
+    ),
 ]
