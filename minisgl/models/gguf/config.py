@@ -16,20 +16,15 @@ from minisgl.models.gguf.header import GgufError, Header
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")  # Mistral and Mixtral are `llama`, too
 MAX_CONTEXT = 2**21  # tokens; a table of that many positions is made when the model is built
 SAME = {
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
+    "block_count": "num_hidden_layers", "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "attention.key_length": "head_dim",
+    "attention.head_count_kv": "num_key_value_heads", "rope.freq_base": "rope_theta",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.sliding_window": "sliding_window",
-    "rope.freq_base": "rope_theta",
-    "expert_count": "num_experts",
+    "attention.sliding_window": "sliding_window", "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
-}
+}  # fmt: skip
 CHECKED = ("attention.value_length", "rope.dimension_count")  # must equal the size of a head
 ROPE = ("type", "factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow")
 HARMLESS = ("vocab_size", "rope.scaling.finetuned")  # repeats, or counts in training alone
@@ -70,7 +65,7 @@ def dimension(header: Header, name: str, rank: int, axis: int) -> int:
 
 
 def check_sizes(header: Header, found: dict[str, Any]) -> None:
-    """Refuse a size that the tensors do not have, and a window beyond all reason."""
+    """Refuse a size that the tensors do not have."""
     arch, head_dim = header.fields["general.architecture"], found["attention.key_length"]
     blocks = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
     exps = "expert_count" in found
@@ -87,9 +82,6 @@ def check_sizes(header: Header, found: dict[str, Any]) -> None:
     for name, size in there.items():
         if found.get(name, size) != size:
             raise header.refuse(f"{arch}.{name}", f"{size:g}, as the tensors have it", found[name])
-    context = found.get("context_length", 0)
-    if context > MAX_CONTEXT:
-        raise header.refuse(f"{arch}.context_length", f"at most {MAX_CONTEXT}", context)
 
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -155,12 +147,6 @@ def advice(header: Header) -> dict[str, Any]:
     return {"eos_token_id": [end for end in ends if end is not None], **found}
 
 
-def precision(header: Header) -> str:
-    """The dtype of the matrices of a file; bfloat16 for quantised ones."""
-    kinds = {tensor.kind.name for tensor in header.tensors.values() if len(tensor.shape) > 1}
-    return {"F32": "float32", "F16": "float16"}.get("".join(kinds), "bfloat16")
-
-
 def head_size(header: Header, found: dict[str, Any]) -> int:
     """The size of a head, which is stated up to three times or not at all."""
     arch, heads = header.fields["general.architecture"], found.get("attention.head_count")
@@ -186,16 +172,20 @@ def config_of(header: Header) -> dict[str, Any]:
         kind = "mixtral"
     elif arch == "llama" and "attention.sliding_window" in found:
         kind = "mistral"
+    kinds = {tensor.kind.name for tensor in header.tensors.values() if len(tensor.shape) > 1}
+    dtype = {"F32": "float32", "F16": "float16"}.get("".join(kinds), "bfloat16")  # of matrices
     config = {new: found[old] for old, new in SAME.items() if old in found}
     config |= {"model_type": kind, "rope_parameters": read_rope(header, found)}
     config |= {"vocab_size": dimension(header, "token_embd.weight", 2, 0)}
-    config |= {"eos_token_id": advice(header)["eos_token_id"], "dtype": precision(header)}
+    config |= {"eos_token_id": advice(header)["eos_token_id"], "dtype": dtype}
     config |= {"tie_word_embeddings": "output.weight" not in header.tensors}
     config |= {"norm_topk_prob": arch == "qwen3moe"}
     try:
-        config["architectures"] = [ModelConfig.from_hf(config).architecture]
+        model = ModelConfig.from_hf(config)
     except ValueError as error:
         name, colon, rest = str(error).partition(":")
         old_names = {new: f"{arch}.{old}" for old, new in SAME.items()}
         raise GgufError(f"{header.path.name}: {old_names.get(name, name)}{colon}{rest}") from None
-    return config
+    if (window := model.rotary.max_position) > MAX_CONTEXT:
+        raise header.refuse(f"{arch}.context_length", f"at most {MAX_CONTEXT}, scaled", window)
+    return {**config, "architectures": [model.architecture]}

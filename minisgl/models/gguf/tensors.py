@@ -32,17 +32,14 @@ class TensorSlice:
                  first_row: int = 0, order: np.ndarray | None = None) -> None:  # fmt: skip
         rows = shape[0] if len(shape) > 1 else 1
         start = tensor.start + first_row * tensor.row_bytes
-        raw = data[start : start + rows * tensor.row_bytes]
-        self.raw, self.shape = raw.reshape(rows, tensor.row_bytes), shape
-        self.kind, self.order = tensor.kind, order
+        raw = data[start : start + rows * tensor.row_bytes].reshape(rows, tensor.row_bytes)
+        self.raw, self.kind, self.shape, self.order = raw, tensor.kind, shape, order
 
     def get_shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
         return self.shape
 
     def get_dtype(self) -> str:
-        """The dtype in the spelling of safetensors."""
-        return "F32"
+        return "F32"  # in the spelling of safetensors
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         first, *rest = index if isinstance(index, tuple) and index else (slice(None),)

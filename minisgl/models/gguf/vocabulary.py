@@ -41,13 +41,13 @@ WHOLE_WORDS = ("llama-bpe", "tekken")  # a word that is a token is not merged; B
 def word_splitter(pre: str) -> Any:
     """The rule that cuts a text into words of byte-level characters."""
     words = WORDS[pre]
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None)
+    first: list[Any] = []
     if words is not None:
-        first: Any = pre_tokenizers.Split(Regex(words), behavior="isolated")
-        return pre_tokenizers.Sequence([first, level])
-    if pre == "smollm":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), level])
-    return level
+        first = [pre_tokenizers.Split(Regex(words), behavior="isolated")]
+    elif pre == "smollm":
+        first = [pre_tokenizers.Digits(individual_digits=True)]
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None)
+    return pre_tokenizers.Sequence([*first, level])
 
 
 LONGEST = 1024  # characters of a token; the ways to cut one grow with it
