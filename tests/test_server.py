@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from minisgl.config.engine import ServerConfig
-from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams
 from minisgl.llm import OutputBuilder
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
@@ -851,11 +850,11 @@ def test_uids_are_spread_but_a_request_keeps_its_worker() -> None:
     assert [uid for _, uid in kinds[1]] == [1, 1, 3, 3]
 
 
-def test_pitfall_13_no_second_bos_over_http(tokenizer: Tokenizer) -> None:
+def test_pitfall_13_no_second_bos_over_http(tokenizer: Tokenizer, checkpoint: Path) -> None:
     bench = Bench(tokenizer)
     messages = [{"role": "user", "content": "hi"}]
     bench.worker.handle(TokenizeMsg(uid=1, sampling_params=SamplingParams(), messages=messages))
     (sent,) = bench.sent()
-    theirs = AutoTokenizer.from_pretrained(resolve_model_path(None))
+    theirs = AutoTokenizer.from_pretrained(checkpoint)
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert np.array_equal(sent.input_ids, expected)
