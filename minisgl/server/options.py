@@ -17,7 +17,7 @@ from minisgl.config import flags
 from minisgl.config.engine import ServerConfig
 from minisgl.config.rules import Count, Number, Positive, PositiveNumber, Text, Validated
 
-MODELS = "folder, .gguf file, hub id or smollm2; none: the small model in the package"
+MODELS = "folder in Hugging Face layout, or a hub id; none: the small model in the package"
 
 
 class Parser(argparse.ArgumentParser):
