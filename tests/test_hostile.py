@@ -468,23 +468,17 @@ def test_a_trailing_slash_leads_nowhere(live: Live) -> None:
 def test_what_answers_share_travels_once() -> None:
     """Prompt and parameters of 128 answers, also if only their seeds differ."""
     params = SamplingParams(seed=0, allowed_token_ids=list(range(5000)), bad_words=("a", (1, 2)))
+    prompt, text = [5] * 5000, "x" * 5000
     many = [with_seed(params, seed) for seed in range(128)]
-    for alone, message in (
-        (len(encode([UserMsg(0, [5] * 5000, params)])), lambda i: UserMsg(i, prompt, many[i])),
-        (
-            len(encode([TokenizeMsg(uid=0, text="x" * 5000, sampling_params=params)])),
-            lambda i: TokenizeMsg(uid=i, text=text, sampling_params=many[i]),
-        ),
-    ):
-        prompt, text = [5] * 5000, "x" * 5000
-        sent = [message(i) for i in range(128)]
+    users: list[Any] = [UserMsg(i, prompt, many[i]) for i in range(128)]
+    texts = [TokenizeMsg(uid=i, text=text, sampling_params=many[i]) for i in range(128)]
+    for sent in (users, texts):
         frame = encode(sent)
-        assert len(frame) < 2 * alone
-        assert decode(frame) == sent and sent[3].sampling_params is many[3]
-        first, *_, last = decode(frame)
-        shared = first.sampling_params.allowed_token_ids
-        assert last.sampling_params.allowed_token_ids is shared
-        assert type(first.sampling_params) is SamplingParams
+        assert len(frame) < 2 * len(encode(sent[:1]))
+        found = decode(frame)
+        assert found == sent and sent[3].sampling_params is many[3]
+        first, last = found[0].sampling_params, found[-1].sampling_params
+        assert last.allowed_token_ids is first.allowed_token_ids and type(first) is SamplingParams
 
 
 def test_parameters_are_checked_where_they_come_in() -> None:

@@ -129,9 +129,17 @@ class Frontend:
             asyncio.get_running_loop().call_soon(self._flush, place)
 
     def _flush(self, place: int) -> None:
-        if messages := self._unsent[place]:
-            self._unsent[place] = []
-            self._text_workers[place].put(*messages)
+        messages, self._unsent[place] = self._unsent[place], []
+        try:
+            if messages:
+                self._text_workers[place].put(*messages)
+        except Exception as error:  # one that cannot be sent: those of others must not wait for it
+            for msg in messages if len(messages) > 1 else ():
+                self._unsent[place] = [msg]
+                self._flush(place)
+            if len(messages) == 1 and (stream := self._streams.get(messages[0].uid)):
+                why = f"internal error: {type(error).__name__}: {error}"
+                stream.put(ErrorReply(uid=messages[0].uid, message=why, code="internal_error"))
 
     async def start(self) -> None:
         """Begin to listen. Call once, on the event loop that will serve."""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hmac
 import re
+import socket
 import sys
 from collections.abc import Callable, Collection, Coroutine, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from minisgl.config.rules import file_of
 from minisgl.server.http.bodies import BodyReader, ReadRequest, SideThread
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.hosts import host_name, is_address, is_loopback
+from minisgl.server.http.settings import ApiSettings
 
 BEARER = HTTPBearer(auto_error=False)
 KEY_NAME = "minisgl.key"  # in an ASGI scope: the name of the key that fitted
@@ -143,6 +146,14 @@ class OwnNames:
             await self._app(scope, receive, send)
         else:
             await JSONResponse(refusal.body(), refusal.status_code)(scope, receive, send)
+
+
+def secured(settings: ApiSettings, host: str, keys: str | None, pages: str | None) -> ApiSettings:
+    """Add a file of keys, and the pages that may use the server: any, if it has a key."""
+    settings = replace(settings, named_keys=read_keys(Path(keys)) if keys else {})
+    if pages is None:
+        pages = "*" if settings.keys else f"{host},{socket.gethostname()}"
+    return replace(settings, origins=pages.split(","))
 
 
 def for_browsers(origins: Collection[str]) -> tuple[Middleware, list[Middleware]]:

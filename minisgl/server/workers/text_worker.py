@@ -163,10 +163,7 @@ def characters(msg: TokenizeMsg) -> int:
 
 
 class PromptQueue:
-    """Prompts to encode: of the client that had least, short before long.
-
-    None waits for ever, as the clock of its client moves on.
-    """
+    """Prompts to encode: of the client that had least, short before long; none waits for ever."""
 
     def __init__(self) -> None:
         self.waiting: dict[int, TokenizeMsg] = {}
