@@ -30,9 +30,10 @@ class CacheManager:
         """Tokens that could be allocated now, if the whole unlocked cache were evicted."""
         return self.allocator.free_pages * self.page_size + self.prefix_cache.evictable_tokens
 
-    def match_req(self, input_ids: IntArray) -> CacheHandle:
-        """Longest cached prefix of a prompt [n], its last token excepted: one must be computed."""
-        return self.prefix_cache.match_prefix(input_ids[:-1])
+    def match_req(self, req: Req) -> CacheHandle:
+        """Longest cached prefix of a request, its last token excepted: one must be computed."""
+        ids = req.input_ids[: 0 if req.scores_prompt else -1]  # scores need all of them: 08a
+        return self.prefix_cache.match_prefix(ids, req.sampling_params.cache_salt)
 
     def lock(self, handle: CacheHandle) -> None:
         """Protect a matched prefix until `unlock`, or until its request finishes."""
@@ -84,7 +85,8 @@ class CacheManager:
             raise RuntimeError(f"req {req.uid}: holds no cache handle; was it released before?")
         row = self.tables.page_table[req.table_idx]
         known = min(req.cached_len, len(req.input_ids)) // self.page_size * self.page_size
-        new, already = self.prefix_cache.insert_prefix(req.input_ids[:known], row[:known])
+        salt = req.sampling_params.cache_salt
+        new, already = self.prefix_cache.insert_prefix(req.input_ids[:known], row[:known], salt)
         duplicates = row[old.cached_len : already].copy()  # the cache had these pages before us
         if finished:
             self.release(req, max(old.cached_len, new.cached_len))

@@ -43,11 +43,16 @@ class PrefixCache(Protocol):
     def protected_tokens(self) -> int:
         """Cached tokens that a lock protects."""
 
-    def match_prefix(self, ids: IntArray) -> CacheHandle:
+    def match_prefix(self, ids: IntArray, salt: str | None = None) -> CacheHandle:
         """Longest cached prefix of `ids` [n]; changes neither what is cached nor any size."""
 
-    def insert_prefix(self, ids: IntArray, slots: IntArray) -> InsertResult:
+    def insert_prefix(
+        self, ids: IntArray, slots: IntArray, salt: str | None = None
+    ) -> InsertResult:
         """Hand over the slots [n] of the tokens `ids` [n]; what is cached already is left alone."""
+
+    def pages(self) -> IntArray:
+        """Every page that the cache holds, int32, in any order."""
 
     def lock(self, handle: CacheHandle) -> None:
         """Protect a prefix from eviction; locks add up."""

@@ -6,6 +6,7 @@ Generated from notebooks/03_radix_cache.ipynb: edit there.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,7 +31,8 @@ class Node:
     tokens: bytes  # token ids, int32 as raw bytes
     slots: IntArray  # [num_tokens]
     parent: Node | None  # None: the root, or a node that was evicted
-    children: dict[bytes, Node] = field(default_factory=dict)  # by their first page
+    key: bytes = b""  # its place in `parent.children`: see `page_key`
+    children: dict[bytes, Node] = field(default_factory=dict)
     ref_count: int = 0  # locks on this node or below it
 
     @property
@@ -51,10 +53,15 @@ class RadixCache:
         self.evictable_tokens = 0
         self.protected_tokens = 0
 
-    def walk(self, tokens: bytes) -> tuple[Node, int]:
+    def page_key(self, tokens: bytes, start: int, salt: str | None) -> bytes:
+        """Key of the child that continues at byte `start`: a page, the first one after the salt."""
+        page = tokens[start : start + self.page_bytes]
+        return page if start or not page or salt is None else salt.encode() + page
+
+    def walk(self, tokens: bytes, salt: str | None) -> tuple[Node, int]:
         """Follow whole pages of `tokens` down; returns the last node and the matched length."""
         node, start = self.root, 0
-        while child := node.children.get(tokens[start : start + self.page_bytes]):
+        while child := node.children.get(self.page_key(tokens, start, salt)):
             if not tokens.startswith(child.tokens, start):  # they part inside this run
                 rest = np.frombuffer(tokens, np.int32, offset=start)
                 run = np.frombuffer(child.tokens, np.int32)
@@ -70,11 +77,12 @@ class RadixCache:
         """
         assert node.parent is not None and 0 < at < node.num_tokens and at % self.page_size == 0
         cut = at * TOKEN_BYTES
-        upper = Node(node.tokens[:cut], node.slots[:at].copy(), node.parent)
+        upper = Node(node.tokens[:cut], node.slots[:at].copy(), node.parent, node.key)
         upper.ref_count = node.ref_count  # who holds the lower half holds the upper one
-        node.parent.children[upper.tokens[: self.page_bytes]] = upper
+        node.parent.children[upper.key] = upper
         node.tokens, node.slots, node.parent = node.tokens[cut:], node.slots[at:].copy(), upper
-        upper.children[node.tokens[: self.page_bytes]] = node
+        node.key = node.tokens[: self.page_bytes]
+        upper.children[node.key] = node
         return upper
 
     def touch(self, node: Node) -> None:
@@ -85,23 +93,26 @@ class RadixCache:
                 self.lru.move_to_end(node)
             node = node.parent
 
-    def match_prefix(self, ids: IntArray) -> CacheHandle:
+    def match_prefix(self, ids: IntArray, salt: str | None = None) -> CacheHandle:
         """Longest cached prefix of `ids` [n]; may split a node, changes nothing that is cached."""
-        node, length = self.walk(page_bytes(ids, self.page_size))
+        node, length = self.walk(page_bytes(ids, self.page_size), salt)
         self.touch(node)
         return RadixHandle(node, length)
 
-    def insert_prefix(self, ids: IntArray, slots: IntArray) -> InsertResult:
+    def insert_prefix(
+        self, ids: IntArray, slots: IntArray, salt: str | None = None
+    ) -> InsertResult:
         """Cache the whole pages of `ids` [n] at `slots` [n]; pages cached before stay."""
         tokens = page_bytes(ids, self.page_size)
         length = len(tokens) // TOKEN_BYTES
         if len(slots) < length:
             raise ValueError(f"slots: {len(slots)} slots for {length} tokens")
-        node, cached = self.walk(tokens)
+        node, cached = self.walk(tokens, salt)
         if cached < length:
             fresh = np.array(slots[cached:length], np.int32)  # a copy: the caller's row will change
-            leaf = Node(tokens[cached * TOKEN_BYTES :], fresh, node)
-            node.children[leaf.tokens[: self.page_bytes]] = leaf
+            start = cached * TOKEN_BYTES
+            leaf = Node(tokens[start:], fresh, node, self.page_key(tokens, start, salt))
+            node.children[leaf.key] = leaf
             self.evictable_tokens += length - cached
             node = leaf
         self.touch(node)
@@ -123,10 +134,23 @@ class RadixCache:
             freed.append(leaf.slots[kept:])
             missing -= leaf.num_tokens - kept
             if kept == 0:
-                del self.lru[leaf], leaf.parent.children[leaf.tokens[: self.page_bytes]]
+                del self.lru[leaf], leaf.parent.children[leaf.key]
                 leaf.parent = None
             leaf.tokens, leaf.slots = leaf.tokens[: kept * TOKEN_BYTES], leaf.slots[:kept].copy()
         return np.concatenate(freed)
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the root, parents first; walks the whole tree."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def pages(self) -> IntArray:
+        """Every page that the tree holds, int32; walks the whole tree."""
+        slots = np.concatenate([NO_SLOTS, *(node.slots for node in self.nodes())])
+        return slots[:: self.page_size] // self.page_size
 
     def lock(self, handle: CacheHandle) -> None:
         """Protect a prefix, that is every node on its path."""

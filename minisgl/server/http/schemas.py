@@ -22,7 +22,6 @@ Limit = Annotated[int, Field(gt=0, lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenKey = Annotated[TokenId, Field(strict=False)]  # the keys of a JSON object are strings
 StopText = Annotated[Text, Field(max_length=1024)]
-BadWord = Annotated[Text, Field(max_length=64)]  # the text worker spells each one twice
 MAX_ANSWERS = 1024  # of one HTTP request: prompts times n
 
 
@@ -45,13 +44,16 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
     seed: int | None = None
     n: int | None = Field(default=None, ge=1, le=128)
     ignore_eos: bool | None = None
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[TokenKey, float], Field(max_length=1024)] | None = None
     min_tokens: Count | None = None
-    bad_words: Annotated[list[BadWord], Field(max_length=256)] | None = None
+    bad_words: (
+        Annotated[list[Annotated[Text, Field(max_length=64)]], Field(max_length=256)] | None
+    ) = None
     allowed_token_ids: Annotated[list[TokenId], Field(max_length=2**18)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None  # vLLM's
@@ -101,10 +103,8 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
         """What the client called one of our fields."""
         if ours not in GRAMMARS:
             return ours
-        extra = self.model_extra or {}
-        given = [
-            name for name in [*FORMS, ours] if FORMS.get(name, name) == ours and extra.get(name)
-        ]
+        names = [name for name in [*FORMS, ours] if FORMS.get(name, name) == ours]
+        given = [name for name in names if (self.model_extra or {}).get(name)]
         return next(
             iter(given), "structured_outputs" if self.structured_outputs else "response_format"
         )
