@@ -19,6 +19,7 @@ from recorder import RecordingGraph
 from minisgl.core import Batch, Req, SamplingParams
 from minisgl.engine.engine import build_engine
 from minisgl.engine.step import ForwardInput, SampledTokens, build_forward_input
+from minisgl.events import Emit
 from minisgl.kvcache.audit import check_integrity
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.naive_cache import NaiveCache
@@ -29,7 +30,7 @@ from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.executor import Executor, StepOutput
 from minisgl.scheduler.messages import Reply, TokenReply, UserMsg
-from minisgl.scheduler.observe import IdleAudit, attach_trace
+from minisgl.scheduler.observe import IdleAudit
 from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
@@ -138,7 +139,7 @@ class Driver:
         cache_type: str = "radix",
         budget: int = 64,
         engine: Any = None,
-        trace: Callable[[Any], None] | None = None,
+        emit: Emit | None = None,
         min_shared: int = 32,
         policy: str = "fcfs",
         reserve: int | None = None,
@@ -150,7 +151,7 @@ class Driver:
         self.engine = FakeEngine(**sizes) if engine is None else engine
         page_size, pages = self.engine.page_size, self.engine.num_pages
         prefixes = RadixCache(page_size) if cache_type == "radix" else NaiveCache(page_size)
-        self.cache = CacheManager(pages, self.engine.tables, prefixes)
+        self.cache = CacheManager(pages, self.engine.tables, prefixes, emit)
         decode, fair = DecodeManager(reserve), policy == "fair"
         limits = PrefillLimits(
             budget,
@@ -176,9 +177,8 @@ class Driver:
             eos_token_ids=frozenset([EOS]),
             overlap=overlap,
             interleave=fair,
+            emit=emit,
         )
-        if trace is not None:
-            attach_trace(self.scheduler, trace)
         self.step = self.scheduler.step_overlap if overlap else self.scheduler.step
         self.replies: dict[int, list[Reply]] = {}
 

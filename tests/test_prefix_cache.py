@@ -359,7 +359,7 @@ def break_size(cache: RadixCache) -> None:
 
 
 def break_slots(cache: RadixCache) -> None:
-    node = next(cache.nodes())
+    node = cache.nodes()[1]
     node.slots = np.roll(node.slots, 1)
 
 
@@ -385,7 +385,7 @@ def break_ghost(cache: RadixCache) -> None:
 
 
 def break_parent(cache: RadixCache) -> None:
-    next(node for node in cache.nodes() if node.children).children.popitem()[1].parent = None
+    next(node for node in cache.nodes()[1:] if node.children).children.popitem()[1].parent = None
 
 
 @pytest.mark.parametrize("fault", [f for name, f in globals().items() if name.startswith("break_")])
@@ -488,7 +488,7 @@ def test_pitfall_17_cost_of_an_eviction_at_100_000_nodes(page_size: int) -> None
     start = time.process_time()
     large = grown(100_000, page_size)
     built = time.process_time() - start
-    assert sum(1 for _ in large.nodes()) >= 100_000
+    assert len(large.nodes()) > 100_000
     assert built < 10, f"100,000 nodes took {built:.1f} s"  # about 1.5 s on a free core
     gc.collect()
     medians: dict[int, list[float]] = {1_000: [], 100_000: []}

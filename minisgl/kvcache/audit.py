@@ -60,7 +60,7 @@ def node_fault(cache: RadixCache, node: Node) -> str:
 @check_cache.register
 def check_tree(cache: RadixCache, locked: Sequence[CacheHandle] | None = None) -> None:
     """Recount a tree; given all locked handles, every lock too. Raises IntegrityError."""
-    nodes = list(cache.nodes())
+    nodes = cache.nodes()[1:]
     for node in nodes:
         fault = node_fault(cache, node)
         require(not fault, f"node of {node.num_tokens} tokens: {fault}")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from minisgl.config.rules import check_positive
 from minisgl.core import IntArray
+from minisgl.events import Emit
 from minisgl.kvcache.prefix_cache import (
     NO_SLOTS,
     CacheHandle,
     InsertResult,
+    Salt,
     check_evictable,
 )
 
@@ -34,14 +36,13 @@ class NaiveCache:
     def __init__(self, page_size: int) -> None:
         check_positive(page_size=page_size)
         self.page_size = page_size
+        self.emit: Emit | None = None  # has nothing to report
 
-    def match_prefix(self, ids: IntArray, salt: str | None = None) -> CacheHandle:
+    def match_prefix(self, ids: IntArray, salt: Salt = None) -> CacheHandle:
         """Find nothing."""
         return EmptyHandle()
 
-    def insert_prefix(
-        self, ids: IntArray, slots: IntArray, salt: str | None = None
-    ) -> InsertResult:
+    def insert_prefix(self, ids: IntArray, slots: IntArray, salt: Salt = None) -> InsertResult:
         """Take nothing: the slots stay with the caller."""
         return InsertResult(EmptyHandle(), 0)
 

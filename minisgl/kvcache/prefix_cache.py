@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from minisgl.core import IntArray
+from minisgl.events import Emit
 
 
 class CacheHandle(Protocol):
@@ -30,10 +31,14 @@ class InsertResult(NamedTuple):
     already_cached_len: int  # leading tokens that it held before: your copies are duplicates
 
 
+Salt = str | None  # who shares a prefix: all with one string, or all without any
+
+
 class PrefixCache(Protocol):
     """Maps token prefixes to slots, in whole pages."""
 
     page_size: int
+    emit: Emit | None
 
     @property
     def evictable_tokens(self) -> int:
@@ -43,12 +48,10 @@ class PrefixCache(Protocol):
     def protected_tokens(self) -> int:
         """Cached tokens that a lock protects."""
 
-    def match_prefix(self, ids: IntArray, salt: str | None = None) -> CacheHandle:
+    def match_prefix(self, ids: IntArray, salt: Salt = None) -> CacheHandle:
         """Longest cached prefix of `ids` [n]; changes neither what is cached nor any size."""
 
-    def insert_prefix(
-        self, ids: IntArray, slots: IntArray, salt: str | None = None
-    ) -> InsertResult:
+    def insert_prefix(self, ids: IntArray, slots: IntArray, salt: Salt = None) -> InsertResult:
         """Hand over the slots [n] of the tokens `ids` [n]; what is cached already is left alone."""
 
     def pages(self) -> IntArray:

@@ -15,6 +15,7 @@ from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.engine.engine import Engine, build_engine
 from minisgl.engine.prompt_logprobs import score_prompts
+from minisgl.events import Emit
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.naive_cache import NaiveCache
 from minisgl.kvcache.prefix_cache import PrefixCache
@@ -24,7 +25,7 @@ from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.executor import Executor
 from minisgl.scheduler.grammar import CompilingChannel, CompilingInbox, load_grammars
-from minisgl.scheduler.observe import IdleAudit, TraceEvent, attach_trace
+from minisgl.scheduler.observe import IdleAudit
 from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue, WaitingQueue, mixed_prefill_threshold
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
@@ -65,11 +66,13 @@ class Parts:
     speculative_scheduler: Callable[..., Scheduler] = SpeculativeScheduler
 
 
-def build_prefill(config: SchedulerConfig, engine: Executor, parts: Parts) -> PrefillManager:
+def build_prefill(
+    config: SchedulerConfig, engine: Executor, parts: Parts, emit: Emit | None
+) -> PrefillManager:
     """Build cache, queue and admission as a resolved config asks for them."""
     kinds = {"radix": parts.radix_cache, "naive": parts.naive_cache}
     prefixes = kinds[config.cache_type](engine.page_size)
-    cache = parts.cache_manager(engine.num_pages, engine.tables, prefixes)
+    cache = parts.cache_manager(engine.num_pages, engine.tables, prefixes, emit)
     budget, fair = config.max_extend_tokens, config.schedule_policy == "fair"
     assert budget is not None
     limits = PrefillLimits(
@@ -88,7 +91,7 @@ def build_scheduler(
     channel: Channel,
     comm: Comm | None = None,
     *,
-    trace: Callable[[TraceEvent], None] | None = None,
+    emit: Emit | None = None,
     progress: bool = False,
     hold: CompilingInbox | None = None,
     parts: Parts | None = None,
@@ -108,9 +111,9 @@ def build_scheduler(
     limits, settled = limits_of(engine, ends), engine.config
     assert isinstance(settled, SchedulerConfig)
     engine.deferral, engine.scorer = grammars, score_prompts(engine)
-    prefill = build_prefill(settled, engine, parts)
+    prefill = build_prefill(settled, engine, parts, emit)
     drafts = draft_limits(settled, engine, progress) if settled.num_speculative_tokens else {}
-    scheduler = (parts.speculative_scheduler if drafts else parts.scheduler)(
+    return (parts.speculative_scheduler if drafts else parts.scheduler)(
         engine, prefill.cache, prefill, prefill.decode,
         channel if comm is None else CompilingChannel(channel, grammars),
         make_req=partial(grammars.make_req, limits=limits),
@@ -119,8 +122,6 @@ def build_scheduler(
         eos_token_ids=limits.eos_token_ids,
         overlap=bool(settled.overlap),
         interleave=settled.schedule_policy == "fair",
+        emit=emit,
         **drafts,
     )  # fmt: skip
-    if trace is not None:
-        attach_trace(scheduler, trace)
-    return scheduler

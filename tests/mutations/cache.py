@@ -66,8 +66,8 @@ MUTATIONS = [
     Mutation(
         "radix: a split inside a page",
         RADIX,
-        "return same // page_size * page_size",
-        "return same",
+        "shorter) // page_size * page_size",
+        "shorter)",
         CACHE_TESTS + "test_common_prefix_is_whole_pages",
     ),
     Mutation(
