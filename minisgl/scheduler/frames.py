@@ -47,6 +47,8 @@ class Tables(msgspec.Struct, omit_defaults=True):
     template_kwargs: list[dict[str, Any]] = []
 
 
+Refs = list[tuple[int, str, int]]  # of a message, by its place: which table, and where in it
+ParamRefs = list[tuple[int, int, int | None]]  # of a message: which parameters, and its seed
 BLANK: dict[str, Any] = {"input_ids": [], "text": None, "messages": None, "template_kwargs": {}}
 
 
@@ -54,9 +56,8 @@ class Codec:
     """Encodes and decodes frames of messages of the union `kind`."""
 
     def __init__(self, kind: Any) -> None:
-        parts = (Tables, list[kind], list[tuple[int, str, int]], list[tuple[int, int, int | None]])
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(tuple[parts])  # type: ignore[valid-type]
+        self._decoder: Any = msgspec.msgpack.Decoder(tuple[Tables, list[kind], Refs, ParamRefs])
 
     def encode(self, messages: Any) -> bytes:
         """Return a frame of these messages."""

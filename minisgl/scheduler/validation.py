@@ -79,7 +79,7 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
     if (count := sum(map(len, params.bad_words))) > MAX_BAD_TOKENS:
         why = f"bad_words: must have at most {MAX_BAD_TOKENS} tokens in all, got {count}"
         raise InvalidRequestError(why, param="bad_words")
-    given = {
+    given: dict[str, Any] = {
         "logit_bias": params.logit_bias or (),
         "allowed_token_ids": params.allowed_token_ids or (),
         "bad_words": [token for word in params.bad_words for token in word],

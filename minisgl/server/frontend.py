@@ -17,7 +17,7 @@ import msgspec
 from minisgl.core import SamplingParams
 from minisgl.scheduler.messages import AbortMsg, ErrorReply
 from minisgl.server.workers.channels import Inbox, Outbox
-from minisgl.server.workers.messages import Message, StatsEvent, TokenizeMsg, UserReply
+from minisgl.server.workers.messages import StatsEvent, TokenizeMsg, UserReply
 
 
 def join(replies: Sequence[UserReply]) -> UserReply:
@@ -113,13 +113,13 @@ class Frontend:
         self._text_workers, self._inbox = list(text_workers), inbox
         self._observers, self._max_waiting = list(observers), max_waiting
         self._streams: dict[int, Stream] = {}
-        self._unsent: list[list[Message]] = [[] for _ in self._text_workers]
+        self._unsent: list[list[TokenizeMsg | AbortMsg]] = [[] for _ in self._text_workers]
         self._uids, self._stopping = itertools.count(), threading.Event()
         self._listener: threading.Thread | None = None
         self.loop: asyncio.AbstractEventLoop | None = None  # the one that serves, once started
         self.failure: str | None = None
 
-    def _send(self, uid: int, msg: Message) -> None:
+    def _send(self, uid: int, msg: TokenizeMsg | AbortMsg) -> None:
         """Send a prompt with the others of this turn of the loop, an abort at once."""
         place = uid % len(self._text_workers)  # always the same: no abort overtakes its prompt
         self._unsent[place].append(msg)
