@@ -115,6 +115,9 @@ class FakeEngine:
     def draw_deferred(self) -> None:
         """No step waits for its draw."""
 
+    def reset(self) -> None:
+        """The device keeps nothing."""
+
 
 class Driver:
     """A scheduler over a fake engine, and a record of all that it says."""

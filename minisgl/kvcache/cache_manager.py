@@ -58,6 +58,13 @@ class CacheManager:
         """Give whole pages back, named by their slots."""
         self.allocator.free(slots[:: self.page_size] // self.page_size)
 
+    def reset(self) -> None:
+        """Free all pages and rows, whoever held them; nothing is cached any more."""
+        self.tables.reset()
+        self.prefix_cache.reset()
+        self.allocator.reset()
+        self.allocated_len.clear()
+
     def allocate_paged(self, reqs: Sequence[Req]) -> None:
         """Give each request pages up to `device_len`, written into its row; all or none."""
         plan: list[tuple[Req, int, int]] = []  # request, first and last position, whole pages

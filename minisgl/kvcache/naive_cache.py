@@ -56,6 +56,9 @@ class NaiveCache:
         check_evictable(self, num_tokens)
         return NO_SLOTS
 
+    def reset(self) -> None:
+        """Nothing to forget."""
+
 
 def make_cache(cache_type: str, page_size: int) -> PrefixCache:
     """The prefix cache called "radix" or "naive"; ValueError for any other name."""

@@ -58,6 +58,9 @@ class PrefixCache(Protocol):
     def evict(self, num_tokens: int) -> IntArray:
         """Forget unlocked pages of `num_tokens` tokens, the oldest first; returns their slots."""
 
+    def reset(self) -> None:
+        """Forget everything, locks included. No handle from before may be used any more."""
+
 
 class NotEvictable(RuntimeError):
     """More tokens were asked back from a prefix cache than are cached and unlocked."""

@@ -46,6 +46,10 @@ class RadixCache:
         check_positive(page_size=page_size)
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, locks included."""
         self.root = Node(b"", NO_SLOTS, None)
         self.lru: OrderedDict[Node, None] = OrderedDict()  # unlocked nodes, the oldest first
         self.evictable_tokens = 0

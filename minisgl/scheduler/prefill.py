@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from minisgl.core import Batch, Phase, Req
 from minisgl.kvcache.cache_manager import CacheManager
-from minisgl.kvcache.prefix_cache import CacheHandle
 from minisgl.scheduler.decode import DecodeManager, pages_to_come
 from minisgl.scheduler.queue import WaitingQueue
 
@@ -46,10 +45,12 @@ class PrefillAdder:
         taken = self.limits.max_extend_tokens - self.budget
         return max(0, min(self.budget, threshold - taken))
 
-    def add_chunk(self, req: Req) -> None:
-        """Compute as much of an admitted prompt as there is room for."""
+    def add_chunk(self, req: Req) -> bool:
+        """Compute as much of an admitted prompt as there is room for; False if there is none."""
         rest = req.prefill_len - req.cached_len
         length = min(self.room(rest), rest)
+        if length == 0:
+            return False
         # What a retracted request finds in the cache may be its own work: `matched_len` is older.
         size = rest if req.retracted else req.prefill_len - req.matched_len
         self.shortest = min(self.shortest, size)
@@ -58,22 +59,14 @@ class PrefillAdder:
         self.reqs.append(req)
         if self.min_shared:
             self.prefixes.add(self.prefix_key(req, req.matched_len))
-
-    def continue_chunk(self, chunked_req: Req) -> bool:
-        """Compute more of a prompt that was cut, if there is room for it."""
-        if self.room(chunked_req.prefill_len - chunked_req.cached_len) <= 0:
-            return False
-        self.add_chunk(chunked_req)
         return True
 
     def try_admit(self, req: Req, whole: bool = False) -> bool:
-        """Give a waiting request its prefix, its row and a promise of pages, or change nothing.
-
-        whole: only if all of its prompt has room in this step.
-        """
-        if self.budget <= 0 or self.cache.tables.free_rows == 0:
+        """Admit a waiting request, if `whole` only with all of its prompt, or change nothing."""
+        cache, tables = self.cache, self.cache.tables
+        if self.budget <= 0 or tables.free_rows == 0:
             return False
-        handle = self.cache.match_req(req.input_ids[:1] if req.scores_prompt else req.input_ids)
+        handle = cache.match_req(req.input_ids[:1] if req.scores_prompt else req.input_ids)
         tokens = req.host_len - handle.cached_len
         room = self.room(tokens)
         if (
@@ -85,26 +78,19 @@ class PrefillAdder:
         req.restart()
         req.cached_len = handle.cached_len
         # Locked pages are not evictable any more: lock first, then count what is left.
-        self.cache.lock(handle)
-        needed = pages_to_come(req, self.cache.page_size, self.reserve)
-        if needed > self.cache.available_tokens // self.cache.page_size - self.reserved:
-            self.cache.unlock(handle)
+        cache.lock(handle)
+        needed = pages_to_come(req, cache.page_size, self.reserve)
+        if needed > cache.available_tokens // cache.page_size - self.reserved:
+            cache.unlock(handle)
             req.cached_len = 0
             return False
         self.reserved += needed
-        self.allocate_row(req, handle)
-        self.add_chunk(req)
-        return True
-
-    def allocate_row(self, req: Req, handle: CacheHandle) -> None:
-        """A row for an admitted request, with the slots of its prefix and all tokens it has."""
-        tables = self.cache.tables
-        req.cache_handle = handle
         if not req.retracted:  # what one that comes back finds, it may have computed itself
             req.matched_len = handle.cached_len
-        req.table_idx = tables.allocate()
+        req.cache_handle, req.table_idx = handle, tables.allocate()
         tables.write(req.table_idx, 0, handle.slots())
         tables.write_tokens(req.table_idx, 0, req.input_ids)
+        return self.add_chunk(req)
 
     def prefix_key(self, req: Req, matched_len: int) -> bytes:
         """The matched prefix of a prompt and the next `min_shared` tokens, as a key."""
@@ -133,6 +119,11 @@ class PrefillManager:
         elif req.table_idx < 0:  # not admitted yet
             self.waiting.remove(req)
 
+    def reset(self) -> None:
+        """Forget all requests."""
+        self.chunked_req = None
+        self.waiting.reset()
+
     def adder(self) -> PrefillAdder:
         """A fresh step: a full token budget; what admitted requests may still need is set aside."""
         size, reserve = self.cache.page_size, self.decode.reserve
@@ -143,18 +134,20 @@ class PrefillManager:
 
     def schedule(self) -> Batch | None:
         """The next prefill step: the half-done prompt and those who wait, as the queue says."""
+        if self.chunked_req is None and not self.waiting:  # most steps: count no promised pages
+            return None
         adder, chunked = self.adder(), self.chunked_req
         while adder.budget > 0:
             first = self.waiting.first()
             if chunked is not None and (first is None or self.waiting.chunk_comes_first(chunked)):
-                if not adder.continue_chunk(chunked):
+                if not adder.add_chunk(chunked):
                     break
                 chunked = None
             elif first is None or not adder.try_admit(first, whole=chunked is not None):
                 break
             else:
                 self.waiting.remove(first)
-        if chunked is not None and adder.continue_chunk(chunked):
+        if chunked is not None and adder.add_chunk(chunked):
             chunked = None
         if not adder.reqs:
             return None

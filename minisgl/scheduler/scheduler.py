@@ -118,6 +118,15 @@ class Scheduler:
         self.engine.tables.free(req.table_idx)
         req.table_idx = -1
 
+    def reset(self) -> None:
+        """Forget all requests, without a reply, and all cached prefixes: a state like a new one's."""
+        self.engine.reset()
+        self.cache.reset()
+        self.prefill.reset()
+        self.decode.running.clear()
+        self.reqs.clear()
+        self.in_flight = None
+
     def launch(self, batch: Batch) -> Launched:
         """Start a step and move its requests on, as if it were done: the device keeps the order."""
         self.cache.allocate_paged(batch.reqs)
@@ -166,9 +175,8 @@ class Scheduler:
         self.receive(block)
         batch = self.next_step()
         launched = self.launch(batch) if batch is not None else None
-        before, self.in_flight = self.in_flight, launched
-        if before is not None:
-            self.finish(before)
+        self.finish_in_flight()
+        self.in_flight = launched
         self.engine.draw_deferred()  # of step n + 1, if that needs these tokens (chapter 09a)
 
     def finish_in_flight(self) -> None:

@@ -264,25 +264,25 @@ MUTATIONS = [
     Mutation(
         "decode_keeps_a_request_that_had_its_last_step",
         DECODE,
-        "if req.can_decode:",
-        "if True:",
+        "if req.can_decode and not req.is_chunked:",
+        "if not req.is_chunked:",
         TESTS + "test_one_token_answers",
     ),
     Mutation(
         "prefill_counts_before_it_locks",
         PREFILL,
-        "self.cache.lock(handle)\n"
-        "        needed = pages_to_come(req, self.cache.page_size, self.reserve)\n"
-        "        if needed > self.cache.available_tokens //",
-        "left = self.cache.available_tokens\n        self.cache.lock(handle)\n"
-        "        needed = pages_to_come(req, self.cache.page_size, self.reserve)\n"
+        "cache.lock(handle)\n"
+        "        needed = pages_to_come(req, cache.page_size, self.reserve)\n"
+        "        if needed > cache.available_tokens //",
+        "left = cache.available_tokens\n        cache.lock(handle)\n"
+        "        needed = pages_to_come(req, cache.page_size, self.reserve)\n"
         "        if needed > left //",
         TESTS + "test_a_matched_prefix_is_locked_before_pages_are_counted",
     ),
     Mutation(
         "prefill_leaves_a_lock_behind",
         PREFILL,
-        "            self.cache.unlock(handle)\n",
+        "            cache.unlock(handle)\n",
         "",
         TESTS + "test_a_matched_prefix_is_locked_before_pages_are_counted",
     ),
@@ -498,9 +498,8 @@ MUTATIONS = [
         "overlap_waits_before_it_launches",
         SCHEDULER,
         "        launched = self.launch(batch) if batch is not None else None\n"
-        "        before, self.in_flight = self.in_flight, launched\n"
-        "        if before is not None:\n            self.finish(before)\n",
-        "        if self.in_flight is not None:\n            self.finish(self.in_flight)\n"
+        "        self.finish_in_flight()\n        self.in_flight = launched\n",
+        "        self.finish_in_flight()\n"
         "        self.in_flight = self.launch(batch) if batch is not None else None\n",
         TESTS + "test_overlap_launches_before_it_waits",
     ),
@@ -570,9 +569,64 @@ MUTATIONS = [
     Mutation(
         "llm_leaves_requests_behind",
         LLM,
-        "            self.scheduler.abort(uid)\n",
-        "            pass\n",
+        "        self.scheduler.reset()\n",
+        "        pass\n",
         LLM_TESTS + "test_a_failure_leaves_nothing_behind",
+    ),
+    Mutation(
+        "llm_leaves_messages_behind",
+        LLM,
+        "        self.channel.recv(block=False)\n",
+        "        pass\n",
+        LLM_TESTS + "test_an_interrupted_reset_is_done_by_the_next_call",
+    ),
+    *(
+        Mutation(
+            f"reset_forgets_{name}",
+            module,
+            old,
+            "pass",
+            TESTS + "test_after_a_reset_everything_is_as_in_a_new_scheduler",
+        )
+        for name, module, old in [
+            ("the_cache", SCHEDULER, "self.cache.reset()"),
+            ("who_waits", SCHEDULER, "self.prefill.reset()"),
+            ("who_runs", SCHEDULER, "self.decode.running.clear()"),
+            ("the_requests", SCHEDULER, "self.reqs.clear()"),
+            ("the_queue", PREFILL, "self.waiting.reset()"),
+            ("the_rows", "minisgl.kvcache.cache_manager", "self.tables.reset()"),
+            ("the_prefixes", "minisgl.kvcache.cache_manager", "self.prefix_cache.reset()"),
+            ("the_pages", "minisgl.kvcache.cache_manager", "self.allocator.reset()"),
+            ("who_has_pages", "minisgl.kvcache.cache_manager", "self.allocated_len.clear()"),
+        ]
+    ),
+    Mutation(
+        "reset_forgets_the_step_in_flight",
+        SCHEDULER,
+        "self.reqs.clear()\n        self.in_flight = None",
+        "self.reqs.clear()",
+        TESTS + "test_after_a_reset_everything_is_as_in_a_new_scheduler",
+    ),
+    Mutation(
+        "reset_forgets_the_half_done_prompt",
+        PREFILL,
+        "        self.chunked_req = None\n        self.waiting.reset()",
+        "        self.waiting.reset()",
+        TESTS + "test_after_a_reset_everything_is_as_in_a_new_scheduler",
+    ),
+    Mutation(
+        "reset_forgets_the_deferred_draw",
+        "minisgl.scheduler.grammar",
+        "        self.waiting = None\n",
+        "        pass\n",
+        "tests/test_interrupts.py::test_a_deferred_draw_dies_with_its_requests",
+    ),
+    Mutation(
+        "reset_leaves_the_engine_alone",
+        SCHEDULER,
+        "self.engine.reset()",
+        "pass",
+        "tests/test_interrupts.py::test_a_deferred_draw_dies_with_its_requests",
     ),
     Mutation(
         "llm_stop_token_is_text",
@@ -592,9 +646,9 @@ MUTATIONS = [
     Mutation(
         "llm_trusts_that_the_last_call_cleaned_up",
         LLM,
-        "        self.drop_leftovers()\n            try:",
-        "        try:",
-        LLM_TESTS + "test_an_interrupted_clean_up_harms_no_later_call",
+        "if self.dirty and not self.closed:\n                self.recover()\n            if self.closed:",
+        "if self.closed:",
+        LLM_TESTS + "test_an_interrupted_reset_is_done_by_the_next_call",
     ),
     Mutation(
         "llm_bar_counts_replies",
