@@ -160,9 +160,9 @@ def test_an_exception_around_any_method(folder: Path, overlap: bool, drafts: int
         assert len(counts) > 50, "the answers are to call most methods"
         for label, count in counts.items():
             for after in (False, True):
-                with wrapped(*known[label], raising((count + 1) // 2, after)):
-                    with pytest.raises(KeyboardInterrupt):
-                        answers(llm)
+                broken = wrapped(*known[label], raising((count + 1) // 2, after))
+                with broken, pytest.raises(KeyboardInterrupt):
+                    answers(llm)
                 where = f"{'after' if after else 'before'} {label}"
                 assert not (left := damage(llm)), f"interrupted {where}: {left}"
                 assert answers(llm) == want, f"interrupted {where}: other tokens"

@@ -119,7 +119,7 @@ class Scheduler:
         req.table_idx = -1
 
     def reset(self) -> None:
-        """Forget all requests, without a reply, and all cached prefixes: a state like a new one's."""
+        """Forget all requests, without a reply, and all cached prefixes: the state of a new one."""
         self.engine.reset()
         self.cache.reset()
         self.prefill.reset()

@@ -646,7 +646,8 @@ MUTATIONS = [
     Mutation(
         "llm_trusts_that_the_last_call_cleaned_up",
         LLM,
-        "if self.dirty and not self.closed:\n                self.recover()\n            if self.closed:",
+        "if self.dirty and not self.closed:\n"
+        "                self.recover()\n            if self.closed:",
         "if self.closed:",
         LLM_TESTS + "test_an_interrupted_reset_is_done_by_the_next_call",
     ),
