@@ -34,6 +34,7 @@ from minisgl.scheduler.messages import (
     TokenReply,
     UserMsg,
 )
+from minisgl.scheduler.observe import StageClock
 from minisgl.scheduler.prefill import PrefillAdder, PrefillLimits
 from minisgl.scheduler.replies import clamp_notice, finish_reason
 from minisgl.scheduler.validation import Limits, check_prompt
@@ -976,19 +977,19 @@ def test_channel_blocks_until_there_is_a_message() -> None:
 
 def test_trace_tells_what_was_done_for_which_step() -> None:
     events: list[Any] = []
-    d = Driver(trace=events.append)
+    d = Driver(emit=StageClock(events.append))
     d.ask(1, [1, 1], max_tokens=3, ignore_eos=True)
     d.drain()
     names = [e.name for e in events]
     assert names[:5] == ["receive", "schedule", "launch", "wait", "process"]
     assert {e.step for e in events} == {0, 1, 2}
     assert all(e.start <= e.end for e in events)
-    assert all(a.end <= b.start for a, b in itertools.pairwise(events))
+    assert all(a.end == b.start for a, b in itertools.pairwise(events))
 
 
 def test_overlap_launches_before_it_waits() -> None:
     events: list[Any] = []
-    d = Driver(trace=events.append, overlap=True)
+    d = Driver(emit=StageClock(events.append), overlap=True)
     d.ask(1, [1, 1], max_tokens=4, ignore_eos=True)
     d.drain()
     order = [(e.name, e.step) for e in events if e.name in ("launch", "wait")]

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from minisgl.config.engine import ServerConfig
 from minisgl.core import SamplingParams
+from minisgl.events import StageTimed
 from minisgl.llm import OutputBuilder
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
 from minisgl.scheduler.replies import PROMPT_TAIL
@@ -33,7 +34,6 @@ from minisgl.server.workers.messages import (
     StatsMsg,
     TokenizeMsg,
     TokenLogprob,
-    TraceMsg,
     UserReply,
     decode,
     encode,
@@ -90,7 +90,7 @@ def test_codec_returns_what_it_was_given() -> None:
             logprobs=[TokenLogprob("x", b"x", -0.1, 3, [("y", b"\xff", -2.0)])],
         ),
         StatsMsg(running=1, free_pages=7),
-        TraceMsg([("launch", 1.0, 2.0, 3, 4, "decode")]),
+        StageTimed("launch", 1.0, 2.0, 3, 4, "decode"),
     ]
     assert decode(encode(messages)) == messages
     assert [decode(encode([m])) for m in messages] == [[m] for m in messages]

@@ -63,10 +63,9 @@ class PrefillAdder:
 
     def try_admit(self, req: Req, whole: bool = False) -> bool:
         """Admit a waiting request, if `whole` only with all of its prompt, or change nothing."""
-        cache, tables = self.cache, self.cache.tables
-        if self.budget <= 0 or tables.free_rows == 0:
+        if self.budget <= 0 or self.cache.tables.free_rows == 0:
             return False
-        handle = cache.match_req(req.input_ids[:1] if req.scores_prompt else req.input_ids)
+        handle = self.cache.match_req(req.input_ids[:1] if req.scores_prompt else req.input_ids)
         tokens = req.host_len - handle.cached_len
         room = self.room(tokens)
         if (
@@ -78,18 +77,14 @@ class PrefillAdder:
         req.restart()
         req.cached_len = handle.cached_len
         # Locked pages are not evictable any more: lock first, then count what is left.
-        cache.lock(handle)
-        needed = pages_to_come(req, cache.page_size, self.reserve)
-        if needed > cache.available_tokens // cache.page_size - self.reserved:
-            cache.unlock(handle)
+        self.cache.lock(handle)
+        needed = pages_to_come(req, self.cache.page_size, self.reserve)
+        if needed > self.cache.available_tokens // self.cache.page_size - self.reserved:
+            self.cache.unlock(handle)
             req.cached_len = 0
             return False
         self.reserved += needed
-        if not req.retracted:  # what one that comes back finds, it may have computed itself
-            req.matched_len = handle.cached_len
-        req.cache_handle, req.table_idx = handle, tables.allocate()
-        tables.write(req.table_idx, 0, handle.slots())
-        tables.write_tokens(req.table_idx, 0, req.input_ids)
+        self.cache.admit(req, handle)
         return self.add_chunk(req)
 
     def prefix_key(self, req: Req, matched_len: int) -> bytes:
@@ -118,11 +113,6 @@ class PrefillManager:
             self.chunked_req = None
         elif req.table_idx < 0:  # not admitted yet
             self.waiting.remove(req)
-
-    def reset(self) -> None:
-        """Forget all requests."""
-        self.chunked_req = None
-        self.waiting.reset()
 
     def adder(self) -> PrefillAdder:
         """A fresh step: a full token budget; what admitted requests may still need is set aside."""

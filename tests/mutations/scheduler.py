@@ -11,6 +11,7 @@ REPLIES = "minisgl.scheduler.replies"
 TESTS, LLM_TESTS = "tests/test_scheduler.py::", "tests/test_llm.py::"
 PAGED = "tests/test_paged_equals_dense.py::test_a_crowd_with_one_prefix"
 
+MANAGER = "minisgl.kvcache.cache_manager"
 QUEUE, QUEUE_TESTS = "minisgl.scheduler.queue", "tests/test_queue.py::"
 
 BUILD = "minisgl.scheduler.build"
@@ -271,18 +272,18 @@ MUTATIONS = [
     Mutation(
         "prefill_counts_before_it_locks",
         PREFILL,
-        "cache.lock(handle)\n"
-        "        needed = pages_to_come(req, cache.page_size, self.reserve)\n"
-        "        if needed > cache.available_tokens //",
-        "left = cache.available_tokens\n        cache.lock(handle)\n"
-        "        needed = pages_to_come(req, cache.page_size, self.reserve)\n"
+        "self.cache.lock(handle)\n"
+        "        needed = pages_to_come(req, self.cache.page_size, self.reserve)\n"
+        "        if needed > self.cache.available_tokens //",
+        "left = self.cache.available_tokens\n        self.cache.lock(handle)\n"
+        "        needed = pages_to_come(req, self.cache.page_size, self.reserve)\n"
         "        if needed > left //",
         TESTS + "test_a_matched_prefix_is_locked_before_pages_are_counted",
     ),
     Mutation(
         "prefill_leaves_a_lock_behind",
         PREFILL,
-        "            cache.unlock(handle)\n",
+        "            self.cache.unlock(handle)\n",
         "",
         TESTS + "test_a_matched_prefix_is_locked_before_pages_are_counted",
     ),
@@ -398,14 +399,14 @@ MUTATIONS = [
     ),
     Mutation(
         "prefill_counts_its_own_chunks_as_cached_prompt",
-        PREFILL,
+        MANAGER,
         "if not req.retracted:",
         "if req.host_len == req.prompt_len:",
         TESTS + "test_what_a_request_computed_itself_is_no_hit",
     ),
     Mutation(
         "prefill_counts_an_answer_as_cached_prompt",
-        PREFILL,
+        MANAGER,
         "if not req.retracted:",
         "if True:",
         TESTS + "test_the_youngest_is_taken_back_and_goes_on",
@@ -426,9 +427,9 @@ MUTATIONS = [
     ),
     Mutation(
         "prefill_matched_slots_are_not_in_the_row",
-        PREFILL,
-        "tables.write(req.table_idx, 0, handle.slots())",
-        "handle.slots()",
+        MANAGER,
+        "self.tables.write(req.table_idx, 0, slots := handle.slots())",
+        "slots = handle.slots()",
         TESTS + "test_a_second_request_finds_the_prefix",
     ),
     Mutation(
@@ -497,10 +498,9 @@ MUTATIONS = [
     Mutation(
         "overlap_waits_before_it_launches",
         SCHEDULER,
-        "        launched = self.launch(batch) if batch is not None else None\n"
-        "        self.finish_in_flight()\n        self.in_flight = launched\n",
-        "        self.finish_in_flight()\n"
-        "        self.in_flight = self.launch(batch) if batch is not None else None\n",
+        "self.finish_in_flight(self.launch(batch) if batch is not None else None)",
+        "self.finish_in_flight()\n"
+        "        self.in_flight = self.launch(batch) if batch is not None else None",
         TESTS + "test_overlap_launches_before_it_waits",
     ),
     Mutation(
@@ -590,10 +590,9 @@ MUTATIONS = [
         )
         for name, module, old in [
             ("the_cache", SCHEDULER, "self.cache.reset()"),
-            ("who_waits", SCHEDULER, "self.prefill.reset()"),
+            ("who_waits", SCHEDULER, "self.prefill.waiting.reset()"),
             ("who_runs", SCHEDULER, "self.decode.running.clear()"),
             ("the_requests", SCHEDULER, "self.reqs.clear()"),
-            ("the_queue", PREFILL, "self.waiting.reset()"),
             ("the_rows", "minisgl.kvcache.cache_manager", "self.tables.reset()"),
             ("the_prefixes", "minisgl.kvcache.cache_manager", "self.prefix_cache.reset()"),
             ("the_pages", "minisgl.kvcache.cache_manager", "self.allocator.reset()"),
@@ -603,15 +602,15 @@ MUTATIONS = [
     Mutation(
         "reset_forgets_the_step_in_flight",
         SCHEDULER,
-        "self.reqs.clear()\n        self.in_flight = None",
-        "self.reqs.clear()",
+        "self.prefill.chunked_req = self.in_flight = None",
+        "self.prefill.chunked_req = None",
         TESTS + "test_after_a_reset_everything_is_as_in_a_new_scheduler",
     ),
     Mutation(
         "reset_forgets_the_half_done_prompt",
-        PREFILL,
-        "        self.chunked_req = None\n        self.waiting.reset()",
-        "        self.waiting.reset()",
+        SCHEDULER,
+        "self.prefill.chunked_req = self.in_flight = None",
+        "self.in_flight = None",
         TESTS + "test_after_a_reset_everything_is_as_in_a_new_scheduler",
     ),
     Mutation(
