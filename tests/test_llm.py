@@ -288,7 +288,7 @@ def test_a_failure_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("place", ["wait", "put_messages"])
+@pytest.mark.parametrize("place", ["finish", "put_messages"])
 def test_an_interrupted_reset_is_done_by_the_next_call(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, overlap: bool, place: str
 ) -> None:

@@ -933,7 +933,7 @@ def test_run_until_told_to_exit(overlap: bool) -> None:
             said += d.channel.take_replies()
     d.ask(9, [4] * 2, max_tokens=100, ignore_eos=True)
     d.channel.put_messages(ExitMsg())
-    thread.join(timeout=10)
+    thread.join(timeout=100)
     assert not thread.is_alive()
     said += d.channel.take_replies()
     assert [r.finish_reason for r in said if r.uid == 9][-1] == "abort"
