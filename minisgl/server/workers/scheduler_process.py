@@ -16,7 +16,6 @@ from minisgl.engine.heap import frozen_heap
 from minisgl.events import StageTimed
 from minisgl.parallel.comm import Comm
 from minisgl.runtime.guarded import guarded
-from minisgl.runtime.ranks import Ranks
 from minisgl.runtime.supervisor import WorkerContext, WorkerFailed
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
@@ -112,6 +111,8 @@ def scheduler_process(
         channel: Channel = outer
         comm: Comm | None = None
         if config.tp.size > 1:
+            from minisgl.runtime.ranks import Ranks  # with it torch.distributed
+
             ranks = stack.enter_context(Ranks(config))
             channel, comm = ranks.channel(outer), ranks.comm
             outer.alive = ranks.alive
