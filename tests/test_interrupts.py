@@ -79,7 +79,7 @@ def methods(llm: LLM) -> dict[str, tuple[Any, str]]:
         f"{type(part).__name__}.{name}": (part, name)
         for part in parts(llm)
         for name, _ in getmembers(part, ismethod)
-        if not name.startswith("__")
+        if not name.startswith("__") and name not in vars(part)
     }
 
 

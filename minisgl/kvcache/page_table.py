@@ -66,6 +66,12 @@ class PageAllocator:
         return np.flatnonzero(self._is_free).astype(np.int32)
 
 
+def slots_of_pages(pages: IntArray, page_size: int) -> IntArray:
+    """Slots of whole pages [k], int32 [k * page_size]."""
+    inside = np.arange(page_size, dtype=np.int32)
+    return (np.asarray(pages, np.int32)[:, None] * page_size + inside).ravel()
+
+
 class MirroredTable:
     """A table [rows, width] on the host and its copy on the device, which follows at a flush.
 
