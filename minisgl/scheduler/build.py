@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.model import ModelConfig
@@ -18,11 +21,13 @@ from minisgl.events import Emit
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.naive_cache import make_cache
 from minisgl.parallel.comm import Comm
+from minisgl.recording import Recorder
+from minisgl.runtime.guarded import guarded
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.executor import Executor
 from minisgl.scheduler.grammar import CompilingChannel, CompilingInbox, load_grammars
-from minisgl.scheduler.observe import IdleAudit
+from minisgl.scheduler.observe import IdleAudit, emitter
 from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue, mixed_prefill_threshold
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
@@ -61,18 +66,29 @@ def build_prefill(config: SchedulerConfig, cache: CacheManager) -> PrefillManage
     return DelayedPrefill(cache, decode, limits, ArrivalOrder())
 
 
+def describe(config: SchedulerConfig, cache: CacheManager) -> dict[str, Any]:
+    """Return what a reader of a recording needs to know of the engine."""
+    folder = resolve_model_path(config.model_path)
+    return {
+        "model": None if folder == resolve_model_path(None) else str(folder),
+        "device": torch.device(config.device).type,
+        "overlap": bool(config.overlap),
+        "page_size": cache.page_size,
+        "num_pages": cache.num_pages,
+        "rows": cache.tables.num_rows,
+        "budget": config.max_extend_tokens,  # tokens of a prefill step
+    }
+
+
 def build_scheduler(
-    config: SchedulerConfig,
-    channel: Channel,
-    comm: Comm | None = None,
-    *,
-    emit: Emit | None = None,
-    progress: bool = False,
+    config: SchedulerConfig, channel: Channel, comm: Comm | None = None, *,
+    observe: Emit | None = None, recorder: Recorder | None = None, progress: bool = False,
     hold: CompilingInbox | None = None,
-) -> Scheduler:
+) -> Scheduler:  # fmt: skip
     """An engine and everything that feeds it; each part is given what it works with.
 
-    In `hold`, somewhere inside of `channel`, requests wait for their grammars.
+    `observe` and `recorder` receive events. In `hold`, somewhere inside of `channel`, requests wait
+    for their grammars.
     """
     folder = resolve_model_path(config.model_path)
     model = ModelConfig.from_path(folder)
@@ -84,10 +100,13 @@ def build_scheduler(
     limits = limits_of(engine, ends)
     engine.deferral, engine.scorer = grammars, score_prompts(engine)
     prefixes = make_cache(config.cache_type, engine.page_size)
+    emit = emitter(observe, recorder)
     cache = CacheManager(engine.num_pages, engine.tables, prefixes, emit)
     settled = engine.config
     assert isinstance(settled, SchedulerConfig)
     prefill = build_prefill(settled, cache)
+    if recorder is not None:
+        guarded(recorder.begin)(describe(settled, cache))
     return scheduler_class(settled, engine, progress)(
         engine, cache, prefill, prefill.decode,
         channel if comm is None else CompilingChannel(channel, grammars),

@@ -26,6 +26,7 @@ from minisgl.config import flags
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams
+from minisgl.recording import Observed
 from minisgl.runtime.guarded import guarded
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import OF_THE_GROUP, WorkerFailed, one_line
@@ -40,6 +41,7 @@ from minisgl.server.observe.lifecycle import Lifecycle, Server
 from minisgl.server.observe.logs import LineWriter, LogRequests, RequestLog, as_json, as_text
 from minisgl.server.observe.metrics import Metrics, add_metrics_route
 from minisgl.server.observe.trace import TraceFile
+from minisgl.server.observe.viewer import add_viewer_route
 from minisgl.server.options import Operations, build_parser, config_from, in_flags, operations_from
 from minisgl.server.responses.routes import add_responses_routes
 from minisgl.server.workers.channels import ZmqInbox, ZmqOutbox
@@ -127,8 +129,11 @@ def build_app(
     app = create_app(frontend, settings, limiter, middleware, [add_responses_routes])
     add_metrics_route(app, watchers.metrics)
     told = ("/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc")
+    keyed = ("/viewer", *(told if operations.key_for_all else ()))
+    if operations.viewer and operations.record is not None:
+        add_viewer_route(app, Path(operations.record))
     for route in app.routes:
-        if operations.key_for_all and getattr(route, "path", "") in told:
+        if getattr(route, "path", "") in keyed:
             lock(route, settings.api_key)
     return app
 
@@ -218,8 +223,8 @@ def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
         watchers = Watchers(operations)
         stack.callback(watchers.close)
         watchdog = Watchdog(operations.worker_timeout, operations.step_timeout)
-        traced = operations.trace is not None
-        group = stack.enter_context(WorkerGroup(config, watchdog, traced=traced))
+        observed = Observed(operations.trace is not None, operations.record, operations.log_prompts)
+        group = stack.enter_context(WorkerGroup(config, watchdog, observed))
         inbox = ZmqInbox(address(group.folder, "frontend"))
         stack.callback(inbox.close)
         outboxes = [ZmqOutbox(address(group.folder, part)) for part in group.tokenizers]

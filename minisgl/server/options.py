@@ -91,8 +91,16 @@ class Operations(Validated):
     log_format: Literal["text", "json", "none"] = "text"
     log_prompts: bool = False
     trace: Text | None = None
+    record: Text | None = None
+    viewer: bool = False
     key_for_all: bool = False
     debug: bool = False
+
+    def __post_init__(self) -> None:
+        """Check all fields, and that what they need is there."""
+        Validated.__post_init__(self)
+        if self.viewer and self.record is None:
+            raise ValueError("record: must be a file for the viewer, got None")
 
 
 SECONDS = flags.number_or("none", float)
@@ -105,8 +113,10 @@ OPERATION_FLAGS: tuple[Setting, ...] = (
     ("worker_timeout", "S", float, "seconds the scheduler or a text process may hang; 0: no limit"),
     ("step_timeout", "S", float, "seconds of a step, or a wait for a stopped rank; 0: no limit"),
     ("log_format", "NAME", str, "text, json or none"),
-    ("log_prompts", "", bool, "prompts and answers in the log, in full"),
+    ("log_prompts", "", bool, "prompts and answers in the log, prompts in the recording"),
     ("trace", "FILE", str, "write a Chrome/Perfetto trace of requests, steps and streams"),
+    ("record", "FILE", str, "record the scheduler's events, for python -m minisgl.viewer"),
+    ("viewer", "", bool, "serve the recording as a page at /viewer, behind the API key"),
     ("key_for_all", "", bool, "the API key is asked for /metrics and /docs, too"),
     ("debug", "", bool, "tracebacks of parts that fail"),
 )
