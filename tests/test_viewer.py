@@ -21,9 +21,7 @@ from fastapi import FastAPI
 from minisgl import LLM, SamplingParams, events
 from minisgl.recording import Recorder, read_recording, replay
 from minisgl.scheduler.messages import AbortMsg
-from minisgl.server.cli import lock
 from minisgl.server.observe.viewer import add_viewer_route
-from minisgl.server.options import Operations
 from minisgl.viewer.__main__ import main
 from minisgl.viewer.page import SOURCES, Viewer, page_of
 from tests.fakes import Driver
@@ -99,9 +97,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_route_asks_for_the_key_and_reads_a_growing_file(tmp_path: Path) -> None:
     app, path = FastAPI(), tmp_path / "run"
     path.write_bytes(b"")
-    add_viewer_route(app, path)
-    (route,) = [route for route in app.routes if getattr(route, "path", "") == "/viewer"]
-    lock(route, "secret")
+    add_viewer_route(app, path, "secret")
 
     async def ask() -> None:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
@@ -115,11 +111,6 @@ def test_route_asks_for_the_key_and_reads_a_growing_file(tmp_path: Path) -> None
             assert (await client.get("/viewer")).status_code != 200
 
     asyncio.run(ask())
-
-
-def test_viewer_needs_a_recording() -> None:
-    with pytest.raises(ValueError, match="record: must be a file for the viewer"):
-        Operations(viewer=True)
 
 
 # ----------------------------------------------------------------------------------- in a browser

@@ -12,28 +12,22 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from starlette.middleware import Middleware
-from starlette.types import Receive, Scope, Send
 
 from minisgl.config import flags
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
-from minisgl.core import SamplingParams
 from minisgl.recording import Observed
 from minisgl.runtime.guarded import guarded
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import OF_THE_GROUP, WorkerFailed, one_line
-from minisgl.server.chat.client import ApiClient, ServerError
-from minisgl.server.chat.shell import Conversation, run_shell
 from minisgl.server.frontend import Frontend, Observer
-from minisgl.server.http.access import check_access
 from minisgl.server.http.api import create_app
 from minisgl.server.http.limits import BodyLimit, ConcurrencyLimiter, patient_http
 from minisgl.server.http.settings import ApiSettings, settings_for
@@ -41,11 +35,10 @@ from minisgl.server.observe.lifecycle import Lifecycle, Server
 from minisgl.server.observe.logs import LineWriter, LogRequests, RequestLog, as_json, as_text
 from minisgl.server.observe.metrics import Metrics, add_metrics_route
 from minisgl.server.observe.trace import TraceFile
-from minisgl.server.observe.viewer import add_viewer_route
+from minisgl.server.observe.viewer import add_viewer_route, lock
 from minisgl.server.options import Operations, build_parser, config_from, in_flags, operations_from
 from minisgl.server.responses.routes import add_responses_routes
 from minisgl.server.workers.channels import ZmqInbox, ZmqOutbox
-from minisgl.server.workers.messages import UserReply
 from minisgl.server.workers.processes import WorkerGroup, address
 from minisgl.tokenizer import has_tokenizer
 
@@ -104,17 +97,6 @@ class Watchers:
             self.lines.close()
 
 
-def lock(route: Any, api_key: str | None) -> None:
-    """Ask for the key before a route that needs none answers."""
-    open_app = route.app
-
-    async def keyed(scope: Scope, receive: Receive, send: Send) -> None:
-        await check_access(Request(scope), api_key)
-        await open_app(scope, receive, send)
-
-    route.app = keyed
-
-
 def build_app(
     frontend: Frontend,
     settings: ApiSettings,
@@ -129,12 +111,11 @@ def build_app(
     app = create_app(frontend, settings, limiter, middleware, [add_responses_routes])
     add_metrics_route(app, watchers.metrics)
     told = ("/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc")
-    keyed = ("/viewer", *(told if operations.key_for_all else ()))
-    if operations.viewer and operations.record is not None:
-        add_viewer_route(app, Path(operations.record))
     for route in app.routes:
-        if getattr(route, "path", "") in keyed:
+        if operations.key_for_all and getattr(route, "path", "") in told:
             lock(route, settings.api_key)
+    if operations.viewer:
+        add_viewer_route(app, Path(operations.viewer), settings.api_key)
     return app
 
 
@@ -166,49 +147,6 @@ async def serve(
     return await lifecycle.run(sock)
 
 
-async def chat(group: WorkerGroup, frontend: Frontend, settings: ApiSettings) -> int:
-    """Chat in this terminal, with the engine in the worker processes."""
-    params = SamplingParams(**settings.sampling_defaults)
-
-    def talk(messages: Conversation) -> AsyncGenerator[UserReply, None]:
-        return frontend.generate(params, messages=list[dict[str, Any]](messages))
-
-    while group.starting():
-        await asyncio.sleep(0.02)
-    await frontend.start()
-    shell = asyncio.ensure_future(run_shell(talk))
-    try:
-        while not shell.done():
-            if (broken := group.broken()) is not None:
-                raise broken
-            await asyncio.wait({shell}, timeout=0.1)
-        shell.result()
-    finally:
-        shell.cancel()
-        await asyncio.gather(shell, return_exceptions=True)
-        await frontend.stop()
-    return 0
-
-
-async def chat_with(url: str, api_key: str | None) -> int:
-    """Chat with a server elsewhere. Raises `ValueError` if it is not there or refuses the key."""
-    try:
-        client = ApiClient(url, api_key)
-    except ValueError as error:
-        raise ValueError(str(error).replace("url", "--connect", 1)) from None
-    async with client:
-        try:
-            cards = await client.models()
-        except ServerError as error:
-            if error.kind in ("http 401", "http 403"):
-                why = f"--api-key: the server at {url} does not take it ({error})"
-                raise ValueError(why) from None
-            raise ValueError(f"--connect: no server at {url} ({error})") from None
-        model = str(cards[0]["id"]) if cards else ""
-        await run_shell(lambda messages: client.chat(model, messages))
-    return 0
-
-
 def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
     """Start all parts, serve or chat, and leave nothing behind; returns the exit status."""
     path = resolve_model_path(config.model_path)
@@ -223,7 +161,8 @@ def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
         watchers = Watchers(operations)
         stack.callback(watchers.close)
         watchdog = Watchdog(operations.worker_timeout, operations.step_timeout)
-        observed = Observed(operations.trace is not None, operations.record, operations.log_prompts)
+        record = operations.record or operations.viewer
+        observed = Observed(bool(operations.trace), record, operations.log_prompts)
         group = stack.enter_context(WorkerGroup(config, watchdog, observed))
         inbox = ZmqInbox(address(group.folder, "frontend"))
         stack.callback(inbox.close)
@@ -233,6 +172,8 @@ def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
         frontend = Frontend(outboxes, inbox, watchers.all())
         stack.callback(frontend.close)
         if sock is None:
+            from minisgl.server.chat.start import chat  # a server needs no terminal
+
             return asyncio.run(chat(group, frontend, settings))
         return asyncio.run(serve(group, frontend, watchers, sock, config, operations, settings))
 
@@ -258,6 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(sig, leave)
     try:
         if args.connect is not None:
+            from minisgl.server.chat.start import chat_with  # nor the library of a client
+
             return asyncio.run(chat_with(args.connect, flags.key_of(args)))
         return run(config_from(args), operations_from(args), args.shell)
     except (ValueError, OSError, WorkerFailed) as error:

@@ -92,15 +92,9 @@ class Operations(Validated):
     log_prompts: bool = False
     trace: Text | None = None
     record: Text | None = None
-    viewer: bool = False
+    viewer: Text | None = None
     key_for_all: bool = False
     debug: bool = False
-
-    def __post_init__(self) -> None:
-        """Check all fields, and that what they need is there."""
-        Validated.__post_init__(self)
-        if self.viewer and self.record is None:
-            raise ValueError("record: must be a file for the viewer, got None")
 
 
 SECONDS = flags.number_or("none", float)
@@ -116,7 +110,7 @@ OPERATION_FLAGS: tuple[Setting, ...] = (
     ("log_prompts", "", bool, "prompts and answers in the log, prompts in the recording"),
     ("trace", "FILE", str, "write a Chrome/Perfetto trace of requests, steps and streams"),
     ("record", "FILE", str, "record the scheduler's events, for python -m minisgl.viewer"),
-    ("viewer", "", bool, "serve the recording as a page at /viewer, behind the API key"),
+    ("viewer", "FILE", str, "record, and show the recording at /viewer, behind the API key"),
     ("key_for_all", "", bool, "the API key is asked for /metrics and /docs, too"),
     ("debug", "", bool, "tracebacks of parts that fail"),
 )

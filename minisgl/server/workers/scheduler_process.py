@@ -17,7 +17,6 @@ from minisgl.events import StageTimed
 from minisgl.parallel.comm import Comm
 from minisgl.recording import Observed
 from minisgl.runtime.guarded import guarded
-from minisgl.runtime.ranks import Ranks
 from minisgl.runtime.supervisor import WorkerContext, WorkerFailed
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
@@ -33,14 +32,14 @@ from minisgl.server.workers.processes import address
 class SchedulerChannel:
     """The scheduler's channel over two boxes; `alive` says whether to go on waiting.
 
-    `beat` is called in each turn and while it waits, `report`, for observers, twice a second.
-    """
+    `beat` is called in each turn and while it waits, `report`, for observers, twice a second."""
 
     def __init__(
         self, inbox: Inbox, outbox: Outbox, alive: Callable[[], bool] = lambda: True,
-        beat: Callable[[], None] = lambda: None,
+        beat: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._inbox, self._outbox, self.alive, self._beat = inbox, outbox, alive, beat
+        self._clock = clock  # seconds
         self.report: Callable[[], Sequence[StatsEvent]] = list
         self._report_at = 0.0  # time of the next one
 
@@ -58,11 +57,11 @@ class SchedulerChannel:
     def send(self, replies: Sequence[Reply]) -> None:
         if replies:
             self._outbox.put(*replies)
-        if time.monotonic() >= self._report_at:
+        if self._clock() >= self._report_at:
             self._send_report()
 
     def _send_report(self) -> None:
-        self._report_at = time.monotonic() + 0.5
+        self._report_at = self._clock() + 0.5
         if report := self.report():
             self._outbox.put(*report)
 
@@ -112,6 +111,8 @@ def scheduler_process(
         channel: Channel = outer
         comm: Comm | None = None
         if config.tp.size > 1:
+            from minisgl.runtime.ranks import Ranks  # with it torch.distributed
+
             ranks = stack.enter_context(Ranks(config))
             channel, comm = ranks.channel(outer), ranks.comm
             outer.alive = ranks.alive
