@@ -168,8 +168,7 @@ class LLM:
                 self.ranks.give_up()
             raise
         self.limits = limits_of(self.scheduler.engine, self.scheduler.eos_token_ids)
-        self.next_uid, self.pid = 0, os.getpid()
-        self.closed = False
+        self.next_uid, self.closed, self.pid = 0, False, os.getpid()
         self.dirty = False  # while a call runs, and after one that did not end as it should
         self.lock = threading.Lock()  # threads may share the object; their calls take turns
 
