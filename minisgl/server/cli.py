@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
