@@ -15,29 +15,25 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import uvicorn
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
+from minisgl.recording import Observed
 from minisgl.runtime.guarded import guarded
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import OF_THE_GROUP, WorkerFailed, one_line
 from minisgl.server.frontend import Frontend, Observer
 from minisgl.server.http.access import Access, secured, warn_if_open
 from minisgl.server.http.api import create_app
-from minisgl.server.http.limits import (
-    BodyLimit,
-    ConcurrencyLimiter,
-    connection_places,
-    patient_http,
-)
+from minisgl.server.http.limits import BodyLimit, ConcurrencyLimiter, http_config
 from minisgl.server.http.settings import ApiSettings, settings_for
 from minisgl.server.observe.lifecycle import Lifecycle, Server
 from minisgl.server.observe.logs import LineWriter, LogRequests, RequestLog, as_json, as_text
 from minisgl.server.observe.metrics import Metrics, add_metrics_route
 from minisgl.server.observe.trace import TraceFile
+from minisgl.server.observe.viewer import add_viewer_route
 from minisgl.server.options import (
     Operations,
     build_parser,
@@ -108,6 +104,8 @@ def build_app(
     for route in app.routes:
         if operations.key_for_all and getattr(route, "path", "") in told:
             Access(settings.keys).lock(route)
+    if operations.viewer:
+        add_viewer_route(app, Path(operations.viewer), Access(settings.keys))
     return app
 
 
@@ -120,15 +118,7 @@ async def serve(
         config.max_running_req + operations.max_queue, reason="the model is loading"
     )
     app = build_app(frontend, settings, limiter, watchers, operations)
-    places, backlog = connection_places()
-    trusted = operations.trusted_proxies
-    server = Server(
-        uvicorn.Config(
-            app, http=patient_http(operations.stall_timeout, connections=places), ws="none",
-            log_level="warning", access_log=False, backlog=backlog, proxy_headers=bool(trusted),
-            forwarded_allow_ips=trusted, timeout_graceful_shutdown=2, timeout_keep_alive=75,
-        )
-    )  # fmt: skip
+    server = Server(http_config(app, operations.stall_timeout, operations.trusted_proxies))
 
     def say_ready() -> None:
         out = LineWriter(1)  # a closed or a full pipe: nobody wants to know
@@ -157,8 +147,9 @@ def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
         watchers = Watchers(operations)
         stack.callback(watchers.close)
         watchdog = Watchdog(operations.worker_timeout, operations.step_timeout)
-        traced = operations.trace is not None
-        group = stack.enter_context(WorkerGroup(config, watchdog, traced=traced))
+        record = operations.record or operations.viewer
+        observed = Observed(bool(operations.trace), record, operations.log_prompts)
+        group = stack.enter_context(WorkerGroup(config, watchdog, observed))
         inbox = ZmqInbox(address(group.folder, "frontend"))
         stack.callback(inbox.close)
         outboxes = [ZmqOutbox(address(group.folder, part)) for part in group.tokenizers]

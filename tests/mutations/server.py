@@ -39,7 +39,7 @@ MUTATIONS = [
     Mutation(
         name="server: metrics ask for no key although they should",
         module="minisgl.server.cli",
-        old="            lock(route, settings.api_key)",
+        old="            Access(settings.keys).lock(route)",
         new="            pass",
         test=API + "test_the_key_for_what_operators_read",
     ),

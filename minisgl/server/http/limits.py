@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psutil
+import uvicorn
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -280,3 +281,13 @@ def connection_places() -> tuple[int, int]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     backlog = max(8, min(2048, most // 16))  # asyncio accepts so many in one turn of its loop
     return max(8, most - psutil.Process().num_fds() - backlog - 16), backlog
+
+
+def http_config(app: ASGIApp, stall: float, trusted: str | None) -> uvicorn.Config:
+    """Settings of uvicorn; `trusted` proxies may name the address of a client."""
+    places, backlog = connection_places()
+    return uvicorn.Config(
+        app, http=patient_http(stall, connections=places), ws="none", log_level="warning",
+        access_log=False, backlog=backlog, proxy_headers=bool(trusted),
+        forwarded_allow_ips=trusted, timeout_graceful_shutdown=2, timeout_keep_alive=75,
+    )  # fmt: skip
