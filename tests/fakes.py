@@ -19,16 +19,18 @@ from recorder import RecordingGraph
 from minisgl.core import Batch, Req, SamplingParams
 from minisgl.engine.engine import build_engine
 from minisgl.engine.step import ForwardInput, SampledTokens, build_forward_input
+from minisgl.events import Emit
 from minisgl.kvcache.audit import check_integrity
 from minisgl.kvcache.cache_manager import CacheManager
-from minisgl.kvcache.naive_cache import make_cache
+from minisgl.kvcache.naive_cache import NaiveCache
 from minisgl.kvcache.page_table import TableManager
+from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.scheduler import build as scheduler_build
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.executor import Executor, StepOutput
 from minisgl.scheduler.messages import Reply, TokenReply, UserMsg
-from minisgl.scheduler.observe import IdleAudit, attach_trace
+from minisgl.scheduler.observe import IdleAudit
 from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
@@ -42,7 +44,8 @@ EOS = 999
 def record_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on schedulers build engines that record decode steps without a GPU, too."""
     recording = partial(build_engine, new_graph=RecordingGraph)
-    monkeypatch.setattr(scheduler_build, "build_engine", recording)
+    parts = partial(scheduler_build.Parts, engine=recording)
+    monkeypatch.setattr(scheduler_build, "Parts", parts)
 
 
 def fake_token(prompt: Sequence[int], index: int) -> int:
@@ -116,6 +119,9 @@ class FakeEngine:
     def sample_deferred(self) -> None:
         """No step waits for its draw."""
 
+    def reset(self) -> None:
+        """The device keeps nothing."""
+
     def counts(self) -> dict[str, int]:
         return {}
 
@@ -136,7 +142,7 @@ class Driver:
         cache_type: str = "radix",
         budget: int = 64,
         engine: Any = None,
-        trace: Callable[[Any], None] | None = None,
+        emit: Emit | None = None,
         min_shared: int = 32,
         policy: str = "fcfs",
         reserve: int | None = None,
@@ -147,7 +153,8 @@ class Driver:
     ) -> None:
         self.engine = FakeEngine(**sizes) if engine is None else engine
         page_size, pages = self.engine.page_size, self.engine.num_pages
-        self.cache = CacheManager(pages, self.engine.tables, make_cache(cache_type, page_size))
+        prefixes = RadixCache(page_size) if cache_type == "radix" else NaiveCache(page_size)
+        self.cache = CacheManager(pages, self.engine.tables, prefixes, emit)
         decode, fair = DecodeManager(reserve), policy == "fair"
         limits = PrefillLimits(
             budget,
@@ -173,9 +180,8 @@ class Driver:
             eos_token_ids=frozenset([EOS]),
             overlap=overlap,
             interleave=fair,
+            emit=emit,
         )
-        if trace is not None:
-            attach_trace(self.scheduler, trace)
         self.step = self.scheduler.step_overlap if overlap else self.scheduler.step
         self.replies: dict[int, list[Reply]] = {}
 

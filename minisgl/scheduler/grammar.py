@@ -319,6 +319,10 @@ class Grammars:
         if waiting is not None:
             waiting.draw()
 
+    def reset(self) -> None:
+        """Drop the step that waits: its requests are gone."""
+        self.waiting = None
+
 
 def load_grammars(folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> Grammars:
     """Grammars for the model in a folder; without a usable tokenizer each is refused, and why."""
@@ -333,7 +337,7 @@ def load_grammars(folder: Path, vocab_size: int, eos_token_ids: Collection[int])
     return Grammars(load)
 
 
-class CompileMsg(msgspec.Struct):
+class CompileMsg(msgspec.Struct, tag=True):
     """Rank 0 to the others: a request with these parameters will come."""
 
     sampling_params: SamplingParams

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from minisgl.core import Batch, Phase, Req
 from minisgl.kvcache.cache_manager import CacheManager
-from minisgl.kvcache.prefix_cache import CacheHandle
 from minisgl.scheduler.decode import DecodeManager, pages_to_come
 from minisgl.scheduler.queue import WaitingQueue
 
@@ -30,13 +29,12 @@ class PrefillAdder:
     def __init__(
         self, cache: CacheManager, limits: PrefillLimits, reserved: int, reserve: int | None = None
     ) -> None:
-        self.cache, self.limits = cache, limits
+        self.cache, self.limits, self.reqs = cache, limits, list[Req]()
         self.budget = limits.max_extend_tokens  # tokens that this step may still compute
         self.reserved, self.reserve = reserved, reserve  # pages promised; see `pages_to_come`
-        self.reqs: list[Req] = []
         self.min_shared = -(-limits.min_shared // cache.page_size) * cache.page_size
         self.shortest = math.inf  # tokens of the step's shortest prompt, chunks before included
-        self.prefixes: set[bytes] = set()  # in-batch prefixes: what this step computes first
+        self.prefixes = set[tuple[str | None, bytes]]()  # what this step computes first
 
     def room(self, tokens: int) -> int:
         """Tokens that this step still has for a prompt with `tokens` left to compute."""
@@ -46,10 +44,12 @@ class PrefillAdder:
         taken = self.limits.max_extend_tokens - self.budget
         return max(0, min(self.budget, threshold - taken))
 
-    def add_chunk(self, req: Req) -> None:
-        """Compute as much of an admitted prompt as there is room for."""
+    def add_chunk(self, req: Req) -> bool:
+        """Compute as much of an admitted prompt as there is room for; False if there is none."""
         rest = req.prefill_len - req.cached_len
         length = min(self.room(rest), rest)
+        if length == 0:
+            return False
         # What a retracted request finds in the cache may be its own work: `matched_len` is older.
         size = rest if req.retracted else req.prefill_len - req.matched_len
         self.shortest = min(self.shortest, size)
@@ -58,22 +58,13 @@ class PrefillAdder:
         self.reqs.append(req)
         if self.min_shared:
             self.prefixes.add(self.prefix_key(req, req.matched_len))
-
-    def continue_chunk(self, chunked_req: Req) -> bool:
-        """Compute more of a prompt that was cut, if there is room for it."""
-        if self.room(chunked_req.prefill_len - chunked_req.cached_len) <= 0:
-            return False
-        self.add_chunk(chunked_req)
         return True
 
     def try_admit(self, req: Req, whole: bool = False) -> bool:
-        """Give a waiting request its prefix, its row and a promise of pages, or change nothing.
-
-        whole: only if all of its prompt has room in this step.
-        """
+        """Admit a waiting request, if `whole` only with all of its prompt, or change nothing."""
         if self.budget <= 0 or self.cache.tables.free_rows == 0:
             return False
-        handle = self.cache.match_req(req.input_ids[:1] if req.scores_prompt else req.input_ids)
+        handle = self.cache.match_req(req)
         tokens = req.host_len - handle.cached_len
         room = self.room(tokens)
         if (
@@ -92,23 +83,13 @@ class PrefillAdder:
             req.cached_len = 0
             return False
         self.reserved += needed
-        self.allocate_row(req, handle)
-        self.add_chunk(req)
-        return True
+        self.cache.admit(req, handle)
+        return self.add_chunk(req)
 
-    def allocate_row(self, req: Req, handle: CacheHandle) -> None:
-        """A row for an admitted request, with the slots of its prefix and all tokens it has."""
-        tables = self.cache.tables
-        req.cache_handle = handle
-        if not req.retracted:  # what one that comes back finds, it may have computed itself
-            req.matched_len = handle.cached_len
-        req.table_idx = tables.allocate()
-        tables.write(req.table_idx, 0, handle.slots())
-        tables.write_tokens(req.table_idx, 0, req.input_ids)
-
-    def prefix_key(self, req: Req, matched_len: int) -> bytes:
-        """The matched prefix of a prompt and the next `min_shared` tokens, as a key."""
-        return req.input_ids[: min(matched_len + self.min_shared, req.prompt_len - 1)].tobytes()
+    def prefix_key(self, req: Req, matched_len: int) -> tuple[str | None, bytes]:
+        """The salt, the matched prefix of a prompt and the next `min_shared` tokens, as a key."""
+        end = min(matched_len + self.min_shared, req.prompt_len - 1)
+        return req.sampling_params.cache_salt, req.input_ids[:end].tobytes()
 
     def is_in_batch_prefix(self, req: Req, matched_len: int) -> bool:
         """True if a request of this very step computes a prefix that `req` could soon match."""
@@ -143,18 +124,20 @@ class PrefillManager:
 
     def schedule(self) -> Batch | None:
         """The next prefill step: the half-done prompt and those who wait, as the queue says."""
+        if self.chunked_req is None and not self.waiting:  # most steps: count no promised pages
+            return None
         adder, chunked = self.adder(), self.chunked_req
         while adder.budget > 0:
             first = self.waiting.first()
             if chunked is not None and (first is None or self.waiting.chunk_comes_first(chunked)):
-                if not adder.continue_chunk(chunked):
+                if not adder.add_chunk(chunked):
                     break
                 chunked = None
             elif first is None or not adder.try_admit(first, whole=chunked is not None):
                 break
             else:
                 self.waiting.remove(first)
-        if chunked is not None and adder.continue_chunk(chunked):
+        if chunked is not None and adder.add_chunk(chunked):
             chunked = None
         if not adder.reqs:
             return None

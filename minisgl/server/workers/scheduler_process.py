@@ -13,18 +13,18 @@ from pathlib import Path
 
 from minisgl.config.engine import ServerConfig
 from minisgl.engine.heap import frozen_heap
+from minisgl.events import StageTimed
 from minisgl.parallel.comm import Comm
 from minisgl.runtime.guarded import guarded
-from minisgl.runtime.ranks import Ranks
 from minisgl.runtime.supervisor import WorkerContext, WorkerFailed
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.grammar import CompilingInbox
 from minisgl.scheduler.messages import ExitMsg, Msg, Reply
-from minisgl.scheduler.observe import TraceEvent
+from minisgl.scheduler.observe import StageClock, emitter
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.server.workers.channels import Inbox, Outbox, ZmqInbox, ZmqOutbox
-from minisgl.server.workers.messages import Span, StatsEvent, StatsMsg, TraceMsg
+from minisgl.server.workers.messages import StatsEvent, StatsMsg
 from minisgl.server.workers.processes import address
 
 
@@ -37,9 +37,10 @@ class SchedulerChannel:
 
     def __init__(
         self, inbox: Inbox, outbox: Outbox, alive: Callable[[], bool] = lambda: True,
-        beat: Callable[[], None] = lambda: None,
+        beat: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._inbox, self._outbox, self.alive, self._beat = inbox, outbox, alive, beat
+        self._clock = clock  # seconds
         self.report: Callable[[], Sequence[StatsEvent]] = list
         self._report_at = 0.0  # time of the next one
 
@@ -57,11 +58,11 @@ class SchedulerChannel:
     def send(self, replies: Sequence[Reply]) -> None:
         if replies:
             self._outbox.put(*replies)
-        if time.monotonic() >= self._report_at:
+        if self._clock() >= self._report_at:
             self._send_report()
 
     def _send_report(self) -> None:
-        self._report_at = time.monotonic() + 0.5
+        self._report_at = self._clock() + 0.5
         if report := self.report():
             self._outbox.put(*report)
 
@@ -81,19 +82,19 @@ def stats_of(scheduler: Scheduler) -> StatsMsg:
 
 
 class Reporter:
-    """Collects a scheduler's trace, if asked to, and makes its reports."""
+    """Collects the times of a scheduler's stages, if `traced`, and makes its reports."""
 
     def __init__(self, traced: bool) -> None:
         self.scheduler: Scheduler | None = None  # known once it is built
-        self._events: list[TraceEvent] = []
-        self.trace = self._events.append if traced else None  # for `build_scheduler`
+        self._stages: list[StageTimed] = []
+        self.emit = emitter(StageClock(self._stages.append) if traced else None)
 
     def __call__(self) -> Sequence[StatsEvent]:
         if self.scheduler is None:
             return []
-        events: list[Span] = [*self._events]
-        self._events.clear()
-        return [stats_of(self.scheduler), *([TraceMsg(events)] if events else [])]
+        stages = self._stages.copy()
+        self._stages.clear()
+        return [*stages, stats_of(self.scheduler)]
 
 
 def scheduler_process(
@@ -111,11 +112,13 @@ def scheduler_process(
         channel: Channel = outer
         comm: Comm | None = None
         if config.tp.size > 1:
+            from minisgl.runtime.ranks import Ranks  # with it torch.distributed
+
             ranks = stack.enter_context(Ranks(config))
             channel, comm = ranks.channel(outer), ranks.comm
             outer.alive = ranks.alive
         scheduler = reporter.scheduler = build_scheduler(
-            config, channel, comm, trace=reporter.trace, hold=hold
+            config, channel, comm, emit=reporter.emit, hold=hold
         )
         try:
             with frozen_heap():
