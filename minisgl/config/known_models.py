@@ -27,11 +27,11 @@ LLAMA_3_1_8B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
 }  # fmt: skip
-
 LLAMA_3_2_1B: dict[str, Any] = LLAMA_3_1_8B | {
     "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
     "rope_scaling": LLAMA_3_1_8B["rope_scaling"] | {"factor": 32.0}, "tie_word_embeddings": True,
 }  # fmt: skip
+
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "eos_token_id": 151645,
     "head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288,
