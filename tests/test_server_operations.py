@@ -27,6 +27,7 @@ import pytest
 
 from minisgl.config.engine import ServerConfig
 from minisgl.core import SamplingParams
+from minisgl.recording import Observed
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import Supervisor, WorkerFailed
 from minisgl.scheduler.observe import emitter
@@ -72,7 +73,7 @@ def test_sockets_have_short_paths(
     """A socket's path has at most 107 bytes, a TMPDIR may have more."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("d" * 90)))
     config = ServerConfig(model_path=str(checkpoint), num_tokenizer=12)
-    group = WorkerGroup(config, Watchdog(60, 600))
+    group = WorkerGroup(config, Watchdog(60, 600), Observed())
     parts = ["text", "scheduler", "frontend", *group.tokenizers]
     assert len(parts) == 15 and all(len(address(group.folder, part)) <= 107 for part in parts)
     group.folder.rmdir()
@@ -513,7 +514,7 @@ def test_streams_that_are_closed_lead_nowhere() -> None:
 
 
 def test_sockets_lie_in_a_private_folder(checkpoint: Path) -> None:
-    group = WorkerGroup(ServerConfig(model_path=str(checkpoint)), Watchdog(60, 600))
+    group = WorkerGroup(ServerConfig(model_path=str(checkpoint)), Watchdog(60, 600), Observed())
     folder = group.folder
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.rmdir()
