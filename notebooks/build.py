@@ -482,6 +482,7 @@ def generate(root: Path) -> Package:
     add_package_files(package)
     format_files(root, package)
     add_tiles(root, package)
+    add_viewer(root, package)
     return package
 
 
@@ -523,6 +524,12 @@ def add_tiles(root: Path, package: Package) -> None:
         lines = [f"{json.dumps(key)}: {json.dumps(one)}" for key, one in stored["tiles"].items()]
         text = '{"tiles": {\n' + ",\n".join(sorted(lines)) + "\n}}\n"
         package.files[Path("kernels/tiles") / path.name] = text
+
+
+def add_viewer(root: Path, package: Package) -> None:
+    """The parts of the viewer's page, of chapter 09d: HTML, CSS and JavaScript, as they are."""
+    for path in sorted((root / "notebooks" / "viewer").glob("*.*")):
+        package.files[Path("viewer") / path.name] = path.read_text(encoding="utf-8")
 
 
 def format_files(root: Path, package: Package) -> None:

@@ -15,21 +15,19 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from starlette.middleware import Middleware
-from starlette.types import Receive, Scope, Send
 
 from minisgl.config import flags
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
+from minisgl.recording import Observed
 from minisgl.runtime.guarded import guarded
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import OF_THE_GROUP, WorkerFailed, one_line
 from minisgl.server.frontend import Frontend, Observer
-from minisgl.server.http.access import check_access
 from minisgl.server.http.api import create_app
 from minisgl.server.http.limits import BodyLimit, ConcurrencyLimiter, patient_http
 from minisgl.server.http.settings import ApiSettings, settings_for
@@ -37,6 +35,7 @@ from minisgl.server.observe.lifecycle import Lifecycle, Server
 from minisgl.server.observe.logs import LineWriter, LogRequests, RequestLog, as_json, as_text
 from minisgl.server.observe.metrics import Metrics, add_metrics_route
 from minisgl.server.observe.trace import TraceFile
+from minisgl.server.observe.viewer import add_viewer_route, lock
 from minisgl.server.options import Operations, build_parser, config_from, in_flags, operations_from
 from minisgl.server.responses.routes import add_responses_routes
 from minisgl.server.workers.channels import ZmqInbox, ZmqOutbox
@@ -98,17 +97,6 @@ class Watchers:
             self.lines.close()
 
 
-def lock(route: Any, api_key: str | None) -> None:
-    """Ask for the key before a route that needs none answers."""
-    open_app = route.app
-
-    async def keyed(scope: Scope, receive: Receive, send: Send) -> None:
-        await check_access(Request(scope), api_key)
-        await open_app(scope, receive, send)
-
-    route.app = keyed
-
-
 def build_app(
     frontend: Frontend,
     settings: ApiSettings,
@@ -126,6 +114,8 @@ def build_app(
     for route in app.routes:
         if operations.key_for_all and getattr(route, "path", "") in told:
             lock(route, settings.api_key)
+    if operations.viewer:
+        add_viewer_route(app, Path(operations.viewer), settings.api_key)
     return app
 
 
@@ -171,8 +161,9 @@ def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
         watchers = Watchers(operations)
         stack.callback(watchers.close)
         watchdog = Watchdog(operations.worker_timeout, operations.step_timeout)
-        traced = operations.trace is not None
-        group = stack.enter_context(WorkerGroup(config, watchdog, traced=traced))
+        record = operations.record or operations.viewer
+        observed = Observed(bool(operations.trace), record, operations.log_prompts)
+        group = stack.enter_context(WorkerGroup(config, watchdog, observed))
         inbox = ZmqInbox(address(group.folder, "frontend"))
         stack.callback(inbox.close)
         outboxes = [ZmqOutbox(address(group.folder, part)) for part in group.tokenizers]

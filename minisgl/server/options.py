@@ -91,6 +91,8 @@ class Operations(Validated):
     log_format: Literal["text", "json", "none"] = "text"
     log_prompts: bool = False
     trace: Text | None = None
+    record: Text | None = None
+    viewer: Text | None = None
     key_for_all: bool = False
     debug: bool = False
 
@@ -105,8 +107,10 @@ OPERATION_FLAGS: tuple[Setting, ...] = (
     ("worker_timeout", "S", float, "seconds the scheduler or a text process may hang; 0: no limit"),
     ("step_timeout", "S", float, "seconds of a step, or a wait for a stopped rank; 0: no limit"),
     ("log_format", "NAME", str, "text, json or none"),
-    ("log_prompts", "", bool, "prompts and answers in the log, in full"),
+    ("log_prompts", "", bool, "prompts and answers in the log, prompts in the recording"),
     ("trace", "FILE", str, "write a Chrome/Perfetto trace of requests, steps and streams"),
+    ("record", "FILE", str, "record the scheduler's events, for python -m minisgl.viewer"),
+    ("viewer", "FILE", str, "record, and show the recording at /viewer, behind the API key"),
     ("key_for_all", "", bool, "the API key is asked for /metrics and /docs, too"),
     ("debug", "", bool, "tracebacks of parts that fail"),
 )
