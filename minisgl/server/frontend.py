@@ -112,6 +112,7 @@ class Frontend:
     ) -> None:
         self._text_workers, self._inbox = list(text_workers), inbox
         self._observers, self._max_waiting = list(observers), max_waiting
+        self._failed: list[Observer] = []  # at least once
         self._streams: dict[int, Stream] = {}
         self._unsent: list[list[TokenizeMsg | AbortMsg]] = [[] for _ in self._text_workers]
         self._uids, self._stopping = itertools.count(), threading.Event()
@@ -170,14 +171,15 @@ class Frontend:
                     self.notify("replied", reply.uid, reply)
 
     def notify(self, event: str, *args: Any) -> None:
-        """Call one method of every observer; one that raises is dropped, and a log says so."""
-        for observer in list(self._observers):
+        """Call one method of every observer; the log reports the first exception of each."""
+        for observer in self._observers:
             try:
                 getattr(observer, event)(*args)
             except Exception as error:
-                why = f"{type(observer).__name__} failed and observes no more: {error!r}"
-                logging.getLogger(__name__).error(why)
-                self._observers.remove(observer)
+                if observer not in self._failed:
+                    why = f"{type(observer).__name__} failed, reported once: {error!r}"
+                    logging.getLogger(__name__).error(why)
+                    self._failed.append(observer)
 
     def fail_all(self, why: str) -> None:
         """End every stream with an error and refuse new ones."""
