@@ -16,6 +16,7 @@ from minisgl import LLM, SamplingParams, events
 from minisgl.events import AnyEvent, Event
 from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.recording import Recorder, Recording, Replay, read_recording, replay
+from minisgl.runtime.guarded import guarded
 from minisgl.scheduler.messages import AbortMsg
 from minisgl.scheduler.observe import emitter
 from minisgl.scheduler.scheduler import Scheduler
@@ -198,7 +199,22 @@ def test_a_full_disk_harms_no_request(tmp_path: Path, caplog: pytest.LogCaptureF
         driver.ask(1, [1, 1], max_tokens=4, ignore_eos=True)
         driver.drain()
     assert len(driver.tokens(1)) == 4
-    assert len([r for r in caplog.records if "observes no more" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "reported once" in r.getMessage()]) == 1
+
+
+def test_an_observer_is_called_again_after_it_failed(caplog: pytest.LogCaptureFixture) -> None:
+    """A disk may have room again: one exception does not silence an observer for good."""
+    seen: list[int] = []
+
+    def observe(number: int) -> None:
+        if number < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        seen.append(number)
+
+    observing = guarded(observe)
+    for number in range(5):
+        observing(number)
+    assert seen == [3, 4] and len(caplog.records) == 1
 
 
 def test_every_kind_of_event_is_in_the_union_and_survives_the_file(tmp_path: Path) -> None:
