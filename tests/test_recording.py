@@ -16,6 +16,7 @@ from minisgl import LLM, SamplingParams, events
 from minisgl.events import AnyEvent, Event
 from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.recording import Recorder, Recording, Replay, read_recording, replay
+from minisgl.runtime.guarded import guarded
 from minisgl.scheduler.messages import AbortMsg
 from minisgl.scheduler.observe import emitter
 from minisgl.scheduler.scheduler import Scheduler
@@ -65,6 +66,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("ask"), st.integers(1, 12), st.integers(0, 3), st.integers(1, 14)),
         st.tuples(st.just("abort"), st.integers(0, 20)),
         st.tuples(st.just("go"), st.integers(1, 4)),
+        st.tuples(st.just("reset")),
     ),
     max_size=30,
 )
@@ -94,6 +96,8 @@ def test_replay_follows_the_engine(
             uid += 1
         elif name == "abort":
             driver.channel.put_messages(AbortMsg(numbers[0]))
+        elif name == "reset":
+            driver.scheduler.reset()
         else:
             driver.go(numbers[0])
         apply_all(state, seen)
@@ -103,6 +107,20 @@ def test_replay_follows_the_engine(
     assert_same(state, driver.scheduler)
     for number, req in state.requests.items():
         assert req.state == "done" and req.answer == driver.tokens(number)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_retraction_is_replayed(overlap: bool) -> None:
+    seen: list[Event] = []
+    driver = Driver(emit=seen.append, overlap=overlap, reserve=1, num_pages=10, max_running_req=3)
+    for uid in range(3):
+        driver.ask(uid, [uid + 1] * 5, max_tokens=20, ignore_eos=True)
+    state = Replay(driver.engine.num_pages)
+    while driver.channel.waiting or driver.scheduler.has_work:
+        driver.go()
+        apply_all(state, seen)
+        assert_same(state, driver.scheduler)
+    assert driver.scheduler.retractions > 0
 
 
 def test_a_recording_of_a_model_replays_to_its_end(tmp_path: Path) -> None:
@@ -181,7 +199,22 @@ def test_a_full_disk_harms_no_request(tmp_path: Path, caplog: pytest.LogCaptureF
         driver.ask(1, [1, 1], max_tokens=4, ignore_eos=True)
         driver.drain()
     assert len(driver.tokens(1)) == 4
-    assert len([r for r in caplog.records if "observes no more" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "reported once" in r.getMessage()]) == 1
+
+
+def test_an_observer_is_called_again_after_it_failed(caplog: pytest.LogCaptureFixture) -> None:
+    """A disk may have room again: one exception does not silence an observer for good."""
+    seen: list[int] = []
+
+    def observe(number: int) -> None:
+        if number < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        seen.append(number)
+
+    observing = guarded(observe)
+    for number in range(5):
+        observing(number)
+    assert seen == [3, 4] and len(caplog.records) == 1
 
 
 def test_every_kind_of_event_is_in_the_union_and_survives_the_file(tmp_path: Path) -> None:

@@ -33,8 +33,10 @@ from minisgl.runtime.supervisor import Supervisor, WorkerFailed
 from minisgl.scheduler.observe import emitter
 from minisgl.server.chat.client import ApiClient, base_url
 from minisgl.server.chat.shell import Shell
-from minisgl.server.cli import is_loopback, listen, main, warn_if_open
+from minisgl.server.cli import listen, main
 from minisgl.server.frontend import Observer
+from minisgl.server.http.access import warn_if_open
+from minisgl.server.http.hosts import is_loopback
 from minisgl.server.http.limits import ConcurrencyLimiter
 from minisgl.server.http.settings import sampling_defaults, settings_for
 from minisgl.server.in_process import InProcessServer
@@ -44,6 +46,7 @@ from minisgl.server.observe.metrics import Metrics
 from minisgl.server.observe.trace import TraceFile
 from minisgl.server.options import Operations, build_parser, config_from, operations_from
 from minisgl.server.workers import scheduler_process
+from minisgl.server.workers.messages import StatsMsg
 from minisgl.server.workers.processes import WorkerGroup, address
 from tests.checkpoints import make_checkpoint
 from tests.forks import Popen
@@ -451,7 +454,7 @@ def test_only_loopback_is_silent(
     ]:  # fmt: skip
         assert is_loopback(host) == loopback
         for key in (None, "k"):
-            warn_if_open(host, key)
+            warn_if_open(host, {} if key is None else {"": key})
             warned = "MINISGL_API_KEY" in capsys.readouterr().err
             assert warned == (not loopback and key is None), (host, key)
 
@@ -581,7 +584,7 @@ def test_an_observer_that_fails_harms_nobody(
             live.assert_pages_home()
         assert httpx.get(f"{live.url}/health", timeout=200).status_code == 200
         live.watchers.close()
-    said = [record for record in caplog.records if "observes no more" in record.getMessage()]
+    said = [record for record in caplog.records if "reported once" in record.getMessage()]
     told = [record.getMessage() for record in said]
     assert told[0].startswith(kind.__name__) and "No space left" in told[0], told
     assert len(told) == (2 if trace else 1), told  # a trace has an end to write
@@ -598,7 +601,7 @@ def test_a_scheduler_outlives_what_watches_it(
         for _ in range(2):
             answer = httpx.post(f"{live.url}/generate", json={"prompt": "hi", "max_tokens": 2})
             assert answer.text.endswith("[DONE]\n\n")
-    told = [r.getMessage() for r in caplog.records if "observes no more" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "reported once" in r.getMessage()]
     assert sorted(line.split()[0] for line in told) == ["Reporter", "full"]
 
 
@@ -847,3 +850,9 @@ def test_keys_during_an_answer_and_ctrl_c(live: Live) -> None:
     terminal.type("\x03")
     assert terminal.process.wait(timeout=200) == 0
     os.close(terminal.master)
+
+
+def test_the_share_of_the_pool_that_is_held() -> None:
+    metrics = Metrics()
+    metrics.told(StatsMsg(used_pages=3, cached_pages=1, free_pages=4))
+    assert metrics.registry.get_sample_value("minisgl_kv_cache_usage") == 0.375

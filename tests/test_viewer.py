@@ -21,6 +21,7 @@ from fastapi import FastAPI
 from minisgl import LLM, SamplingParams, events
 from minisgl.recording import Recorder, read_recording, replay
 from minisgl.scheduler.messages import AbortMsg
+from minisgl.server.http.access import Access
 from minisgl.server.observe.viewer import add_viewer_route
 from minisgl.viewer.__main__ import main
 from minisgl.viewer.page import SOURCES, Viewer, page_of
@@ -97,7 +98,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_route_asks_for_the_key_and_reads_a_growing_file(tmp_path: Path) -> None:
     app, path = FastAPI(), tmp_path / "run"
     path.write_bytes(b"")
-    add_viewer_route(app, path, "secret")
+    add_viewer_route(app, path, Access({"": "secret"}))
 
     async def ask() -> None:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)

@@ -6,29 +6,16 @@ Generated from notebooks/12e_operations.ipynb: edit there.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException
 from fastapi.responses import HTMLResponse
 from starlette.concurrency import run_in_threadpool
-from starlette.types import Receive, Scope, Send
 
-from minisgl.server.http.access import check_access
+from minisgl.server.http.access import Access
 from minisgl.viewer.page import page_of
 
 
-def lock(route: Any, api_key: str | None) -> None:
-    """Ask for the key before a route that needs none answers."""
-    open_app = route.app
-
-    async def keyed(scope: Scope, receive: Receive, send: Send) -> None:
-        await check_access(Request(scope), api_key)
-        await open_app(scope, receive, send)
-
-    route.app = keyed
-
-
-def add_viewer_route(app: FastAPI, recording: Path, api_key: str | None) -> None:
+def add_viewer_route(app: FastAPI, recording: Path, access: Access) -> None:
     """Add `GET /viewer`, the page of a recording that is being written, behind the key."""
 
     @app.get("/viewer", response_class=HTMLResponse)
@@ -38,4 +25,4 @@ def add_viewer_route(app: FastAPI, recording: Path, api_key: str | None) -> None
         except ValueError as error:  # nothing was written yet
             raise HTTPException(503, f"no recording yet: {error}") from error
 
-    lock(app.routes[-1], api_key)
+    access.lock(app.routes[-1])
