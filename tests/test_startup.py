@@ -35,6 +35,10 @@ CASES = {
         "from minisgl import LLM\nLLM(device='cpu', num_pages=300)",
         {"jinja2", "llguidance", "safetensors", "tokenizers", "torch"},
     ),
+    "the offline benchmark": (
+        "import minisgl.benchmark.__main__",
+        {"httpx", "huggingface_hub", "jinja2", "llguidance", "safetensors", "tokenizers", "torch"},
+    ),
     "a worker of the command minisgl": ("import minisgl.__main__", set()),
 }
 
