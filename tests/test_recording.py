@@ -66,6 +66,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("ask"), st.integers(1, 12), st.integers(0, 3), st.integers(1, 14)),
         st.tuples(st.just("abort"), st.integers(0, 20)),
         st.tuples(st.just("go"), st.integers(1, 4)),
+        st.tuples(st.just("reset")),
     ),
     max_size=30,
 )
@@ -95,6 +96,8 @@ def test_replay_follows_the_engine(
             uid += 1
         elif name == "abort":
             driver.channel.put_messages(AbortMsg(numbers[0]))
+        elif name == "reset":
+            driver.scheduler.reset()
         else:
             driver.go(numbers[0])
         apply_all(state, seen)
@@ -104,6 +107,20 @@ def test_replay_follows_the_engine(
     assert_same(state, driver.scheduler)
     for number, req in state.requests.items():
         assert req.state == "done" and req.answer == driver.tokens(number)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_retraction_is_replayed(overlap: bool) -> None:
+    seen: list[Event] = []
+    driver = Driver(emit=seen.append, overlap=overlap, reserve=1, num_pages=10, max_running_req=3)
+    for uid in range(3):
+        driver.ask(uid, [uid + 1] * 5, max_tokens=20, ignore_eos=True)
+    state = Replay(driver.engine.num_pages)
+    while driver.channel.waiting or driver.scheduler.has_work:
+        driver.go()
+        apply_all(state, seen)
+        assert_same(state, driver.scheduler)
+    assert driver.scheduler.retractions > 0
 
 
 def test_a_recording_of_a_model_replays_to_its_end(tmp_path: Path) -> None:

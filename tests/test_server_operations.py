@@ -46,6 +46,7 @@ from minisgl.server.observe.metrics import Metrics
 from minisgl.server.observe.trace import TraceFile
 from minisgl.server.options import Operations, build_parser, config_from, operations_from
 from minisgl.server.workers import scheduler_process
+from minisgl.server.workers.messages import StatsMsg
 from minisgl.server.workers.processes import WorkerGroup, address
 from tests.checkpoints import make_checkpoint
 from tests.forks import Popen
@@ -849,3 +850,9 @@ def test_keys_during_an_answer_and_ctrl_c(live: Live) -> None:
     terminal.type("\x03")
     assert terminal.process.wait(timeout=200) == 0
     os.close(terminal.master)
+
+
+def test_the_share_of_the_pool_that_is_held() -> None:
+    metrics = Metrics()
+    metrics.told(StatsMsg(used_pages=3, cached_pages=1, free_pages=4))
+    assert metrics.registry.get_sample_value("minisgl_kv_cache_usage") == 0.375

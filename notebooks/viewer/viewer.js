@@ -366,7 +366,7 @@ let table = { shown: [] };
 
 // ---------------------------------------------------------------------------------- radix tree
 
-const TREE_NODES = 160; // more would not be read
+const TREE_NODES = 100; // more would not be read
 
 function drawTree(lit) {
   const children = new Map();

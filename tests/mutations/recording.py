@@ -42,7 +42,7 @@ MUTATIONS = [
         "minisgl.scheduler.retraction",
         "scheduler.emit(RequestRetracted(req.uid))",
         "pass",
-        REPLAY,
+        TESTS + "test_retraction_is_replayed",
     ),
     Mutation(
         "recording: prompts are always in it",

@@ -562,4 +562,11 @@ MUTATIONS = [
         new="if False:",
         test="tests/test_llm.py::test_a_fork_is_told_that_it_has_no_threads",
     ),
+    Mutation(
+        name="metrics: cached pages count as held",
+        module="minisgl.server.observe.metrics",
+        old="self._usage.set(msg.used_pages / max(1, pages))",
+        new="self._usage.set(1 - msg.free_pages / max(1, pages))",
+        test="tests/test_server_operations.py::test_the_share_of_the_pool_that_is_held",
+    ),
 ]
