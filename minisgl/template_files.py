@@ -26,4 +26,4 @@ def chat_templates(folder: Path) -> dict[str, str]:
     given = read_json(folder / "tokenizer_config.json").get("chat_template") or []
     if isinstance(given, str):
         return {"default": given}
-    return {entry["name"]: entry["template"] for entry in given}
+    return {entry.get("name", ""): entry["template"] for entry in given}

@@ -145,8 +145,8 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message without nulls, its thoughts under each name that a template may read."""
     found = {name: value for name, value in message.items() if value is not None}
     thoughts = [found[name] for name in THOUGHTS if name in found]
-    both = {"thinking": thoughts[0], "reasoning_content": thoughts[0]} if thoughts else {}
-    return {**both, **found}
+    missing = [name for name in ("thinking", "reasoning_content") if name not in found]
+    return {**{name: thoughts[0] for name in missing if thoughts}, **found}
 
 
 class ChatTemplates:

@@ -495,7 +495,7 @@ def test_pair_backend_routes_by_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         factory.importlib,
         "import_module",
-        lambda module: type("M", (), {"TorchBackend": First, "TritonBackend": Second}),
+        lambda module: type("M", (), {"TorchBackend": First, "HopperBackend": Second}),
     )
     worlds = {case: make_world(CASES[case]) for case in ("decode", "partial")}
     for world in worlds.values():
@@ -522,7 +522,8 @@ def test_factory_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_factory_says_that_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [m for m in sys.modules if m.startswith("minisgl.kernels")]:
         monkeypatch.delitem(sys.modules, module)
-    monkeypatch.delitem(sys.modules, "minisgl.attention.triton_backend", raising=False)
+    for name in ("triton_backend", "hopper_backend"):
+        monkeypatch.delitem(sys.modules, f"minisgl.attention.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ImportError, match="attention_backend: 'triton' needs triton"):
         make_world(CASES["decode"]).backend("triton")

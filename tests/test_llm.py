@@ -486,7 +486,7 @@ def test_shutdown_gives_the_memory_back_although_the_scheduler_fails(
 ) -> None:
     llm = LLM(device="cpu", num_pages=64)
     buffer = llm.scheduler.engine.pool.buffer.fill_(1)
-    monkeypatch.setattr(llm.scheduler, "stop", lambda: 1 // 0)
+    monkeypatch.setattr(llm.scheduler, "run", lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         llm.shutdown()
     assert not buffer.any()  # what the system took back reads as zeros

@@ -238,12 +238,12 @@ def test_memory_that_one_rank_cannot_map_is_used_by_none(
     parts = [torch.zeros(1), torch.ones(1)]
 
     def open_handle(*args: Any) -> torch.Tensor:
-        if args[0] == 0 and not works:
+        if args[7] == 0 and not works:
             raise RuntimeError("no such handle")
-        return parts[args[0]]
+        return parts[args[7]]
 
     def rank(comm: Comm) -> list[torch.Tensor]:
-        monkeypatch.setattr(nccl, "reduce_tensor", lambda mine: (None, [int(mine), *range(14)]))
+        monkeypatch.setattr(nccl, "reduce_tensor", lambda mine: (None, [*range(7), int(mine), *range(7)]))
         return nccl.map_buffers(parts[comm.rank], comm)
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

@@ -253,7 +253,9 @@ class Round:
     def settle(self) -> None:
         """Nothing is owed, and all pages and rows are home."""
         s = self.scheduler
-        s.stop()
+        s.finish_in_flight()
+        for uid in list(s.reqs):
+            s.abort(uid)
         self.seen["retractions"] = s.retractions
         assert not self.open and not s.reqs and s.in_flight is None
         assert not s.decode.running and not s.prefill.waiting and s.prefill.chunked_req is None

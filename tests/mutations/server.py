@@ -60,14 +60,14 @@ MUTATIONS = [
     Mutation(
         name="server: an abort goes through another worker than its prompt",
         module="minisgl.server.frontend",
-        old="stream.error is None:\n            self._outbox(uid).put",
-        new="stream.error is None:\n            self._outbox(uid + 1).put",
+        old="self._unsent[place].append(msg)",
+        new="self._unsent[place - isinstance(msg, AbortMsg)].append(msg)",
         test=TEST + "test_uids_are_spread_but_a_request_keeps_its_worker",
     ),
     Mutation(
         name="server: a request that missed its deadline runs on",
         module="minisgl.server.frontend",
-        old="            self._outbox(error.uid).put(AbortMsg(uid=error.uid))\n",
+        old="            self._send(error.uid, AbortMsg(uid=error.uid))\n",
         new="",
         test=FAULTS + "test_missed_deadline_is_an_abort",
     ),
@@ -192,9 +192,9 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: answers with one seed are all alike",
-        module="minisgl.server.http.schemas",
-        old="(self.seed + index) % 2**63",
-        new="self.seed % 2**63",
+        module="minisgl.server.http.api",
+        old="(first.seed + k) % 2**63",
+        new="first.seed % 2**63",
         test=API + "test_choices_with_one_seed_differ_and_come_again",
     ),
     Mutation(
@@ -383,9 +383,9 @@ MUTATIONS = [
     Mutation(
         name="server: an observer that fails takes the request with it",
         module="minisgl.server.frontend",
-        old="            except Exception as error:\n                why",
-        new="            except KeyError as error:\n                why",
-        test=TEST + "test_an_observer_that_fails_is_dropped",
+        old="            except Exception as error:\n                if observer",
+        new="            except KeyError as error:\n                if observer",
+        test=TEST + "test_an_observer_that_fails_harms_no_request",
     ),
     Mutation(
         name="client: a stream that was cut seems complete",
@@ -446,8 +446,8 @@ MUTATIONS = [
     Mutation(
         name="server: a short prompt waits for all long ones",
         module="minisgl.server.workers.text_worker",
-        old="(self._clock + characters(msg), msg.uid)",
-        new="(self._clock, msg.uid)",
+        old="(self._clocks[msg.client] + size, msg.uid, size)",
+        new="(self._clocks[msg.client], msg.uid, size)",
         test=TEST + "test_long_prompt_keeps_its_turn",
     ),
     Mutation(
@@ -467,8 +467,8 @@ MUTATIONS = [
     Mutation(
         name="server: a long prompt waits for ever",
         module="minisgl.server.workers.text_worker",
-        old="(self._clock + characters(msg), msg.uid)",
-        new="(characters(msg), msg.uid)",
+        old="(self._clocks[msg.client] + size, msg.uid, size)",
+        new="(size, msg.uid, size)",
         test=TEST + "test_long_prompt_keeps_its_turn",
     ),
     Mutation(

@@ -152,13 +152,6 @@ MUTATIONS = [
         TESTS + "test_one_running_request_may_have_drafts",
     ),
     Mutation(
-        "speculative_runs_eagerly_beyond_the_recorded_sizes",
-        SPECULATIVE,
-        "min(rows, recorded.sizes[-1])",
-        "rows",
-        TESTS + "test_which_scheduler_is_built",
-    ),
-    Mutation(
         "retract_takes_pages_of_rejected_drafts_for_missing",
         "minisgl.scheduler.retraction",
         "cache.allocated_len[req] < req.device_len",
