@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from minisgl.server.http.access import check_access
 from minisgl.server.http.api import create_app
 from minisgl.server.http.limits import BodyLimit, ConcurrencyLimiter, patient_http
 from minisgl.server.http.settings import ApiSettings, settings_for
+from minisgl.server.http.tokens import add_token_routes
+from minisgl.server.messages.routes import add_messages_routes
 from minisgl.server.observe.lifecycle import Lifecycle, Server
 from minisgl.server.observe.logs import LineWriter, LogRequests, RequestLog, as_json, as_text
 from minisgl.server.observe.metrics import Metrics, add_metrics_route
@@ -120,7 +123,8 @@ def build_app(
     middleware = [Middleware(BodyLimit, max_bytes=operations.max_body_size)]
     if watchers.log is not None:
         middleware.insert(0, Middleware(LogRequests, notify=frontend.notify))
-    app = create_app(frontend, settings, limiter, middleware, [add_responses_routes])
+    more = [add_responses_routes, add_messages_routes, add_token_routes]
+    app = create_app(frontend, settings, limiter, middleware, more)
     add_metrics_route(app, watchers.metrics)
     told = ("/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc")
     for route in app.routes:
@@ -163,6 +167,8 @@ def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
     if not has_tokenizer(path):
         raise ValueError(f"model_path: {path} holds no tokenizer, and a server answers with text")
     settings = settings_for(config, path, operations.request_timeout)
+    body = {"max_body_size": operations.max_body_size}
+    settings = replace(settings, info={**settings.info, **body})
     with ExitStack() as stack:
         sock = None
         if not shell:

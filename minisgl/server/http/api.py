@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.types import Receive, Scope, Send
 
+from minisgl import __version__
 from minisgl.core import SamplingParams
 from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.http.access import BEARER, keyed_route
@@ -259,7 +260,8 @@ def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:
             error = api_error(failure)
         request.scope["refused"] = error  # for the log
         frontend.notify("refused", error.status_code)
-        return JSONResponse(error.body(), error.status_code, error.headers)
+        shape = getattr(request.scope.get("route"), "error_body", ApiError.body)  # chapter 12db
+        return JSONResponse(shape(error), error.status_code, error.headers)
 
     for kind in (RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
@@ -359,6 +361,16 @@ def add_info_routes(app: FastAPI, keyed: APIRouter, service: Service) -> None:
     @keyed.get("/v1/models/", include_in_schema=False)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [card]}
+
+    @keyed.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        about = {
+            "version": __version__,
+            "model": card["id"],
+            "max_model_len": card["max_model_len"],
+        }
+        limits = {"answers_in_flight": service.limiter.limit, "answers_of_a_request": MAX_ANSWERS}
+        return {**about, **settings.info, **limits, "request_timeout": settings.request_timeout}
 
     @keyed.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class ApiSettings:
     api_key: str | None = None
     request_timeout: float | None = None  # seconds for one answer; a request may ask for less
     can: ChatAbilities = field(default_factory=ChatAbilities)  # what its chat template knows
+    info: Mapping[str, Any] = field(default_factory=dict)  # for `/server_info`
 
 
 def sampling_defaults(path: Path) -> dict[str, Any]:
@@ -55,4 +56,6 @@ def settings_for(
     window = max_seq_len(config, model)
     if config.num_pages is not None:  # a KV cache smaller than the window
         window = min(window, config.num_pages * config.page_size)
-    return ApiSettings(name, window, sampling_defaults(path), config.api_key, request_timeout, can)
+    info = {name: getattr(config, name) for name in ("page_size", "max_running_req")}
+    defaults = sampling_defaults(path)
+    return ApiSettings(name, window, defaults, config.api_key, request_timeout, can, info)

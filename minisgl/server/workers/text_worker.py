@@ -13,7 +13,15 @@ from typing import Protocol
 from minisgl.events import StageTimed
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
 from minisgl.server.workers.channels import Inbox, Outbox
-from minisgl.server.workers.messages import Message, StatsMsg, TokenizeMsg, TokenLogprob, UserReply
+from minisgl.server.workers.messages import (
+    Converted,
+    ConvertMsg,
+    Message,
+    StatsMsg,
+    TokenizeMsg,
+    TokenLogprob,
+    UserReply,
+)
 from minisgl.tokenizer import DecodeStatus, Tokenizer, text_size
 
 
@@ -83,6 +91,9 @@ class TextWorker:
             self._frontend.append(refusal)
             return
         try:
+            if isinstance(msg, ConvertMsg):
+                self._frontend.append(self._convert(msg))
+                return
             if msg.messages is not None:
                 ids = self._tokenizer.apply_chat(msg.messages, **msg.template_kwargs).tolist()
             elif msg.text is not None:
@@ -95,6 +106,22 @@ class TextWorker:
             self._frontend.append(ErrorReply(uid=msg.uid, message=f"{param}: {error}", param=param))
             return
         self._scheduler.append(UserMsg(msg.uid, ids, params, msg.client))
+
+    def _convert(self, msg: ConvertMsg) -> Converted:
+        """Return the tokens of a prompt, or the text of its `input_ids`, special tokens included."""
+        backend = self._tokenizer.backend
+        if msg.input_ids is not None:
+            known = [token for token in msg.input_ids if backend.id_to_token(token) is not None]
+            if known != msg.input_ids:
+                raise ValueError(f"must be ids of tokens, got {max(msg.input_ids)} and others")
+            text = backend.decode(msg.input_ids, skip_special_tokens=False)
+            return Converted(uid=msg.uid, text=text, token_ids=msg.input_ids)
+        text = msg.text or ""
+        if msg.messages is not None:
+            text = self._tokenizer.render_chat(msg.messages, **msg.template_kwargs)
+        ids = self._tokenizer.encode(text, msg.add_special_tokens and msg.messages is None).tolist()
+        pieces = [backend.id_to_token(token) for token in ids]
+        return Converted(uid=msg.uid, text=text, token_ids=ids, pieces=pieces)
 
     def _detokenize(self, msg: TokenReply) -> None:
         """One token to the text that it completes; a stop string ends the request from here."""
@@ -123,6 +150,7 @@ class TextWorker:
             token_ids=[] if msg.token is None else [msg.token],
             finished=finished,
             finish_reason="stop" if status.stopped else msg.finish_reason,
+            stop=status.filter.found,
             thinking=status.thinking,
             prompt_tokens=msg.prompt_tokens,
             cached_tokens=msg.cached_tokens,
