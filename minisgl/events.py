@@ -54,6 +54,10 @@ class RequestReleased(Event):
     uid: int
 
 
+class SchedulerReset(Event):
+    """All requests, steps and cached prefixes were forgotten; all pages and rows are free."""
+
+
 class StepLaunched(Event):
     """A step was started; the clock of a run. The stage `launch` ends here."""
 

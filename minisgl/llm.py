@@ -164,7 +164,9 @@ class LLM:
                 self.ranks.give_up()
             raise
         self.limits = limits_of(self.scheduler.engine, self.scheduler.eos_token_ids)
-        self.next_uid, self.closed, self.pid = 0, False, os.getpid()
+        self.next_uid, self.pid = 0, os.getpid()
+        self.closed = False
+        self.dirty = False  # while a call runs, and after one that did not end as it should
         self.lock = threading.Lock()  # threads may share the object; their calls take turns
 
     def encode(
@@ -208,14 +210,15 @@ class LLM:
     def answer_all(
         self, encoded: list[tuple[IntArray, SamplingParams]], progress: bool
     ) -> list[dict[str, Any]]:
-        """Run the scheduler until all prompts are answered; a failure leaves nothing behind."""
+        """Run the scheduler until all prompts are answered; an exception resets it."""
         outputs = [OutputBuilder(*pair, self.tokenizer) for pair in encoded]
         with self.lock:
+            if self.dirty and not self.closed:
+                self.recover()
             if self.closed:
                 raise RuntimeError("this LLM was shut down; make a new one")
             uids = range(self.next_uid, self.next_uid + len(outputs))
-            self.next_uid = uids.stop
-            self.drop_leftovers()
+            self.next_uid, self.dirty = uids.stop, True
             try:
                 self.channel.put_messages(
                     *(
@@ -226,11 +229,9 @@ class LLM:
                 with tqdm(total=len(outputs), desc="requests", disable=not progress) as bar:
                     self.run_until_done(dict(zip(uids, outputs)), bar)
             except BaseException:
-                if self.ranks is not None:
-                    self.end(failed=True)
+                self.recover()
                 raise
-            finally:
-                self.drop_leftovers()
+            self.dirty = False
         return [output.out for output in outputs]
 
     def run_until_done(self, outputs: dict[int, OutputBuilder], bar: tqdm) -> None:
@@ -239,21 +240,24 @@ class LLM:
         while self.channel.waiting or self.scheduler.has_work:
             step()
             for reply in self.channel.take_replies():
-                output = outputs.get(reply.uid)
                 if isinstance(reply, ErrorReply):
                     raise RuntimeError(f"uid {reply.uid}: {reply.message}")
-                if output is None or output.done:
+                output = outputs[reply.uid]
+                if output.done:
                     continue
                 if output.push(reply):
                     self.channel.put_messages(AbortMsg(reply.uid))
                 bar.update(output.done)
 
-    def drop_leftovers(self) -> None:
-        """Abort what an interrupted call left in the scheduler, and empty both queues."""
+    def recover(self) -> None:
+        """Forget all requests, messages and prefixes; with other ranks, which may wait: the end."""
+        if self.ranks is not None:
+            self.end(failed=True)
+            return
+        self.scheduler.reset()
         self.channel.recv(block=False)
-        for uid in list(self.scheduler.reqs):
-            self.scheduler.abort(uid)
         self.channel.take_replies()
+        self.dirty = False
 
     def chat(
         self,
@@ -282,6 +286,8 @@ class LLM:
     def shutdown(self) -> None:
         """Wait for the device and give the engine up, with its memory; twice is once."""
         with self.lock:
+            if self.dirty and not self.closed:
+                self.recover()
             if not self.closed:
                 self.end()
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from minisgl import events
 from minisgl.core import IntArray, Req
-from minisgl.kvcache.page_table import OutOfPages, PageAllocator, TableManager
+from minisgl.kvcache.page_table import OutOfPages, PageAllocator, TableManager, slots_of_pages
 from minisgl.kvcache.prefix_cache import CacheHandle, PrefixCache
 
 
@@ -29,23 +29,17 @@ class CacheManager:
         self.allocator = PageAllocator(num_pages, self.page_size)
         self.allocated_len: dict[Req, int] = {}  # positions of a row that have pages, whole pages
         self.emit = prefix_cache.emit = emit
+        self.lock, self.unlock = prefix_cache.lock, prefix_cache.unlock
 
     @property
     def available_tokens(self) -> int:
         """Tokens that could be allocated now, if the whole unlocked cache were evicted."""
         return self.allocator.free_pages * self.page_size + self.prefix_cache.evictable_tokens
 
-    def match_req(self, input_ids: IntArray) -> CacheHandle:
-        """Longest cached prefix of a prompt [n], its last token excepted: one must be computed."""
-        return self.prefix_cache.match_prefix(input_ids[:-1])
-
-    def lock(self, handle: CacheHandle) -> None:
-        """Protect a matched prefix until `unlock`, or until its request finishes."""
-        self.prefix_cache.lock(handle)
-
-    def unlock(self, handle: CacheHandle) -> None:
-        """Give a lock back, for a request that was matched and then not admitted."""
-        self.prefix_cache.unlock(handle)
+    def match_req(self, req: Req) -> CacheHandle:
+        """Longest cached prefix of a request, its last token excepted: one must be computed."""
+        ids = req.input_ids[: 0 if req.scores_prompt else -1]  # scores need all of them: 08a
+        return self.prefix_cache.match_prefix(ids, req.sampling_params.cache_salt)
 
     def admit(self, req: Req, handle: CacheHandle) -> None:
         """Give a request its locked prefix and a row with the slots and tokens that it has."""
@@ -60,14 +54,11 @@ class CacheManager:
 
     def take_pages(self, num_pages: int) -> IntArray:
         """Free pages, int32 [num_pages]; evicts what is missing, or raises and changes nothing."""
-        if num_pages * self.page_size > self.available_tokens:
-            raise OutOfPages(
-                f"num_pages: {num_pages} wanted, {self.allocator.free_pages} free and "
-                f"{self.prefix_cache.evictable_tokens // self.page_size} evictable"
-            )
-        missing = num_pages - self.allocator.free_pages
-        if missing > 0:
-            self.free_slots(self.prefix_cache.evict(missing * self.page_size))
+        free, rest = self.allocator.free_pages, self.prefix_cache.evictable_tokens // self.page_size
+        if num_pages > free + rest:
+            raise OutOfPages(f"num_pages: {num_pages} wanted, {free} free and {rest} evictable")
+        if num_pages > free:
+            self.free_slots(self.prefix_cache.evict((num_pages - free) * self.page_size))
         return self.allocator.allocate(num_pages)
 
     def free_slots(self, slots: IntArray) -> None:
@@ -75,6 +66,13 @@ class CacheManager:
         self.allocator.free(slots[:: self.page_size] // self.page_size)
         if self.emit is not None and len(slots):
             self.emit(events.PagesFreed(events.pages_of(slots, self.page_size)))
+
+    def reset(self) -> None:
+        """Free all pages and rows, whoever held them; nothing is cached any more."""
+        self.tables.reset()
+        self.prefix_cache.reset()
+        self.allocator.reset()
+        self.allocated_len.clear()
 
     def allocate_paged(self, reqs: Sequence[Req]) -> None:
         """Give each request pages up to `device_len`, written into its row; all or none."""
@@ -104,7 +102,8 @@ class CacheManager:
             raise RuntimeError(f"req {req.uid}: holds no cache handle; was it released before?")
         row = self.tables.page_table[req.table_idx]
         known = min(req.cached_len, len(req.input_ids)) // self.page_size * self.page_size
-        new, already = self.prefix_cache.insert_prefix(req.input_ids[:known], row[:known])
+        salt = req.sampling_params.cache_salt
+        new, already = self.prefix_cache.insert_prefix(req.input_ids[:known], row[:known], salt)
         duplicates = row[old.cached_len : already].copy()  # the cache had these pages before us
         if finished:
             self.release(req, max(old.cached_len, new.cached_len))
@@ -126,9 +125,3 @@ class CacheManager:
         end = self.allocated_len.pop(req, kept_len)
         self.free_slots(self.tables.page_table[req.table_idx, kept_len:end])
         self.prefix_cache.unlock(handle)
-
-
-def slots_of_pages(pages: IntArray, page_size: int) -> IntArray:
-    """Slots of whole pages [k], int32 [k * page_size]."""
-    inside = np.arange(page_size, dtype=np.int32)
-    return (np.asarray(pages, np.int32)[:, None] * page_size + inside).ravel()

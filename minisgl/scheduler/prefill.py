@@ -29,13 +29,12 @@ class PrefillAdder:
     def __init__(
         self, cache: CacheManager, limits: PrefillLimits, reserved: int, reserve: int | None = None
     ) -> None:
-        self.cache, self.limits = cache, limits
+        self.cache, self.limits, self.reqs = cache, limits, list[Req]()
         self.budget = limits.max_extend_tokens  # tokens that this step may still compute
         self.reserved, self.reserve = reserved, reserve  # pages promised; see `pages_to_come`
-        self.reqs: list[Req] = []
         self.min_shared = -(-limits.min_shared // cache.page_size) * cache.page_size
         self.shortest = math.inf  # tokens of the step's shortest prompt, chunks before included
-        self.prefixes: set[bytes] = set()  # in-batch prefixes: what this step computes first
+        self.prefixes = set[tuple[str | None, bytes]]()  # what this step computes first
 
     def room(self, tokens: int) -> int:
         """Tokens that this step still has for a prompt with `tokens` left to compute."""
@@ -49,7 +48,7 @@ class PrefillAdder:
         """Compute as much of an admitted prompt as there is room for; False if there is none."""
         rest = req.prefill_len - req.cached_len
         length = min(self.room(rest), rest)
-        if length <= 0:
+        if length == 0:
             return False
         # What a retracted request finds in the cache may be its own work: `matched_len` is older.
         size = rest if req.retracted else req.prefill_len - req.matched_len
@@ -62,13 +61,10 @@ class PrefillAdder:
         return True
 
     def try_admit(self, req: Req, whole: bool = False) -> bool:
-        """Give a waiting request its prefix, its row and a promise of pages, or change nothing.
-
-        whole: only if all of its prompt has room in this step.
-        """
+        """Admit a waiting request, if `whole` only with all of its prompt, or change nothing."""
         if self.budget <= 0 or self.cache.tables.free_rows == 0:
             return False
-        handle = self.cache.match_req(req.input_ids[:1] if req.scores_prompt else req.input_ids)
+        handle = self.cache.match_req(req)
         tokens = req.host_len - handle.cached_len
         room = self.room(tokens)
         if (
@@ -90,9 +86,10 @@ class PrefillAdder:
         self.cache.admit(req, handle)
         return self.add_chunk(req)
 
-    def prefix_key(self, req: Req, matched_len: int) -> bytes:
-        """The matched prefix of a prompt and the next `min_shared` tokens, as a key."""
-        return req.input_ids[: min(matched_len + self.min_shared, req.prompt_len - 1)].tobytes()
+    def prefix_key(self, req: Req, matched_len: int) -> tuple[str | None, bytes]:
+        """The salt, the matched prefix of a prompt and the next `min_shared` tokens, as a key."""
+        end = min(matched_len + self.min_shared, req.prompt_len - 1)
+        return req.sampling_params.cache_salt, req.input_ids[:end].tobytes()
 
     def is_in_batch_prefix(self, req: Req, matched_len: int) -> bool:
         """True if a request of this very step computes a prefix that `req` could soon match."""
@@ -127,6 +124,8 @@ class PrefillManager:
 
     def schedule(self) -> Batch | None:
         """The next prefill step: the half-done prompt and those who wait, as the queue says."""
+        if self.chunked_req is None and not self.waiting:  # most steps: count no promised pages
+            return None
         adder, chunked = self.adder(), self.chunked_req
         while adder.budget > 0:
             first = self.waiting.first()

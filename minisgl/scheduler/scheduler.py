@@ -128,6 +128,17 @@ class Scheduler:
         self.engine.tables.free(req.table_idx)
         req.table_idx = -1
 
+    def reset(self) -> None:
+        """Forget all requests, without a reply, and all cached prefixes: the state of a new one."""
+        self.engine.reset()
+        self.cache.reset()
+        self.prefill.waiting.reset()
+        self.decode.running.clear()
+        self.reqs.clear()
+        self.prefill.chunked_req = self.in_flight = None
+        if self.emit is not None:
+            self.emit(events.SchedulerReset())
+
     def launch(self, batch: Batch) -> Launched:
         """Start a step and move its requests on, as if it were done: the device keeps the order."""
         self.cache.allocate_paged(batch.reqs)
@@ -188,14 +199,10 @@ class Scheduler:
             self.finish(before)
 
     def run(self) -> None:
-        """The loop, until an `ExitMsg`."""
+        """Loop until an `ExitMsg`; then finish what is in flight and abort the rest."""
         step = self.step_overlap if self.overlap else self.step
         while not self.exiting:
             step(block=True)
-        self.stop()
-
-    def stop(self) -> None:
-        """Finish what is in flight and abort the rest."""
         self.finish_in_flight()
         for uid in list(self.reqs):
             self.abort(uid)

@@ -12,7 +12,7 @@ from minisgl.server.http.tools import sendable
 from minisgl.server.workers.messages import encode
 
 REFUSED = """
-audio cache_salt chat_template custom_logit_processor custom_params documents ec_transfer_params
+audio chat_template custom_logit_processor custom_params documents ec_transfer_params
 functions guided_decoding guided_whitespace_pattern include_stop_str_in_output input_ids
 kv_transfer_params logprob_token_ids lora_path moderation no_stop_trim prompt_embeds
 repetition_detection return_cached_tokens_details return_flat_raw_output_top_logprobs

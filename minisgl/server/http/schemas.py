@@ -45,6 +45,7 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
     seed: int | None = None
     n: int | None = Field(default=None, ge=1, le=128)
     ignore_eos: bool | None = None
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -101,10 +102,8 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
         """What the client called one of our fields."""
         if ours not in GRAMMARS:
             return ours
-        extra = self.model_extra or {}
-        given = [
-            name for name in [*FORMS, ours] if FORMS.get(name, name) == ours and extra.get(name)
-        ]
+        names = [name for name in [*FORMS, ours] if FORMS.get(name, name) == ours]
+        given = [name for name in names if (self.model_extra or {}).get(name)]
         return next(
             iter(given), "structured_outputs" if self.structured_outputs else "response_format"
         )
@@ -124,7 +123,6 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
         try:
             return SamplingParams(**chosen)
         except (ValueError, TypeError) as error:
-            # Our messages begin with the field: "top_p: must be in (0, 1], got 3".
             ours, why = str(error).split(":", 1)
             param = self.client_name(ours)
             raise ApiError(400, f"{param}:{why}", code="invalid_value", param=param) from error
