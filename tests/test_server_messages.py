@@ -68,8 +68,8 @@ def test_a_stream_is_the_message(client: anthropic.Anthropic) -> None:
         kinds = [event.type for event in stream]
         streamed = stream.get_final_message()
     assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
-    same = ("content", "stop_reason", "stop_sequence")
-    assert all(getattr(streamed, name) == getattr(whole, name) for name in same)
+    assert [block.to_dict() for block in streamed.content] == [b.to_dict() for b in whole.content]
+    assert streamed.stop_sequence == whole.stop_sequence
     assert streamed.usage.output_tokens == whole.usage.output_tokens
 
 
@@ -87,7 +87,8 @@ def test_a_last_turn_of_the_assistant_is_continued(client: anthropic.Anthropic) 
         ({"container": "x"}, 400, "invalid_request_error", "container: not supported"),
         ({"top_k": "5"}, 400, "invalid_request_error", "top_k: "),
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences: "),
-        ({"tools": [TOOL]}, 400, "invalid_request_error", "tools: "),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, 400,
+         "invalid_request_error", "tool_choice: 'x' is none of the tools"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400,
          "invalid_request_error", "messages"),
         ({"messages": [{"role": "user", "content": [
@@ -101,14 +102,18 @@ def test_refusals_have_a_shape_and_a_name(
     live: Live, fields: dict[str, Any], status: int, kind: str, why: str
 ) -> None:
     body = {"messages": ASK, "max_tokens": 5, **fields}
-    for route in ("messages", "messages/count_tokens"):
-        if route != "messages" and "max_tokens" in fields:
-            continue
-        response = httpx.post(f"{live.url}/v1/{route}", json=body, timeout=30)
+    response = httpx.post(f"{live.url}/v1/messages", json=body, timeout=30)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (status, kind), error
+    assert response.json()["type"] == "error" and error["message"].startswith(why), error
+
+
+def test_a_count_is_refused_alike(live: Live) -> None:
+    for name in ("stop", "container"):
+        body = {"messages": ASK, name: "x"}
+        response = httpx.post(f"{live.url}/v1/messages/count_tokens", json=body, timeout=30)
         error = response.json()["error"]
-        if route == "messages" or "stop_sequences" not in fields:
-            assert (response.status_code, error["type"]) == (status, kind), error
-            assert response.json()["type"] == "error" and why in error["message"]
+        assert response.status_code == 400 and error["message"].startswith(f"{name}: "), error
 
 
 def test_the_key_may_come_in_two_headers() -> None:
@@ -133,7 +138,12 @@ def test_tools_and_thoughts(
     with Live(folder, num_pages=1024, served_model_name="tiny") as live:
         client = anthropic.Anthropic(base_url=live.url, api_key="any", max_retries=0)
         say(live, monkeypatch, f"<think>hm</think>Let me add.{call}")
-        body: dict[str, Any] = {"model": "tiny", "max_tokens": 100, "messages": ASK, "tools": [TOOL]}
+        body: dict[str, Any] = {
+            "model": "tiny",
+            "max_tokens": 100,
+            "messages": ASK,
+            "tools": [TOOL],
+        }
         answer = client.messages.create(**body)
         thought, text, use = answer.content
         assert thought.type == "thinking" and thought.thinking == "hm"
@@ -148,8 +158,8 @@ def test_tools_and_thoughts(
         )
         assert [block.type for block in hidden.content] == ["text", "tool_use"]
         result = {"type": "tool_result", "tool_use_id": use.id, "content": "42", "is_error": True}
-        turns = [*ASK, {"role": "assistant", "content": answer.content},
-                 {"role": "user", "content": [result, {"type": "text", "text": "So?"}]}]  # fmt: skip
+        back = {"role": "user", "content": [result, {"type": "text", "text": "So?"}]}
+        turns = [*ASK, {"role": "assistant", "content": answer.content}, back]
         say(live, monkeypatch, "42")
         (block, *_) = client.messages.create(**{**body, "messages": turns}).content
         assert block.type == "text" and block.text.startswith("42")
@@ -284,12 +294,10 @@ def test_text_to_tokens_and_back(live: Live) -> None:
         assert error["param"] == param and error["message"].startswith(param), error
 
 
-
 def test_what_a_server_tells_of_itself(live: Live) -> None:
     info = httpx.get(f"{live.url}/server_info").json()
     assert (info["version"], info["model"], info["max_model_len"]) == (__version__, "tiny", 4096)
     assert info["page_size"] == 16 and info["max_running_req"] == 256
-
 
 
 def test_the_share_of_the_pool_that_is_held() -> None:

@@ -346,7 +346,8 @@ def add_generation_routes(keyed: APIRouter, service: Service) -> None:
 def add_info_routes(app: FastAPI, keyed: APIRouter, service: Service) -> None:
     """What tools ask before they trust a server."""
     settings = service.settings
-    card = {"id": settings.model_name, "max_model_len": settings.max_model_len}
+    window = settings.max_model_len
+    card = {"id": settings.model_name, "max_model_len": window}
     card |= {"object": "model", "created": int(time.time()), "owned_by": "minisgl"}
 
     @app.get("/health")
@@ -364,11 +365,7 @@ def add_info_routes(app: FastAPI, keyed: APIRouter, service: Service) -> None:
 
     @keyed.get("/server_info")
     async def server_info() -> dict[str, Any]:
-        about = {
-            "version": __version__,
-            "model": card["id"],
-            "max_model_len": card["max_model_len"],
-        }
+        about = {"version": __version__, "model": card["id"], "max_model_len": window}
         limits = {"answers_in_flight": service.limiter.limit, "answers_of_a_request": MAX_ANSWERS}
         return {**about, **settings.info, **limits, "request_timeout": settings.request_timeout}
 

@@ -97,7 +97,7 @@ class TranslatedHandler(RequestHandler):
                 pass
 
     async def events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
-        """Yield the answer as server-sent events; the last ones have the usage, asked for or not."""
+        """Yield the answer as server-sent events; a failure is one, too, if it is not the first."""
         try:
             async with aclosing(self.changes()) as events:
                 async for event in events:

@@ -28,6 +28,7 @@ from minisgl.server.responses.schemas import (
     read_items,
 )
 from minisgl.server.responses.store import ResponseStore, Turn
+from minisgl.server.workers.messages import UserReply
 
 
 @contextmanager

@@ -108,7 +108,7 @@ class TextWorker:
         self._scheduler.append(UserMsg(msg.uid, ids, params, msg.client))
 
     def _convert(self, msg: ConvertMsg) -> Converted:
-        """Return the tokens of a prompt, or the text of its `input_ids`, special tokens included."""
+        """Return the tokens of a prompt, or the text of `input_ids`, special tokens included."""
         backend = self._tokenizer.backend
         if msg.input_ids is not None:
             known = [token for token in msg.input_ids if backend.id_to_token(token) is not None]
