@@ -30,8 +30,9 @@ class RequestAdded(Event):
     """A request joined the queue."""
 
     uid: int
-    prompt: Sequence[int]  # token ids
+    prompt_len: int
     max_len: int  # tokens of prompt and answer together, at most
+    prompt: Sequence[int] = ()  # token ids; recordings leave them out unless asked for text
 
 
 class RequestAdmitted(Event):
@@ -138,6 +139,13 @@ class NodeUsed(Event):
     """The path from the root to a node was used: its unlocked nodes are evicted last."""
 
     node: int
+
+
+AnyEvent = (
+    RequestAdded | RequestAdmitted | RequestRetracted | RequestReleased | SchedulerReset
+    | StepLaunched | StepFinished | StageEnded | PagesTaken | PagesCached | PagesFreed
+    | NodeAdded | NodeSplit | NodeEvicted | NodeLocked | NodeUsed
+)  # fmt: skip
 
 
 class StageTimed(msgspec.Struct, frozen=True, tag=True):

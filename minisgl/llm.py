@@ -22,6 +22,8 @@ from minisgl.config.engine import SchedulerConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.config.rules import refuse
 from minisgl.core import IntArray, SamplingParams
+from minisgl.recording import Recorder
+from minisgl.runtime.guarded import guarded
 from minisgl.scheduler.build import build_scheduler, limits_of
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import (
@@ -139,33 +141,34 @@ class LLM:
     `model_path` is a folder, a hub id, or None for the embedded model. All other fields of
     `SchedulerConfig` may be given by name; `tensor_parallel_size` is `tp`: with more than one rank,
     this process is rank 0 and starts the others. After a failure it has to end them, and answers no
-    more.
+    more. `record` is a file for the run's events (chapter 02c), `record_text` adds the prompts.
     """
 
     def __init__(
-        self,
-        model_path: str | Path | None = None,
-        *,
-        tensor_parallel_size: int | None = None,
-        progress: bool = False,
+        self, model_path: str | Path | None = None, *, tensor_parallel_size: int | None = None,
+        progress: bool = False, record: str | Path | None = None, record_text: bool = False,
         **fields: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         folder = resolve_model_path(model_path)
         self.config = make_config(folder, tensor_parallel_size, fields)
         self.tokenizer = load_tokenizer(folder)
         self.channel = InProcessChannel()
+        self.recorder = Recorder(Path(record), text=record_text) if record is not None else None
         self.ranks = start_ranks(self.config)
         alone = self.ranks is None
         parts = (self.channel,) if alone else (self.ranks.channel(self.channel), self.ranks.comm)
         try:
-            self.scheduler = build_scheduler(self.config, *parts, progress=progress)
+            self.scheduler = build_scheduler(
+                self.config, *parts, progress=progress, recorder=self.recorder
+            )
         except BaseException:
+            if self.recorder is not None:
+                self.recorder.close()
             if not alone:
                 self.ranks.give_up()
             raise
         self.limits = limits_of(self.scheduler.engine, self.scheduler.eos_token_ids)
-        self.next_uid, self.pid = 0, os.getpid()
-        self.closed = False
+        self.next_uid, self.closed, self.pid = 0, False, os.getpid()
         self.dirty = False  # while a call runs, and after one that did not end as it should
         self.lock = threading.Lock()  # threads may share the object; their calls take turns
 
@@ -310,6 +313,8 @@ class LLM:
             else:
                 with suppress(*[RuntimeError] * failed):  # the GPU may be what failed
                     shutdown()
+            if self.recorder is not None:
+                guarded(self.recorder.close)()
             if not failed and self.ranks is not None:
                 self.ranks.close()
 

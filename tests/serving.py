@@ -73,7 +73,7 @@ class Live:
     def __init__(
         self, checkpoint: Path, *, observers: tuple[Observer, ...] = (), limit: int = 1000,
         stall: float = 30.0, head: float = 30.0, max_waiting: int | None = None,
-        send_buffer: int | None = None,
+        send_buffer: int | None = None, connections: int = 2**31,
         operations: Operations | None = None, **fields: Any,
     ) -> None:  # fmt: skip
         self.pages = fields.pop("num_pages", PAGES)
@@ -93,7 +93,7 @@ class Live:
             self.operations,
         )
         self.app = app
-        protocol = patient_http(stall, head)
+        protocol = patient_http(stall, head, connections)
         options = uvicorn.Config(app, log_level="warning", http=protocol, ws="none")
         self.http = uvicorn.Server(options)
         self.sock = socket.create_server(("127.0.0.1", 0))

@@ -38,6 +38,7 @@ from minisgl.kernels.decode_attention import SHAPES, SMALL, most_parts, shape_of
 from minisgl.kernels.device import H200, DeviceLimits
 from minisgl.kernels.embedding import embed
 from minisgl.kernels.norm import DeferredNorm, add_norm
+from minisgl.models.fused import FusedLayer, FusedModel
 from tests.compile_cards import CARDS
 from tests.turns import in_turns
 
@@ -332,6 +333,17 @@ def test_fused_model_equals_the_plain_one(arch: str, few_programs: None) -> None
 def test_a_layer_without_experts_between_two_with(few_programs: None, width: int) -> None:
     sizes = {"moe_intermediate_size": 64, "intermediate_size": width, "num_hidden_layers": 3}
     model = small_model("qwen3_moe", mlp_only_layers=[1], **sizes, **FEW_HEADS)
+    check_model(model, [9], None)
+
+
+@pytest.mark.parametrize("odd", [{"intermediate_size": 1120}, {"hidden_size": 96}])
+def test_a_row_without_a_kernel_launches_nothing_in_vain(
+    odd: dict[str, int], few_programs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sizes decide at the start, also where only the last product of a layer has no kernel."""
+    monkeypatch.setattr(FusedLayer, "one_row", None)
+    model = small_model("qwen3", **{**FEW_HEADS, **odd})
+    assert not FusedModel(model).takes_row
     check_model(model, [9], None)
 
 

@@ -98,7 +98,7 @@ def test_the_longest_prompt_leaves_one_token() -> None:
     assert room(9, 1, limits) == (1, None)
     count, notice = room(9, 5, limits)
     assert count == 1 and notice is not None and "from 5 to 1" in notice and "room for 10" in notice
-    count, notice = room(3, 100, limits._replace(pool_tokens=8))
+    count, notice = room(3, 100, replace(limits, pool_tokens=8))
     assert count == 5 and notice is not None and "room for 8" in notice
 
 

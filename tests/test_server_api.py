@@ -444,7 +444,7 @@ def test_a_mass_of_messages_is_refused_at_once(live: Live, checkpoint: Path) -> 
         response = httpx.post(
             f"{large.url}/v1/chat/completions", json={"messages": [message] * 200_000}, timeout=300
         )
-    assert response.status_code == 400 and response.json()["error"]["param"] == "messages"
+    assert response.status_code == 413 and "lists and objects" in response.text
 
 
 # Fields: each is honoured, refused by name, or cannot change the answer
@@ -484,7 +484,7 @@ def chat(live: Live, **fields: Any) -> httpx.Response:
 
 
 def test_tenants_with_a_salt_share_no_prefix(live: Live) -> None:
-    long = {"messages": [{"role": "user", "content": "What is 12 + 3? " * 20}]}
+    long = {"messages": [{"role": "user", "content": "What is 12 + 3? " * 4}]}
     found = []
     for salt in ("red", "blue", "red", None):
         usage = chat(live, **long, cache_salt=salt).json()["usage"]

@@ -27,13 +27,16 @@ import pytest
 
 from minisgl.config.engine import ServerConfig
 from minisgl.core import SamplingParams
+from minisgl.recording import Observed
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import Supervisor, WorkerFailed
 from minisgl.scheduler.observe import emitter
 from minisgl.server.chat.client import ApiClient, base_url
 from minisgl.server.chat.shell import Shell
-from minisgl.server.cli import is_loopback, listen, main, warn_if_open
+from minisgl.server.cli import listen, main
 from minisgl.server.frontend import Observer
+from minisgl.server.http.access import warn_if_open
+from minisgl.server.http.hosts import is_loopback
 from minisgl.server.http.limits import ConcurrencyLimiter
 from minisgl.server.http.settings import sampling_defaults, settings_for
 from minisgl.server.in_process import InProcessServer
@@ -43,6 +46,7 @@ from minisgl.server.observe.metrics import Metrics
 from minisgl.server.observe.trace import TraceFile
 from minisgl.server.options import Operations, build_parser, config_from, operations_from
 from minisgl.server.workers import scheduler_process
+from minisgl.server.workers.messages import StatsMsg
 from minisgl.server.workers.processes import WorkerGroup, address
 from tests.checkpoints import make_checkpoint
 from tests.forks import Popen
@@ -72,7 +76,7 @@ def test_sockets_have_short_paths(
     """A socket's path has at most 107 bytes, a TMPDIR may have more."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("d" * 90)))
     config = ServerConfig(model_path=str(checkpoint), num_tokenizer=12)
-    group = WorkerGroup(config, Watchdog(60, 600))
+    group = WorkerGroup(config, Watchdog(60, 600), Observed())
     parts = ["text", "scheduler", "frontend", *group.tokenizers]
     assert len(parts) == 15 and all(len(address(group.folder, part)) <= 107 for part in parts)
     group.folder.rmdir()
@@ -450,7 +454,7 @@ def test_only_loopback_is_silent(
     ]:  # fmt: skip
         assert is_loopback(host) == loopback
         for key in (None, "k"):
-            warn_if_open(host, key)
+            warn_if_open(host, {} if key is None else {"": key})
             warned = "MINISGL_API_KEY" in capsys.readouterr().err
             assert warned == (not loopback and key is None), (host, key)
 
@@ -513,7 +517,7 @@ def test_streams_that_are_closed_lead_nowhere() -> None:
 
 
 def test_sockets_lie_in_a_private_folder(checkpoint: Path) -> None:
-    group = WorkerGroup(ServerConfig(model_path=str(checkpoint)), Watchdog(60, 600))
+    group = WorkerGroup(ServerConfig(model_path=str(checkpoint)), Watchdog(60, 600), Observed())
     folder = group.folder
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.rmdir()
@@ -580,7 +584,7 @@ def test_an_observer_that_fails_harms_nobody(
             live.assert_pages_home()
         assert httpx.get(f"{live.url}/health", timeout=200).status_code == 200
         live.watchers.close()
-    said = [record for record in caplog.records if "observes no more" in record.getMessage()]
+    said = [record for record in caplog.records if "reported once" in record.getMessage()]
     told = [record.getMessage() for record in said]
     assert told[0].startswith(kind.__name__) and "No space left" in told[0], told
     assert len(told) == (2 if trace else 1), told  # a trace has an end to write
@@ -597,7 +601,7 @@ def test_a_scheduler_outlives_what_watches_it(
         for _ in range(2):
             answer = httpx.post(f"{live.url}/generate", json={"prompt": "hi", "max_tokens": 2})
             assert answer.text.endswith("[DONE]\n\n")
-    told = [r.getMessage() for r in caplog.records if "observes no more" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "reported once" in r.getMessage()]
     assert sorted(line.split()[0] for line in told) == ["Reporter", "full"]
 
 
@@ -846,3 +850,9 @@ def test_keys_during_an_answer_and_ctrl_c(live: Live) -> None:
     terminal.type("\x03")
     assert terminal.process.wait(timeout=200) == 0
     os.close(terminal.master)
+
+
+def test_the_share_of_the_pool_that_is_held() -> None:
+    metrics = Metrics()
+    metrics.told(StatsMsg(used_pages=3, cached_pages=1, free_pages=4))
+    assert metrics.registry.get_sample_value("minisgl_kv_cache_usage") == 0.375

@@ -175,6 +175,14 @@ def row_linear(
     return None if made is None else made.total
 
 
+def takes_row(weight: Tensor, *, norm: bool = False, gated: bool = False) -> bool:
+    """True if `row_linear` computes this product; `norm`: its x is a `DeferredNorm`."""
+    n, k, scales = weight.shape[0] // (2 if gated else 1), weight.shape[1], count_scales(weight)
+    if scales is None:
+        return False
+    return row_block(n, k, norm, gated, scales, device_limits(weight.device)) is not None
+
+
 @triton.jit
 def prefetch(pointers):
     """Ask for cache lines: they travel to the L2 cache and no thread waits for them."""

@@ -15,7 +15,14 @@ from minisgl.attention.base import ForwardBatch
 from minisgl.attention.fused_backend import FusedPlan
 from minisgl.kernels.device import device_limits
 from minisgl.kernels.embedding import embed
-from minisgl.kernels.linear import linear, mlp, row_linear, row_linear_add_norm, split_k_linear
+from minisgl.kernels.linear import (
+    linear,
+    mlp,
+    row_linear,
+    row_linear_add_norm,
+    split_k_linear,
+    takes_row,
+)
 from minisgl.kernels.norm import DeferredNorm, add_norm, rows_for
 from minisgl.kernels.rotate_store import rotate_and_store
 from minisgl.layers.mlp import GatedMLP
@@ -63,22 +70,26 @@ class FusedLayer:
     down: Tensor | None
     experts: Any = None  # a `FusedExperts` of chapter 11b
 
-    def one_row(
-        self, x: Tensor | DeferredNorm, next_norm: Tensor, fb: ForwardBatch, layer_id: int
-    ) -> DeferredNorm | None:
-        """Kernels for one token, x [1, hidden] to the next norm; None if sizes do not fit."""
+    @property
+    def takes_row(self) -> bool:
+        """True if there is a kernel for each product of `one_row`."""
+        own = takes_row(self.attention.qkv, norm=True) and takes_row(self.attention.out)
+        if self.gate_up is None or self.down is None:
+            return own and bool(self.experts.takes_row)
+        return own and takes_row(self.gate_up, norm=True, gated=True) and takes_row(self.down)
+
+    def one_row(self, x: Tensor | DeferredNorm, norm: Tensor, fb: ForwardBatch, layer: int) -> Any:
+        """Kernels for one token, x [1, hidden] to the next norm; for a layer that `takes_row`."""
         attention, eps = self.attention, self.attention.eps
         if isinstance(x, Tensor):  # no product is in front of the first layer
             x = DeferredNorm(x, add_norm(None, x, self.first_norm, eps)[0])
-        qkv = row_linear(x, attention.qkv, eps=eps, bias=attention.bias)
-        if qkv is None:
-            return None
-        y = attention.attend(qkv, fb, layer_id)
-        row = row_linear_add_norm(y, attention.out, x.total, self.second_norm)
-        if row is None or self.gate_up is None or self.down is None:
-            return None if row is None else self.experts.row(row, next_norm, eps)
-        mid = row_linear(row, self.gate_up, eps=eps, gated=True)
-        return None if mid is None else row_linear_add_norm(mid, self.down, row.total, next_norm)
+        qkv: Any = row_linear(x, attention.qkv, eps=eps, bias=attention.bias)
+        y = attention.attend(qkv, fb, layer)
+        row: Any = row_linear_add_norm(y, attention.out, x.total, self.second_norm)
+        if self.gate_up is None or self.down is None:
+            return self.experts.row(row, norm, eps)
+        mid: Any = row_linear(row, self.gate_up, eps=eps, gated=True)
+        return row_linear_add_norm(mid, self.down, row.total, norm)
 
 
 def fuse_layer(layer: Any, eps: float, table: Tensor) -> FusedLayer:
@@ -118,6 +129,7 @@ class FusedModel:
         table = decoder.rotary.table
         self.layers = [fuse_layer(layer, self.eps, table) for layer in decoder.layers]
         self.final_norm = decoder.norm.weight
+        self.takes_row = self.comm.size == 1 and all(layer.takes_row for layer in self.layers)
 
     def __call__(self, fb: ForwardBatch) -> Tensor:
         """Logits, in `fb.logits` if that is given."""
@@ -127,23 +139,13 @@ class FusedModel:
     def hidden(self, fb: ForwardBatch) -> Tensor:
         """What the head reads, [rows wanted, hidden]."""
         embedding = self.model.model.embed_tokens
-        x = self.comm.all_reduce(embed(fb.input_ids, embedding.weight, embedding.start))
-        done = self.all_one_row(x, fb) if len(x) == 1 and self.comm.size == 1 else None
-        if done is None:
+        x: Any = self.comm.all_reduce(embed(fb.input_ids, embedding.weight, embedding.start))
+        if len(x) > 1 or not self.takes_row:
             return self.all_rows(x, fb)
-        return add_norm(None, done.total, self.final_norm, self.eps)[0]
-
-    def all_one_row(self, x: Tensor, fb: ForwardBatch) -> DeferredNorm | None:
-        """The layers over a single token, x [1, hidden]."""
-        if not all(layer.experts is None or layer.experts.takes_row for layer in self.layers):
-            return None
-        done: DeferredNorm | None = None
         norms = [layer.first_norm for layer in self.layers[1:]] + [self.final_norm]
         for layer_id, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
-            done = layer.one_row(done or x, norm, fb, layer_id)
-            if done is None:
-                return None
-        return done
+            x = layer.one_row(x, norm, fb, layer_id)
+        return add_norm(None, x.total, self.final_norm, self.eps)[0]
 
     def all_rows(self, residual: Tensor, fb: ForwardBatch) -> Tensor:
         """The layers over any number of tokens, and the final norm of the rows wanted."""

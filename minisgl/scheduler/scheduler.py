@@ -85,7 +85,9 @@ class Scheduler:
         self.reqs[req.uid] = req
         self.prefill.waiting.add(req)
         if self.emit is not None:
-            self.emit(events.RequestAdded(req.uid, msg.input_ids, req.max_device_len))
+            self.emit(
+                events.RequestAdded(req.uid, req.prompt_len, req.max_device_len, msg.input_ids)
+            )
 
     def next_step(self) -> Batch | None:
         """Who runs now: prompts first, or after a prefill step decode first, with `interleave`."""

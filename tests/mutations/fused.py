@@ -16,6 +16,13 @@ WAITS = f"{TEST}test_a_kernel_touches_before_its_wait_only_what_no_kernel_of_the
 
 MUTATIONS = [
     Mutation(
+        "fused: a layer begins a row that its last product cannot end",
+        "minisgl.models.fused",
+        "return own and takes_row(self.gate_up, norm=True, gated=True) and takes_row(self.down)",
+        "return own",
+        "tests/test_fused.py::test_a_row_without_a_kernel_launches_nothing_in_vain",
+    ),
+    Mutation(
         "fused: the norm's factor is left out of a row",
         LINEAR,
         "factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)",

@@ -6,6 +6,7 @@ from tests.mutations import Mutation
 
 MODULE, TESTS = "minisgl.engine.prefill_graph", "tests/test_prefill_graph.py::"
 TILED = "minisgl.attention.tiled_prefill"
+KERNEL, LONG = "minisgl.kernels.prefill_attention", "tests/test_prefill_attention.py::"
 
 MUTATIONS = [
     Mutation(
@@ -119,5 +120,33 @@ MUTATIONS = [
         "self.graph = self.verify_graph = self.prefill_graph = None",
         "self.graph = None",
         TESTS + "test_sizes_share_one_memory_and_all_leave_together",
+    ),
+    Mutation(
+        "prefill_attention_multiplies_keys_before_they_are_there",
+        KERNEL,
+        "mbarrier.wait(full.index(number % STAGES), number // STAGES & 1)",
+        "mbarrier.wait(full.index(number % STAGES), (number // STAGES & 1) ^ 1)",
+        LONG + "test_the_kernel_attends[a prompt]",
+    ),
+    Mutation(
+        "prefill_attention_does_not_rescale",
+        KERNEL,
+        "acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, P.parent))[:, None]",
+        "acc = acc + 0",
+        LONG + "test_the_kernel_attends[behind a cached prefix]",
+    ),
+    Mutation(
+        "prefill_attention_multiplies_what_others_left",
+        KERNEL,
+        "if end % TILE_KV != 0:",
+        "if end < 0:",
+        LONG + "test_the_kernel_attends[a prompt]",
+    ),
+    Mutation(
+        "prefill_attention_copies_pieces_too_small_for_a_swizzle",
+        "minisgl.attention.hopper_backend",
+        "box >= 8",
+        "box >= 1",
+        LONG + "test_which_pools_fit",
     ),
 ]

@@ -110,7 +110,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="responses: errors speak of a chat's fields",
-        module=TRANSLATED,
+        module="minisgl.server.http.bodies",
         old="if error.param in names:",
         new="if False:",
         test=TEST + "test_what_is_refused_is_named",

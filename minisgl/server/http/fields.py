@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec.msgpack import encode
+
 from minisgl.server.http.tools import sendable
-from minisgl.server.workers.messages import encode
 
 REFUSED = """
 audio chat_template custom_logit_processor custom_params documents ec_transfer_params

@@ -26,6 +26,11 @@ BadWord = Annotated[Text, Field(max_length=64)]  # the text worker spells each o
 MAX_ANSWERS = 1024  # of one HTTP request: prompts times n
 
 
+def without_repeats(ids: list[int]) -> list[int]:
+    """Return the same ids, each once, so that no list is longer than the vocabulary."""
+    return list(dict.fromkeys(ids))
+
+
 class StreamOptions(BaseModel, strict=True):
     """What a stream tells beside its text."""
 
@@ -53,7 +58,7 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
     logit_bias: Annotated[dict[TokenKey, float], Field(max_length=1024)] | None = None
     min_tokens: Count | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=256)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(max_length=2**18)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], AfterValidator(without_repeats)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None  # vLLM's
     stream: bool | None = None
@@ -108,14 +113,11 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
             iter(given), "structured_outputs" if self.structured_outputs else "response_format"
         )
 
-    def sampling_params(self, defaults: Mapping[str, Any], index: int = 0) -> SamplingParams:
-        """The engine's params: what the client set, else what the model advises, else ours.
-
-        `index` numbers the answers of one request (`n`): with a seed, each must still differ.
-        """
+    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """The engine's params: what the client set, else what the model advises, else ours."""
         asked = self.model_dump(include={field.name for field in fields(SamplingParams)})
         asked["max_tokens"], asked["logprobs"] = self.token_limit(), self.wanted_logprobs()
-        asked["seed"] = None if self.seed is None else (self.seed + index) % 2**63
+        asked["seed"] = None if self.seed is None else self.seed % 2**63
         asked["prompt_logprobs"] = (asked["logprobs"] or 0) if self.echo else None
         asked["top_k"] = -1 if self.top_k == 0 else self.top_k  # many clients spell "off" so
         asked |= self.answer_form()

@@ -6,7 +6,7 @@ Generated from notebooks/12b_running.ipynb: edit there.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,15 @@ class ApiSettings:
     api_key: str | None = None
     request_timeout: float | None = None  # seconds for one answer; a request may ask for less
     can: ChatAbilities = field(default_factory=ChatAbilities)  # what its chat template knows
+    named_keys: Mapping[str, str] = field(default_factory=dict)  # more API keys, by name
+    origins: Sequence[str] = ("*",)  # pages that may use the server beside those of this machine
     info: Mapping[str, Any] = field(default_factory=dict)  # for `/server_info`
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """All API keys by name; the single one has an empty name."""
+        single = {} if self.api_key is None else {"": self.api_key}
+        return {**single, **self.named_keys}
 
 
 def sampling_defaults(path: Path) -> dict[str, Any]:
@@ -58,4 +66,4 @@ def settings_for(
         window = min(window, config.num_pages * config.page_size)
     info = {name: getattr(config, name) for name in ("page_size", "max_running_req")}
     defaults = sampling_defaults(path)
-    return ApiSettings(name, window, defaults, config.api_key, request_timeout, can, info)
+    return ApiSettings(name, window, defaults, config.api_key, request_timeout, can, info=info)

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from typing import Any, Protocol
 
 import msgspec
 from fastapi import Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.sse import format_sse_event
-from pydantic import ValidationError
 
-from minisgl.server.http.api import RequestHandler, Service, invalid
+from minisgl.server.http.api import RequestHandler, Service
+from minisgl.server.http.bodies import renamed_errors
 from minisgl.server.http.errors import ApiError, api_error
 from minisgl.server.http.formats import ChatFormatter
 from minisgl.server.http.schemas import ChatRequest
@@ -29,22 +28,6 @@ Event = dict[str, Any]
 def event_bytes(event: Event) -> bytes:
     """Encode an event for the wire; its type stands beside the JSON, too."""
     return format_sse_event(data_str=msgspec.json.encode(event).decode(), event=event["type"])
-
-
-@contextmanager
-def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
-    """Report what a chat finds wrong under the name that the field has here."""
-    try:
-        yield
-    except (ApiError, ValidationError) as failure:
-        if isinstance(failure, ApiError):
-            error = failure
-        else:
-            error = invalid(RequestValidationError(failure.errors()))
-        if error.param in names:
-            error.detail = error.detail.replace(error.param, names[error.param], 1)
-            error.param = names[error.param]
-        raise error from failure
 
 
 class Builder(Protocol):
@@ -65,6 +48,7 @@ class TranslatedHandler(RequestHandler):
 
     builder: Builder
     names: Mapping[str, str] = {}
+    ending = b""  # behind the last event
 
     def __init__(
         self, service: Service, request: Request, as_chat: Callable[[], ChatRequest]
@@ -108,3 +92,5 @@ class TranslatedHandler(RequestHandler):
             if not isinstance(failure, ApiError):
                 traceback.print_exc()
             yield event_bytes(self.builder.fail(api_error(failure)))
+        if self.ending:
+            yield self.ending

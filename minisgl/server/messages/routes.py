@@ -6,6 +6,7 @@ Generated from notebooks/12db_messages.ipynb: edit there.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,8 +14,9 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 
 from minisgl.server.http.api import STREAMED, Service, check_model, respond
+from minisgl.server.http.bodies import build, renamed_errors
 from minisgl.server.http.tokens import converted
-from minisgl.server.http.translated import Event, TranslatedHandler, renamed_errors
+from minisgl.server.http.translated import Event, TranslatedHandler
 from minisgl.server.messages.events import MessageBuilder, error_body
 from minisgl.server.messages.schemas import RENAMED, MessagesRequest, wrong
 from minisgl.server.workers.messages import UserReply
@@ -73,19 +75,22 @@ def add_messages_routes(keyed: APIRouter, service: Service) -> None:
     async def create_message(request: Request, body: MessagesRequest) -> Response:
         if body.max_tokens is None:
             raise wrong("max_tokens: must be given on this route, got None", "max_tokens")
-        handler = MessagesHandler(service, request, body)
+        handler = await build(request, partial(MessagesHandler, service, request, body))
         response = await respond(request, handler.chat, handler)
         response.headers["request-id"] = handler.builder.message["id"]
         return response
 
     @routes.post("/v1/messages/count_tokens")
-    async def count_tokens(body: MessagesRequest) -> dict[str, int]:
+    async def count_tokens(request: Request, body: MessagesRequest) -> dict[str, int]:
+        def prompt() -> dict[str, Any]:
+            chat = body.as_chat()
+            chat.prepare(service.settings.can)
+            return chat.prompt()
+
         check_model(body.model, service.settings)
         body.refuse_unsupported()
         with renamed_errors(RENAMED):
-            chat = body.as_chat()
-            chat.prepare(service.settings.can)
-            reply = await converted(service, **chat.prompt())
+            reply = await converted(service, request, **await build(request, prompt))
         return {"input_tokens": len(reply.token_ids)}
 
     keyed.include_router(routes)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from minisgl.server.http.bodies import validator_of
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.schemas import ChatRequest, Limit
 from minisgl.server.http.tools import FunctionSpec, Object, Text, text_of
@@ -219,4 +220,5 @@ class MessagesRequest(BaseModel, extra="allow", strict=True):
         }
         if said[-1]["role"] == "assistant":
             chat |= {"continue_final_message": True, "add_generation_prompt": False}
-        return ChatRequest.model_validate({k: v for k, v in chat.items() if v is not None})
+        given = {name: value for name, value in chat.items() if value is not None}
+        return validator_of(ChatRequest).validate_python(given)

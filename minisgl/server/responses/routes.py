@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
 from minisgl.server.http.api import STREAMED, RequestHandler, Service, respond
+from minisgl.server.http.bodies import build
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.formats import sse
 from minisgl.server.http.translated import Event, TranslatedHandler
@@ -79,6 +81,9 @@ def as_stored(item: Item, response_id: str, number: int) -> dict[str, Any]:
     return {**shown, "id": item_id(item.type, response_id, number), "status": "completed"}
 
 
+SAMPLING = "temperature top_p presence_penalty frequency_penalty"  # shown as it was used
+
+
 def empty_response(body: ResponsesRequest, handler: RequestHandler) -> dict[str, Any]:
     """A response that says nothing yet: what was asked for, as it was understood."""
     params, form = handler.tasks[0].params, body.text.format
@@ -92,11 +97,8 @@ def empty_response(body: ResponsesRequest, handler: RequestHandler) -> dict[str,
         "status": "in_progress",
         "model": handler.head["model"],
         "output": [],
-        "temperature": params.temperature,
-        "top_p": params.top_p,
+        **{name: getattr(params, name) for name in SAMPLING.split()},
         "top_logprobs": body.top_logprobs or 0,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
         "text": {"format": form.model_dump(exclude_none=form.type != "json_schema")},
         "service_tier": "default",
     }
@@ -106,7 +108,7 @@ class ResponsesHandler(TranslatedHandler):
     """Runs a response, and keeps it when it is complete."""
 
     builder: ResponseBuilder
-    names = RENAMED
+    names, ending = RENAMED, sse("[DONE]")
 
     def __init__(
         self, service: Service, request: Request, body: ResponsesRequest, store: ResponseStore
@@ -131,13 +133,6 @@ class ResponsesHandler(TranslatedHandler):
         await self.collected()
         return self.builder.response
 
-    async def events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
-        """The response as server-sent events."""
-        async with aclosing(TranslatedHandler.events(self, include_usage)) as events:
-            async for event in events:
-                yield event
-        yield sse("[DONE]")
-
 
 def page(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
     """At most `limit` of these, from the one behind `after`, as OpenAI hands out lists."""
@@ -156,7 +151,7 @@ def add_responses_routes(
 
     @keyed.post("/v1/responses", responses=STREAMED)
     async def create_response(request: Request, body: ResponsesRequest) -> Response:
-        handler = ResponsesHandler(service, request, body, kept)
+        handler = await build(request, partial(ResponsesHandler, service, request, body, kept))
         return await respond(request, handler.chat, handler)
 
     @keyed.get("/v1/responses/{response_id}")

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from minisgl.core import SamplingParams
 from minisgl.events import StageTimed
+from minisgl.scheduler.frames import same_but_seed, with_seed
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
 from minisgl.server.workers.channels import Inbox, Outbox
+from minisgl.server.workers.conversion import convert
 from minisgl.server.workers.messages import (
-    Converted,
     ConvertMsg,
     Message,
     StatsMsg,
@@ -42,6 +44,21 @@ class OpenText:
     completion_tokens: int = 0
 
 
+class LastPrompt:
+    """The last prompt in token ids: the next answer may be one to the same."""
+
+    prompt: TokenizeMsg | None = None
+    ids: list[int]
+    given: SamplingParams | None = None
+    params: SamplingParams
+
+    def has_prompt_of(self, msg: TokenizeMsg) -> bool:
+        return self.prompt is not None and self.prompt.same_prompt(msg)
+
+    def has_params_of(self, msg: TokenizeMsg) -> bool:
+        return self.given is not None and same_but_seed(self.given, msg.sampling_params)
+
+
 class TextWorker:
     """Text to token ids on the way in, token ids to text on the way out.
 
@@ -60,6 +77,7 @@ class TextWorker:
         self._outboxes = (to_scheduler, to_frontend)
         self._scheduler, self._frontend = list[Message](), list[Message]()  # for the next flush
         self._open: dict[int, OpenText] = {}
+        self._last = LastPrompt()
 
     def flush(self) -> None:
         """Send what came of the messages since the last flush, each way as one."""
@@ -92,36 +110,28 @@ class TextWorker:
             return
         try:
             if isinstance(msg, ConvertMsg):
-                self._frontend.append(self._convert(msg))
+                self._frontend.append(convert(self._tokenizer, msg))
                 return
-            if msg.messages is not None:
-                ids = self._tokenizer.apply_chat(msg.messages, **msg.template_kwargs).tolist()
-            elif msg.text is not None:
-                ids = self._tokenizer.encode(msg.text).tolist()
-            else:
-                ids = list(msg.input_ids or [])
-            params = self._tokenizer.encode_bad_words(msg.sampling_params)
+            if not self._last.has_prompt_of(msg):
+                self._last.ids = self._encode(msg)
+                self._last.prompt = msg
+            if not self._last.has_params_of(msg):
+                self._last.params = self._tokenizer.encode_bad_words(msg.sampling_params)
+                self._last.given = msg.sampling_params
         except Exception as error:  # a chat template can raise anything
             param = "prompt" if msg.messages is None else "messages"
             self._frontend.append(ErrorReply(uid=msg.uid, message=f"{param}: {error}", param=param))
             return
-        self._scheduler.append(UserMsg(msg.uid, ids, params, msg.client))
+        params = with_seed(self._last.params, msg.sampling_params.seed)
+        self._scheduler.append(UserMsg(msg.uid, self._last.ids, params, msg.client))
 
-    def _convert(self, msg: ConvertMsg) -> Converted:
-        """Return the tokens of a prompt, or the text of `input_ids`, special tokens included."""
-        backend = self._tokenizer.backend
-        if msg.input_ids is not None:
-            known = [token for token in msg.input_ids if backend.id_to_token(token) is not None]
-            if known != msg.input_ids:
-                raise ValueError(f"must be ids of tokens, got {max(msg.input_ids)} and others")
-            text = backend.decode(msg.input_ids, skip_special_tokens=False)
-            return Converted(uid=msg.uid, text=text, token_ids=msg.input_ids)
-        text = msg.text or ""
+    def _encode(self, msg: TokenizeMsg) -> list[int]:
+        """Token ids of a prompt in any of its forms."""
         if msg.messages is not None:
-            text = self._tokenizer.render_chat(msg.messages, **msg.template_kwargs)
-        ids = self._tokenizer.encode(text, msg.add_special_tokens and msg.messages is None).tolist()
-        pieces = [backend.id_to_token(token) for token in ids]
-        return Converted(uid=msg.uid, text=text, token_ids=ids, pieces=pieces)
+            return self._tokenizer.apply_chat(msg.messages, **msg.template_kwargs).tolist()
+        if msg.text is not None:
+            return self._tokenizer.encode(msg.text).tolist()
+        return list(msg.input_ids or [])
 
     def _detokenize(self, msg: TokenReply) -> None:
         """One token to the text that it completes; a stop string ends the request from here."""
@@ -165,23 +175,34 @@ def characters(msg: TokenizeMsg) -> int:
 
 
 class PromptQueue:
-    """Prompts to encode, short before long; none waits for ever, as the clock moves on."""
+    """Prompts to encode: of the client that had least, short before long; none waits for ever."""
 
     def __init__(self) -> None:
         self.waiting: dict[int, TokenizeMsg] = {}
-        self._heap: list[tuple[int, int]] = []  # tag, uid
-        self._clock = 0  # characters encoded so far
+        self._heaps: dict[str, list[tuple[int, int, int]]] = {}  # tag, uid, size
+        self._clocks: dict[str, int] = {}  # characters encoded so far
+        self._last: tuple[TokenizeMsg | None, int] = (None, 0)
 
     def add(self, msg: TokenizeMsg) -> None:
-        self.waiting[msg.uid] = msg
-        heapq.heappush(self._heap, (self._clock + characters(msg), msg.uid))
+        before, size = self._last
+        if before is None or not before.same_prompt(msg):
+            size = characters(msg)
+        self._last, self.waiting[msg.uid] = (msg, size), msg
+        if msg.client not in self._heaps:  # no credit for the time in which it wanted nothing
+            self._heaps[msg.client] = []
+            self._clocks[msg.client] = min(self._clocks.values(), default=0)
+        heapq.heappush(self._heaps[msg.client], (self._clocks[msg.client] + size, msg.uid, size))
 
     def pop(self) -> TokenizeMsg | None:
         """The next prompt that is still wanted, if there is one."""
-        while self._heap:
-            msg = self.waiting.pop(heapq.heappop(self._heap)[1], None)
+        while self._heaps:
+            client = min(self._clocks, key=self._clocks.__getitem__)
+            _, uid, size = heapq.heappop(self._heaps[client])
+            msg = self.waiting.pop(uid, None)
+            self._clocks[client] += size if msg else 0
+            if not self._heaps[client]:
+                del self._heaps[client], self._clocks[client]
             if msg is not None:
-                self._clock += characters(msg)
                 return msg
         return None
 
