@@ -54,7 +54,12 @@ class MessageBuilder:
 
     def __init__(self, name: str, model: str) -> None:
         about = {"id": name, "type": "message", "role": "assistant", "model": model}
-        self.message = {**about, "content": [], "stop_reason": None, "stop_sequence": None}
+        self.message: dict[str, Any] = {
+            **about,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
         self.begun = False
         self._block: dict[str, Any] | None = None  # the open one
         self._text: list[str] = []

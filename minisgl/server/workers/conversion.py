@@ -1,6 +1,6 @@
 """What the text worker makes of a prompt that asks for no answer.
 
-Generated from notebooks/12db_messages.ipynb: edit there.
+Generated from notebooks/12_server.ipynb: edit there.
 """
 
 from __future__ import annotations
