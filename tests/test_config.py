@@ -192,6 +192,7 @@ def test_ranks_are_a_positive_number(ranks: Any) -> None:
 
 BILLIONS = {  # as published
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
     "Qwen/Qwen3-0.6B": 596_049_920,
     "Qwen/Qwen3-32B": 32_762_123_264,

@@ -35,6 +35,10 @@ CASES = {
         "from minisgl import LLM\nLLM(device='cpu', num_pages=300)",
         {"jinja2", "llguidance", "safetensors", "tokenizers", "torch"},
     ),
+    "the benchmarks, one of which compares with transformers": (
+        "import minisgl.benchmark.__main__",
+        HEAVY - {"fastapi", "prometheus_client", "prompt_toolkit", "uvicorn"},
+    ),
     "a worker of the command minisgl": ("import minisgl.__main__", set()),
 }
 

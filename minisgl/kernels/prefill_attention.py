@@ -72,7 +72,7 @@ def load_tile(ring, pages, number, row, start, last_page, column, BOX: gl.conste
     smem, full, free = ring
     slots = ()
     for b in gl.static_range(TILE_KV // BOX):  # past the last page: that page again
-        slots = slots + (gl.load(row + gl.minimum(start + b * BOX, last_page)),)
+        slots = slots + (gl.load(row + gl.minimum(start + b * BOX, last_page)),)  # type: ignore[assignment]
     stage = number % STAGES
     mbarrier.wait(free.index(stage), (number // STAGES & 1) ^ 1)
     mbarrier.expect(full.index(stage), TILE_KV * smem.shape[2] * 2)

@@ -16,7 +16,7 @@ from pydantic import Field
 from minisgl.config import flags
 from minisgl.config.engine import ServerConfig
 from minisgl.config.rules import Count, Number, Positive, PositiveNumber, Text, Validated
-from minisgl.server.http.access import check_key
+from minisgl.server.http.keys import check_key
 
 MODELS = "folder in Hugging Face layout, or a hub id; none: the small model in the package"
 

@@ -111,7 +111,7 @@ MUTATIONS = [
     Mutation(
         name="responses: errors speak of a chat's fields",
         module="minisgl.server.http.bodies",
-        old="if error.param in names:",
+        old='if name := names.get(error.param or ""):',
         new="if False:",
         test=TEST + "test_what_is_refused_is_named",
     ),

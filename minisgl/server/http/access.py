@@ -6,7 +6,6 @@ Generated from notebooks/12ba_hard_to_hurt.ipynb: edit there.
 from __future__ import annotations
 
 import hmac
-import re
 import socket
 import sys
 from collections.abc import Callable, Collection, Coroutine, Mapping
@@ -24,10 +23,10 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.config.flags import KEY_VARIABLE
-from minisgl.config.rules import file_of
 from minisgl.server.http.bodies import BodyReader, ReadRequest, SideThread
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.hosts import host_name, is_address, is_loopback
+from minisgl.server.http.keys import read_keys
 from minisgl.server.http.settings import ApiSettings
 
 BEARER = HTTPBearer(auto_error=False)
@@ -88,33 +87,6 @@ def keyed_route(access: Access, side: SideThread) -> type[APIRoute]:
             return checked
 
     return KeyedRoute
-
-
-def check_key(key: str, where: str) -> str:
-    """Return a key that a header can carry; the `ValueError` does not show it."""
-    if not key or not key.isprintable() or any(c.isspace() for c in key):
-        raise ValueError(f"{where}: must be one word of printable characters, no space, not empty")
-    return key
-
-
-def read_keys(path: Path) -> dict[str, str]:
-    """Read a file of keys, `NAME KEY` a line; lines that begin with # are comments."""
-    found: dict[str, str] = {}
-    with file_of("api_key_file", path):
-        lines = path.read_text("utf-8").splitlines()
-    for number, line in enumerate(lines, 1):
-        words, where = line.split(), f"api_key_file: line {number}"
-        if not words or words[0].startswith("#"):
-            continue
-        if len(words) != 2 or not re.fullmatch(r"[\w.@-]{1,64}", words[0]):
-            raise ValueError(f"{where}: must be a name of letters, digits and _.@-, and a key")
-        name, key = words[0], check_key(words[1], where)
-        if name in found or key in found.values():
-            raise ValueError(f"{where}: must have a name and a key of its own")
-        found[name] = key
-    if not found:
-        raise ValueError(f"api_key_file: must hold a key, got none in {str(path)!r}")
-    return found
 
 
 def warn_if_open(host: str, keys: Mapping[str, str]) -> None:

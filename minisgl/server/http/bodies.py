@@ -126,9 +126,9 @@ def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except (ApiError, ValidationError) as failure:
         error = failure if isinstance(failure, ApiError) else invalid(failure.errors())
-        if error.param in names:
-            error.detail = error.detail.replace(error.param, names[error.param], 1)
-            error.param = names[error.param]
+        if name := names.get(error.param or ""):
+            error.detail = error.detail.replace(str(error.param), name, 1)
+            error.param = name
         raise error from failure
 
 

@@ -31,8 +31,8 @@ class MessagesHandler(TranslatedHandler):
     def __init__(self, service: Service, request: Request, body: MessagesRequest) -> None:
         body.refuse_unsupported()
         super().__init__(service, request, body.as_chat)
-        name = "msg_" + self.head["id"].rpartition("-")[2]
-        self.builder = MessageBuilder(name, self.head["model"])
+        name = "msg_" + str(self.head["id"]).rpartition("-")[2]
+        self.builder = MessageBuilder(name, str(self.head["model"]))
 
     def finish(self, last: UserReply) -> Sequence[Event]:
         return list(self.builder.finish(last))
