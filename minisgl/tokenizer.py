@@ -226,7 +226,12 @@ class StopFilter:
             raise ValueError("stop: must not contain an empty string")
         self.stop = tuple(stop)
         self.held = ""
-        self.stopped = False
+        self.found: str | None = None  # the stop string that ended the text
+
+    @property
+    def stopped(self) -> bool:
+        """True once a stop string was found."""
+        return self.found is not None
 
     def push(self, text: str) -> str:
         """Take new text; return what can no longer be part of a stop string."""
@@ -235,8 +240,9 @@ class StopFilter:
         text = self.held + text
         found = [(at + len(s), at) for s in self.stop if (at := text.find(s)) >= 0]
         if found:
-            self.held, self.stopped = "", True
-            return text[: min(found)[1]]
+            end, start = min(found)
+            self.held, self.found = "", text[start:end]
+            return text[:start]
         keep = max((overlap(text, s) for s in self.stop), default=0)
         self.held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -29,6 +29,8 @@ from minisgl.server.http.access import Access, secured, warn_if_open
 from minisgl.server.http.api import create_app
 from minisgl.server.http.limits import BodyLimit, ConcurrencyLimiter, http_config
 from minisgl.server.http.settings import ApiSettings, settings_for
+from minisgl.server.http.tokens import add_token_routes
+from minisgl.server.messages.routes import add_messages_routes
 from minisgl.server.observe.lifecycle import Lifecycle, Server
 from minisgl.server.observe.logs import LineWriter, LogRequests, RequestLog, as_json, as_text
 from minisgl.server.observe.metrics import Metrics, add_metrics_route
@@ -98,7 +100,8 @@ def build_app(
     middleware = [Middleware(BodyLimit, max_bytes=operations.max_body_size)]
     if watchers.log is not None:
         middleware.insert(0, Middleware(LogRequests, notify=frontend.notify))
-    app = create_app(frontend, settings, limiter, middleware, [add_responses_routes])
+    more = [add_responses_routes, add_messages_routes, add_token_routes]
+    app = create_app(frontend, settings, limiter, middleware, more)
     add_metrics_route(app, watchers.metrics)
     told = ("/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc")
     for route in app.routes:

@@ -17,7 +17,13 @@ import msgspec
 from minisgl.core import SamplingParams
 from minisgl.scheduler.messages import AbortMsg, ErrorReply
 from minisgl.server.workers.channels import Inbox, Outbox
-from minisgl.server.workers.messages import StatsEvent, TokenizeMsg, UserReply
+from minisgl.server.workers.messages import (
+    Converted,
+    ConvertMsg,
+    StatsEvent,
+    TokenizeMsg,
+    UserReply,
+)
 
 
 def join(replies: Sequence[UserReply]) -> UserReply:
@@ -167,7 +173,7 @@ class Frontend:
                 if len(stream.waiting) > self._max_waiting:
                     why = f"stream: {len(stream.waiting)} replies wait for a reader that takes none"
                     self._cut(ErrorReply(uid=reply.uid, message=why, code="slow_reader"))
-                if isinstance(reply, UserReply):
+                if type(reply) is UserReply:
                     self.notify("replied", reply.uid, reply)
 
     def notify(self, event: str, *args: Any) -> None:
@@ -227,6 +233,20 @@ class Frontend:
                 yield reply
         finally:
             self._forget(uid, outcome)
+
+    async def convert(self, client: str = "", **prompt: Any) -> Converted:
+        """Tokens of a prompt (`text=`, `messages=`), or text of `input_ids=`; unobserved."""
+        uid = next(self._uids)
+        stream = self._open(uid, None)
+        try:
+            self._send(uid, ConvertMsg(uid=uid, client=client, **prompt))
+            reply = await stream.get()
+        finally:
+            del self._streams[uid]
+        if isinstance(reply, ErrorReply):
+            raise RequestFailed(reply.message, reply.code, reply.param)
+        assert isinstance(reply, Converted)
+        return reply
 
     def _open(self, uid: int, seconds: float | None) -> Stream:
         """Register a stream; when its time is over, if that is limited, it ends with an error."""

@@ -5,6 +5,7 @@ from tests.mutations import Mutation
 TEST = "tests/test_server_responses.py::"
 EVENTS = "minisgl.server.responses.events"
 ROUTES = "minisgl.server.responses.routes"
+TRANSLATED = "minisgl.server.http.translated"
 SCHEMAS = "minisgl.server.responses.schemas"
 STORE = "minisgl.server.responses.store"
 
@@ -95,7 +96,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="responses: a failure in the middle ends without its event",
-        module=ROUTES,
+        module=TRANSLATED,
         old="if not self.builder.begun:",
         new="if True:",
         test=TEST + "test_a_failure_in_the_middle_is_told",
@@ -109,8 +110,8 @@ MUTATIONS = [
     ),
     Mutation(
         name="responses: errors speak of a chat's fields",
-        module=ROUTES,
-        old="if error.param in RENAMED:",
+        module="minisgl.server.http.bodies",
+        old='if name := names.get(error.param or ""):',
         new="if False:",
         test=TEST + "test_what_is_refused_is_named",
     ),

@@ -248,7 +248,8 @@ def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:
             error = api_error(failure)
         request.scope["refused"] = error  # for the log
         frontend.notify("refused", error.status_code)
-        return JSONResponse(error.body(), error.status_code, error.headers)
+        shape = getattr(request.scope.get("route"), "error_body", ApiError.body)  # chapter 12db
+        return JSONResponse(shape(error), error.status_code, error.headers)
 
     for kind in (RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)

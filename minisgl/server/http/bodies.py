@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -116,6 +117,19 @@ def parse(validator: SchemaValidator, body: bytes) -> Any:
         return validator.validate_python(given)
     except ValidationError as error:
         raise invalid(error.errors(include_url=False)) from None
+
+
+@contextmanager
+def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
+    """Report what a translated request has wrong under the field's name in the original."""
+    try:
+        yield
+    except (ApiError, ValidationError) as failure:
+        error = failure if isinstance(failure, ApiError) else invalid(failure.errors())
+        if name := names.get(error.param or ""):
+            error.detail = error.detail.replace(str(error.param), name, 1)
+            error.param = name
+        raise error from failure
 
 
 class SideThread:

@@ -29,6 +29,7 @@ class ApiSettings:
     can: ChatAbilities = field(default_factory=ChatAbilities)  # what its chat template knows
     named_keys: Mapping[str, str] = field(default_factory=dict)  # more API keys, by name
     origins: Sequence[str] = ("*",)  # pages that may use the server beside those of this machine
+    info: Mapping[str, Any] = field(default_factory=dict)  # for `/server_info`
 
     @property
     def keys(self) -> dict[str, str]:
@@ -63,4 +64,6 @@ def settings_for(
     window = max_seq_len(config, model)
     if config.num_pages is not None:  # a KV cache smaller than the window
         window = min(window, config.num_pages * config.page_size)
-    return ApiSettings(name, window, sampling_defaults(path), config.api_key, request_timeout, can)
+    info = {name: getattr(config, name) for name in ("page_size", "max_running_req")}
+    defaults = sampling_defaults(path)
+    return ApiSettings(name, window, defaults, config.api_key, request_timeout, can, info=info)

@@ -9,27 +9,19 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
-from fastapi.sse import format_sse_event
-
 from minisgl.server.http.answers import THOUGHT
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.formats import chat_logprobs
 from minisgl.server.http.tool_parser import CallArguments, CallStart, Content, Piece, Reasoning
+from minisgl.server.http.translated import Event
 from minisgl.server.workers.messages import UserReply
 
-Event = dict[str, Any]
 PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 
 
 def item_id(kind: str, response_id: str, number: int) -> str:
     """The id of an item tells its response and its place there, and is as hard to guess."""
     return f"{PREFIX[kind]}_{response_id.removeprefix('resp_')}_{number}"
-
-
-def event_bytes(event: Event) -> bytes:
-    """An event as it goes over the wire; its type stands beside the JSON, too."""
-    return format_sse_event(data_str=msgspec.json.encode(event).decode(), event=event["type"])
 
 
 def usage_of(last: UserReply, thought: int) -> dict[str, Any]:

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import secrets
 import time
-import traceback
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
-from pydantic import ValidationError
 
 from minisgl.server.http.api import STREAMED, RequestHandler, Service, respond
-from minisgl.server.http.bodies import build, invalid
-from minisgl.server.http.errors import ApiError, api_error
-from minisgl.server.http.formats import ChatFormatter, sse
-from minisgl.server.responses.events import Event, ResponseBuilder, event_bytes, item_id
+from minisgl.server.http.bodies import build
+from minisgl.server.http.errors import ApiError
+from minisgl.server.http.formats import sse
+from minisgl.server.http.translated import Event, TranslatedHandler
+from minisgl.server.responses.events import ResponseBuilder, item_id
 from minisgl.server.responses.schemas import (
     RENAMED,
     Item,
@@ -31,22 +30,7 @@ from minisgl.server.responses.schemas import (
     read_items,
 )
 from minisgl.server.responses.store import ResponseStore, Turn
-
-
-@contextmanager
-def renamed_errors() -> Iterator[None]:
-    """What a chat finds wrong is said with the name that the field has here."""
-    try:
-        yield
-    except (ApiError, ValidationError) as failure:
-        if isinstance(failure, ApiError):
-            error = failure
-        else:
-            error = invalid(failure.errors())
-        if error.param in RENAMED:
-            error.detail = error.detail.replace(error.param, RENAMED[error.param], 1)
-            error.param = RENAMED[error.param]
-        raise error from failure
+from minisgl.server.workers.messages import UserReply
 
 
 @contextmanager
@@ -97,6 +81,9 @@ def as_stored(item: Item, response_id: str, number: int) -> dict[str, Any]:
     return {**shown, "id": item_id(item.type, response_id, number), "status": "completed"}
 
 
+SAMPLING = "temperature top_p presence_penalty frequency_penalty"  # shown as it was used
+
+
 def empty_response(body: ResponsesRequest, handler: RequestHandler) -> dict[str, Any]:
     """A response that says nothing yet: what was asked for, as it was understood."""
     params, form = handler.tasks[0].params, body.text.format
@@ -110,68 +97,41 @@ def empty_response(body: ResponsesRequest, handler: RequestHandler) -> dict[str,
         "status": "in_progress",
         "model": handler.head["model"],
         "output": [],
-        "temperature": params.temperature,
-        "top_p": params.top_p,
+        **{name: getattr(params, name) for name in SAMPLING.split()},
         "top_logprobs": body.top_logprobs or 0,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
         "text": {"format": form.model_dump(exclude_none=form.type != "json_schema")},
         "service_tier": "default",
     }
 
 
-class ResponsesHandler(RequestHandler):
-    """Runs a response as the one task of a chat, and tells of it in items and events."""
+class ResponsesHandler(TranslatedHandler):
+    """Runs a response, and keeps it when it is complete."""
+
+    builder: ResponseBuilder
+    names, ending = RENAMED, sse("[DONE]")
 
     def __init__(
         self, service: Service, request: Request, body: ResponsesRequest, store: ResponseStore
     ) -> None:
         body.refuse_unsupported()
         before, own = conversation(store, body)
-        with renamed_errors():
-            self.chat = body.as_chat(before + own)
-            self.chat.prepare(service.settings.can)
-            super().__init__(service, request, self.chat, [self.chat.prompt()], ChatFormatter())
+        super().__init__(service, request, lambda: body.as_chat(before + own))
         response = empty_response(body, self)
         self._store = store
         self._items = [as_stored(item, response["id"], n) for n, item in enumerate(own)]
         self.builder = ResponseBuilder(response, first=len(own))
 
-    async def _changes(self) -> AsyncGenerator[Event, None]:
-        """All events; the response is kept before its client learns of the end."""
-        parser = self.chat.parser()
-        with renamed_errors():
-            async with aclosing(self._replies()) as replies:
-                async for _, reply in replies:
-                    pieces = parser.push(reply.text, reply.finished, reply.thinking)
-                    for event in self.builder.add(pieces, reply):
-                        yield event
-        last = list(self.builder.finish(reply, int(time.time())))
+    def finish(self, last: UserReply) -> Sequence[Event]:
+        """Complete the response and keep it, if it is to be kept."""
+        events = list(self.builder.finish(last, int(time.time())))
         if self.builder.response["store"]:
             self._store.put(Turn(self._items, self.builder.response))
-        for event in last:
-            yield event
+        return events
 
     async def whole(self) -> dict[str, Any]:
         """The response in one piece."""
-        async with aclosing(self._changes()) as events:
-            async for _ in events:
-                pass
+        await self.collected()
         return self.builder.response
-
-    async def events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
-        """The response as server-sent events; the last one has the usage, asked for or not."""
-        try:
-            async with aclosing(self._changes()) as events:
-                async for event in events:
-                    yield event_bytes(event)
-        except Exception as failure:
-            if not self.builder.begun:
-                raise
-            if not isinstance(failure, ApiError):
-                traceback.print_exc()
-            yield event_bytes(self.builder.fail(api_error(failure)))
-        yield sse("[DONE]")
 
 
 def page(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:

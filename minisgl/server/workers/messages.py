@@ -52,11 +52,24 @@ class UserReply(msgspec.Struct, tag=True, kw_only=True):
     token_ids: list[int]
     finished: bool = False
     finish_reason: str | None = None
+    stop: str | None = None  # the stop string that ended the text
     thinking: bool = False  # the prompt ended with an open `<think>`
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     logprobs: list[TokenLogprob] = []
+
+
+class ConvertMsg(TokenizeMsg, tag=True, kw_only=True):
+    """Frontend to text worker: convert a prompt to tokens, or `input_ids` to text; no answer."""
+
+    add_special_tokens: bool = True
+
+
+class Converted(UserReply, tag=True, kw_only=True):
+    """Text worker to frontend: a prompt's tokens, or the text of tokens."""
+
+    pieces: list[str] = []  # what the vocabulary calls each token
 
 
 class StatsMsg(msgspec.Struct, tag=True, kw_only=True):
@@ -72,7 +85,7 @@ class StatsMsg(msgspec.Struct, tag=True, kw_only=True):
 
 StatsEvent = StatsMsg | StageTimed
 
-Message = Msg | Reply | TokenizeMsg | UserReply | StatsEvent
+Message = Msg | Reply | TokenizeMsg | ConvertMsg | UserReply | Converted | StatsEvent
 
 CODEC = Codec(Message)
 encode = CODEC.encode

@@ -15,7 +15,15 @@ from minisgl.events import StageTimed
 from minisgl.scheduler.frames import same_but_seed, with_seed
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
 from minisgl.server.workers.channels import Inbox, Outbox
-from minisgl.server.workers.messages import Message, StatsMsg, TokenizeMsg, TokenLogprob, UserReply
+from minisgl.server.workers.conversion import convert
+from minisgl.server.workers.messages import (
+    ConvertMsg,
+    Message,
+    StatsMsg,
+    TokenizeMsg,
+    TokenLogprob,
+    UserReply,
+)
 from minisgl.tokenizer import DecodeStatus, Tokenizer, text_size
 
 
@@ -101,6 +109,9 @@ class TextWorker:
             self._frontend.append(refusal)
             return
         try:
+            if isinstance(msg, ConvertMsg):
+                self._frontend.append(convert(self._tokenizer, msg))
+                return
             if not self._last.has_prompt_of(msg):
                 self._last.ids = self._encode(msg)
                 self._last.prompt = msg
@@ -149,6 +160,7 @@ class TextWorker:
             token_ids=[] if msg.token is None else [msg.token],
             finished=finished,
             finish_reason="stop" if status.stopped else msg.finish_reason,
+            stop=status.filter.found,
             thinking=status.thinking,
             prompt_tokens=msg.prompt_tokens,
             cached_tokens=msg.cached_tokens,

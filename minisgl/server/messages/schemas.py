@@ -1,0 +1,224 @@
+"""What a client may send to `/v1/messages`, and the chat that it means.
+
+Generated from notebooks/12db_messages.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from minisgl.server.http.bodies import validator_of
+from minisgl.server.http.errors import ApiError
+from minisgl.server.http.schemas import ChatRequest, Limit
+from minisgl.server.http.tools import FunctionSpec, Object, Text, text_of
+
+
+class TextBlock(BaseModel):
+    """Something said."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ThinkingBlock(BaseModel):
+    """What a model thought; a signature of another server proves nothing here."""
+
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Text | None = None
+
+
+class ToolUseBlock(BaseModel):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: Object
+
+
+class ToolResultBlock(BaseModel):
+    """What a called tool returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: Text | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
+
+
+class Turn(BaseModel):
+    """One turn of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Text | list[Block]
+
+
+def assistant_message(blocks: list[Any]) -> dict[str, Any]:
+    """Return a turn of the assistant as one message: what it thought, said and called."""
+    thoughts = "".join(b.thinking for b in blocks if isinstance(b, ThinkingBlock))
+    calls = [
+        {"id": b.id, "function": {"name": b.name, "arguments": json.dumps(b.input)}}
+        for b in blocks
+        if isinstance(b, ToolUseBlock)
+    ]
+    extra = {"reasoning_content": thoughts, "tool_calls": calls}
+    said = text_of([block for block in blocks if isinstance(block, TextBlock)])
+    return {"role": "assistant", "content": said, **{k: v for k, v in extra.items() if v}}
+
+
+def messages_of(turn: Turn) -> Iterator[dict[str, Any]]:
+    """Yield a turn as messages of a chat. Raises `ApiError` for a block in the wrong turn."""
+    blocks: list[Any] = turn.content if isinstance(turn.content, list) else []
+    allowed = {"user": (TextBlock, ToolResultBlock), "system": (TextBlock,)}
+    for block in blocks:
+        if turn.role in allowed and not isinstance(block, allowed[turn.role]):
+            raise wrong(f"messages: role {turn.role} has no block of type {block.type}", "messages")
+        if turn.role == "assistant" and isinstance(block, ToolResultBlock):
+            raise wrong("messages: role assistant has no block of type tool_result", "messages")
+    if isinstance(turn.content, str):
+        yield {"role": turn.role, "content": turn.content}
+    elif turn.role == "assistant":
+        yield assistant_message(blocks)
+    else:
+        text: list[TextBlock] = []
+        for block in [*blocks, None]:
+            if isinstance(block, TextBlock):
+                text.append(block)
+                continue
+            if text:
+                yield {"role": turn.role, "content": text_of(text)}
+                text = []
+            if isinstance(block, ToolResultBlock):
+                content = "Error: " * bool(block.is_error) + text_of(block.content)
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def wrong(why: str, param: str, code: str = "invalid_value") -> ApiError:
+    """Return the refusal of a field."""
+    return ApiError(400, why, code=code, param=param)
+
+
+class MessageTool(FunctionSpec):
+    """A tool of the client's. Anthropic's own tools have another type, and are refused by it."""
+
+    type: Literal["custom"] | None = None
+    input_schema: Object
+
+    def as_chat(self) -> dict[str, Any]:
+        about = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
+        return {"type": "function", "function": {**about, "parameters": self.input_schema}}
+
+
+class ToolChoice(BaseModel, extra="forbid"):
+    """Whether a tool must be used, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    def as_chat(self) -> Any:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return {"any": "required"}.get(self.type, self.type)
+
+
+class Thinking(BaseModel, extra="forbid"):
+    """Whether the model thinks first, and whether its thoughts are shown."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(default=None, ge=1)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(BaseModel, extra="forbid"):
+    """The form of the answer."""
+
+    type: Literal["json_schema"]
+    content: Object = Field(alias="schema")
+
+
+class OutputConfig(BaseModel, extra="forbid"):
+    """How much effort to take, and in which form to answer."""
+
+    effort: Annotated[Text, Field(max_length=64)] | None = None
+    format: OutputFormat | None = None
+
+
+class Metadata(BaseModel):
+    """Who asks, in the words of the caller."""
+
+    user_id: Annotated[Text, Field(max_length=1024)] | None = None
+
+
+SAME = "model temperature top_p top_k max_tokens stream"  # as in a chat
+REFUSED = "container mcp_servers context_management fallbacks"  # services beside the model
+CHAT_NAMES = """
+stop_sequences=stop output_config=response_format output_config=json_schema
+output_config=reasoning_effort tool_choice=parallel_tool_calls metadata=user messages=prompt
+max_tokens=max_completion_tokens thinking=enable_thinking thinking=include_reasoning
+"""
+RENAMED = {there: here for here, there in (pair.split("=") for pair in CHAT_NAMES.split())}
+
+
+class MessagesRequest(BaseModel, extra="allow", strict=True):
+    """Body of `POST /v1/messages`; a field that is not listed means what it means in a chat."""
+
+    messages: list[Turn] = Field(min_length=1, max_length=16384)
+    max_tokens: Limit | None = None
+    model: str | None = None
+    system: Text | list[TextBlock] | None = None
+    temperature: float | None = Field(default=None, ge=0, le=1)
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[Text] | None = None
+    stream: bool | None = None
+    tools: list[MessageTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    metadata: Metadata | None = None
+
+    def refuse_unsupported(self) -> None:
+        """Refuse what is not there, and the names that a chat has for what is."""
+        for name, value in (self.model_extra or {}).items():
+            why = f"not supported, leave it out; got {value!r:.80}"
+            if name in RENAMED:
+                why = f"belongs to another route; use {RENAMED[name]} here"
+            if (name in RENAMED or name in REFUSED.split()) and value not in (None, False, [], {}):
+                raise wrong(f"{name}: {why}", name, "unsupported")
+
+    def as_chat(self) -> ChatRequest:
+        """Return the chat that asks for the same."""
+        system = [{"role": "system", "content": text_of(self.system)}] if self.system else []
+        said = [message for turn in self.messages for message in messages_of(turn)]
+        choice, thinking = self.tool_choice, self.thinking
+        options, form = self.output_config or OutputConfig(), None
+        if options.format:
+            form = {"type": "json_schema", "json_schema": {"schema": options.format.content}}
+        chat = {
+            **(self.model_extra or {}),
+            **self.model_dump(include=set(SAME.split())),
+            "messages": system + said,
+            "stop": self.stop_sequences,
+            "tools": [tool.as_chat() for tool in self.tools or ()] or None,
+            "tool_choice": choice and choice.as_chat(),
+            "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
+            "enable_thinking": None if thinking is None else thinking.type != "disabled",
+            "include_reasoning": not (thinking and thinking.display == "omitted"),
+            "reasoning_effort": options.effort,
+            "response_format": form,
+            "user": self.metadata and self.metadata.user_id,
+        }
+        if said[-1]["role"] == "assistant":
+            chat |= {"continue_final_message": True, "add_generation_prompt": False}
+        given = {name: value for name, value in chat.items() if value is not None}
+        return validator_of(ChatRequest).validate_python(given)

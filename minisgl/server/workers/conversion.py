@@ -1,0 +1,26 @@
+"""What the text worker makes of a prompt that asks for no answer.
+
+Generated from notebooks/12_server.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from minisgl.server.workers.messages import Converted, ConvertMsg
+from minisgl.tokenizer import Tokenizer
+
+
+def convert(tokenizer: Tokenizer, msg: ConvertMsg) -> Converted:
+    """Return the tokens of a prompt, or the text of `input_ids`, special tokens included."""
+    backend = tokenizer.backend
+    if msg.input_ids is not None:
+        known = [token for token in msg.input_ids if backend.id_to_token(token) is not None]
+        if known != msg.input_ids:
+            raise ValueError(f"must be ids of tokens, got {max(msg.input_ids)} and others")
+        text = backend.decode(msg.input_ids, skip_special_tokens=False)
+        return Converted(uid=msg.uid, text=text, token_ids=msg.input_ids)
+    text = msg.text or ""
+    if msg.messages is not None:
+        text = tokenizer.render_chat(msg.messages, **msg.template_kwargs)
+    ids = tokenizer.encode(text, msg.add_special_tokens and msg.messages is None).tolist()
+    pieces = [backend.id_to_token(token) for token in ids]
+    return Converted(uid=msg.uid, text=text, token_ids=ids, pieces=pieces)
