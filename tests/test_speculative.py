@@ -27,6 +27,7 @@ from minisgl.engine.step import SampledTokens
 from minisgl.kvcache.audit import check_integrity
 from minisgl.llm import LLM
 from minisgl.scheduler.messages import AbortMsg, UserMsg
+from minisgl.scheduler.observe import StageClock
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.speculative import (
     LONGEST,
@@ -366,7 +367,7 @@ def test_the_overlapped_loop_waits_only_for_steps_with_drafts() -> None:
     """Without drafts the next step is launched before the last is looked at, as ever."""
     for proposer, waits_first in ((Oracle(), True), (NGramProposer(), False)):
         events: list[Any] = []
-        d = driver(proposer, overlap=True, trace=events.append)
+        d = driver(proposer, overlap=True, emit=StageClock(events.append))
         d.ask(0, [1, 2, 3, 4], max_tokens=9, ignore_eos=True)
         if not waits_first:
             d.scheduler.proposer.propose = lambda reqs, limits: [ids()] * len(reqs)  # type: ignore[attr-defined]

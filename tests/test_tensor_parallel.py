@@ -243,7 +243,9 @@ def test_memory_that_one_rank_cannot_map_is_used_by_none(
         return parts[args[7]]
 
     def rank(comm: Comm) -> list[torch.Tensor]:
-        monkeypatch.setattr(nccl, "reduce_tensor", lambda mine: (None, [*range(7), int(mine), *range(7)]))
+        monkeypatch.setattr(
+            nccl, "reduce_tensor", lambda mine: (None, [*range(7), int(mine), *range(7)])
+        )
         return nccl.map_buffers(parts[comm.rank], comm)
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
