@@ -597,7 +597,7 @@ def test_defaults_of_completions_and_of_logprobs(live: Live) -> None:
 
 
 def test_routes_that_are_missing_say_which_exist(live: Live) -> None:
-    for path in ("embeddings", "messages"):
+    for path in ("embeddings", "rerank"):
         response = httpx.post(f"{live.url}/v1/{path}", json={})
         message = response.json()["error"]["message"]
         assert response.status_code == 404 and message.startswith(f"/v1/{path}: ")

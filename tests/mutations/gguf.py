@@ -76,13 +76,6 @@ MUTATIONS = [
         T + "test_tokens_equal_those_of_transformers",
     ),
     Mutation(
-        "gguf: SentencePiece joins the worst pair first",
-        VOCABULARY,
-        "(-scores[token], pieces",
-        "(scores[token], pieces",
-        T + "test_sentencepiece_merges_come_from_scores",
-    ),
-    Mutation(
         "gguf: a file that changed keeps its folder",
         FOLDER,
         "\\0{state.st_mtime_ns}",

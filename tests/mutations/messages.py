@@ -34,11 +34,4 @@ MUTATIONS = [
         new="",
         test=TEST + "test_a_request_as_a_chat",
     ),
-    Mutation(
-        name="metrics: cached pages count as held",
-        module="minisgl.server.observe.metrics",
-        old="self._usage.set(msg.used_pages / max(1, pages))",
-        new="self._usage.set(1 - msg.free_pages / max(1, pages))",
-        test=TEST + "test_the_share_of_the_pool_that_is_held",
-    ),
 ]
