@@ -44,7 +44,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 PACKAGE = "minisgl"
-CHAPTER = re.compile(r"(\d\d[a-z]?|[A-Z])_\w+")
+CHAPTER = re.compile(r"(\d\d[a-z]{0,2}|[A-Z])_\w+")
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 PROMISE = re.compile(r"^(>.*(?:\n>.*)*)", re.MULTILINE)
 FOLDED = {"hide-input", "hide-cell"}

@@ -325,8 +325,11 @@ def load_grammars(folder: Path, vocab_size: int, eos_token_ids: Collection[int])
 
     def load() -> LLTokenizer | str:
         try:
-            text = (folder / "tokenizer.json").read_text("utf-8")
-            return LLTokenizer(text, n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+            about = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+            about |= {"truncation": None, "padding": None}  # of the training
+            ids = [token["id"] for token in about["added_tokens"]]
+            size = max(vocab_size, len(about["model"]["vocab"]), *(i + 1 for i in ids))
+            return LLTokenizer(json.dumps(about), n_vocab=size, eos_token=sorted(eos_token_ids))
         except (OSError, ValueError) as error:
             return f"the model's tokenizer cannot be used: {error}"
 

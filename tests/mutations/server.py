@@ -472,9 +472,31 @@ MUTATIONS = [
         test=TEST + "test_long_prompt_keeps_its_turn",
     ),
     Mutation(
+        name="server: long prompts are encoded between two answers",
+        module="minisgl.server.workers.text_process",
+        old="if characters(msg) > SLICE:",
+        new="if characters(msg) > 100 * SLICE:",
+        test=TEST + "test_a_long_prompt_stops_neither_answers_nor_short_prompts_nor_aborts",
+    ),
+    Mutation(
+        name="server: a prompt is encoded in full before it is refused",
+        module="minisgl.tokenizer",
+        old="len(text) > 2 * window:",
+        new="len(text) > 2000 * window:",
+        test="tests/test_tokenizer.py::"
+        "test_a_prompt_that_is_too_long_is_refused_after_a_few_slices",
+    ),
+    Mutation(
+        name="server: padding of the training goes before a prompt",
+        module="minisgl.tokenizer",
+        old="        self.backend.no_padding()\n",
+        new="",
+        test="tests/test_tokenizer.py::test_settings_of_the_training_do_not_change_a_prompt",
+    ),
+    Mutation(
         name="server: a prompt whose client left is encoded",
         module="minisgl.server.workers.text_worker",
-        old="or prompts.waiting.pop(msg.uid, None) is None:",
+        old="or not prompts.drop(msg.uid):",
         new="or True:",
         test=TEST + "test_answers_go_before_prompts_and_leavers_are_dropped",
     ),

@@ -36,6 +36,10 @@ def keyed_route(api_key: str | None) -> type[APIRoute]:
 
             async def checked(request: Request) -> Response:
                 await check_access(request, api_key)
+                coding = request.headers.get("content-encoding", "identity")
+                if coding.lower() != "identity":
+                    why = f"content-encoding: {coding!r:.80} is not supported, send the body plain"
+                    raise ApiError(415, why, code="unsupported", param="content-encoding")
                 return await handle(request)
 
             return checked

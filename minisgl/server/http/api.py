@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.types import Receive, Scope, Send
@@ -26,7 +26,15 @@ from minisgl.core import SamplingParams
 from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.http.access import BEARER, keyed_route
 from minisgl.server.http.errors import FAILED, ApiError, api_error
-from minisgl.server.http.formats import ChatFormatter, Completion, CompletionFormatter, sse, usage
+from minisgl.server.http.fields import client_names
+from minisgl.server.http.formats import (
+    ChatFormatter,
+    Completion,
+    CompletionFormatter,
+    Json,
+    sse,
+    usage,
+)
 from minisgl.server.http.limits import ConcurrencyLimiter
 from minisgl.server.http.schemas import (
     MAX_ANSWERS,
@@ -81,7 +89,7 @@ class RequestHandler:
 
     async def answers(self) -> list[Completion]:
         """All answers, whole. If one task fails or the client leaves, all are aborted."""
-        answers = [Completion() for _ in self.tasks]
+        answers = [self.formatter.answer() for _ in self.tasks]
         async with aclosing(self._replies()) as replies:
             async for task, reply in replies:
                 answers[task.index].add(reply)
@@ -134,15 +142,17 @@ class RequestHandler:
         """The answer as server-sent events."""
         head = {**self.head, "object": self.formatter.chunk}
         head |= {"usage": None} if include_usage else {}
-        answers = [Completion() for _ in self.tasks]
+        answers = [self.formatter.answer() for _ in self.tasks]
         async with aclosing(self._replies()) as replies:
             async for task, reply in replies:
                 answer = answers[task.index]
                 first = answer.completion_tokens == 0
                 answer.add(reply)
-                answer.text, answer.logprobs = "", []  # only counts are wanted here
-                for choice in self.formatter.deltas(task.index, reply, first):
+                if self.body.usage_in_chunks:
+                    head["usage"] = usage(answers, self.prompts)
+                for choice in self.formatter.deltas(task.index, answer, first):
                     yield sse({**head, "choices": [choice]})
+                answer.forget()
         if include_usage:
             yield sse({**head, "choices": [], "usage": usage(answers, self.prompts)})
         yield sse("[DONE]")
@@ -227,7 +237,7 @@ async def respond(request: Request, body: GenerationRequest, handler: RequestHan
         events = handler.events(body.include_usage)
         return await unless_gone(request, stream_response(events)) or Response(status_code=499)
     whole = await unless_gone(request, handler.whole())
-    return Response(status_code=499) if whole is None else JSONResponse(whole)
+    return Response(status_code=499) if whole is None else Json(whole)
 
 
 def invalid(error: RequestValidationError) -> ApiError:
@@ -238,6 +248,7 @@ def invalid(error: RequestValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         reason = f"body: invalid JSON ({first.get('ctx', {}).get('error', 'cannot be parsed')})"
         return ApiError(400, reason, code="invalid_json")
+    place[:1] = [client_names(error.body).get(name, name) for name in place[:1]]
     where = ".".join(place) or "body (JSON with Content-Type: application/json)"
     reason = f"{where}: {first['msg']}, got {first.get('input')!r:.80}"
     return ApiError(400, reason, code="invalid_value", param=place[0] if place else None)
@@ -246,11 +257,13 @@ def invalid(error: RequestValidationError) -> ApiError:
 def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:
     """Every failure has one body, whichever layer it comes from."""
 
-    async def handle(request: Request, failure: Exception) -> JSONResponse:
+    async def handle(request: Request, failure: Exception) -> Json:
         if isinstance(failure, RequestValidationError):
             error = invalid(failure)
         elif isinstance(failure, HTTPException) and not isinstance(failure, ApiError):
             status, why = failure.status_code, str(failure.detail)
+            if isinstance(failure.__cause__, UnicodeDecodeError):  # of FastAPI's JSON
+                why = f"body: not UTF-8 ({failure.__cause__})"
             code = "invalid_json" if status == 400 else f"http_{status}"  # FastAPI's own 400
             if status == 404:
                 why = f"{request.url.path}: not here; there are {', '.join(app.openapi()['paths'])}"
@@ -259,7 +272,7 @@ def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:
             error = api_error(failure)
         request.scope["refused"] = error  # for the log
         frontend.notify("refused", error.status_code)
-        return JSONResponse(error.body(), error.status_code, error.headers)
+        return Json(error.body(), error.status_code, error.headers)
 
     for kind in (RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
@@ -338,7 +351,7 @@ def add_generation_routes(keyed: APIRouter, service: Service) -> None:
         if body.stream is not False:
             return await unless_gone(request, stream_response(handler.texts())) or gone
         answers = await unless_gone(request, handler.answers())
-        return JSONResponse({"text": answers[0].text}) if answers else gone
+        return Json({"text": answers[0].text}) if answers else gone
 
 
 def add_info_routes(app: FastAPI, keyed: APIRouter, service: Service) -> None:
@@ -353,7 +366,7 @@ def add_info_routes(app: FastAPI, keyed: APIRouter, service: Service) -> None:
         reason = service.frontend.failure or service.limiter.reason
         if reason is not None:
             raise ApiError(503, reason, code="service_unavailable")
-        return JSONResponse({"status": "ok"})
+        return Json({"status": "ok"})
 
     @keyed.get("/v1/models")
     @keyed.get("/v1/models/", include_in_schema=False)
@@ -383,6 +396,7 @@ def create_app(
 
     everyone: Any = {name: ["*"] for name in ("allow_origins", "allow_methods", "allow_headers")}
     shown = ["x-request-id", "retry-after", "x-should-retry"]
+    everyone["allow_private_network"] = True  # a page on the web may ask a local server
     browsers = Middleware(CORSMiddleware, expose_headers=shown, **everyone)
     app = FastAPI(title="minisgl", lifespan=lifespan, middleware=[browsers, *middleware])
     service = Service(frontend, settings, limiter or ConcurrencyLimiter())

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from minisgl.server.http.api import STREAMED, RequestHandler, Service, invalid, respond
 from minisgl.server.http.errors import ApiError, api_error
-from minisgl.server.http.formats import ChatFormatter, sse
+from minisgl.server.http.formats import ChatFormatter, Completion, sse
 from minisgl.server.responses.events import Event, ResponseBuilder, event_bytes, item_id
 from minisgl.server.responses.schemas import (
     RENAMED,
@@ -138,14 +138,15 @@ class ResponsesHandler(RequestHandler):
 
     async def _changes(self) -> AsyncGenerator[Event, None]:
         """All events; the response is kept before its client learns of the end."""
-        parser = self.chat.parser()
+        answer = Completion(self.chat.parser())
         with renamed_errors():
             async with aclosing(self._replies()) as replies:
                 async for _, reply in replies:
-                    pieces = parser.push(reply.text, reply.finished, reply.thinking)
-                    for event in self.builder.add(pieces, reply):
+                    answer.add(reply)
+                    for event in self.builder.add(answer):
                         yield event
-        last = list(self.builder.finish(reply, int(time.time())))
+                    answer.forget()
+        last = list(self.builder.finish(answer, int(time.time())))
         if self.builder.response["store"]:
             self._store.put(Turn(self._items, self.builder.response))
         for event in last:

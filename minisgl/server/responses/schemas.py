@@ -5,7 +5,7 @@ Generated from notebooks/12d_responses.ipynb: edit there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, model_validator
@@ -13,7 +13,8 @@ from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, model_valid
 from minisgl.core import MAX_LOGPROBS
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.schemas import ChatRequest, Limit
-from minisgl.server.http.tools import FunctionSpec, Object, Text, text_of
+from minisgl.server.http.tools import FunctionSpec, Object, RefusalPart, Text
+from minisgl.tokenizer import text_of
 
 
 class Part(BaseModel):
@@ -28,7 +29,7 @@ class Message(BaseModel):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Text | list[Part]
+    content: Text | list[Part | RefusalPart]
 
 
 class ReasoningItem(BaseModel):
@@ -79,21 +80,26 @@ Item = Annotated[
 read_items = TypeAdapter(list[Item]).validate_python
 
 
+def joined_text(content: str | Sequence[BaseModel]) -> str:
+    """Content as one text."""
+    parts = content if isinstance(content, str) else [part.model_dump() for part in content]
+    return text_of("content", parts)
+
+
 def as_chat_message(item: Item) -> dict[str, Any]:
     """One item as a message of a chat."""
     match item:
         case Message():
-            role = "system" if item.role == "developer" else item.role
-            return {"role": role, "content": text_of(item.content)}
+            return {"role": item.role, "content": joined_text(item.content)}
         case ReasoningItem():
-            thoughts = text_of(item.content or item.summary)
+            thoughts = joined_text(item.content or item.summary)
             return {"role": "assistant", "reasoning_content": thoughts}
         case FunctionCall():
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             return {"role": "assistant", "tool_calls": [call]}
         case FunctionCallOutput():
-            content = text_of(item.output)
+            content = joined_text(item.output)
             return {"role": "tool", "tool_call_id": item.call_id, "content": content}
     raise TypeError(f"item: a reference must be looked up before, got {item!r:.80}")
 
@@ -233,7 +239,6 @@ class ResponsesRequest(Fields, extra="allow"):
         form, effort, choice = self.text.format, self.reasoning.effort, self.tool_choice
         schema = form.content and {"schema": form.content}
         chat = {
-            "enable_thinking": False if effort == "none" else None,
             **(self.model_extra or {}),
             "reasoning_effort": effort,
             **self.model_dump(include=set(SAME.split())),

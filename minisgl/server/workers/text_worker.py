@@ -20,7 +20,7 @@ from minisgl.server.workers.messages import (
     TraceMsg,
     UserReply,
 )
-from minisgl.tokenizer import DecodeStatus, Tokenizer, text_size
+from minisgl.tokenizer import DecodeStatus, PromptTooLong, Tokenizer, text_size
 
 
 class LogprobBuffer(Protocol):
@@ -43,18 +43,15 @@ class OpenText:
 class TextWorker:
     """Text to token ids on the way in, token ids to text on the way out.
 
-    `check` says why a prompt is refused before it is encoded, or None.
+    A prompt of more than `window` tokens is refused.
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        to_scheduler: Outbox,
-        to_frontend: Outbox,
-        check: Callable[[TokenizeMsg], ErrorReply | None] = lambda msg: None,
+        self, tokenizer: Tokenizer, to_scheduler: Outbox, to_frontend: Outbox,
+        window: int | None = None,
         logprobs: Callable[[DecodeStatus], LogprobBuffer] | None = None,
-    ) -> None:
-        self._tokenizer, self._check, self._logprobs = tokenizer, check, logprobs
+    ) -> None:  # fmt: skip
+        self._tokenizer, self._window, self._logprobs = tokenizer, window, logprobs
         self._outboxes = (to_scheduler, to_frontend)
         self._scheduler, self._frontend = list[Message](), list[Message]()  # for the next flush
         self._open: dict[int, OpenText] = {}
@@ -70,10 +67,10 @@ class TextWorker:
         """React to one message; a bad one is an error for its own caller alone."""
         match msg:
             case TokenizeMsg():
-                self._tokenize(msg)
+                self.handle(self.encode(msg))
             case TokenReply():
                 self._detokenize(msg)
-            case AbortMsg():
+            case UserMsg() | AbortMsg():
                 self._scheduler.append(msg)
             case StatsMsg() | TraceMsg():
                 self._frontend.append(msg)
@@ -83,30 +80,28 @@ class TextWorker:
             case _:
                 raise TypeError(f"message: a text worker does not take {type(msg).__name__}")
 
-    def _tokenize(self, msg: TokenizeMsg) -> None:
-        """One request to token ids, or an error to its caller."""
-        if (refusal := self._check(msg)) is not None:
-            self._frontend.append(refusal)
-            return
+    def encode(self, msg: TokenizeMsg) -> UserMsg | ErrorReply:
+        """Return a request as token ids, or the error for its caller. Any thread may call this."""
+        encode, ids, param = self._tokenizer.encode, msg.input_ids or [], "stop"
         try:
-            if msg.messages is not None:
-                ids = self._tokenizer.apply_chat(msg.messages, **msg.template_kwargs).tolist()
-            elif msg.text is not None:
-                ids = self._tokenizer.encode(msg.text).tolist()
-            else:
-                ids = list(msg.input_ids or [])
-            params = self._tokenizer.encode_bad_words(msg.sampling_params)
-        except Exception as error:  # a chat template can raise anything
+            params = self._tokenizer.encode_params(msg.sampling_params)
             param = "prompt" if msg.messages is None else "messages"
-            self._frontend.append(ErrorReply(uid=msg.uid, message=f"{param}: {error}", param=param))
-            return
-        self._scheduler.append(UserMsg(msg.uid, ids, params, msg.client))
+            if msg.messages is not None:
+                text = self._tokenizer.render_chat(msg.messages, **msg.template_kwargs)
+                ids = encode(text, add_special_tokens=False, window=self._window).tolist()
+            elif msg.text is not None:
+                ids = encode(msg.text, window=self._window).tolist()
+        except Exception as error:  # a chat template can raise anything
+            why = f"{param}: {str(error).removeprefix(f'{param}: ')}"
+            code = error.code if isinstance(error, PromptTooLong) else "invalid_request"
+            return ErrorReply(uid=msg.uid, message=why, code=code, param=param)
+        return UserMsg(msg.uid, ids, params, msg.client)
 
     def _detokenize(self, msg: TokenReply) -> None:
         """One token to the text that it completes; a stop string ends the request from here."""
         entry = self._open.get(msg.uid)
         if entry is None:
-            status = DecodeStatus(self._tokenizer, msg.prompt_tail, msg.stop)
+            status = DecodeStatus(self._tokenizer, msg.prompt_tail, msg.stop, msg.spare_thoughts)
             entry = OpenText(status, self._logprobs(status) if self._logprobs else None)
             self._open[msg.uid] = entry
         if msg.finished:
@@ -142,20 +137,37 @@ def characters(msg: TokenizeMsg) -> int:
     return max(1, text_size([msg.text, msg.messages, msg.template_kwargs]))
 
 
+Encode = Callable[[TokenizeMsg], Message]
+
+
 class PromptQueue:
-    """Prompts to encode, short before long; none waits for ever, as the clock moves on."""
+    """Prompts to encode, short before long; none starves, as the clock moves on."""
 
     def __init__(self) -> None:
         self.waiting: dict[int, TokenizeMsg] = {}
         self._heap: list[tuple[int, int]] = []  # tag, uid
         self._clock = 0  # characters encoded so far
 
+    @property
+    def patience(self) -> float:
+        """Seconds for which the loop may wait for messages."""
+        return 0.0 if self.waiting else 0.5
+
     def add(self, msg: TokenizeMsg) -> None:
         self.waiting[msg.uid] = msg
         heapq.heappush(self._heap, (self._clock + characters(msg), msg.uid))
 
+    def drop(self, uid: int) -> bool:
+        """Remove the prompt of a client that left; False if it is not here."""
+        return self.waiting.pop(uid, None) is not None
+
+    def take(self, encode: Encode) -> list[Message]:
+        """Encode the next prompt; return what has been encoded since the last call."""
+        prompt = self.pop()
+        return [] if prompt is None else [encode(prompt)]
+
     def pop(self) -> TokenizeMsg | None:
-        """The next prompt that is still wanted, if there is one."""
+        """Remove and return the next prompt that is still wanted."""
         while self._heap:
             msg = self.waiting.pop(heapq.heappop(self._heap)[1], None)
             if msg is not None:
@@ -165,22 +177,23 @@ class PromptQueue:
 
 
 def run_text_worker(
-    worker: TextWorker, inbox: Inbox, beat: Callable[[], object] = lambda: None
-) -> None:
+    worker: TextWorker, inbox: Inbox, beat: Callable[[], object] = lambda: None,
+    prompts: PromptQueue | None = None,
+) -> None:  # fmt: skip
     """Handle messages, answers before prompts, until an `ExitMsg` comes; `beat` after each."""
-    prompts, leave = PromptQueue(), False
+    prompts, leave = PromptQueue() if prompts is None else prompts, False
     while not leave:
         beat()
-        for msg in inbox.get_all(timeout=0.0 if prompts.waiting else 0.5):
+        for msg in inbox.get_all(prompts.patience):
             if isinstance(msg, ExitMsg):
                 leave = True
                 break
             if isinstance(msg, TokenizeMsg):
                 prompts.add(msg)
-            elif not isinstance(msg, AbortMsg) or prompts.waiting.pop(msg.uid, None) is None:
+            elif not isinstance(msg, AbortMsg) or not prompts.drop(msg.uid):
                 worker.handle(msg)
             beat()
         worker.flush()
-        if not leave and (prompt := prompts.pop()) is not None:
-            worker.handle(prompt)
+        for encoded in [] if leave else prompts.take(worker.encode):
+            worker.handle(encoded)
             worker.flush()
