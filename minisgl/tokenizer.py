@@ -62,25 +62,17 @@ class Tokenizer:
     """A model's tokenizer, read from its folder: encode, render a chat, decode."""
 
     def __init__(self, path: str | Path) -> None:
-        from transformers import AutoTokenizer  # takes seconds: paid by the processes that use it
+        from minisgl.tokenizer_files import ChatTemplates, read_tokenizer  # only where one is built
 
-        try:
-            self.hf: Any = AutoTokenizer.from_pretrained(str(path))
-        except Exception as error:  # a broken file leads the library to any of them
-            said = f"{type(error).__name__}: {error}"
-            raise ValueError(f"tokenizer: that of {path} cannot be read, {said}") from error
-        self.backend: Any = getattr(self.hf, "backend_tokenizer", None)
-        if self.backend is None:
-            raise ValueError(f"tokenizer: {path} has no tokenizer.json that can be used")
-        self.backend = with_markers(self.backend)
-        self.backend.no_truncation()  # settings of the training that the file may hold
-        self.backend.no_padding()
-        self.vocab_size: int = len(self.hf)  # ids are below it, added tokens included
+        files = read_tokenizer(Path(path))
+        self.backend: Any = with_markers(files.backend)
+        self.templates = ChatTemplates(files.templates, files.special_tokens)
+        self.vocab_size: int = self.backend.get_vocab_size()  # ids are below it
+        eos = self.backend.token_to_id(files.special_tokens.get("eos_token", ""))
+        self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
         added = self.backend.get_added_tokens_decoder().items()
         self.special = {token.content: token_id for token_id, token in added if token.special}
         self.longest = max(map(len, self.backend.get_vocab()), default=1)  # token, in characters
-        eos = self.hf.eos_token_id
-        self.eos_token_ids: tuple[int, ...] = () if eos is None else (int(eos),)
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Text of token ids; special tokens are no text, broken UTF-8 becomes U+FFFD."""
@@ -122,19 +114,16 @@ class Tokenizer:
         The template reads `variables`, such as `enable_thinking`. One of them,
         `continue_final_message=True`, leaves the last message open instead.
         """
-        checked = check_messages(messages, str(self.hf.chat_template))
-        if not self.hf.chat_template:
-            raise ValueError("messages: this model's tokenizer has no chat template")
-        if variables.get("tools") and "tools" not in str(self.hf.chat_template):
-            raise ValueError("tools: this model's chat template does not know any")
+        checked = check_messages(messages, "".join(self.templates.texts.values()))
         open_end = {"add_generation_prompt": not variables.get("continue_final_message")}
         try:
-            text = self.hf.apply_chat_template(checked, tokenize=False, **{**open_end, **variables})
+            return self.templates.render(checked, **{**open_end, **variables})
+        except ValueError:
+            raise
         except (
             Exception
         ) as error:  # a template is code of the model's author and refuses as it likes
             raise ValueError(f"messages: refused by the chat template: {error}") from error
-        return str(text)
 
     def apply_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> IntArray:
         """Token ids of a rendered conversation, int32 [n]; BOS comes from the template alone."""
@@ -203,7 +192,6 @@ def text_of(name: str, content: object) -> str:
 
 
 ROLES = {"developer": "system"}  # for templates without the first
-THOUGHTS = ("reasoning_content", "reasoning")
 
 
 def parsed(call: Any) -> Any:
@@ -239,8 +227,6 @@ def check_messages(
         role = role if role in template else ROLES.get(role, role)
         content = text_of(f"messages[{index}].content", message.get("content"))
         checked.append({**message, "role": role, "content": content})
-        if thoughts := next((message[name] for name in THOUGHTS if message.get(name)), None):
-            checked[-1] |= dict.fromkeys(THOUGHTS, thoughts)
         if isinstance(calls := message.get("tool_calls"), list | tuple):
             checked[-1]["tool_calls"] = [parsed(call) for call in calls]
     return checked

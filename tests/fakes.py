@@ -18,7 +18,8 @@ from recorder import RecordingGraph
 
 from minisgl.core import Batch, Req, SamplingParams
 from minisgl.engine.engine import build_engine
-from minisgl.engine.step import SampledTokens, build_forward_input
+from minisgl.engine.step import ForwardInput, SampledTokens, build_forward_input
+from minisgl.events import Emit
 from minisgl.kvcache.audit import check_integrity
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.naive_cache import make_cache
@@ -26,8 +27,9 @@ from minisgl.kvcache.page_table import TableManager
 from minisgl.scheduler import build as scheduler_build
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.decode import DecodeManager
+from minisgl.scheduler.executor import Executor, StepOutput
 from minisgl.scheduler.messages import Reply, TokenReply, UserMsg
-from minisgl.scheduler.observe import IdleAudit, attach_trace
+from minisgl.scheduler.observe import IdleAudit
 from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
@@ -82,14 +84,14 @@ class FakeEngine:
     max_seq_len: int = 128
     max_running_req: int = 8
     steps: list[Step] = field(default_factory=list)
-    model_config: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=VOCAB))
+    vocab_size: int = VOCAB
 
     def __post_init__(self) -> None:
         self.tables = TableManager(
             self.max_running_req, self.max_seq_len, self.page_size, self.num_pages, "cpu"
         )
 
-    def prepare(self, batch: Batch) -> Any:
+    def prepare(self, batch: Batch) -> ForwardInput:
         inputs = build_forward_input(batch, self.tables, self.page_size)
         writes = inputs.out_loc
         assert len(np.unique(writes)) == len(writes), "two tokens of a step share a slot"
@@ -105,15 +107,24 @@ class FakeEngine:
         )
         return inputs
 
-    def step(self, inputs: Any) -> Any:
+    def step(self, inputs: ForwardInput) -> StepOutput:
         ids = [
             fake_token(r.input_ids[: r.prompt_len].tolist(), r.device_len - r.prompt_len)
             for r in inputs.sampled
         ]
         return SimpleNamespace(wait=lambda: SampledTokens(ids))
 
-    def draw_deferred(self) -> None:
+    def sample_deferred(self) -> None:
         """No step waits for its draw."""
+
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+
+fits: Executor = FakeEngine()  # for type checkers: it has all that a scheduler uses
 
 
 class Driver:
@@ -126,18 +137,19 @@ class Driver:
         cache_type: str = "radix",
         budget: int = 64,
         engine: Any = None,
-        trace: Callable[[Any], None] | None = None,
+        emit: Emit | None = None,
         min_shared: int = 32,
         policy: str = "fcfs",
         reserve: int | None = None,
         mixed_prefill_threshold: int = 16,
         share: int | None = None,
         scheduler: Callable[..., Scheduler] = Scheduler,
-        **sizes: int,
+        **sizes: Any,
     ) -> None:
         self.engine = FakeEngine(**sizes) if engine is None else engine
         page_size, pages = self.engine.page_size, self.engine.num_pages
-        self.cache = CacheManager(pages, self.engine.tables, make_cache(cache_type, page_size))
+        prefixes = make_cache(cache_type, page_size)
+        self.cache = CacheManager(pages, self.engine.tables, prefixes, emit)
         decode, fair = DecodeManager(reserve), policy == "fair"
         limits = PrefillLimits(
             budget,
@@ -163,9 +175,8 @@ class Driver:
             eos_token_ids=frozenset([EOS]),
             overlap=overlap,
             interleave=fair,
+            emit=emit,
         )
-        if trace is not None:
-            attach_trace(self.scheduler, trace)
         self.step = self.scheduler.step_overlap if overlap else self.scheduler.step
         self.replies: dict[int, list[Reply]] = {}
 

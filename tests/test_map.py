@@ -88,3 +88,14 @@ def test_violations_are_found(module: str, source: str, message: str | None) -> 
     assert len(found) == (message is not None)
     if message:
         assert message in found[0]
+
+
+WIRING = {"minisgl.scheduler.build", "minisgl.scheduler.speculative"}  # these build parts
+
+
+def test_a_scheduler_works_with_any_executor() -> None:
+    for path in sorted((ROOT / "minisgl/scheduler").glob("*.py")):
+        name = dotted(path.relative_to(ROOT / "minisgl"))
+        targets = [target for _, target in imports(ast.parse(path.read_text()))]
+        wired = any(target.startswith("minisgl.engine.engine.") for target in targets)
+        assert not wired or name in WIRING, name

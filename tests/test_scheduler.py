@@ -33,6 +33,7 @@ from minisgl.scheduler.messages import (
     TokenReply,
     UserMsg,
 )
+from minisgl.scheduler.observe import StageClock
 from minisgl.scheduler.prefill import PrefillAdder, PrefillLimits
 from minisgl.scheduler.replies import clamp_notice, finish_reason
 from minisgl.scheduler.validation import Limits, check_prompt
@@ -848,7 +849,7 @@ def test_a_prompt_that_was_cut_is_the_last_of_its_step() -> None:
     first, document, late = make_req(4, 2), make_req(100, 2), make_req(4, 2)
     assert step.try_admit(first) and step.try_admit(document) and document.is_chunked
     assert [req.extend_len for req in step.reqs] == [4, 12]
-    assert not step.try_admit(late) and late.table_idx < 0 and not step.continue_chunk(document)
+    assert not step.try_admit(late) and late.table_idx < 0 and not step.add_chunk(document)
 
 
 def test_who_must_fit_whole_is_not_cut() -> None:
@@ -975,19 +976,19 @@ def test_channel_blocks_until_there_is_a_message() -> None:
 
 def test_trace_tells_what_was_done_for_which_step() -> None:
     events: list[Any] = []
-    d = Driver(trace=events.append)
+    d = Driver(emit=StageClock(events.append))
     d.ask(1, [1, 1], max_tokens=3, ignore_eos=True)
     d.drain()
     names = [e.name for e in events]
     assert names[:5] == ["receive", "schedule", "launch", "wait", "process"]
     assert {e.step for e in events} == {0, 1, 2}
     assert all(e.start <= e.end for e in events)
-    assert all(a.end <= b.start for a, b in itertools.pairwise(events))
+    assert all(a.end == b.start for a, b in itertools.pairwise(events))
 
 
 def test_overlap_launches_before_it_waits() -> None:
     events: list[Any] = []
-    d = Driver(trace=events.append, overlap=True)
+    d = Driver(emit=StageClock(events.append), overlap=True)
     d.ask(1, [1, 1], max_tokens=4, ignore_eos=True)
     d.drain()
     order = [(e.name, e.step) for e in events if e.name in ("launch", "wait")]

@@ -29,7 +29,7 @@ from minisgl.config.engine import ServerConfig
 from minisgl.core import SamplingParams
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import Supervisor, WorkerFailed
-from minisgl.scheduler.observe import attach_trace
+from minisgl.scheduler.observe import emitter
 from minisgl.server.chat.client import ApiClient, base_url
 from minisgl.server.chat.shell import Shell
 from minisgl.server.cli import is_loopback, listen, main, warn_if_open
@@ -593,7 +593,7 @@ def test_a_scheduler_outlives_what_watches_it(
     """Its trace and its reports."""
     monkeypatch.setattr(scheduler_process, "stats_of", full)
     with Live(checkpoint) as live:
-        attach_trace(live.server.scheduler, full)
+        live.server.scheduler.emit = emitter(full)
         for _ in range(2):
             answer = httpx.post(f"{live.url}/generate", json={"prompt": "hi", "max_tokens": 2})
             assert answer.text.endswith("[DONE]\n\n")

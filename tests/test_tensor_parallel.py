@@ -172,7 +172,7 @@ def check_collectives(found: list[dict[str, Any]]) -> None:
         assert torch.equal(seen["last"], torch.cat(parts, -1))
         assert torch.equal(seen["first"], torch.cat(parts, 0))
         assert torch.equal(seen["strided"], torch.cat([part.t() for part in parts], -1))
-        assert seen["short"] == ("from", 0)
+        assert list(seen["short"]) == ["from", 0]
         assert seen["long"] == {"text": "x" * 5000, "from": size - 1}
         assert seen["nothing"] == []
         assert seen["min"] == [0, 1 - size, 7]

@@ -70,7 +70,7 @@ class ThreadComm:
     def barrier(self) -> None:
         self.exchange(None)
 
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+    def broadcast_object(self, obj: Any, src: int = 0, kind: Any = Any) -> Any:
         return self.exchange(obj)[src]
 
     def min_ints(self, values: Sequence[int]) -> list[int]:

@@ -30,6 +30,7 @@ from minisgl.config.engine import SchedulerConfig, choose_dtype, max_seq_len
 from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams
+from minisgl.engine.engine import Engine
 from minisgl.engine.heap import frozen_heap
 from minisgl.engine.memory import NotEnoughMemory
 from minisgl.llm import LLM
@@ -52,6 +53,7 @@ def started(folder: Path, args: argparse.Namespace) -> Iterator[tuple[LLM, dict[
         llm.generate([0], SamplingParams(max_tokens=1))
         first_token = time.perf_counter() - start
         engine = llm.scheduler.engine
+        assert isinstance(engine, Engine)
         about = {name: getattr(engine.config, name) for name in flags.ENGINE_FIELDS}
         about |= {"num_pages": engine.num_pages, "makes_text": llm.tokenizer is not None}
         about["tp"] = engine.config.tp.size

@@ -20,6 +20,7 @@ from minisgl.benchmark.roofline import Roofline
 from minisgl.benchmark.workload import check_room
 from minisgl.config.rules import refuse
 from minisgl.core import SamplingParams
+from minisgl.engine.engine import Engine
 from minisgl.llm import LLM
 from minisgl.scheduler.messages import ErrorReply, UserMsg
 
@@ -188,7 +189,9 @@ def profile_decode(
     llm: LLM, batch: int, path: Path, *, prompt_len: int, steps: int, sampling: str = "greedy"
 ) -> dict[str, Any]:
     """Write a Chrome trace of `steps` steady decode steps to `path`; what it says of the device."""
-    device, step, full = llm.scheduler.engine.device, step_of(llm), 0
+    engine, step, full = llm.scheduler.engine, step_of(llm), 0
+    assert isinstance(engine, Engine)
+    device = engine.device
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     start_together(llm, batch, prompt_len, steps + 4 * SKIP, SAMPLING[sampling], seed=batch)
     while full <= SKIP:

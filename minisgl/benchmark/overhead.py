@@ -108,7 +108,7 @@ def measure_overhead(
     seed: int,
 ) -> dict[str, Any]:
     """Every side on fresh prompts in turns; a row of medians."""
-    vocab = llm.scheduler.engine.model_config.vocab_size
+    vocab = llm.scheduler.engine.vocab_size
     runs: dict[str, Callable[[Sequence[RandomRequest]], Timed]] = {
         "engine": lambda fresh: run_ids(llm, fresh, temperature),
         "engine and text": lambda fresh: run_engine(llm, fresh, temperature),

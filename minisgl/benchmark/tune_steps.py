@@ -82,9 +82,9 @@ def engine_of(model: str, tp: int, quantization: str, sizes: Sequence[int]) -> I
             folder, use_dummy_weight=True, quantization=quantization, cuda_graph_bs=tuple(sizes),
             prefill_graph_max_tokens=0, num_pages=2048, max_running_req=max(sizes),
         ) as llm:  # fmt: skip
-            engine = llm.scheduler.engine
+            engine: Any = llm.scheduler.engine
             if tp > 1:  # kernels behind a sum over ranks are other ones
-                engine.forward_pass.comm = Alone(tp)  # type: ignore[attr-defined]
+                engine.forward_pass.comm = Alone(tp)
             yield engine
     gc.collect()
     torch.cuda.empty_cache()

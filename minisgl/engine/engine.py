@@ -87,11 +87,12 @@ class Engine:
         self.device, self.stream = torch.device(config.device), stream
         self.pool, self.tables = allocate_memory(config, model_config, num_pages)
         self.max_seq_len = max_seq_len(config, model_config)
+        self.vocab_size = vocab_size = model_config.vocab_size
         self.backend = create_backend(
             config.attention_backend, deterministic=config.deterministic, pool=self.pool,
             tables=self.tables, num_qo_heads=model_config.num_qo_heads // config.tp.size,
         )  # fmt: skip
-        kernel, vocab_size = load_sample_kernel(self.device), model_config.vocab_size
+        kernel = load_sample_kernel(self.device)
         processors = LogitsProcessors(vocab_size, self.tables.token_pool)
         self.sampler = Sampler(vocab_size, self.device, config.seed, kernel, processors)
         self.forward_pass = choose_forward(config, model)
@@ -119,7 +120,7 @@ class Engine:
     @torch.inference_mode()
     def step(self, fi: ForwardInput) -> ForwardOutput:
         """Start one step, and the copy of its tokens to the host; nothing waits."""
-        self.draw_deferred()  # chapter 09a; at the latest now, for this step reads those tokens
+        self.sample_deferred()  # chapter 09a; at the latest now, for this step reads those tokens
         with self.on_stream():
             self.tables.flush()
             return self.run_eager(fi) if fi.packed is None else self.run_recorded(fi)
@@ -165,7 +166,7 @@ class Engine:
             self.tables.token_pool.view(-1).index_copy_(0, scatter, out.next_ids)
             return ForwardOutput(out)
 
-    def draw_deferred(self) -> None:
+    def sample_deferred(self) -> None:
         """Draw what was handed over and waits: the host knows the tokens before it."""
         if self.deferral is not None:
             self.deferral.draw()
@@ -184,7 +185,7 @@ class Engine:
             return
         new_runner = partial(
             GraphRunner, forward=self.forward_pass, draw=self.sampler.draw_rows, tables=self.tables,
-            backend=self.backend, vocab_size=self.model_config.vocab_size,
+            backend=self.backend, vocab_size=self.vocab_size,
             dtype=getattr(torch, config.dtype), new_graph=new_graph or torch.cuda.CUDAGraph,
         )  # fmt: skip
         with self.on_stream():
@@ -192,6 +193,10 @@ class Engine:
             graph = new_runner(sizes=sizes)
             graph.capture(progress, None if prefill is None else prefill.pool)
         self.graph, self.prefill_graph = graph, prefill
+
+    def counts(self) -> dict[str, int]:
+        """Counters for `/metrics`, by name."""
+        return {"graph_replays": sum(g.replays for g in (self.graph, self.verify_graph) if g)}
 
     def shutdown(self) -> None:
         """Wait for the device and give its memory back; this engine must not be used any more."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from minisgl import events
 from minisgl.core import IntArray, Req
 from minisgl.kvcache.page_table import OutOfPages, PageAllocator, TableManager
 from minisgl.kvcache.prefix_cache import CacheHandle, PrefixCache
@@ -17,13 +18,17 @@ from minisgl.kvcache.prefix_cache import CacheHandle, PrefixCache
 class CacheManager:
     """Knows the owner of every page: the free list, the prefix cache, or one request."""
 
-    def __init__(self, num_pages: int, tables: TableManager, prefix_cache: PrefixCache) -> None:
+    def __init__(
+        self, num_pages: int, tables: TableManager, prefix_cache: PrefixCache,
+        emit: events.Emit | None = None,
+    ) -> None:  # fmt: skip
         self.num_pages, self.page_size = num_pages, prefix_cache.page_size
         if tables.page_size != self.page_size:
             raise ValueError(f"page_size: {self.page_size}, but of tables {tables.page_size}")
         self.tables, self.prefix_cache = tables, prefix_cache
         self.allocator = PageAllocator(num_pages, self.page_size)
         self.allocated_len: dict[Req, int] = {}  # positions of a row that have pages, whole pages
+        self.emit = prefix_cache.emit = emit
 
     @property
     def available_tokens(self) -> int:
@@ -42,6 +47,17 @@ class CacheManager:
         """Give a lock back, for a request that was matched and then not admitted."""
         self.prefix_cache.unlock(handle)
 
+    def admit(self, req: Req, handle: CacheHandle) -> None:
+        """Give a request its locked prefix and a row with the slots and tokens that it has."""
+        req.cache_handle, req.table_idx = handle, self.tables.allocate()
+        if not req.retracted:  # what one that comes back finds, it may have computed itself
+            req.matched_len = handle.cached_len
+        self.tables.write(req.table_idx, 0, slots := handle.slots())
+        self.tables.write_tokens(req.table_idx, 0, req.input_ids)
+        if self.emit is not None:
+            pages = events.pages_of(slots, self.page_size)
+            self.emit(events.RequestAdmitted(req.uid, req.table_idx, pages))
+
     def take_pages(self, num_pages: int) -> IntArray:
         """Free pages, int32 [num_pages]; evicts what is missing, or raises and changes nothing."""
         if num_pages * self.page_size > self.available_tokens:
@@ -57,6 +73,8 @@ class CacheManager:
     def free_slots(self, slots: IntArray) -> None:
         """Give whole pages back, named by their slots."""
         self.allocator.free(slots[:: self.page_size] // self.page_size)
+        if self.emit is not None and len(slots):
+            self.emit(events.PagesFreed(events.pages_of(slots, self.page_size)))
 
     def allocate_paged(self, reqs: Sequence[Req]) -> None:
         """Give each request pages up to `device_len`, written into its row; all or none."""
@@ -76,6 +94,8 @@ class CacheManager:
             fresh, slots = np.split(slots, [end - start])
             self.tables.write(req.table_idx, start, fresh)
             self.allocated_len[req] = end
+            if self.emit is not None:
+                self.emit(events.PagesTaken(req.uid, events.pages_of(fresh, self.page_size)))
 
     def cache_req(self, req: Req, finished: bool) -> None:
         """Hand a request's computed pages to the prefix cache; if finished, free all its others."""
@@ -96,6 +116,8 @@ class CacheManager:
                     req.table_idx, old.cached_len, new.slots()[old.cached_len : already]
                 )
             req.cache_handle = new
+            if self.emit is not None:
+                self.emit(events.PagesCached(req.uid, events.pages_of(new.slots(), self.page_size)))
         self.free_slots(duplicates)
 
     def release(self, req: Req, kept_len: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from minisgl.config.rules import check_positive
 from minisgl.core import IntArray
+from minisgl.events import Emit
 from minisgl.kvcache.prefix_cache import (
     NO_SLOTS,
     CacheHandle,
@@ -36,6 +37,7 @@ class NaiveCache:
     def __init__(self, page_size: int) -> None:
         check_positive(page_size=page_size)
         self.page_size = page_size
+        self.emit: Emit | None = None  # has nothing to report
 
     def match_prefix(self, ids: IntArray) -> CacheHandle:
         """Finds nothing."""

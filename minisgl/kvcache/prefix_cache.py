@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from minisgl.core import IntArray
+from minisgl.events import Emit
 
 
 class CacheHandle(Protocol):
@@ -34,6 +35,7 @@ class PrefixCache(Protocol):
     """Maps token prefixes to slots, in whole pages."""
 
     page_size: int
+    emit: Emit | None
 
     @property
     def evictable_tokens(self) -> int:

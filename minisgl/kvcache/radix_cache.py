@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from minisgl import events
 from minisgl.config.rules import check_positive
 from minisgl.core import IntArray
 from minisgl.kvcache.prefix_cache import (
@@ -50,6 +51,7 @@ class RadixCache:
         self.lru: OrderedDict[Node, None] = OrderedDict()  # unlocked nodes, the oldest first
         self.evictable_tokens = 0
         self.protected_tokens = 0
+        self.emit: events.Emit | None = None
 
     def walk(self, tokens: bytes) -> tuple[Node, int]:
         """Follow whole pages of `tokens` down; returns the last node and the matched length."""
@@ -75,10 +77,18 @@ class RadixCache:
         node.parent.children[upper.tokens[: self.page_bytes]] = upper
         node.tokens, node.slots, node.parent = node.tokens[cut:], node.slots[at:].copy(), upper
         upper.children[node.tokens[: self.page_bytes]] = node
+        if self.emit is not None:
+            self.emit(events.NodeSplit(self.first_page(upper), at // self.page_size))
         return upper
+
+    def first_page(self, node: Node) -> int:
+        """Return the page that names a node in events; -1 for the root."""
+        return int(node.slots[0]) // self.page_size if node.parent is not None else -1
 
     def touch(self, node: Node) -> None:
         """Mark the path from `node` up to the root as just used, each parent behind its child."""
+        if self.emit is not None:
+            self.emit(events.NodeUsed(self.first_page(node)))
         while node.parent is not None:
             if node.ref_count == 0:
                 self.lru[node] = None
@@ -103,6 +113,9 @@ class RadixCache:
             leaf = Node(tokens[cached * TOKEN_BYTES :], fresh, node)
             node.children[leaf.tokens[: self.page_bytes]] = leaf
             self.evictable_tokens += length - cached
+            if self.emit is not None:
+                pages = events.pages_of(fresh, self.page_size)
+                self.emit(events.NodeAdded(self.first_page(node), pages))
             node = leaf
         self.touch(node)
         return InsertResult(RadixHandle(node, length), cached)
@@ -122,6 +135,9 @@ class RadixCache:
             kept = max(0, leaf.num_tokens - missing)
             freed.append(leaf.slots[kept:])
             missing -= leaf.num_tokens - kept
+            if self.emit is not None:
+                gone = (leaf.num_tokens - kept) // self.page_size
+                self.emit(events.NodeEvicted(self.first_page(leaf), gone))
             if kept == 0:
                 del self.lru[leaf], leaf.parent.children[leaf.tokens[: self.page_bytes]]
                 leaf.parent = None
@@ -130,7 +146,10 @@ class RadixCache:
 
     def lock(self, handle: CacheHandle) -> None:
         """Protect a prefix, that is every node on its path."""
-        for node in path_of(handle):
+        path = path_of(handle)
+        if self.emit is not None and path:
+            self.emit(events.NodeLocked(self.first_page(path[0]), 1))
+        for node in path:
             if node.ref_count == 0:
                 del self.lru[node]
                 self.evictable_tokens -= node.num_tokens
@@ -142,6 +161,8 @@ class RadixCache:
         path = path_of(handle)
         if path and path[0].ref_count == 0:
             raise RuntimeError(f"handle: of {handle.cached_len} tokens, is not locked")
+        if self.emit is not None and path:
+            self.emit(events.NodeLocked(self.first_page(path[0]), -1))
         for node in path:
             node.ref_count -= 1
             if node.ref_count == 0:

@@ -31,8 +31,8 @@ class Comm(Protocol):
 
     def barrier(self) -> None: ...  # this and the rest are for start-up and messages: chapter 10b
 
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """The `obj` of rank `src`, on every rank; what the others pass is ignored."""
+    def broadcast_object(self, obj: Any, src: int = 0, kind: Any = Any) -> Any:
+        """Return the message of rank `src`, of type `kind`, on every rank."""
 
     def min_ints(self, values: Sequence[int]) -> list[int]:
         """Element-wise minimum of `values` over the ranks."""
@@ -53,7 +53,7 @@ class SingleRank:
     def barrier(self) -> None:
         return None
 
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+    def broadcast_object(self, obj: Any, src: int = 0, kind: Any = Any) -> Any:
         return obj
 
     def min_ints(self, values: Sequence[int]) -> list[int]:

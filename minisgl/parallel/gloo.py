@@ -6,7 +6,6 @@ Generated from notebooks/10_tensor_parallel.ipynb: edit there.
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -27,10 +27,20 @@ class CommError(RuntimeError):
 
 
 def use_loopback() -> None:
-    """Let gloo connect ranks inside this machine, unless the environment names an interface."""
+    """Connect ranks inside this machine only, unless the environment names an interface."""
     names = {name for _, name in socket.if_nameindex()}
     if loopback := next((name for name in ("lo", "lo0") if name in names), None):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
+
+
+def loopback_store(port: int = 0) -> Any:
+    """Return a store that only this machine can reach."""
+    door = socket.create_server(("127.0.0.1", port))
+    port = door.getsockname()[1]
+    options: Any = {"wait_for_workers": False, "master_listen_fd": door.detach()}
+    store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    return store("127.0.0.1", port, is_master=True, **options)
 
 
 class GlooComm:
@@ -92,9 +102,12 @@ class GlooComm:
         """Return when all ranks have come here."""
         self.min_ints([0])
 
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """The object of rank `src`, on every rank; in one packet, length first, if it is short."""
-        content = pickle.dumps(obj) if self.rank == src else b""
+    def broadcast_object(self, obj: Any, src: int = 0, kind: Any = Any) -> Any:
+        """Return the message of rank `src` on every rank, checked against `kind` where it arrives.
+
+        It is in MessagePack; a short one travels in a single packet, its length first.
+        """
+        content = msgspec.msgpack.encode(obj) if self.rank == src else b""
         start = bytearray(len(content).to_bytes(8, "little") + content[: PACKET - 8])
         self.packet[: len(start)] = torch.frombuffer(start, dtype=torch.uint8)
         self._send(self.packet, src)
@@ -105,7 +118,7 @@ class GlooComm:
             rest = torch.frombuffer(bytearray(whole), dtype=torch.uint8)
             self._send(rest, src)
             found = rest.numpy().tobytes()
-        return obj if self.rank == src else pickle.loads(found[:length])
+        return obj if self.rank == src else msgspec.msgpack.decode(found[:length], type=kind)
 
     def _send(self, x: torch.Tensor, src: int) -> None:
         """Copy `x` of rank `src` into the `x` of all others, however long that takes to come."""

@@ -32,13 +32,14 @@ def map_buffers(mine: Tensor, comm: Comm) -> list[Tensor]:
         handle = reduce_tensor(mine)[1]
     except RuntimeError as error:
         handle, why = None, error
-    handles = [comm.broadcast_object(handle, src=rank) for rank in range(comm.size)]
+    sent = handle and handle[7:14]  # where the memory is; the types before that are our own
+    handles = [comm.broadcast_object(sent, src=rank) for rank in range(comm.size)]
     found = []
     try:
-        for rank, args in enumerate(handles if all(handles) else []):
+        for rank, where in enumerate(handles if handle and all(handles) else []):
             # Mapped for our own GPU, or theirs would get a context of ours; nothing to wait for.
             # No public call maps for another GPU than the sender's: these are a pickle's arguments.
-            args = [*args[:6], index, *args[7:14], False]
+            args = [*handle[:6], index, *where, False]
             found.append(mine if rank == comm.rank else rebuild_cuda_tensor(*args))
     except RuntimeError as error:
         found, why = [], error

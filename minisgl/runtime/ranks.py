@@ -25,7 +25,7 @@ from minisgl.config.paths import resolve_model_path
 from minisgl.config.rules import refuse
 from minisgl.engine.heap import frozen_heap
 from minisgl.parallel.comm import Comm
-from minisgl.parallel.gloo import CommError, GlooComm, leave_group
+from minisgl.parallel.gloo import CommError, GlooComm, leave_group, loopback_store
 from minisgl.parallel.nccl import NcclComm
 from minisgl.runtime.broadcast import BroadcastChannel
 from minisgl.runtime.supervisor import LEAVE, PeerFailed, Supervisor, Worker, WorkerContext
@@ -93,7 +93,7 @@ class RankProcesses(Supervisor):
         timeout: float = 60.0,
         method: str = "spawn",
     ) -> None:
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = loopback_store()
         workers = []
         for rank in ranks:
             device = devices[rank] if devices else "cpu"

@@ -5,22 +5,24 @@ Generated from notebooks/09c_llm.ipynb: edit there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
-from minisgl.engine.engine import Engine, build_engine
+from minisgl.engine.engine import build_engine
 from minisgl.engine.prompt_logprobs import score_prompts
+from minisgl.events import Emit
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.naive_cache import make_cache
 from minisgl.parallel.comm import Comm
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.decode import DecodeManager
+from minisgl.scheduler.executor import Executor
 from minisgl.scheduler.grammar import CompilingChannel, CompilingInbox, load_grammars
-from minisgl.scheduler.observe import IdleAudit, TraceEvent, attach_trace
+from minisgl.scheduler.observe import IdleAudit
 from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue, mixed_prefill_threshold
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
@@ -30,10 +32,10 @@ from minisgl.scheduler.validation import Limits
 from minisgl.tokenizer import load_tokenizer
 
 
-def limits_of(engine: Engine, eos_token_ids: Collection[int]) -> Limits:
-    """What requests to this engine must keep to."""
-    pool_tokens, vocab_size = engine.num_pages * engine.page_size, engine.model_config.vocab_size
-    return Limits(engine.max_seq_len, pool_tokens, vocab_size, frozenset(eos_token_ids))
+def limits_of(engine: Executor, eos_token_ids: Collection[int]) -> Limits:
+    """Return what requests to this engine must keep to."""
+    pool_tokens = engine.num_pages * engine.page_size
+    return Limits(engine.max_seq_len, pool_tokens, engine.vocab_size, frozenset(eos_token_ids))
 
 
 def end_tokens(folder: Path, model: ModelConfig) -> Collection[int]:
@@ -64,7 +66,7 @@ def build_scheduler(
     channel: Channel,
     comm: Comm | None = None,
     *,
-    trace: Callable[[TraceEvent], None] | None = None,
+    emit: Emit | None = None,
     progress: bool = False,
     hold: CompilingInbox | None = None,
 ) -> Scheduler:
@@ -82,11 +84,11 @@ def build_scheduler(
     limits = limits_of(engine, ends)
     engine.deferral, engine.scorer = grammars, score_prompts(engine)
     prefixes = make_cache(config.cache_type, engine.page_size)
-    cache = CacheManager(engine.num_pages, engine.tables, prefixes)
+    cache = CacheManager(engine.num_pages, engine.tables, prefixes, emit)
     settled = engine.config
     assert isinstance(settled, SchedulerConfig)
     prefill = build_prefill(settled, cache)
-    scheduler = scheduler_class(settled, engine, progress)(
+    return scheduler_class(settled, engine, progress)(
         engine, cache, prefill, prefill.decode,
         channel if comm is None else CompilingChannel(channel, grammars),
         make_req=partial(grammars.make_req, limits=limits),
@@ -95,7 +97,5 @@ def build_scheduler(
         eos_token_ids=limits.eos_token_ids,
         overlap=bool(settled.overlap),
         interleave=settled.schedule_policy == "fair",
+        emit=emit,
     )  # fmt: skip
-    if trace is not None:
-        attach_trace(scheduler, trace)
-    return scheduler

@@ -38,9 +38,7 @@ class DecodeManager:
     def update(self, reqs: Iterable[Req]) -> None:
         """After a launch: keep those that need another step, drop those that had their last one."""
         for req in reqs:
-            if req.is_chunked:
-                continue
-            if req.can_decode:
+            if req.can_decode and not req.is_chunked:
                 self.running[req.uid] = req
             else:
                 self.remove(req)

@@ -336,7 +336,7 @@ def load_grammars(folder: Path, vocab_size: int, eos_token_ids: Collection[int])
     return Grammars(load)
 
 
-class CompileMsg(msgspec.Struct):
+class CompileMsg(msgspec.Struct, tag=True):
     """Rank 0 to the others: a request with these parameters will come."""
 
     sampling_params: SamplingParams

@@ -1,4 +1,4 @@
-"""What watches a scheduler from outside: an audit of its pages, a trace of its time.
+"""Observers of a scheduler: an audit of its pages, the times of its stages.
 
 Generated from notebooks/09c_llm.ipynb: edit there.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
+from minisgl.events import Emit, Event, StageEnded, StageTimed, StepFinished, StepLaunched
 from minisgl.kvcache.audit import check_integrity
 from minisgl.runtime.guarded import guarded
-from minisgl.scheduler.scheduler import Launched, Scheduler
+from minisgl.scheduler.scheduler import Scheduler
 
 
 class IdleAudit:
@@ -31,38 +31,42 @@ class IdleAudit:
         self.next_time = end + self.every * max(1.0, 100 * (end - start))
 
 
-class TraceEvent(NamedTuple):
-    """Something the scheduler did: from when to when, in seconds of its clock."""
+class StageClock:
+    """Turns events into timed stages of the host's loop, and hands each to `observe`."""
 
-    name: str  # receive, schedule, launch, wait, process
-    start: float
-    end: float
-    step: int  # of the step that it was done for
-    size: int = 0  # requests in that step, where it is known
-    phase: str = ""  # prefill or decode, likewise
+    def __init__(
+        self, observe: Callable[[StageTimed], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        self.observe, self.clock, self.last = observe, clock, clock()
+        self.steps: dict[int, tuple[int, str]] = {}  # size and phase of the steps in flight
+
+    def __call__(self, event: Event) -> None:
+        """Close a stage if this event ends one."""
+        match event:
+            case StageEnded(stage=stage, step=step):
+                pass
+            case StepLaunched(step=step, phase=phase, uids=uids):
+                stage, self.steps[step] = "launch", (len(uids), phase)
+            case StepFinished(step=step):
+                stage = "process"
+            case _:
+                return
+        about = self.steps.get(step, (0, ""))
+        if stage == "process":
+            self.steps.pop(step, None)
+        start, self.last = self.last, self.clock()
+        self.observe(StageTimed(stage, start, self.last, step, *about))
 
 
-STAGES = ("receive", "next_step", "launch", "wait", "process")
+def emitter(*observers: Callable[[Event], None] | None) -> Emit | None:
+    """Join observers into one `emit`, each disabled after its first failure; None for none."""
+    live = [guarded(observe) for observe in observers if observe is not None]
+    if len(live) < 2:
+        return live[0] if live else None
 
+    def emit(event: Event) -> None:
+        for observe in live:
+            observe(event)
 
-def attach_trace(scheduler: Scheduler, observe: Callable[[TraceEvent], None]) -> None:
-    """Call `observe` after each stage of each step from now on, as long as it does not fail."""
-    observe = guarded(observe)
-
-    def timed(name: str, stage: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            step, start, batch = scheduler.step_count, time.perf_counter(), None
-            result = stage(*args)
-            if args and isinstance(args[0], Launched):
-                step, batch = args[0].step, args[0].inputs.batch
-            elif isinstance(result, Launched):
-                batch = result.inputs.batch
-            about = () if batch is None else (batch.size, batch.phase.value)
-            observe(TraceEvent(name, start, time.perf_counter(), step, *about))
-            return result
-
-        return run
-
-    for stage in STAGES:
-        name = "schedule" if stage == "next_step" else stage
-        setattr(scheduler, stage, timed(name, getattr(scheduler, stage)))
+    return emit

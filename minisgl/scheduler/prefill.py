@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from minisgl.core import Batch, Phase, Req
 from minisgl.kvcache.cache_manager import CacheManager
-from minisgl.kvcache.prefix_cache import CacheHandle
 from minisgl.scheduler.decode import DecodeManager, pages_to_come
 from minisgl.scheduler.queue import WaitingQueue
 
@@ -46,10 +45,12 @@ class PrefillAdder:
         taken = self.limits.max_extend_tokens - self.budget
         return max(0, min(self.budget, threshold - taken))
 
-    def add_chunk(self, req: Req) -> None:
-        """Compute as much of an admitted prompt as there is room for."""
+    def add_chunk(self, req: Req) -> bool:
+        """Compute as much of an admitted prompt as there is room for; False if there is none."""
         rest = req.prefill_len - req.cached_len
         length = min(self.room(rest), rest)
+        if length <= 0:
+            return False
         # What a retracted request finds in the cache may be its own work: `matched_len` is older.
         size = rest if req.retracted else req.prefill_len - req.matched_len
         self.shortest = min(self.shortest, size)
@@ -58,12 +59,6 @@ class PrefillAdder:
         self.reqs.append(req)
         if self.min_shared:
             self.prefixes.add(self.prefix_key(req, req.matched_len))
-
-    def continue_chunk(self, chunked_req: Req) -> bool:
-        """Compute more of a prompt that was cut, if there is room for it."""
-        if self.room(chunked_req.prefill_len - chunked_req.cached_len) <= 0:
-            return False
-        self.add_chunk(chunked_req)
         return True
 
     def try_admit(self, req: Req, whole: bool = False) -> bool:
@@ -92,19 +87,8 @@ class PrefillAdder:
             req.cached_len = 0
             return False
         self.reserved += needed
-        self.allocate_row(req, handle)
-        self.add_chunk(req)
-        return True
-
-    def allocate_row(self, req: Req, handle: CacheHandle) -> None:
-        """A row for an admitted request, with the slots of its prefix and all tokens it has."""
-        tables = self.cache.tables
-        req.cache_handle = handle
-        if not req.retracted:  # what one that comes back finds, it may have computed itself
-            req.matched_len = handle.cached_len
-        req.table_idx = tables.allocate()
-        tables.write(req.table_idx, 0, handle.slots())
-        tables.write_tokens(req.table_idx, 0, req.input_ids)
+        self.cache.admit(req, handle)
+        return self.add_chunk(req)
 
     def prefix_key(self, req: Req, matched_len: int) -> bytes:
         """The matched prefix of a prompt and the next `min_shared` tokens, as a key."""
@@ -147,14 +131,14 @@ class PrefillManager:
         while adder.budget > 0:
             first = self.waiting.first()
             if chunked is not None and (first is None or self.waiting.chunk_comes_first(chunked)):
-                if not adder.continue_chunk(chunked):
+                if not adder.add_chunk(chunked):
                     break
                 chunked = None
             elif first is None or not adder.try_admit(first, whole=chunked is not None):
                 break
             else:
                 self.waiting.remove(first)
-        if chunked is not None and adder.continue_chunk(chunked):
+        if chunked is not None and adder.add_chunk(chunked):
             chunked = None
         if not adder.reqs:
             return None

@@ -6,6 +6,7 @@ Generated from notebooks/09c_llm.ipynb: edit there.
 from __future__ import annotations
 
 from minisgl.core import Batch, Req
+from minisgl.events import RequestRetracted
 from minisgl.scheduler.decode import pages_to_come
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.scheduler import Scheduler
@@ -38,6 +39,8 @@ def retract(scheduler: Scheduler, req: Req) -> None:
     req.retracted = True
     scheduler.prefill.waiting.resume(req)
     scheduler.retractions += 1
+    if scheduler.emit is not None:
+        scheduler.emit(RequestRetracted(req.uid))
 
 
 class DelayedPrefill(PrefillManager):

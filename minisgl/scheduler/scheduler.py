@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from minisgl import events
 from minisgl.core import Batch, Phase, Req
-from minisgl.engine.engine import Engine
-from minisgl.engine.step import ForwardInput, ForwardOutput, SampledTokens
+from minisgl.engine.step import ForwardInput, SampledTokens
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.decode import DecodeManager
-from minisgl.scheduler.messages import AbortMsg, ErrorReply, InvalidRequestError, Reply, UserMsg
+from minisgl.scheduler.executor import Executor, StepOutput
+from minisgl.scheduler.messages import AbortMsg, ErrorReply, InvalidRequestError, UserMsg
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.replies import abort_reply, finish_reason, token_reply
 
@@ -25,14 +26,14 @@ class Launched(NamedTuple):
 
     step: int
     inputs: ForwardInput
-    output: ForwardOutput
+    output: StepOutput
 
 
 @dataclass(eq=False)
 class Scheduler:
     """Owns every request from its message to its last reply; the parts it works with are given."""
 
-    engine: Engine
+    engine: Executor
     cache: CacheManager
     prefill: PrefillManager
     decode: DecodeManager
@@ -49,6 +50,7 @@ class Scheduler:
     exiting: bool = False
     reqs: dict[int, Req] = field(default_factory=dict)  # those without a last reply, by uid
     in_flight: Launched | None = None
+    emit: events.Emit | None = None  # an observer of what happens; None: nobody observes
 
     @property
     def has_work(self) -> bool:
@@ -67,6 +69,8 @@ class Scheduler:
                 self.abort(msg.uid)
             else:
                 self.exiting = True
+        if self.emit is not None:
+            self.emit(events.StageEnded("receive", self.step_count))
 
     def add_request(self, msg: UserMsg) -> None:
         """Queue a request, or refuse it: one bad request never harms the others."""
@@ -80,6 +84,8 @@ class Scheduler:
             return
         self.reqs[req.uid] = req
         self.prefill.waiting.add(req)
+        if self.emit is not None:
+            self.emit(events.RequestAdded(req.uid, msg.input_ids, req.max_device_len))
 
     def next_step(self) -> Batch | None:
         """Who runs now: prompts first, or after a prefill step decode first, with `interleave`."""
@@ -88,6 +94,8 @@ class Scheduler:
         else:
             batch = self.prefill.schedule() or self.decode_step()
         self.last_phase = Phase.DECODE if batch is None else batch.phase
+        if self.emit is not None:
+            self.emit(events.StageEnded("schedule", self.step_count))
         return batch
 
     def decode_step(self) -> Batch | None:
@@ -111,6 +119,8 @@ class Scheduler:
         self.prefill.waiting.leave(req)
         if req.table_idx >= 0:
             self.free_request(req)
+        if self.emit is not None:
+            self.emit(events.RequestReleased(req.uid))
 
     def free_request(self, req: Req) -> None:
         """Free row and pages of an admitted request; what was computed stays cached."""
@@ -130,20 +140,21 @@ class Scheduler:
             for req in inputs.sampled:
                 self.cache.cache_req(req, finished=False)
         self.decode.update(batch.reqs)
+        if self.emit is not None:
+            self.emit(events.StepLaunched.of(self.step_count, batch.phase, batch.reqs))
         self.step_count += 1
         return Launched(self.step_count - 1, inputs, output)
 
     def finish(self, launched: Launched) -> None:
         """The second half of a step: wait for its tokens, then hand them out."""
-        self.process(launched, self.wait(launched))
-
-    def wait(self, launched: Launched) -> SampledTokens:
-        """Block until a step's tokens are on the host."""
-        return launched.output.wait()
+        tokens = launched.output.wait()
+        if self.emit is not None:
+            self.emit(events.StageEnded("wait", launched.step))
+        self.process(launched, tokens)
 
     def process(self, launched: Launched, tokens: SampledTokens) -> None:
         """Hand tokens out, and release the requests that had their last one."""
-        replies: list[Reply] = []
+        replies = []
         for index, (req, token) in enumerate(zip(launched.inputs.sampled, tokens.ids)):
             if self.reqs.get(req.uid) is not req:  # aborted or ended while the step was in flight
                 continue
@@ -153,6 +164,8 @@ class Scheduler:
             if reason is not None:
                 self.release(req)
         self.channel.send(replies)
+        if self.emit is not None:
+            self.emit(events.StepFinished(launched.step, [(r.uid, r.token) for r in replies]))
 
     def step(self, block: bool = False) -> None:
         """One step of the plain loop: the host waits for the device, and the reverse."""
@@ -165,17 +178,14 @@ class Scheduler:
         """One step of the overlapped loop: launch step n + 1, then finish step n while it runs."""
         self.receive(block)
         batch = self.next_step()
-        launched = self.launch(batch) if batch is not None else None
-        before, self.in_flight = self.in_flight, launched
+        self.finish_in_flight(self.launch(batch) if batch is not None else None)
+        self.engine.sample_deferred()  # of step n + 1, if that needs these tokens (chapter 09a)
+
+    def finish_in_flight(self, following: Launched | None = None) -> None:
+        """Finish the step in flight, if there is one; the step `following` takes its place."""
+        before, self.in_flight = self.in_flight, following
         if before is not None:
             self.finish(before)
-        self.engine.draw_deferred()  # of step n + 1, if that needs these tokens (chapter 09a)
-
-    def finish_in_flight(self) -> None:
-        """Look at the tokens of the step in flight now, if there is one."""
-        launched, self.in_flight = self.in_flight, None
-        if launched is not None:
-            self.finish(launched)
 
     def run(self) -> None:
         """The loop, until an `ExitMsg`."""

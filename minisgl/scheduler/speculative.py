@@ -20,6 +20,7 @@ from minisgl.core import Batch, IntArray, Phase, Req
 from minisgl.engine.engine import Engine
 from minisgl.engine.graph import GraphRunner
 from minisgl.engine.step import SampledTokens
+from minisgl.events import StepLaunched
 from minisgl.scheduler.decode import pages_to_come
 from minisgl.scheduler.scheduler import Launched, Scheduler
 
@@ -182,6 +183,8 @@ class SpeculativeScheduler(Scheduler):
         for req in reqs:
             req.advance()
         self.decode.update(reqs)
+        if self.emit is not None:
+            self.emit(StepLaunched.of(self.step_count, batch.phase, reqs))
         self.step_count += 1
         return Launched(self.step_count - 1, inputs, output)
 

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,9 @@ from starlette.types import Receive, Scope, Send
 from minisgl.config import flags
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
-from minisgl.core import SamplingParams
 from minisgl.runtime.guarded import guarded
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import OF_THE_GROUP, WorkerFailed, one_line
-from minisgl.server.chat.client import ApiClient, ServerError
-from minisgl.server.chat.shell import Conversation, run_shell
 from minisgl.server.frontend import Frontend, Observer
 from minisgl.server.http.access import check_access
 from minisgl.server.http.api import create_app
@@ -43,7 +40,6 @@ from minisgl.server.observe.trace import TraceFile
 from minisgl.server.options import Operations, build_parser, config_from, in_flags, operations_from
 from minisgl.server.responses.routes import add_responses_routes
 from minisgl.server.workers.channels import ZmqInbox, ZmqOutbox
-from minisgl.server.workers.messages import UserReply
 from minisgl.server.workers.processes import WorkerGroup, address
 from minisgl.tokenizer import has_tokenizer
 
@@ -161,49 +157,6 @@ async def serve(
     return await lifecycle.run(sock)
 
 
-async def chat(group: WorkerGroup, frontend: Frontend, settings: ApiSettings) -> int:
-    """Chat in this terminal, with the engine in the worker processes."""
-    params = SamplingParams(**settings.sampling_defaults)
-
-    def talk(messages: Conversation) -> AsyncGenerator[UserReply, None]:
-        return frontend.generate(params, messages=list[dict[str, Any]](messages))
-
-    while group.starting():
-        await asyncio.sleep(0.02)
-    await frontend.start()
-    shell = asyncio.ensure_future(run_shell(talk))
-    try:
-        while not shell.done():
-            if (broken := group.broken()) is not None:
-                raise broken
-            await asyncio.wait({shell}, timeout=0.1)
-        shell.result()
-    finally:
-        shell.cancel()
-        await asyncio.gather(shell, return_exceptions=True)
-        await frontend.stop()
-    return 0
-
-
-async def chat_with(url: str, api_key: str | None) -> int:
-    """Chat with a server elsewhere. Raises `ValueError` if it is not there or refuses the key."""
-    try:
-        client = ApiClient(url, api_key)
-    except ValueError as error:
-        raise ValueError(str(error).replace("url", "--connect", 1)) from None
-    async with client:
-        try:
-            cards = await client.models()
-        except ServerError as error:
-            if error.kind in ("http 401", "http 403"):
-                why = f"--api-key: the server at {url} does not take it ({error})"
-                raise ValueError(why) from None
-            raise ValueError(f"--connect: no server at {url} ({error})") from None
-        model = str(cards[0]["id"]) if cards else ""
-        await run_shell(lambda messages: client.chat(model, messages))
-    return 0
-
-
 def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
     """Start all parts, serve or chat, and leave nothing behind; returns the exit status."""
     path = resolve_model_path(config.model_path)
@@ -228,6 +181,8 @@ def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
         frontend = Frontend(outboxes, inbox, watchers.all())
         stack.callback(frontend.close)
         if sock is None:
+            from minisgl.server.chat.start import chat  # a server needs no terminal
+
             return asyncio.run(chat(group, frontend, settings))
         return asyncio.run(serve(group, frontend, watchers, sock, config, operations, settings))
 
@@ -253,6 +208,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(sig, leave)
     try:
         if args.connect is not None:
+            from minisgl.server.chat.start import chat_with  # nor the library of a client
+
             return asyncio.run(chat_with(args.connect, flags.key_of(args)))
         return run(config_from(args), operations_from(args), args.shell)
     except (ValueError, OSError, WorkerFailed) as error:

@@ -19,14 +19,14 @@ MUTATIONS = [
     Mutation(
         "grammar_a_step_does_not_wait_for_the_draw_before",
         ENGINE,
-        "self.draw_deferred()  # chapter 09a;",
+        "self.sample_deferred()  # chapter 09a;",
         "pass  # chapter 09a;",
         DRAW,
     ),
     Mutation(
         "grammar_a_draw_waits_for_the_next_step",
         "minisgl.scheduler.scheduler",
-        "self.engine.draw_deferred()  # of step",
+        "self.engine.sample_deferred()  # of step",
         "pass  # of step",
         TESTS + "test_the_draw_of_an_aborted_request_is_no_part_of_the_next_prompt",
     ),

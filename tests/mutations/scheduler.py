@@ -11,6 +11,7 @@ REPLIES = "minisgl.scheduler.replies"
 TESTS, LLM_TESTS = "tests/test_scheduler.py::", "tests/test_llm.py::"
 PAGED = "tests/test_paged_equals_dense.py::test_a_crowd_with_one_prefix"
 
+MANAGER = "minisgl.kvcache.cache_manager"
 QUEUE, QUEUE_TESTS = "minisgl.scheduler.queue", "tests/test_queue.py::"
 
 BUILD = "minisgl.scheduler.build"
@@ -264,8 +265,8 @@ MUTATIONS = [
     Mutation(
         "decode_keeps_a_request_that_had_its_last_step",
         DECODE,
-        "if req.can_decode:",
-        "if True:",
+        "if req.can_decode and not req.is_chunked:",
+        "if not req.is_chunked:",
         TESTS + "test_one_token_answers",
     ),
     Mutation(
@@ -398,14 +399,14 @@ MUTATIONS = [
     ),
     Mutation(
         "prefill_counts_its_own_chunks_as_cached_prompt",
-        PREFILL,
+        MANAGER,
         "if not req.retracted:",
         "if req.host_len == req.prompt_len:",
         TESTS + "test_what_a_request_computed_itself_is_no_hit",
     ),
     Mutation(
         "prefill_counts_an_answer_as_cached_prompt",
-        PREFILL,
+        MANAGER,
         "if not req.retracted:",
         "if True:",
         TESTS + "test_the_youngest_is_taken_back_and_goes_on",
@@ -426,9 +427,9 @@ MUTATIONS = [
     ),
     Mutation(
         "prefill_matched_slots_are_not_in_the_row",
-        PREFILL,
-        "tables.write(req.table_idx, 0, handle.slots())",
-        "handle.slots()",
+        MANAGER,
+        "self.tables.write(req.table_idx, 0, slots := handle.slots())",
+        "slots = handle.slots()",
         TESTS + "test_a_second_request_finds_the_prefix",
     ),
     Mutation(
@@ -497,11 +498,9 @@ MUTATIONS = [
     Mutation(
         "overlap_waits_before_it_launches",
         SCHEDULER,
-        "        launched = self.launch(batch) if batch is not None else None\n"
-        "        before, self.in_flight = self.in_flight, launched\n"
-        "        if before is not None:\n            self.finish(before)\n",
-        "        if self.in_flight is not None:\n            self.finish(self.in_flight)\n"
-        "        self.in_flight = self.launch(batch) if batch is not None else None\n",
+        "self.finish_in_flight(self.launch(batch) if batch is not None else None)",
+        "self.finish_in_flight()\n"
+        "        self.in_flight = self.launch(batch) if batch is not None else None",
         TESTS + "test_overlap_launches_before_it_waits",
     ),
     Mutation(

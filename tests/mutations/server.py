@@ -517,7 +517,7 @@ MUTATIONS = [
     Mutation(
         name="server: a trace does not tell prompts from decoding",
         module="minisgl.server.observe.trace",
-        old='{"size": size, "phase": phase} if phase else {}',
+        old='{"size": msg.size, "phase": msg.phase} if msg.phase else {}',
         new="{}",
         test=OPERATIONS + "test_killed_server_leaves_a_trace_and_no_workers",
     ),

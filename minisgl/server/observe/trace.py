@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.config.rules import file_of
+from minisgl.events import StageTimed
 from minisgl.server.frontend import Observer, Prompt
-from minisgl.server.workers.messages import StatsEvent, TraceMsg, UserReply
+from minisgl.server.workers.messages import StatsEvent, UserReply
 
 SCHEDULER_ROWS, REQUEST_ROWS = 1, 2  # process ids in the trace
 
@@ -56,10 +57,10 @@ class TraceFile(Observer):
         self._file.flush()
 
     def told(self, msg: StatsEvent) -> None:
-        if isinstance(msg, TraceMsg):
-            for name, start, end, step, size, phase in msg.events:
-                about = {"size": size, "phase": phase} if phase else {}
-                self._span(name, SCHEDULER_ROWS, 0, start, end, step=step, **about)
+        if isinstance(msg, StageTimed):
+            about = {"size": msg.size, "phase": msg.phase} if msg.phase else {}
+            self._span(msg.name, SCHEDULER_ROWS, 0, msg.start, msg.end, step=msg.step, **about)
+        else:  # the last message of a report
             self._file.flush()
 
     def close(self) -> None:

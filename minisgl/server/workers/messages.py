@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from minisgl.core import SamplingParams
+from minisgl.events import StageTimed
 from minisgl.scheduler.messages import Msg, Reply
 
 
@@ -61,16 +62,7 @@ class StatsMsg(msgspec.Struct, tag=True, kw_only=True):
     counts: dict[str, int] = {}  # by name
 
 
-Span = tuple[str, float, float, int, int, str]  # name, start s, end s, step, requests, phase
-
-
-class TraceMsg(msgspec.Struct, tag=True):
-    """What the scheduler did lately."""
-
-    events: list[Span]
-
-
-StatsEvent = StatsMsg | TraceMsg
+StatsEvent = StatsMsg | StageTimed
 
 Message = Msg | Reply | TokenizeMsg | UserReply | StatsEvent
 

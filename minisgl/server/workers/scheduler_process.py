@@ -13,18 +13,18 @@ from pathlib import Path
 
 from minisgl.config.engine import ServerConfig
 from minisgl.engine.heap import frozen_heap
+from minisgl.events import StageTimed
 from minisgl.parallel.comm import Comm
 from minisgl.runtime.guarded import guarded
-from minisgl.runtime.ranks import Ranks
 from minisgl.runtime.supervisor import WorkerContext, WorkerFailed
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.grammar import CompilingInbox
 from minisgl.scheduler.messages import ExitMsg, Msg, Reply
-from minisgl.scheduler.observe import TraceEvent
+from minisgl.scheduler.observe import StageClock, emitter
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.server.workers.channels import Inbox, Outbox, ZmqInbox, ZmqOutbox
-from minisgl.server.workers.messages import Span, StatsEvent, StatsMsg, TraceMsg
+from minisgl.server.workers.messages import StatsEvent, StatsMsg
 from minisgl.server.workers.processes import address
 
 
@@ -72,7 +72,7 @@ def stats_of(scheduler: Scheduler) -> StatsMsg:
     running = sum(req.table_idx >= 0 for req in scheduler.reqs.values())
     free, kept = cache.allocator.free_pages, cache.prefix_cache.evictable_tokens // cache.page_size
     counts = {"steps": scheduler.step_count, "retractions": scheduler.retractions}
-    counts["graph_replays"] = sum(g.replays for g in (engine.graph, engine.verify_graph) if g)
+    counts |= engine.counts()
     counts |= getattr(scheduler, "draft_counts", {})  # where it speculates
     return StatsMsg(
         running=running, waiting=len(scheduler.reqs) - running, free_pages=free,
@@ -81,19 +81,19 @@ def stats_of(scheduler: Scheduler) -> StatsMsg:
 
 
 class Reporter:
-    """Collects a scheduler's trace, if asked to, and makes its reports."""
+    """Collects the times of a scheduler's stages, if `traced`, and makes its reports."""
 
     def __init__(self, traced: bool) -> None:
         self.scheduler: Scheduler | None = None  # known once it is built
-        self._events: list[TraceEvent] = []
-        self.trace = self._events.append if traced else None  # for `build_scheduler`
+        self._stages: list[StageTimed] = []
+        self.emit = emitter(StageClock(self._stages.append) if traced else None)
 
     def __call__(self) -> Sequence[StatsEvent]:
         if self.scheduler is None:
             return []
-        events: list[Span] = [*self._events]
-        self._events.clear()
-        return [stats_of(self.scheduler), *([TraceMsg(events)] if events else [])]
+        stages = self._stages.copy()
+        self._stages.clear()
+        return [*stages, stats_of(self.scheduler)]
 
 
 def scheduler_process(
@@ -111,11 +111,13 @@ def scheduler_process(
         channel: Channel = outer
         comm: Comm | None = None
         if config.tp.size > 1:
+            from minisgl.runtime.ranks import Ranks  # with it torch.distributed
+
             ranks = stack.enter_context(Ranks(config))
             channel, comm = ranks.channel(outer), ranks.comm
             outer.alive = ranks.alive
         scheduler = reporter.scheduler = build_scheduler(
-            config, channel, comm, trace=reporter.trace, hold=hold
+            config, channel, comm, emit=reporter.emit, hold=hold
         )
         try:
             with frozen_heap():

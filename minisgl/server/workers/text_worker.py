@@ -10,16 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from minisgl.events import StageTimed
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
 from minisgl.server.workers.channels import Inbox, Outbox
-from minisgl.server.workers.messages import (
-    Message,
-    StatsMsg,
-    TokenizeMsg,
-    TokenLogprob,
-    TraceMsg,
-    UserReply,
-)
+from minisgl.server.workers.messages import Message, StatsMsg, TokenizeMsg, TokenLogprob, UserReply
 from minisgl.tokenizer import DecodeStatus, PromptTooLong, Tokenizer, text_size
 
 
@@ -72,7 +66,7 @@ class TextWorker:
                 self._detokenize(msg)
             case UserMsg() | AbortMsg():
                 self._scheduler.append(msg)
-            case StatsMsg() | TraceMsg():
+            case StatsMsg() | StageTimed():
                 self._frontend.append(msg)
             case ErrorReply():
                 self._open.pop(msg.uid, None)
