@@ -515,6 +515,7 @@ def test_fields_are_treated_as_the_table_says(live: Live) -> None:
             assert response.status_code == 200, response.text
             wrong = {name for name, values in HARMLESS.items() if values is not None}
             wrong |= {*schema.model_fields, *CHANGES} - {"renamed", *ANY_VALUE}
+            wrong -= set() if schema is ChatRequest else {"reasoning_effort", "think"}
             for name in sorted(wrong):
                 response = answer(**{name: odd})
                 assert response.status_code == 400, name

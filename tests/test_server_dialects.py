@@ -25,6 +25,7 @@ from minisgl.server.http.formats import Completion, as_json, finite, sse
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest
 from minisgl.server.http.settings import served_name
 from minisgl.server.http.tool_parser import ToolParser
+from minisgl.server.options import Operations
 from minisgl.server.workers.messages import TokenLogprob, UserReply
 from minisgl.tokenizer import DecodeStatus, StopFilter, Tokenizer, check_messages
 from minisgl.tokenizer_files import plain_message
@@ -78,7 +79,7 @@ ALIASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_an_alias_means_the_same(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     assert asked(**theirs) == asked(**ours)
     assert asked(**dict.fromkeys(theirs)) == asked()  # null is the default
-    assert asked(**theirs, **ours) == asked(**ours)  # twice the same is fine
+    assert asked(**{**theirs, **ours}) == asked(**ours)  # twice the same is fine
 
 
 NEUTRAL = {
@@ -298,7 +299,8 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     )  # fmt: skip
     folder = make_checkpoint(tmp_path_factory.mktemp("chatty"), tokenizer=True)
     edit_json(folder / "tokenizer_config.json", chat_template=template)
-    with Live(folder, device="cpu", num_pages=256) as live:
+    operations = Operations(log_format="text")
+    with Live(folder, device="cpu", num_pages=256, operations=operations) as live:
         yield live
 
 
@@ -318,7 +320,7 @@ def test_rules_of_the_content_do_not_touch_the_thought(thoughtful: Live, stream:
         thought += part.get("reasoning_content") or ""
     for choice in choices:
         tokens += [entry["token"] for entry in (choice["logprobs"] or {}).get("content") or []]
-    assert thought == "They ask: Question: how many?" and content == "It is 8. "[:-1]
+    assert thought == "They ask: Question: how many?" and content == "It is 8. "
     assert tokens == ["\n\nIt ", "is 8."] and choices[-1]["finish_reason"] == "stop"
 
 

@@ -21,7 +21,7 @@ from minisgl.config.paths import resolve_model_path
 from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.http.answers import AnswerParser
 from minisgl.server.http.api import RequestHandler, create_app
-from minisgl.server.http.fields import HARMLESS
+from minisgl.server.http.fields import CHANGES, HARMLESS
 from minisgl.server.http.formats import Completion
 from minisgl.server.http.schemas import ChatRequest
 from minisgl.server.http.settings import ApiSettings
@@ -368,7 +368,7 @@ def test_every_known_field_is_in_a_table() -> None:
     known = set(VLLM.split()) | set(response_create_params.ResponseCreateParamsBase.__annotations__)
     known |= {"stream"}
     tables: list[Any] = [ResponsesRequest.model_fields, ChatRequest.model_fields]
-    tables += [REFUSED.split(), RENAMED, HARMLESS]
+    tables += [REFUSED.split(), RENAMED, HARMLESS, CHANGES]
     assert known - {name for table in tables for name in table} == set()
     assert not set(REFUSED.split()) & set(ResponsesRequest.model_fields)
     assert not set(RENAMED) & set(ResponsesRequest.model_fields)
@@ -384,7 +384,7 @@ def test_fields_are_treated_as_the_tables_say(http: httpx.Client) -> None:
     nulls |= {"text": {"format": None, "verbosity": None}, "reasoning": {"effort": None}}
     assert post(http, **nulls | {"max_output_tokens": 1}).status_code == 200
     own = set(ResponsesRequest.model_fields) | set(REFUSED.split()) | set(RENAMED)
-    chats = set(ChatRequest.model_fields) - own
+    chats = set(ChatRequest.model_fields) - own - {"renamed"}
     chats |= {name for name, values in HARMLESS.items() if values is not None} - own
     for name in sorted(own | chats):
         answer = post(http, **{name: odd})
@@ -451,7 +451,11 @@ def test_reasoning_effort_reaches_the_template(http: httpx.Client) -> None:
     chat = body.as_chat(read_items([{"role": "user", "content": "x"}]))
     assert chat.prompt() == {
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}],
-        "template_kwargs": {"reasoning_effort": "none", "enable_thinking": False},
+        "template_kwargs": {
+            "reasoning_effort": "none",
+            "enable_thinking": False,
+            "thinking": False,
+        },
     }
     assert post(http, reasoning={"effort": "high"}).json()["reasoning"]["effort"] == "high"
 
@@ -739,7 +743,7 @@ def test_items_become_messages() -> None:
     ]
     messages = as_messages(read_items(said))
     assert [message["role"] for message in messages] == [
-        "system", "user", "assistant", "tool", "tool", "assistant", "assistant",
+        "developer", "user", "assistant", "tool", "tool", "assistant", "assistant",
     ]  # fmt: skip
     assert messages[0]["content"] == "Be Be "
     assert (messages[2]["reasoning_content"], messages[2]["content"]) == ("Hm", "I ask.")

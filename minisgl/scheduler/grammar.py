@@ -298,7 +298,13 @@ class Grammars:
             if req.matcher is not None:
                 req.matcher.follow(req.output_ids)
                 todo.append((req.matcher.ll, index))
-        fill_next_token_bitmask_par(self.executor, todo, masks)
+        if todo:  # a tokenizer may have more tokens than the model has logits
+            tokenizer, words = self.tokenizer.result(), masks.shape[1]
+            assert isinstance(tokenizer, LLTokenizer)
+            wide = np.full((len(masks), max(words, -(-tokenizer.vocab_size // 32))), -1, np.int32)
+            fill_next_token_bitmask_par(self.executor, todo, wide)
+            indices = [index for _, index in todo]
+            masks[indices] = wide[indices, :words]
 
     def defer(self, fi: ForwardInput, draw: Callable[[], ForwardOutput]) -> ForwardOutput:
         """Keep a draw that needs masks; others are done at once."""

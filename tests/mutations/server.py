@@ -6,6 +6,7 @@ TEST = "tests/test_server.py::"
 API = "tests/test_server_api.py::"
 FAULTS = "tests/test_server_faults.py::"
 OPERATIONS = "tests/test_server_operations.py::"
+DIALECTS = "tests/test_server_dialects.py::"
 
 MUTATIONS = [
     Mutation(
@@ -492,6 +493,48 @@ MUTATIONS = [
         old="        self.backend.no_padding()\n",
         new="",
         test="tests/test_tokenizer.py::test_settings_of_the_training_do_not_change_a_prompt",
+    ),
+    Mutation(
+        name="server: two fields that contradict each other are taken",
+        module="minisgl.server.http.fields",
+        old="body.get(ours) not in (None, new):",
+        new="False:",
+        test=DIALECTS + "test_two_names_must_agree",
+    ),
+    Mutation(
+        name="server: a misspelt field passes",
+        module="minisgl.server.http.fields",
+        old="1, 0.9)",
+        new="1, 1.0)",
+        test=DIALECTS + "test_what_would_change_the_answer_is_refused_by_name",
+    ),
+    Mutation(
+        name="server: a stop string ends a thought",
+        module="minisgl.tokenizer",
+        old="self.in_thought = spare_thoughts and thinking",
+        new="self.in_thought = False",
+        test=DIALECTS + "test_a_stop_string_ends_no_thought",
+    ),
+    Mutation(
+        name="server: log probabilities of a call pass for the content's",
+        module="minisgl.server.http.answers",
+        old="return any(first < end and start < stop for first, stop in self.tools.spans)",
+        new="return True",
+        test=DIALECTS + "test_log_probabilities_are_those_of_the_content",
+    ),
+    Mutation(
+        name="server: a key behind the arguments is content",
+        module="minisgl.server.http.tool_parser",
+        old="self._more_keys if self.open else self._tail",
+        new="self._tail",
+        test=DIALECTS + "test_keys_of_a_call_have_any_order_and_type",
+    ),
+    Mutation(
+        name="server: a line separator is sent as it is",
+        module="minisgl.server.http.formats",
+        old=".translate(LINES)",
+        new="",
+        test=DIALECTS + "test_an_event_is_one_line_for_every_client",
     ),
     Mutation(
         name="server: a prompt whose client left is encoded",

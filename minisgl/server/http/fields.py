@@ -130,7 +130,7 @@ def sampled(value: Any) -> Mapping[str, Any]:
 
 def effort(value: Any) -> Mapping[str, Any]:
     """OpenAI's effort, of which "none" means no thoughts."""
-    return {"enable_thinking": False} if value == "none" else {"reasoning_effort": value}
+    return {"reasoning_effort": value} | ({"enable_thinking": False} if value == "none" else {})
 
 
 def think(value: Any) -> Mapping[str, Any]:

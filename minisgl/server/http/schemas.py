@@ -108,7 +108,8 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
 
         `index` numbers the answers of one request (`n`): with a seed, each must still differ.
         """
-        asked = self.model_dump(include={field.name for field in fields(SamplingParams)})
+        names = {field.name for field in fields(SamplingParams)} - set(GRAMMARS)
+        asked = self.model_dump(include=names)
         asked["logprobs"], asked["spare_thoughts"] = self.wanted_logprobs(), self.thoughts_apart
         asked["seed"] = None if self.seed is None else (self.seed + index) % 2**63
         asked["prompt_logprobs"] = (asked["logprobs"] or 0) if self.echo else None
@@ -168,6 +169,9 @@ class ChatRequest(ToolFields, GenerationRequest):
         return self._form or GenerationRequest.answer_form(self)
 
     def client_name(self, ours: str | None) -> str | None:
+        given = GenerationRequest.answer_form(self)
+        if ours == "structural_tag" and ours not in given:  # ours, made of what was asked for
+            ours = next(iter(given), ours)
         return "messages" if ours == "prompt" else GenerationRequest.client_name(self, ours)
 
 
