@@ -202,8 +202,7 @@ class SamplingParams(Validated):
     """How one request chooses its tokens and when it stops.
 
     temperature 0 is greedy; top_k below 1 and top_p 1 are off; max_tokens None is up to the window;
-    logprobs n tells the n most likely tokens, too, prompt_logprobs n those of the prompt.
-    """
+    logprobs n tells the n most likely tokens, too, prompt_logprobs n those of the prompt."""
 
     temperature: Annotated[Number, Field(ge=0)] = 0.0
     top_k: Annotated[int, BeforeValidator(plain_number), Field(ge=-1, le=MAX_INT)] = -1
@@ -224,6 +223,7 @@ class SamplingParams(Validated):
     min_tokens: Count = 0
     bad_words: BadWords = ()
     allowed_token_ids: Annotated[Sequence[int], tuple_of(Count, min_length=1)] | None = None
+    cache_salt: Text | None = None  # cached prefixes are shared only under one salt
     json_schema: Annotated[str | Mapping[str, Any] | None, PlainValidator(schema_text)] = None
     regex: Text | None = None
     choice: Annotated[Sequence[str], tuple_of(Text, max_length=MAX_RULES)] = ()

@@ -22,8 +22,9 @@ from minisgl.engine.step import ForwardInput, SampledTokens, build_forward_input
 from minisgl.events import Emit
 from minisgl.kvcache.audit import check_integrity
 from minisgl.kvcache.cache_manager import CacheManager
-from minisgl.kvcache.naive_cache import make_cache
+from minisgl.kvcache.naive_cache import NaiveCache
 from minisgl.kvcache.page_table import TableManager
+from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.scheduler import build as scheduler_build
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.decode import DecodeManager
@@ -43,7 +44,8 @@ EOS = 999
 def record_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on schedulers build engines that record decode steps without a GPU, too."""
     recording = partial(build_engine, new_graph=RecordingGraph)
-    monkeypatch.setattr(scheduler_build, "build_engine", recording)
+    parts = partial(scheduler_build.Parts, engine=recording)
+    monkeypatch.setattr(scheduler_build, "Parts", parts)
 
 
 def fake_token(prompt: Sequence[int], index: int) -> int:
@@ -148,7 +150,7 @@ class Driver:
     ) -> None:
         self.engine = FakeEngine(**sizes) if engine is None else engine
         page_size, pages = self.engine.page_size, self.engine.num_pages
-        prefixes = make_cache(cache_type, page_size)
+        prefixes = RadixCache(page_size) if cache_type == "radix" else NaiveCache(page_size)
         self.cache = CacheManager(pages, self.engine.tables, prefixes, emit)
         decode, fair = DecodeManager(reserve), policy == "fair"
         limits = PrefillLimits(

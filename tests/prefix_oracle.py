@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from minisgl.core import IntArray
-from minisgl.kvcache.audit import check_tree, nodes_of
+from minisgl.kvcache.audit import check_cache
+from minisgl.kvcache.cache_manager import slots_of_pages
 from minisgl.kvcache.naive_cache import NaiveCache
 from minisgl.kvcache.prefix_cache import PrefixCache
 from minisgl.kvcache.radix_cache import RadixCache
@@ -95,14 +96,12 @@ class Oracle:
             p * self.page_size + i for p in self.page.values() for i in range(self.page_size)
         ]
         assert cached_slots(cache) == sorted(expected)
-        if isinstance(cache, RadixCache):
-            check_tree(cache, [handle for handle, _ in self.locks])
+        check_cache(cache, [handle for handle, _ in self.locks])
 
 
 def cached_slots(cache: PrefixCache) -> list[int]:
     """Every slot that a cache holds, in ascending order."""
-    nodes = nodes_of(cache) if isinstance(cache, RadixCache) else ()
-    return sorted(int(slot) for node in nodes for slot in node.slots)
+    return sorted(slots_of_pages(cache.pages(), cache.page_size).tolist())
 
 
 def tokens_of(pages: list[int], tail: int, page_size: int) -> IntArray:

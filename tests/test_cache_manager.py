@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minisgl.core import IntArray, Req, SamplingParams
-from minisgl.kvcache.audit import IntegrityError, check_integrity, nodes_of
+from minisgl.kvcache.audit import CACHED, FREE, IntegrityError, check_integrity, owners
 from minisgl.kvcache.cache_manager import CacheManager
-from minisgl.kvcache.naive_cache import make_cache
 from minisgl.kvcache.page_table import OutOfPages, TableManager
 from minisgl.kvcache.radix_cache import RadixCache
+from tests.prefix_oracle import CACHES
 from tests.turns import in_turns
 
 PAGE_SIZES = [1, 4, 16]
@@ -34,7 +34,7 @@ class World:
         self, num_pages: int, page_size: int, kind: str = "radix", max_len: int = 128
     ) -> None:
         self.tables = TableManager(8, max_len, page_size, num_pages, "cpu")
-        self.cache = CacheManager(num_pages, self.tables, make_cache(kind, page_size))
+        self.cache = CacheManager(num_pages, self.tables, CACHES[kind](page_size))
         self.kv = np.zeros((num_pages + 1) * page_size, np.int64)
         self.truth: dict[Req, list[int]] = {}  # what the device knows, ahead of the host
         self.uid = 0
@@ -48,7 +48,7 @@ class World:
         params = SamplingParams()
         ids = np.asarray(prompt, np.int32)
         req = Req(uid=self.uid, input_ids=ids, sampling_params=params, max_new_tokens=new_tokens)
-        handle = self.cache.match_req(req.input_ids)
+        handle = self.cache.match_req(req)
         assert handle.cached_len < req.prompt_len, "nothing left to compute"
         self.cache.lock(handle)
         if self.cache.available_tokens < req.prompt_len - handle.cached_len:
@@ -227,12 +227,6 @@ def test_a_long_random_run_in_a_tight_pool(kind: str, page_size: int) -> None:
 # ------------------------------------------------------------------ named cases
 
 
-def test_make_cache_knows_two_names() -> None:
-    assert [type(make_cache(kind, 4)).__name__ for kind in KINDS] == ["RadixCache", "NaiveCache"]
-    with pytest.raises(ValueError, match=r"^cache_type.*'lru'"):
-        make_cache("lru", 4)
-
-
 def test_tables_and_cache_have_one_page_size() -> None:
     with pytest.raises(ValueError, match=r"^page_size(?=.*8)(?=.*4)"):
         CacheManager(8, TableManager(2, 32, 4, 8, "cpu"), RadixCache(8))
@@ -368,10 +362,22 @@ def test_pitfall_02_a_page_that_is_cached_twice() -> None:
     world = World(20, 4)
     req = world.prefilled(range(10))
     world.finish(req)
-    node = next(nodes_of(world.cache.prefix_cache))  # type: ignore[arg-type]
+    node = world.cache.prefix_cache.nodes()[1]  # type: ignore[arg-type]
     node.slots = np.tile(node.slots[:4], 2)
     with pytest.raises(IntegrityError, match="prefix cache and by the prefix cache"):
         check_integrity(world.cache)
+
+
+def test_owners_are_the_picture_of_the_pool() -> None:
+    world = World(8, 4)
+    first = world.prefilled(range(10))
+    world.finish(first)
+    world.prefilled([*range(8), 50, 51])
+    found = owners(world.cache, world.live).tolist()
+    assert sorted(found) == [CACHED] * 2 + [FREE] * 5 + [1]
+    assert [page for page, owner in enumerate(found) if owner == CACHED] == sorted(
+        world.cache.prefix_cache.pages().tolist()
+    )
 
 
 def test_pitfall_02_pages_of_a_request_that_nobody_names() -> None:
@@ -425,7 +431,7 @@ def test_allocation_names_a_request_that_is_not_ready() -> None:
     req = Req(uid=7, input_ids=np.arange(20), sampling_params=SamplingParams(), max_new_tokens=1)
     with pytest.raises(ValueError, match=r"^req 7"):
         world.cache.allocate_paged([req])
-    req.cache_handle = world.cache.match_req(req.input_ids)
+    req.cache_handle = world.cache.match_req(req)
     with pytest.raises(ValueError, match=r"^req 7.*-1"):
         world.cache.allocate_paged([req])
     req.table_idx = 0
@@ -445,7 +451,7 @@ def test_only_computed_tokens_are_cached() -> None:
     assert (req.cached_len, len(req.input_ids)) == (9, 8)
     known = req.input_ids.copy()
     world.finish(req)
-    assert world.cache.match_req(np.append(known, [99, 99, 99])).cached_len == 8
+    assert world.cache.prefix_cache.match_prefix(np.append(known, [99, 99])).cached_len == 8
     world.check()
     assert world.cache.allocator.free_pages == 8
 
@@ -472,7 +478,7 @@ def test_rows_are_written_through_the_tables() -> None:
     twins = []
     for uid in range(2):
         req = Req(uid=uid, input_ids=[1] * 9, sampling_params=SamplingParams(), max_new_tokens=4)
-        req.cache_handle, req.table_idx = manager.match_req(req.input_ids), tables.allocate()
+        req.cache_handle, req.table_idx = manager.match_req(req), tables.allocate()
         manager.lock(req.cache_handle)
         twins.append(req)
     manager.allocate_paged(twins)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from minisgl.kvcache.audit import IntegrityError, check_tree, nodes_of
+from minisgl.kvcache.audit import IntegrityError, check_cache, check_tree
 from minisgl.kvcache.prefix_cache import NotEvictable, PrefixCache
 from minisgl.kvcache.radix_cache import Node, RadixCache, common_prefix
 from tests.prefix_oracle import CACHES, Oracle, cached_slots, page_slots, tokens_of
@@ -23,6 +23,7 @@ from tests.turns import in_turns
 
 PAGE_SIZES = [1, 4, 16]
 PROMPTS = st.tuples(st.lists(st.integers(0, 3), max_size=7), st.integers(0, 15))
+SALTS = (None, "a", "aa", "tenant")  # the oracle knows them as other tokens
 KINDS = list(CACHES)
 
 
@@ -54,25 +55,26 @@ class CacheMachine(RuleBasedStateMachine):
     def prompt(self, drawn: tuple[list[int], int]) -> Any:
         return tokens_of(drawn[0], drawn[1] % self.page_size, self.page_size)
 
-    @rule(drawn=PROMPTS)
-    def insert(self, drawn: tuple[list[int], int]) -> None:
+    @rule(drawn=PROMPTS, salt=st.sampled_from(SALTS))
+    def insert(self, drawn: tuple[list[int], int], salt: str | None) -> None:
         tokens = self.prompt(drawn)
+        salted = tokens + 1000 * SALTS.index(salt)
         pages = list(itertools.islice(self.pages, len(drawn[0])))
         slots = page_slots(pages, self.page_size, tail=drawn[1] % self.page_size)
-        known = self.oracle.insert(tokens, pages)
-        handle, already = self.cache.insert_prefix(tokens, slots)
+        known = self.oracle.insert(salted, pages)
+        handle, already = self.cache.insert_prefix(tokens, slots, salt)
         slots[:] = -1  # the caller's row changes afterwards
         assert already == known
-        assert handle.slots().tolist() == self.oracle.slots(self.oracle.longest(tokens))
-        assert handle.cached_len == len(self.oracle.longest(tokens))
+        assert handle.slots().tolist() == self.oracle.slots(self.oracle.longest(salted))
+        assert handle.cached_len == len(self.oracle.longest(salted))
 
-    @rule(drawn=PROMPTS, hold=st.booleans())
-    def match(self, drawn: tuple[list[int], int], hold: bool) -> None:
+    @rule(drawn=PROMPTS, hold=st.booleans(), salt=st.sampled_from(SALTS))
+    def match(self, drawn: tuple[list[int], int], hold: bool, salt: str | None) -> None:
         tokens = self.prompt(drawn)
         before = self.sizes()
-        handle = self.cache.match_prefix(tokens)
+        handle = self.cache.match_prefix(tokens, salt)
         assert self.sizes() == before, "a match changed what is cached"
-        expected = self.oracle.longest(tokens)
+        expected = self.oracle.longest(tokens + 1000 * SALTS.index(salt))
         assert handle.cached_len == len(expected)
         assert handle.slots().tolist() == self.oracle.slots(expected)
         self.oracle.use(expected)
@@ -136,11 +138,12 @@ def test_a_long_random_walk_agrees_with_a_dict_of_prefixes(kind: str, page_size:
     machine.start()
     for _ in range(250):
         drawn = rng.integers(0, 4, rng.integers(0, 8)).tolist(), int(rng.integers(0, 16))
+        salt = SALTS[rng.integers(0, 2)]
         action = rng.integers(0, 10)
         if action < 4:
-            machine.insert(drawn)
+            machine.insert(drawn, salt)
         elif action < 7:
-            machine.match(drawn, hold=bool(rng.integers(0, 2)))
+            machine.match(drawn, bool(rng.integers(0, 2)), salt)
         elif action < 9 and machine.oracle.locks:
             handle, prefix = machine.oracle.locks.pop(rng.integers(0, len(machine.oracle.locks)))
             assert handle.slots().tolist() == machine.oracle.slots(prefix)
@@ -203,6 +206,19 @@ def test_fewer_slots_than_tokens_are_refused() -> None:
         cache.insert_prefix(np.array([0, 1, 2, 3, 9, 9, 9, 9]), np.arange(7))
     check_tree(cache)
     assert sorted(cache.evict(8)) == list(range(8))
+
+
+def test_a_salt_is_no_page() -> None:
+    """A salt of the bytes of a page, and prompts below a page, name nothing of other salts."""
+    cache = RadixCache(1)
+    put(cache, ids(0x64636261, 5), 0)
+    assert cache.match_prefix(ids(), "abcd").cached_len == 0
+    assert cache.match_prefix(ids(5), "abcd").cached_len == 0
+    put(cache, ids(5, 6), 10)
+    put(cache, ids(5, 7), 20)  # splits the run of 5, 6
+    assert cache.match_prefix(ids(5, 6)).slots().tolist() == [10, 11]
+    assert cache.match_prefix(ids(5, 6), "abcd").cached_len == 0
+    check_tree(cache, [])
 
 
 def test_locks_add_up_and_must_balance() -> None:
@@ -343,17 +359,17 @@ def break_size(cache: RadixCache) -> None:
 
 
 def break_slots(cache: RadixCache) -> None:
-    node = next(nodes_of(cache))
+    node = cache.nodes()[1]
     node.slots = np.roll(node.slots, 1)
 
 
 def break_count(cache: RadixCache) -> None:
-    node = next(node for node in nodes_of(cache) if not node.children)
+    node = next(node for node in cache.nodes() if not node.children)
     node.slots = node.slots[:-4]
 
 
 def break_lock(cache: RadixCache) -> None:
-    next(node for node in nodes_of(cache) if node.ref_count).ref_count += 1
+    next(node for node in cache.nodes() if node.ref_count).ref_count += 1
 
 
 def break_order(cache: RadixCache) -> None:
@@ -369,7 +385,7 @@ def break_ghost(cache: RadixCache) -> None:
 
 
 def break_parent(cache: RadixCache) -> None:
-    next(node for node in nodes_of(cache) if node.children).children.popitem()[1].parent = None
+    next(node for node in cache.nodes()[1:] if node.children).children.popitem()[1].parent = None
 
 
 @pytest.mark.parametrize("fault", [f for name, f in globals().items() if name.startswith("break_")])
@@ -383,6 +399,25 @@ def test_pitfall_02_a_broken_tree_is_noticed(fault: Any) -> None:
     fault(cache)
     with pytest.raises(IntegrityError):
         check_tree(cache, [held])
+
+
+class LeakyCache:
+    """A cache of another class, whose counts are wrong."""
+
+    page_size, evictable_tokens, protected_tokens = 4, 8, 0
+
+    def pages(self) -> Any:
+        return ids(3)
+
+
+def test_pitfall_02_any_cache_is_recounted() -> None:
+    cache, held = LeakyCache(), put(RadixCache(4), np.arange(8), 0).handle
+    with pytest.raises(IntegrityError, match=r"\(8, 0\), counted 4"):
+        check_cache(cache)
+    cache.evictable_tokens = 4
+    check_cache(cache)
+    with pytest.raises(IntegrityError, match=r"locked pages \[0, 1\]"):
+        check_cache(cache, [held])
 
 
 def test_pitfall_02_a_lock_without_a_holder_is_noticed() -> None:
@@ -453,7 +488,7 @@ def test_pitfall_17_cost_of_an_eviction_at_100_000_nodes(page_size: int) -> None
     start = time.process_time()
     large = grown(100_000, page_size)
     built = time.process_time() - start
-    assert sum(1 for _ in nodes_of(large)) >= 100_000
+    assert len(large.nodes()) > 100_000
     assert built < 10, f"100,000 nodes took {built:.1f} s"  # about 1.5 s on a free core
     gc.collect()
     medians: dict[int, list[float]] = {1_000: [], 100_000: []}

@@ -370,6 +370,22 @@ def test_a_beginning_that_is_being_computed_is_waited_for() -> None:
     assert [d.replies[uid][-1].cached_tokens for uid in range(9)] == [0] + [40] * 7 + [0]
 
 
+@LOOPS
+def test_requests_share_prefixes_of_their_salt_alone(overlap: bool) -> None:
+    """Neither the cache nor a prompt of the same step is shared between salts, and salts share."""
+    d = Driver(overlap=overlap, budget=500, num_pages=200, max_running_req=16)
+    salts = [None, "a", "b", None, "a", "b"]
+    for uid, salt in enumerate(salts):
+        d.ask(uid, [5] * 40 + [uid] * 3, max_tokens=2, cache_salt=salt)
+    d.drain()
+    assert [step.uids for step in d.engine.steps[:2]] == [[0, 1, 2], [3, 4, 5]]
+    for uid, salt in enumerate(salts):
+        d.ask(10 + uid, [5] * 43 + [uid], max_tokens=2, cache_salt=salt and salt * 2)
+        d.drain()
+    cached = [d.replies[uid][-1].cached_tokens for uid in [*range(6), *range(10, 16)]]
+    assert cached == [0, 0, 0, 40, 40, 40, 40, 0, 0, 40, 40, 40]
+
+
 @pytest.mark.parametrize(
     ("shared", "own", "cache_type"),
     [(31, 9, "radix"), (40, 3, "naive"), (0, 40, "radix"), (40, 0, "radix")],

@@ -483,6 +483,17 @@ def chat(live: Live, **fields: Any) -> httpx.Response:
     return httpx.post(f"{live.url}/v1/chat/completions", json={**CHAT, **fields}, timeout=30)
 
 
+def test_tenants_with_a_salt_share_no_prefix(live: Live) -> None:
+    long = {"messages": [{"role": "user", "content": "What is 12 + 3? " * 20}]}
+    found = []
+    for salt in ("red", "blue", "red", None):
+        usage = chat(live, **long, cache_salt=salt).json()["usage"]
+        found.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert found[:2] == [0, 0] and found[2] > 0 and found[3] == 0
+    refused = chat(live, cache_salt="").json()["error"]
+    assert refused["param"] == "cache_salt"
+
+
 def test_every_known_field_is_in_a_table() -> None:
     from openai.types import completion_create_params as plain
     from openai.types.chat import completion_create_params as chats

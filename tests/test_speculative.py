@@ -34,9 +34,9 @@ from minisgl.scheduler.speculative import (
     SpeculativeScheduler,
     VerifyBatch,
     count_accepted,
+    draft_limits,
     join_rows,
     lookup,
-    scheduler_class,
     verify_batch,
 )
 from minisgl.server.workers.scheduler_process import stats_of
@@ -496,16 +496,13 @@ def test_copying_takes_fewer_steps_and_a_story_no_more() -> None:
         assert counted == (llm.scheduler.drafted, llm.scheduler.accepted) and min(counted) > 0
 
 
-def test_which_scheduler_is_built() -> None:
-    """None for 0; steps with drafts are no larger than the largest recorded one."""
+def test_limits_of_drafts() -> None:
+    """Steps with drafts are no larger than the largest recorded one."""
     engine: Any = SimpleNamespace(graph=None, verify_graph=None)
-    assert scheduler_class(SchedulerConfig(), engine) is Scheduler
     config = SchedulerConfig(num_speculative_tokens=5)
-    make: Any = scheduler_class(config, engine)
-    assert make.keywords == {"num_speculative_tokens": 5, "max_rows": 32}
+    assert draft_limits(config, engine) == {"num_speculative_tokens": 5, "max_rows": 32}
     engine.verify_graph = SimpleNamespace(sizes=[1, 2, 6])
-    make = scheduler_class(config, engine)
-    assert make.keywords["max_rows"] == 6
+    assert draft_limits(config, engine)["max_rows"] == 6
     with pytest.raises(ValueError, match="num_speculative_tokens: must be"):
         SchedulerConfig(num_speculative_tokens=32)
 
@@ -524,11 +521,11 @@ def test_steps_with_drafts_store_first(tmp_path: Path, monkeypatch: pytest.Monke
     how: dict[str, Any] = {"attention_backend": "torch,fused", "cuda_graph_bs": (1, 2)}
     engine = Engine(replace(made.config, **how), made.model_config, made.model, 8)
     engine.capture(RecordingGraph, progress=False)
-    make: Any = scheduler_class(engine.config, engine)
+    limits = draft_limits(engine.config, engine)
     assert engine.graph is not None and engine.verify_graph is not None
     assert {type(step.plan) for step in engine.graph.steps.values()} == {FusedPlan}
     found = {size: type(step.plan) for size, step in engine.verify_graph.steps.items()}
-    assert found == {1: StoreFirstPlan} and make.keywords["max_rows"] == 1
+    assert found == {1: StoreFirstPlan} and limits["max_rows"] == 1
     one = [engine.dummy_req]
     for batch, graph in ((Batch(one, Phase.DECODE), engine.graph),
                          (VerifyBatch(one, Phase.DECODE), engine.verify_graph)):  # fmt: skip

@@ -6,13 +6,15 @@ Generated from notebooks/03b_prefix_caches.ipynb: edit there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import singledispatch
 
 import numpy as np
+from numpy.typing import NDArray
 
 from minisgl.core import IntArray, Req
 from minisgl.kvcache.cache_manager import CacheManager, slots_of_pages
-from minisgl.kvcache.prefix_cache import NO_SLOTS, TOKEN_BYTES, CacheHandle
+from minisgl.kvcache.prefix_cache import NO_SLOTS, TOKEN_BYTES, CacheHandle, PrefixCache
 from minisgl.kvcache.radix_cache import Node, RadixCache, path_of
 
 
@@ -26,20 +28,22 @@ def require(fact: bool, message: str) -> None:
         raise IntegrityError(message)
 
 
-def nodes_of(cache: RadixCache) -> Iterator[Node]:
-    """All nodes but the root, parents first; walks the whole tree."""
-    stack = list(cache.root.children.values())
-    while stack:
-        node = stack.pop()
-        yield node
-        stack.extend(node.children.values())
+@singledispatch
+def check_cache(cache: PrefixCache, locked: Sequence[CacheHandle] | None = None) -> None:
+    """Recount a cache of any kind by what its protocol offers; raises IntegrityError."""
+    sizes, pages = (cache.evictable_tokens, cache.protected_tokens), cache.pages()
+    counted = len(pages) * cache.page_size
+    require(sum(sizes) == counted, f"evictable and protected tokens: {sizes}, counted {counted}")
+    for handle in locked or ():
+        gone = np.setdiff1d(handle.slots() // cache.page_size, pages)
+        require(not len(gone), f"locked pages {gone.tolist()} are not in the cache")
 
 
 def node_fault(cache: RadixCache, node: Node) -> str:
     """What is wrong with a node, its parent, its children or its locks; empty if nothing."""
     parent, size = node.parent, len(node.slots)
-    page = cache.page_size * TOKEN_BYTES
-    if parent is None or parent.children.get(node.tokens[:page]) is not node:
+    page = node.tokens[: cache.page_size * TOKEN_BYTES]
+    if parent is None or parent.children.get(node.key) is not node or not node.key.endswith(page):
         return "its parent does not know it"
     if size == 0 or len(node.tokens) != size * TOKEN_BYTES:
         return "tokens and slots differ in number"
@@ -53,9 +57,10 @@ def node_fault(cache: RadixCache, node: Node) -> str:
     return ""
 
 
+@check_cache.register
 def check_tree(cache: RadixCache, locked: Sequence[CacheHandle] | None = None) -> None:
     """Recount a tree; given all locked handles, every lock too. Raises IntegrityError."""
-    nodes = list(nodes_of(cache))
+    nodes = cache.nodes()[1:]
     for node in nodes:
         fault = node_fault(cache, node)
         require(not fault, f"node of {node.num_tokens} tokens: {fault}")
@@ -73,18 +78,8 @@ def check_tree(cache: RadixCache, locked: Sequence[CacheHandle] | None = None) -
             require(n.ref_count == held[n], f"{n.ref_count} locks, but {held[n]} handles")
 
 
-def cached_pages(manager: CacheManager, locked: Sequence[CacheHandle]) -> IntArray:
-    """Every page that the prefix cache holds, after a check of the cache itself."""
-    cache = manager.prefix_cache
-    if not isinstance(cache, RadixCache):
-        return NO_SLOTS
-    check_tree(cache, locked)
-    slots = np.concatenate([NO_SLOTS, *(node.slots for node in nodes_of(cache))])
-    return slots[:: cache.page_size] // cache.page_size
-
-
 def own_pages(manager: CacheManager, req: Req) -> IntArray:
-    """The pages of one request alone, after a check of its row."""
+    """Return the pages of one request alone, after a check of its row."""
     size, kept = manager.page_size, req.cache_handle.cached_len
     end = manager.allocated_len.get(req, kept)
     if req.table_idx < 0:  # matched and locked, but not yet admitted
@@ -99,16 +94,36 @@ def own_pages(manager: CacheManager, req: Req) -> IntArray:
     return pages
 
 
-def check_owners(num_pages: int, claims: Sequence[tuple[str, IntArray]]) -> None:
-    """Each page is claimed exactly once: (owner, pages) [k]."""
-    for name, pages in claims:
-        bad = pages[(pages < 0) | (pages >= num_pages)]
-        require(not len(bad), f"{name}: names pages {bad.tolist()}, which do not exist")
-    claimed = np.concatenate([pages for _, pages in claims])
-    for page in np.flatnonzero(np.bincount(claimed, minlength=num_pages) != 1):
-        owners = [name for name, pages in claims for _ in range(np.count_nonzero(pages == page))]
-        require(bool(owners), f"page {page}: lost, neither free nor cached nor any request's")
-        require(False, f"page {page}: owned by {' and by '.join(owners)}")
+FREE, CACHED = -1, -2  # owners that are no request
+
+
+def owner_name(owner: int) -> str:
+    """Return the owner of a page in words."""
+    return {FREE: "the free list", CACHED: "the prefix cache"}.get(owner, f"req {owner}")
+
+
+def owners(manager: CacheManager, live: Sequence[Req] = ()) -> NDArray[np.int64]:
+    """Return the owner of each page, [num_pages]: a uid of `live`, FREE or CACHED.
+
+    IntegrityError unless each page has exactly one owner.
+    """
+    holders = [req for req in live if req.cache_handle is not None]
+    claims = [(FREE, manager.allocator.free_set()), (CACHED, manager.prefix_cache.pages())]
+    claims += [(req.uid, own_pages(manager, req)) for req in holders]
+    found = np.full(manager.num_pages, FREE, np.int64)
+    claimed = np.zeros(manager.num_pages, np.int64)
+    for owner, pages in claims:
+        bad = pages[(pages < 0) | (pages >= manager.num_pages)]
+        require(
+            not len(bad), f"{owner_name(owner)}: names pages {bad.tolist()}, which do not exist"
+        )
+        found[pages] = owner
+        np.add.at(claimed, pages, 1)
+    for page in np.flatnonzero(claimed != 1):
+        names = [owner_name(o) for o, pages in claims for _ in range((pages == page).sum())]
+        require(bool(names), f"page {page}: lost, neither free nor cached nor any request's")
+        require(False, f"page {page}: owned by {' and by '.join(names)}")
+    return found
 
 
 def check_integrity(manager: CacheManager, live: Sequence[Req] = ()) -> None:
@@ -118,10 +133,5 @@ def check_integrity(manager: CacheManager, live: Sequence[Req] = ()) -> None:
     require(len(set(rows)) == len(rows), f"rows {rows}: two requests share one")
     for req in manager.allocated_len:
         require(req in holders, f"req {req.uid}: has pages but is not live")
-    locked = [req.cache_handle for req in holders]
-    claims = [
-        ("the free list", manager.allocator.free_set()),
-        ("the prefix cache", cached_pages(manager, locked)),
-        *((f"req {req.uid}", own_pages(manager, req)) for req in holders),
-    ]
-    check_owners(manager.num_pages, claims)
+    check_cache(manager.prefix_cache, [req.cache_handle for req in holders])
+    owners(manager, live)

@@ -35,9 +35,10 @@ class CacheManager:
         """Tokens that could be allocated now, if the whole unlocked cache were evicted."""
         return self.allocator.free_pages * self.page_size + self.prefix_cache.evictable_tokens
 
-    def match_req(self, input_ids: IntArray) -> CacheHandle:
-        """Longest cached prefix of a prompt [n], its last token excepted: one must be computed."""
-        return self.prefix_cache.match_prefix(input_ids[:-1])
+    def match_req(self, req: Req) -> CacheHandle:
+        """Longest cached prefix of a request, its last token excepted: one must be computed."""
+        ids = req.input_ids[: 0 if req.scores_prompt else -1]  # scores need all of them: 08a
+        return self.prefix_cache.match_prefix(ids, req.sampling_params.cache_salt)
 
     def lock(self, handle: CacheHandle) -> None:
         """Protect a matched prefix until `unlock`, or until its request finishes."""
@@ -60,14 +61,11 @@ class CacheManager:
 
     def take_pages(self, num_pages: int) -> IntArray:
         """Free pages, int32 [num_pages]; evicts what is missing, or raises and changes nothing."""
-        if num_pages * self.page_size > self.available_tokens:
-            raise OutOfPages(
-                f"num_pages: {num_pages} wanted, {self.allocator.free_pages} free and "
-                f"{self.prefix_cache.evictable_tokens // self.page_size} evictable"
-            )
-        missing = num_pages - self.allocator.free_pages
-        if missing > 0:
-            self.free_slots(self.prefix_cache.evict(missing * self.page_size))
+        free, rest = self.allocator.free_pages, self.prefix_cache.evictable_tokens // self.page_size
+        if num_pages > free + rest:
+            raise OutOfPages(f"num_pages: {num_pages} wanted, {free} free and {rest} evictable")
+        if num_pages > free:
+            self.free_slots(self.prefix_cache.evict((num_pages - free) * self.page_size))
         return self.allocator.allocate(num_pages)
 
     def free_slots(self, slots: IntArray) -> None:
@@ -104,7 +102,8 @@ class CacheManager:
             raise RuntimeError(f"req {req.uid}: holds no cache handle; was it released before?")
         row = self.tables.page_table[req.table_idx]
         known = min(req.cached_len, len(req.input_ids)) // self.page_size * self.page_size
-        new, already = self.prefix_cache.insert_prefix(req.input_ids[:known], row[:known])
+        salt = req.sampling_params.cache_salt
+        new, already = self.prefix_cache.insert_prefix(req.input_ids[:known], row[:known], salt)
         duplicates = row[old.cached_len : already].copy()  # the cache had these pages before us
         if finished:
             self.release(req, max(old.cached_len, new.cached_len))

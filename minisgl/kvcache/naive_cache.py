@@ -1,4 +1,4 @@
-"""The prefix cache that never remembers, and the choice between caches by name.
+"""The prefix cache that never remembers.
 
 Generated from notebooks/03b_prefix_caches.ipynb: edit there.
 """
@@ -12,10 +12,9 @@ from minisgl.kvcache.prefix_cache import (
     NO_SLOTS,
     CacheHandle,
     InsertResult,
-    PrefixCache,
+    Salt,
     check_evictable,
 )
-from minisgl.kvcache.radix_cache import RadixCache
 
 
 class EmptyHandle:
@@ -39,13 +38,17 @@ class NaiveCache:
         self.page_size = page_size
         self.emit: Emit | None = None  # has nothing to report
 
-    def match_prefix(self, ids: IntArray) -> CacheHandle:
-        """Finds nothing."""
+    def match_prefix(self, ids: IntArray, salt: Salt = None) -> CacheHandle:
+        """Find nothing."""
         return EmptyHandle()
 
-    def insert_prefix(self, ids: IntArray, slots: IntArray) -> InsertResult:
-        """Takes nothing: the slots stay with the caller."""
+    def insert_prefix(self, ids: IntArray, slots: IntArray, salt: Salt = None) -> InsertResult:
+        """Take nothing: the slots stay with the caller."""
         return InsertResult(EmptyHandle(), 0)
+
+    def pages(self) -> IntArray:
+        """No pages, int32 [0]."""
+        return NO_SLOTS
 
     def lock(self, handle: CacheHandle) -> None:
         """Nothing to protect."""
@@ -57,11 +60,3 @@ class NaiveCache:
         """Nothing to give back: only `evict(0)` succeeds."""
         check_evictable(self, num_tokens)
         return NO_SLOTS
-
-
-def make_cache(cache_type: str, page_size: int) -> PrefixCache:
-    """The prefix cache called "radix" or "naive"; ValueError for any other name."""
-    makers: dict[str, type[RadixCache | NaiveCache]] = {"radix": RadixCache, "naive": NaiveCache}
-    if cache_type not in makers:
-        raise ValueError(f"cache_type: must be one of {', '.join(makers)}, got {cache_type!r}")
-    return makers[cache_type](page_size)

@@ -31,6 +31,9 @@ class InsertResult(NamedTuple):
     already_cached_len: int  # leading tokens that it held before: your copies are duplicates
 
 
+Salt = str | None  # who shares a prefix: all with one string, or all without any
+
+
 class PrefixCache(Protocol):
     """Maps token prefixes to slots, in whole pages."""
 
@@ -45,11 +48,14 @@ class PrefixCache(Protocol):
     def protected_tokens(self) -> int:
         """Cached tokens that a lock protects."""
 
-    def match_prefix(self, ids: IntArray) -> CacheHandle:
+    def match_prefix(self, ids: IntArray, salt: Salt = None) -> CacheHandle:
         """Longest cached prefix of `ids` [n]; changes neither what is cached nor any size."""
 
-    def insert_prefix(self, ids: IntArray, slots: IntArray) -> InsertResult:
+    def insert_prefix(self, ids: IntArray, slots: IntArray, salt: Salt = None) -> InsertResult:
         """Hand over the slots [n] of the tokens `ids` [n]; what is cached already is left alone."""
+
+    def pages(self) -> IntArray:
+        """Every page that the cache holds, int32, in any order."""
 
     def lock(self, handle: CacheHandle) -> None:
         """Protect a prefix from eviction; locks add up."""

@@ -19,6 +19,7 @@ from minisgl.kvcache.prefix_cache import (
     TOKEN_BYTES,
     CacheHandle,
     InsertResult,
+    Salt,
     check_evictable,
     page_bytes,
 )
@@ -31,7 +32,8 @@ class Node:
     tokens: bytes  # token ids, int32 as raw bytes
     slots: IntArray  # [num_tokens]
     parent: Node | None  # None: the root, or a node that was evicted
-    children: dict[bytes, Node] = field(default_factory=dict)  # by their first page
+    key: bytes = b""  # its place in `parent.children`: see `page_key`
+    children: dict[bytes, Node] = field(default_factory=dict)
     ref_count: int = 0  # locks on this node or below it
 
     @property
@@ -45,38 +47,38 @@ class RadixCache:
 
     def __init__(self, page_size: int) -> None:
         check_positive(page_size=page_size)
-        self.page_size = page_size
-        self.page_bytes = page_size * TOKEN_BYTES
+        self.page_size, self.page_bytes = page_size, page_size * TOKEN_BYTES
         self.root = Node(b"", NO_SLOTS, None)
         self.lru: OrderedDict[Node, None] = OrderedDict()  # unlocked nodes, the oldest first
-        self.evictable_tokens = 0
-        self.protected_tokens = 0
+        self.evictable_tokens = self.protected_tokens = 0
         self.emit: events.Emit | None = None
 
-    def walk(self, tokens: bytes) -> tuple[Node, int]:
+    def page_key(self, tokens: bytes, start: int, salt: Salt) -> bytes:
+        """Key of the child that continues at byte `start`: a page, the first one after the salt."""
+        page = tokens[start : start + self.page_bytes]
+        return page if start or not page or salt is None else salt.encode() + page
+
+    def walk(self, tokens: bytes, salt: Salt) -> tuple[Node, int]:
         """Follow whole pages of `tokens` down; returns the last node and the matched length."""
         node, start = self.root, 0
-        while child := node.children.get(tokens[start : start + self.page_bytes]):
+        while child := node.children.get(self.page_key(tokens, start, salt)):
             if not tokens.startswith(child.tokens, start):  # they part inside this run
                 rest = np.frombuffer(tokens, np.int32, offset=start)
-                run = np.frombuffer(child.tokens, np.int32)
-                same = common_prefix(run, rest, self.page_size)
+                same = common_prefix(np.frombuffer(child.tokens, np.int32), rest, self.page_size)
                 return self.split(child, same), start // TOKEN_BYTES + same
             node, start = child, start + len(child.tokens)
         return node, start // TOKEN_BYTES
 
     def split(self, node: Node, at: int) -> Node:
-        """Cut a node after `at` tokens; `node` stays the lower half, the new upper half returns.
-
-        An unlocked upper half is not in `lru` yet: the caller uses it next.
-        """
+        """Cut a node after `at` tokens and return the upper half, which is not in `lru` yet."""
         assert node.parent is not None and 0 < at < node.num_tokens and at % self.page_size == 0
         cut = at * TOKEN_BYTES
-        upper = Node(node.tokens[:cut], node.slots[:at].copy(), node.parent)
+        upper = Node(node.tokens[:cut], node.slots[:at].copy(), node.parent, node.key)
         upper.ref_count = node.ref_count  # who holds the lower half holds the upper one
-        node.parent.children[upper.tokens[: self.page_bytes]] = upper
+        node.parent.children[upper.key] = upper
         node.tokens, node.slots, node.parent = node.tokens[cut:], node.slots[at:].copy(), upper
-        upper.children[node.tokens[: self.page_bytes]] = node
+        node.key = node.tokens[: self.page_bytes]
+        upper.children[node.key] = node
         if self.emit is not None:
             self.emit(events.NodeSplit(self.first_page(upper), at // self.page_size))
         return upper
@@ -95,23 +97,24 @@ class RadixCache:
                 self.lru.move_to_end(node)
             node = node.parent
 
-    def match_prefix(self, ids: IntArray) -> CacheHandle:
+    def match_prefix(self, ids: IntArray, salt: Salt = None) -> CacheHandle:
         """Longest cached prefix of `ids` [n]; may split a node, changes nothing that is cached."""
-        node, length = self.walk(page_bytes(ids, self.page_size))
+        node, length = self.walk(page_bytes(ids, self.page_size), salt)
         self.touch(node)
         return RadixHandle(node, length)
 
-    def insert_prefix(self, ids: IntArray, slots: IntArray) -> InsertResult:
+    def insert_prefix(self, ids: IntArray, slots: IntArray, salt: Salt = None) -> InsertResult:
         """Cache the whole pages of `ids` [n] at `slots` [n]; pages cached before stay."""
         tokens = page_bytes(ids, self.page_size)
         length = len(tokens) // TOKEN_BYTES
         if len(slots) < length:
             raise ValueError(f"slots: {len(slots)} slots for {length} tokens")
-        node, cached = self.walk(tokens)
+        node, cached = self.walk(tokens, salt)
         if cached < length:
             fresh = np.array(slots[cached:length], np.int32)  # a copy: the caller's row will change
-            leaf = Node(tokens[cached * TOKEN_BYTES :], fresh, node)
-            node.children[leaf.tokens[: self.page_bytes]] = leaf
+            start = cached * TOKEN_BYTES
+            leaf = Node(tokens[start:], fresh, node, self.page_key(tokens, start, salt))
+            node.children[leaf.key] = leaf
             self.evictable_tokens += length - cached
             if self.emit is not None:
                 pages = events.pages_of(fresh, self.page_size)
@@ -121,10 +124,7 @@ class RadixCache:
         return InsertResult(RadixHandle(node, length), cached)
 
     def evict(self, num_tokens: int) -> IntArray:
-        """Forget unlocked pages, the oldest first, and no more than needed; returns their slots.
-
-        Of a run the last pages go first. The slots are int32 [num_tokens, rounded up to pages].
-        """
+        """Forget unlocked pages, the oldest first, and no more than needed; return their slots."""
         check_evictable(self, num_tokens)
         missing = -(-num_tokens // self.page_size) * self.page_size
         self.evictable_tokens -= missing
@@ -139,10 +139,21 @@ class RadixCache:
                 gone = (leaf.num_tokens - kept) // self.page_size
                 self.emit(events.NodeEvicted(self.first_page(leaf), gone))
             if kept == 0:
-                del self.lru[leaf], leaf.parent.children[leaf.tokens[: self.page_bytes]]
+                del self.lru[leaf], leaf.parent.children[leaf.key]
                 leaf.parent = None
             leaf.tokens, leaf.slots = leaf.tokens[: kept * TOKEN_BYTES], leaf.slots[:kept].copy()
         return np.concatenate(freed)
+
+    def nodes(self) -> list[Node]:
+        """All nodes, the root first and each parent before its children; walks the whole tree."""
+        found = [self.root]
+        for node in found:
+            found.extend(node.children.values())
+        return found
+
+    def pages(self) -> IntArray:
+        """Every page of the tree, int32."""
+        return np.concatenate([n.slots[:: self.page_size] for n in self.nodes()]) // self.page_size
 
     def lock(self, handle: CacheHandle) -> None:
         """Protect a prefix, that is every node on its path."""
@@ -176,8 +187,7 @@ def common_prefix(a: IntArray, b: IntArray, page_size: int) -> int:
     """Number of leading tokens that `a` and `b` share, rounded down to whole pages."""
     shorter = min(len(a), len(b))
     differ = np.flatnonzero(a[:shorter] != b[:shorter])
-    same = int(differ[0]) if len(differ) else shorter
-    return same // page_size * page_size
+    return (int(differ[0]) if len(differ) else shorter) // page_size * page_size
 
 
 class RadixHandle(NamedTuple):

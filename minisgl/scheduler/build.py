@@ -5,18 +5,21 @@ Generated from notebooks/09c_llm.ipynb: edit there.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
-from minisgl.engine.engine import build_engine
+from minisgl.engine.engine import Engine, build_engine
 from minisgl.engine.prompt_logprobs import score_prompts
 from minisgl.events import Emit
 from minisgl.kvcache.cache_manager import CacheManager
-from minisgl.kvcache.naive_cache import make_cache
+from minisgl.kvcache.naive_cache import NaiveCache
+from minisgl.kvcache.prefix_cache import PrefixCache
+from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.parallel.comm import Comm
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.decode import DecodeManager
@@ -24,10 +27,10 @@ from minisgl.scheduler.executor import Executor
 from minisgl.scheduler.grammar import CompilingChannel, CompilingInbox, load_grammars
 from minisgl.scheduler.observe import IdleAudit
 from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
-from minisgl.scheduler.queue import ArrivalOrder, FairQueue, mixed_prefill_threshold
+from minisgl.scheduler.queue import ArrivalOrder, FairQueue, WaitingQueue, mixed_prefill_threshold
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.scheduler.speculative import scheduler_class
+from minisgl.scheduler.speculative import SpeculativeScheduler, draft_limits
 from minisgl.scheduler.validation import Limits
 from minisgl.tokenizer import load_tokenizer
 
@@ -46,8 +49,30 @@ def end_tokens(folder: Path, model: ModelConfig) -> Collection[int]:
     return () if tokenizer is None else tokenizer.eos_token_ids
 
 
-def build_prefill(config: SchedulerConfig, cache: CacheManager) -> PrefillManager:
-    """Queue and admission as a resolved config asks for them."""
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Factories of a scheduler's parts. Replace one to run a class of your own."""
+
+    engine: Callable[..., Engine] = build_engine
+    radix_cache: Callable[[int], PrefixCache] = RadixCache
+    naive_cache: Callable[[int], PrefixCache] = NaiveCache
+    cache_manager: Callable[..., CacheManager] = CacheManager
+    decode: Callable[..., DecodeManager] = DecodeManager
+    prefill: Callable[..., PrefillManager] = PrefillManager
+    delayed_prefill: Callable[..., PrefillManager] = DelayedPrefill
+    arrival_order: Callable[[], WaitingQueue] = ArrivalOrder
+    fair_queue: Callable[[int], WaitingQueue] = FairQueue
+    scheduler: Callable[..., Scheduler] = Scheduler
+    speculative_scheduler: Callable[..., Scheduler] = SpeculativeScheduler
+
+
+def build_prefill(
+    config: SchedulerConfig, engine: Executor, parts: Parts, emit: Emit | None
+) -> PrefillManager:
+    """Build cache, queue and admission as a resolved config asks for them."""
+    kinds = {"radix": parts.radix_cache, "naive": parts.naive_cache}
+    prefixes = kinds[config.cache_type](engine.page_size)
+    cache = parts.cache_manager(engine.num_pages, engine.tables, prefixes, emit)
     budget, fair = config.max_extend_tokens, config.schedule_policy == "fair"
     assert budget is not None
     limits = PrefillLimits(
@@ -55,10 +80,10 @@ def build_prefill(config: SchedulerConfig, cache: CacheManager) -> PrefillManage
         min_shared=0 if config.cache_type == "naive" else 32,
         mixed_prefill_threshold=mixed_prefill_threshold(budget) if fair else None,
     )
-    decode = DecodeManager(config.reserve_tokens)
+    decode = parts.decode(config.reserve_tokens)
     if fair:
-        return PrefillManager(cache, decode, limits, FairQueue(budget))
-    return DelayedPrefill(cache, decode, limits, ArrivalOrder())
+        return parts.prefill(cache, decode, limits, parts.fair_queue(budget))
+    return parts.delayed_prefill(cache, decode, limits, parts.arrival_order())
 
 
 def build_scheduler(
@@ -69,27 +94,27 @@ def build_scheduler(
     emit: Emit | None = None,
     progress: bool = False,
     hold: CompilingInbox | None = None,
+    parts: Parts | None = None,
 ) -> Scheduler:
-    """An engine and everything that feeds it; each part is given what it works with.
+    """Build an engine and everything that feeds it; each part is given what it works with.
 
-    In `hold`, somewhere inside of `channel`, requests wait for their grammars.
+    In `hold`, somewhere inside of `channel`, requests wait for their grammars. `parts` None: ours.
     """
+    parts = parts or Parts()
     folder = resolve_model_path(config.model_path)
     model = ModelConfig.from_path(folder)
     ends = end_tokens(folder, model)
     grammars = load_grammars(folder, model.vocab_size, ends)
     if hold is not None:
         hold.start = grammars.start
-    engine = build_engine(config, comm, progress=progress)
-    limits = limits_of(engine, ends)
-    engine.deferral, engine.scorer = grammars, score_prompts(engine)
-    prefixes = make_cache(config.cache_type, engine.page_size)
-    cache = CacheManager(engine.num_pages, engine.tables, prefixes, emit)
-    settled = engine.config
+    engine = parts.engine(config, comm, progress=progress)
+    limits, settled = limits_of(engine, ends), engine.config
     assert isinstance(settled, SchedulerConfig)
-    prefill = build_prefill(settled, cache)
-    return scheduler_class(settled, engine, progress)(
-        engine, cache, prefill, prefill.decode,
+    engine.deferral, engine.scorer = grammars, score_prompts(engine)
+    prefill = build_prefill(settled, engine, parts, emit)
+    drafts = draft_limits(settled, engine, progress) if settled.num_speculative_tokens else {}
+    return (parts.speculative_scheduler if drafts else parts.scheduler)(
+        engine, prefill.cache, prefill, prefill.decode,
         channel if comm is None else CompilingChannel(channel, grammars),
         make_req=partial(grammars.make_req, limits=limits),
         make_room=make_room,
@@ -98,4 +123,5 @@ def build_scheduler(
         overlap=bool(settled.overlap),
         interleave=settled.schedule_policy == "fair",
         emit=emit,
+        **drafts,
     )  # fmt: skip

@@ -17,17 +17,17 @@ from minisgl.scheduler.scheduler import Scheduler
 class IdleAudit:
     """Recount all pages of a scheduler that has nothing to do; IntegrityError if one is lost."""
 
-    def __init__(self, every: float = 1.0) -> None:
-        self.every, self.next_time = every, 0.0  # seconds
+    def __init__(self, every: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.every, self.clock, self.next_time = every, clock, 0.0  # seconds
 
     def __call__(self, scheduler: Scheduler) -> None:
         """At most once in `every` seconds, and more rarely where it takes long."""
-        start = time.monotonic()
+        start = self.clock()
         if start < self.next_time:
             return
         live = [req for req in scheduler.reqs.values() if req.table_idx >= 0]
         check_integrity(scheduler.cache, live)
-        end = time.monotonic()
+        end = self.clock()
         self.next_time = end + self.every * max(1.0, 100 * (end - start))
 
 

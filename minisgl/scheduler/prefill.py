@@ -29,13 +29,12 @@ class PrefillAdder:
     def __init__(
         self, cache: CacheManager, limits: PrefillLimits, reserved: int, reserve: int | None = None
     ) -> None:
-        self.cache, self.limits = cache, limits
+        self.cache, self.limits, self.reqs = cache, limits, list[Req]()
         self.budget = limits.max_extend_tokens  # tokens that this step may still compute
         self.reserved, self.reserve = reserved, reserve  # pages promised; see `pages_to_come`
-        self.reqs: list[Req] = []
         self.min_shared = -(-limits.min_shared // cache.page_size) * cache.page_size
         self.shortest = math.inf  # tokens of the step's shortest prompt, chunks before included
-        self.prefixes: set[bytes] = set()  # in-batch prefixes: what this step computes first
+        self.prefixes = set[tuple[str | None, bytes]]()  # what this step computes first
 
     def room(self, tokens: int) -> int:
         """Tokens that this step still has for a prompt with `tokens` left to compute."""
@@ -68,7 +67,7 @@ class PrefillAdder:
         """
         if self.budget <= 0 or self.cache.tables.free_rows == 0:
             return False
-        handle = self.cache.match_req(req.input_ids[:1] if req.scores_prompt else req.input_ids)
+        handle = self.cache.match_req(req)
         tokens = req.host_len - handle.cached_len
         room = self.room(tokens)
         if (
@@ -90,9 +89,10 @@ class PrefillAdder:
         self.cache.admit(req, handle)
         return self.add_chunk(req)
 
-    def prefix_key(self, req: Req, matched_len: int) -> bytes:
-        """The matched prefix of a prompt and the next `min_shared` tokens, as a key."""
-        return req.input_ids[: min(matched_len + self.min_shared, req.prompt_len - 1)].tobytes()
+    def prefix_key(self, req: Req, matched_len: int) -> tuple[str | None, bytes]:
+        """The salt, the matched prefix of a prompt and the next `min_shared` tokens, as a key."""
+        end = min(matched_len + self.min_shared, req.prompt_len - 1)
+        return req.sampling_params.cache_salt, req.input_ids[:end].tobytes()
 
     def is_in_batch_prefix(self, req: Req, matched_len: int) -> bool:
         """True if a request of this very step computes a prefix that `req` could soon match."""

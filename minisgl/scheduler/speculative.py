@@ -5,10 +5,9 @@ Generated from notebooks/09b_speculative.ipynb: edit there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -267,14 +266,9 @@ def record_verify(engine: Engine, progress: bool) -> None:
     engine.verify_graph = runner
 
 
-def scheduler_class(
-    config: EngineConfig, engine: Engine, progress: bool = False
-) -> Callable[..., Scheduler]:
-    """What makes the scheduler that a config asks for; steps with drafts are recorded ones, too."""
-    most = config.num_speculative_tokens
-    if most == 0:
-        return Scheduler
+def draft_limits(config: EngineConfig, engine: Engine, progress: bool = False) -> dict[str, int]:
+    """Return the limits of a `SpeculativeScheduler`; capture steps with drafts where needed."""
     record_verify(engine, progress)
     recorded, rows = engine.verify_graph or engine.graph, MAX_ROWS
     rows = rows if recorded is None else min(rows, recorded.sizes[-1])
-    return partial(SpeculativeScheduler, num_speculative_tokens=most, max_rows=rows)
+    return {"num_speculative_tokens": config.num_speculative_tokens, "max_rows": rows}

@@ -15,6 +15,41 @@ LIVES = MANAGER_TESTS + "test_a_long_random_run_in_a_tight_pool"
 MUTATIONS = [
     # ---- the tree
     Mutation(
+        "radix: a salt that nobody reads",
+        RADIX,
+        "return page if start or not page or salt is None else salt.encode() + page",
+        "return page",
+        f"{WALK}[radix-4]",
+    ),
+    Mutation(
+        "radix: a salt in the key of a prompt without a page",
+        RADIX,
+        "return page if start or not page or salt is None",
+        "return page if start or salt is None",
+        CACHE_TESTS + "test_a_salt_is_no_page",
+    ),
+    Mutation(
+        "manager: what is computed is cached without its salt",
+        MANAGER,
+        "salt = req.sampling_params.cache_salt",
+        "salt = None",
+        "tests/test_scheduler.py::test_requests_share_prefixes_of_their_salt_alone",
+    ),
+    Mutation(
+        "prefill: a prefix of another salt is waited for",
+        "minisgl.scheduler.prefill",
+        "return req.sampling_params.cache_salt, req.input_ids[:end].tobytes()",
+        "return None, req.input_ids[:end].tobytes()",
+        "tests/test_scheduler.py::test_requests_share_prefixes_of_their_salt_alone",
+    ),
+    Mutation(
+        "audit: a cache of another class is not recounted",
+        AUDIT,
+        "require(sum(sizes) == counted",
+        "require(sum(sizes) >= 0",
+        CACHE_TESTS + "test_pitfall_02_any_cache_is_recounted",
+    ),
+    Mutation(
         "radix: a split forgets the locks",
         RADIX,
         "upper.ref_count = node.ref_count  # who holds the lower half holds the upper one",
@@ -31,8 +66,8 @@ MUTATIONS = [
     Mutation(
         "radix: a split inside a page",
         RADIX,
-        "return same // page_size * page_size",
-        "return same",
+        "shorter) // page_size * page_size",
+        "shorter)",
         CACHE_TESTS + "test_common_prefix_is_whole_pages",
     ),
     Mutation(
@@ -80,7 +115,7 @@ MUTATIONS = [
     Mutation(
         "radix: an evicted leaf stays below its parent",
         RADIX,
-        "del self.lru[leaf], leaf.parent.children[leaf.tokens[: self.page_bytes]]",
+        "del self.lru[leaf], leaf.parent.children[leaf.key]",
         "del self.lru[leaf]",
         f"{WALK}[radix-4]",
     ),
@@ -194,8 +229,8 @@ MUTATIONS = [
     Mutation(
         "manager: the whole prompt is matched",
         MANAGER,
-        "match_prefix(input_ids[:-1])",
-        "match_prefix(input_ids)",
+        "0 if req.scores_prompt else -1",
+        "0 if req.scores_prompt else None",
         MANAGER_TESTS + "test_a_full_hit_leaves_one_token",
     ),
     Mutation(

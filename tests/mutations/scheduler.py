@@ -69,15 +69,15 @@ MUTATIONS = [
     Mutation(
         "build_admits_one_by_one",
         BUILD,
-        "return DelayedPrefill(",
-        "return PrefillManager(",
+        "return parts.delayed_prefill(",
+        "return parts.prefill(",
         "tests/test_llm.py::test_a_crowd_comes_in_by_groups",
     ),
     Mutation(
         "build_delays_the_fair_policy",
         BUILD,
-        "return PrefillManager(cache, decode, limits, FairQueue(budget))",
-        "return DelayedPrefill(cache, decode, limits, FairQueue(budget))",
+        "return parts.prefill(cache, decode, limits, parts.fair_queue(budget))",
+        "return parts.delayed_prefill(cache, decode, limits, parts.fair_queue(budget))",
         "tests/test_llm.py::test_a_crowd_comes_in_by_groups",
     ),
     Mutation(

@@ -11,9 +11,9 @@ DIALECTS = "tests/test_server_dialects.py::"
 MUTATIONS = [
     Mutation(
         name="scores: a scored prompt takes what is cached",
-        module="minisgl.scheduler.prefill",
-        old="req.input_ids[:1] if req.scores_prompt else req.input_ids",
-        new="req.input_ids",
+        module="minisgl.kvcache.cache_manager",
+        old="0 if req.scores_prompt else -1",
+        new="-1",
         test="tests/test_llm.py::test_prompt_logprobs_are_those_of_transformers",
     ),
     Mutation(

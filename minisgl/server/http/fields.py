@@ -17,7 +17,7 @@ from minisgl.server.http.tools import ResponseFormat, sendable
 from minisgl.server.workers.messages import encode
 
 REFUSED = """
-audio begin_suppress_tokens cache_salt chat_template constraints context custom_logit_processor
+audio begin_suppress_tokens chat_template constraints context custom_logit_processor
 custom_params custom_token_bans diversity_penalty documents dola_layers dry_multiplier
 dynatemp_range early_stopping ec_transfer_params encoder_no_repeat_ngram_size epsilon_cutoff
 eta_cutoff exponential_decay_length_penalty extra_body force_words_ids functions generation_config

@@ -49,6 +49,7 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
     seed: int | None = None
     n: int | None = Field(default=None, ge=1, le=128)
     ignore_eos: Any = None
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
     min_p: Any = None
     presence_penalty: Any = None
     frequency_penalty: Any = None

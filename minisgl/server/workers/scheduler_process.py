@@ -37,9 +37,10 @@ class SchedulerChannel:
 
     def __init__(
         self, inbox: Inbox, outbox: Outbox, alive: Callable[[], bool] = lambda: True,
-        beat: Callable[[], None] = lambda: None,
+        beat: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._inbox, self._outbox, self.alive, self._beat = inbox, outbox, alive, beat
+        self._clock = clock  # seconds
         self.report: Callable[[], Sequence[StatsEvent]] = list
         self._report_at = 0.0  # time of the next one
 
@@ -57,11 +58,11 @@ class SchedulerChannel:
     def send(self, replies: Sequence[Reply]) -> None:
         if replies:
             self._outbox.put(*replies)
-        if time.monotonic() >= self._report_at:
+        if self._clock() >= self._report_at:
             self._send_report()
 
     def _send_report(self) -> None:
-        self._report_at = time.monotonic() + 0.5
+        self._report_at = self._clock() + 0.5
         if report := self.report():
             self._outbox.put(*report)
 
