@@ -201,8 +201,7 @@ def schema_text(value: Any) -> str | None:
 class SamplingParams(Validated):
     """How one request chooses its tokens and when it stops.
 
-    temperature 0 is greedy; top_k below 1 and top_p 1 are off; max_tokens None is up to the window;
-    logprobs n tells the n most likely tokens, too, prompt_logprobs n those of the prompt."""
+    temperature 0 is greedy; top_k -1 and top_p 1 are off; logprobs n adds n likely tokens."""
 
     temperature: Annotated[Number, Field(ge=0)] = 0.0
     top_k: Annotated[int, BeforeValidator(plain_number), Field(ge=-1, le=MAX_INT)] = -1

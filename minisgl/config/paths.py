@@ -49,28 +49,14 @@ def resolve_model_path(model: str | Path | None) -> Path:
     return download(model)
 
 
-FOLDERS = ["onnx/*", "original/*", "adapter*", "checkpoint*/*", "*/*.safetensors", "*/*.json"]
-OTHER = "consolidated*"  # the same weights in another layout
-
-
 def download(model: str) -> Path:
-    """Folder of a hub model, downloaded on first use; ValueError when it cannot be had.
-
-    Small files first: the index among them names the weights.
-    """
+    """Folder of a hub model, downloaded on first use; ValueError when it cannot be had."""
     from huggingface_hub import snapshot_download  # slow to import, and most users need no hub
 
-    small = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+    other = ["*/*.json", "*/*.safetensors", "consolidated*", "adapter*"]  # not read
     try:
-        folder = Path(snapshot_download(model, allow_patterns=small, ignore_patterns=FOLDERS))
-        index = folder / "model.safetensors.index.json"
-        named = read_json(index).get("weight_map", {}).values() if index.is_file() else ()
-        weights = sorted(set(named)) or ["*.safetensors"]
-        return Path(
-            snapshot_download(
-                model, allow_patterns=[*small, *weights], ignore_patterns=[*FOLDERS, OTHER]
-            )
-        )
+        return Path(snapshot_download(model, allow_patterns=wanted, ignore_patterns=other))
     except Exception as error:
         reason = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
         problem = f"model_path: no such folder, and the hub does not deliver it ({reason})"

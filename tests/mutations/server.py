@@ -517,8 +517,8 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: log probabilities of a call pass for the content's",
-        module="minisgl.server.http.answers",
-        old="return any(first < end and start < stop for first, stop in self.tools.spans)",
+        module="minisgl.server.http.formats",
+        old="return any(first < end and start < stop for first, stop in tools.spans)",
         new="return True",
         test=DIALECTS + "test_log_probabilities_are_those_of_the_content",
     ),

@@ -87,19 +87,6 @@ class AnswerParser:
             self.pieces.append(Content(text))
         return False
 
-    def is_content(self, start: int, end: int) -> bool | None:
-        """Whether these characters of the answer are content; None while that is not certain."""
-        if self.state != self._rest:
-            return False if start < self.total - len(self.buffer) else None
-        start, end = start - self.total + self.rest, end - self.total + self.rest
-        if self.tools is None:
-            return end > 0
-        held = len(self.tools.buffer) + len(self.tools.blank)
-        held += len(self.tools.marker) if self.tools.state == self.tools._head else 0
-        if start >= self.tools.total - held:
-            return None
-        return any(first < end and start < stop for first, stop in self.tools.spans)
-
 
 def as_delta(piece: Piece) -> dict[str, Any]:
     """One piece as the delta of a chunk."""

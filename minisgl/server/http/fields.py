@@ -35,6 +35,7 @@ smoothing_factor stop_regex suffix system task template thinking_forced_open tok
 use_beam_search vllm_xargs watermark watermarking watermarking_config web_search_options
 xtc_probability
 """
+
 PASSED = """
 bootstrap_host bootstrap_port bootstrap_room bos_token_id cache_implementation cache_prompt
 chat_format custom_labels data_parallel_rank disagg_prefill_dp_rank dry_allowed_length dry_base
@@ -50,6 +51,7 @@ session_id slot_id spaces_between_special_tokens store stream_interval stream_re
 timings_per_token transforms truncation_side use_audio_in_video use_cache use_mlock use_mmap
 video_config xtc_threshold
 """
+
 ALWAYS_REFUSED = """
 forced_bos_token_id forced_eos_token_id max_length prompt_logprobs thinking_token_budget
 truncate_prompt_tokens
@@ -228,7 +230,7 @@ CHANGES: dict[str, Change] = {
     "structured_outputs": structured_outputs,
     "format": ollama_format,
 }
-OFF = ("", [], {})  # of a form, an alias or a list: nothing is asked for
+OFF: tuple[Any, ...] = ("", [], {})  # of a form, an alias or a list: nothing is asked for
 
 
 def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

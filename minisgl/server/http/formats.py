@@ -59,7 +59,7 @@ class Completion:
             self.reasoning_tokens = reply.completion_tokens - after_thought(reply)
         entries, self.undecided = self.undecided + reply.logprobs, []
         for entry in entries:
-            content = parser.is_content(entry.offset, entry.offset + max(len(entry.text), 1))
+            content = is_content(parser, entry.offset, entry.offset + max(len(entry.text), 1))
             if content:
                 self.logprobs.append(entry)
             elif content is None and not reply.finished:
@@ -70,6 +70,21 @@ def after_thought(reply: UserReply) -> int:
     """How many of a reply's tokens follow the thought that ends in it, by their share of text."""
     _, _, after = reply.text.partition(THOUGHT)
     return round(len(reply.token_ids) * len(after) / max(len(reply.text), 1))
+
+
+def is_content(parser: AnswerParser, start: int, end: int) -> bool | None:
+    """Whether these characters of the answer are content; None while that is not certain."""
+    if parser.state != parser._rest:
+        return False if start < parser.total - len(parser.buffer) else None
+    start, end = start - parser.total + parser.rest, end - parser.total + parser.rest
+    tools = parser.tools
+    if tools is None:
+        return end > 0
+    held = len(tools.buffer) + len(tools.blank)
+    held += len(tools.marker) if tools.state == tools._head else 0
+    if start >= tools.total - held:
+        return None
+    return any(first < end and start < stop for first, stop in tools.spans)
 
 
 def usage(answers: list[Completion], prompts: int = 1) -> dict[str, Any]:

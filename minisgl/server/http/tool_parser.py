@@ -78,11 +78,9 @@ class ObjectEnd:
 ARGUMENTS = r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
 HEAD = re.compile(r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*' + ARGUMENTS)
 NAMED = re.compile(r"(?P<name>[\w.:/-]{1,64})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
-NO_OBJECT = r'\{\s*[^\s"}]|(?!\{|[\w.:/-]{1,64}(?:\[\w*\]?\w*)*\s*$)'
-NO_HEAD = re.compile(  # no JSON object at all, or without a marker a key that no call begins with
-    NO_OBJECT + r'|\{\s*"(?!(?:name|type|function|arguments|parameters|id)")[^"]*"'
-)
-NO_OBJECT_HEAD = re.compile(NO_OBJECT)
+NO_OBJECT = re.compile(r'\{\s*[^\s"}]|(?!\{|[\w.:/-]{1,64}(?:\[\w*\]?\w*)*\s*$)')
+OTHER_KEY = r'|\{\s*"(?!(?:name|type|function|arguments|parameters|id)")[^"]*"'
+NO_HEAD = re.compile(NO_OBJECT.pattern + OTHER_KEY)  # without a marker: no call begins so
 
 
 class ToolParser:
@@ -111,10 +109,7 @@ class ToolParser:
         return pieces
 
     def _say(self, text: str, behind: int) -> None:
-        """Content, but for white space at its end, which may stand before a call.
-
-        `behind` counts the characters that came after it.
-        """
+        """Content, but for white space at its end; `behind` it so many characters have come."""
         text = self.blank + text
         certain = text.rstrip()
         self.blank = text[len(certain) :]
@@ -166,7 +161,7 @@ class ToolParser:
                 self.closing, self.state = self.form.after, self._tail
                 return True
             self.seen = len(body)
-        no_head = NO_OBJECT_HEAD if self.marker else NO_HEAD
+        no_head = NO_OBJECT if self.marker else NO_HEAD
         return self._give_up() if last or (body and no_head.match(body)) else False
 
     def _give_up(self) -> bool:
@@ -195,15 +190,14 @@ class ToolParser:
     def _more_keys(self, last: bool) -> bool:
         """Skip what else the object of a call holds, up to its closing brace."""
         rest = self.buffer.lstrip()
-        if self.object.depth == 0 and rest[:1] in ("}", ","):
-            self.object.depth = 1
-        if self.object.depth == 0:  # it was closed too early, or nothing came yet
-            self.state = self._tail if rest or last else self._more_keys
-            return self.state == self._tail
-        end = self.object.find(rest)
-        self.buffer = rest[end:] if end >= 0 else ""
-        self.state = self._tail if end >= 0 or last else self._more_keys
-        return self.state == self._tail
+        if self.object.depth or rest[:1] in ("}", ","):
+            self.object.depth = self.object.depth or 1
+            end = self.object.find(rest)
+            self.buffer = rest[end:] if end >= 0 else ""
+            rest = rest if end >= 0 else ""
+        if rest or last:
+            self.state = self._tail
+        return bool(rest or last)
 
     def _tail(self, last: bool) -> bool:
         """What closes a call is no content; behind a separator the next one follows."""

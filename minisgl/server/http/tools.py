@@ -279,7 +279,6 @@ class ToolFields(BaseModel):
 
     @property
     def thoughts_apart(self) -> bool:
-        """True if thoughts are no part of the content."""
         return self._thinks and self.separate_reasoning is not False
 
     def decide(self, can: ChatAbilities, form: dict[str, Any]) -> None:
@@ -301,5 +300,4 @@ class ToolFields(BaseModel):
         """What takes one answer apart."""
         rules = self._rules
         tools = None if rules.form is None else ToolParser(rules.form, rules.names)
-        thinks = self.thoughts_apart
-        return AnswerParser(thinks, tools, show_thoughts=self.include_reasoning is not False)
+        return AnswerParser(self.thoughts_apart, tools, self.include_reasoning is not False)
