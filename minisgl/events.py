@@ -30,8 +30,9 @@ class RequestAdded(Event):
     """A request joined the queue."""
 
     uid: int
-    prompt: Sequence[int]  # token ids
+    prompt_len: int
     max_len: int  # tokens of prompt and answer together, at most
+    prompt: Sequence[int] = ()  # token ids; recordings leave them out unless asked for text
 
 
 class RequestAdmitted(Event):
@@ -52,6 +53,10 @@ class RequestReleased(Event):
     """A request is over and holds nothing any more."""
 
     uid: int
+
+
+class SchedulerReset(Event):
+    """All requests, steps and cached prefixes were forgotten; all pages and rows are free."""
 
 
 class StepLaunched(Event):
@@ -134,6 +139,13 @@ class NodeUsed(Event):
     """The path from the root to a node was used: its unlocked nodes are evicted last."""
 
     node: int
+
+
+AnyEvent = (
+    RequestAdded | RequestAdmitted | RequestRetracted | RequestReleased | SchedulerReset
+    | StepLaunched | StepFinished | StageEnded | PagesTaken | PagesCached | PagesFreed
+    | NodeAdded | NodeSplit | NodeEvicted | NodeLocked | NodeUsed
+)  # fmt: skip
 
 
 class StageTimed(msgspec.Struct, frozen=True, tag=True):

@@ -22,6 +22,8 @@ from minisgl.config.engine import SchedulerConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.config.rules import refuse
 from minisgl.core import IntArray, SamplingParams
+from minisgl.recording import Recorder
+from minisgl.runtime.guarded import guarded
 from minisgl.scheduler.build import build_scheduler, limits_of
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import (
@@ -140,32 +142,35 @@ class LLM:
     `model_path` is a folder, a hub id, or None for the embedded model. All other fields of
     `SchedulerConfig` may be given by name; `tensor_parallel_size` is `tp`: with more than one rank,
     this process is rank 0 and starts the others. After a failure it has to end them, and answers no
-    more.
+    more. `record` is a file for the run's events (chapter 02c), `record_text` adds the prompts.
     """
 
     def __init__(
-        self,
-        model_path: str | Path | None = None,
-        *,
-        tensor_parallel_size: int | None = None,
-        progress: bool = False,
+        self, model_path: str | Path | None = None, *, tensor_parallel_size: int | None = None,
+        progress: bool = False, record: str | Path | None = None, record_text: bool = False,
         **fields: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         folder = resolve_model_path(model_path)
         self.config = make_config(folder, tensor_parallel_size, fields)
         self.tokenizer = load_tokenizer(folder)
         self.channel = InProcessChannel()
+        self.recorder = Recorder(Path(record), text=record_text) if record is not None else None
         self.ranks = start_ranks(self.config)
         alone = self.ranks is None
         parts = (self.channel,) if alone else (self.ranks.channel(self.channel), self.ranks.comm)
         try:
-            self.scheduler = build_scheduler(self.config, *parts, progress=progress)
+            self.scheduler = build_scheduler(
+                self.config, *parts, progress=progress, recorder=self.recorder
+            )
         except BaseException:
+            if self.recorder is not None:
+                self.recorder.close()
             if not alone:
                 self.ranks.give_up()
             raise
         self.limits = limits_of(self.scheduler.engine, self.scheduler.eos_token_ids)
         self.next_uid, self.closed, self.pid = 0, False, os.getpid()
+        self.dirty = False  # while a call runs, and after one that did not end as it should
         self.lock = threading.Lock()  # threads may share the object; their calls take turns
 
     def encode(
@@ -209,14 +214,15 @@ class LLM:
     def answer_all(
         self, encoded: list[tuple[IntArray, SamplingParams]], progress: bool
     ) -> list[dict[str, Any]]:
-        """Run the scheduler until all prompts are answered; a failure leaves nothing behind."""
+        """Run the scheduler until all prompts are answered; an exception resets it."""
         outputs = [OutputBuilder(*pair, self.tokenizer) for pair in encoded]
         with self.lock:
+            if self.dirty and not self.closed:
+                self.recover()
             if self.closed:
                 raise RuntimeError("this LLM was shut down; make a new one")
             uids = range(self.next_uid, self.next_uid + len(outputs))
-            self.next_uid = uids.stop
-            self.drop_leftovers()
+            self.next_uid, self.dirty = uids.stop, True
             try:
                 self.channel.put_messages(
                     *(
@@ -227,11 +233,9 @@ class LLM:
                 with tqdm(total=len(outputs), desc="requests", disable=not progress) as bar:
                     self.run_until_done(dict(zip(uids, outputs)), bar)
             except BaseException:
-                if self.ranks is not None:
-                    self.end(failed=True)
+                self.recover()
                 raise
-            finally:
-                self.drop_leftovers()
+            self.dirty = False
         return [output.out for output in outputs]
 
     def run_until_done(self, outputs: dict[int, OutputBuilder], bar: tqdm) -> None:
@@ -240,21 +244,24 @@ class LLM:
         while self.channel.waiting or self.scheduler.has_work:
             step()
             for reply in self.channel.take_replies():
-                output = outputs.get(reply.uid)
                 if isinstance(reply, ErrorReply):
                     raise RuntimeError(f"uid {reply.uid}: {reply.message}")
-                if output is None or output.done:
+                output = outputs[reply.uid]
+                if output.done:
                     continue
                 if output.push(reply):
                     self.channel.put_messages(AbortMsg(reply.uid))
                 bar.update(output.done)
 
-    def drop_leftovers(self) -> None:
-        """Abort what an interrupted call left in the scheduler, and empty both queues."""
+    def recover(self) -> None:
+        """Forget all requests, messages and prefixes; with other ranks, which may wait: the end."""
+        if self.ranks is not None:
+            self.end(failed=True)
+            return
+        self.scheduler.reset()
         self.channel.recv(block=False)
-        for uid in list(self.scheduler.reqs):
-            self.scheduler.abort(uid)
         self.channel.take_replies()
+        self.dirty = False
 
     def chat(
         self,
@@ -283,6 +290,8 @@ class LLM:
     def shutdown(self) -> None:
         """Wait for the device and give the engine up, with its memory; twice is once."""
         with self.lock:
+            if self.dirty and not self.closed:
+                self.recover()
             if not self.closed:
                 self.end()
 
@@ -305,6 +314,8 @@ class LLM:
             else:
                 with suppress(*[RuntimeError] * failed):  # the GPU may be what failed
                     shutdown()
+            if self.recorder is not None:
+                guarded(self.recorder.close)()
             if not failed and self.ranks is not None:
                 self.ranks.close()
 

@@ -117,6 +117,14 @@ def make_world(shape: Shape, dtype: torch.dtype = torch.float32, device: str = D
     )  # fmt: skip
 
 
+def poison(world: World) -> None:
+    """Slots that no request of the batch owns hold no number."""
+    owned = np.concatenate([world.meta.slots_of(i) for i in range(world.meta.batch_size)])
+    free = torch.ones(world.pool.num_slots + world.pool.page_size, dtype=torch.bool)
+    free[torch.from_numpy(owned.astype(np.int64))] = False
+    world.pool.buffer.flatten(2, 3)[:, :, free] = torch.nan
+
+
 def dense_oracle(world: World) -> Tensor:
     """Attention by its definition: one query token and head at a time, in float64."""
     shape, out, row = world.shape, torch.empty(world.q.shape, dtype=torch.float64), 0

@@ -119,6 +119,9 @@ class FakeEngine:
     def sample_deferred(self) -> None:
         """No step waits for its draw."""
 
+    def reset(self) -> None:
+        """The device keeps nothing."""
+
     def counts(self) -> dict[str, int]:
         return {}
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from minisgl.core import IntArray
 from minisgl.kvcache.audit import check_cache
-from minisgl.kvcache.cache_manager import slots_of_pages
 from minisgl.kvcache.naive_cache import NaiveCache
+from minisgl.kvcache.page_table import slots_of_pages
 from minisgl.kvcache.prefix_cache import PrefixCache
 from minisgl.kvcache.radix_cache import RadixCache
 

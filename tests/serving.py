@@ -33,11 +33,14 @@ from tests.forks import Popen
 PAGES, WINDOW = 64, 256
 
 
+PATIENCE = 10  # times what an idle machine takes: a limit ends a hang, and decides nothing else
+
+
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    """Poll until the condition holds; a failure says what was waited for."""
-    deadline = time.monotonic() + seconds
+    """Poll until the condition holds; a failure after `PATIENCE * seconds` names what was due."""
+    deadline = time.monotonic() + PATIENCE * seconds
     while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        assert time.monotonic() < deadline, f"waited {PATIENCE * seconds} s for {what}"
         time.sleep(0.005)
 
 
@@ -56,7 +59,7 @@ def stream(url: str, **fields: Any) -> AbstractContextManager[httpx.Response]:
         "temperature": 1,
         **fields,
     }
-    return httpx.stream("POST", f"{url}/completions", json=body, timeout=20)
+    return httpx.stream("POST", f"{url}/completions", json=body, timeout=200)
 
 
 def last_event(lines: Iterable[str]) -> str:
@@ -70,7 +73,7 @@ class Live:
     def __init__(
         self, checkpoint: Path, *, observers: tuple[Observer, ...] = (), limit: int = 1000,
         stall: float = 30.0, head: float = 30.0, max_waiting: int | None = None,
-        send_buffer: int | None = None,
+        send_buffer: int | None = None, connections: int = 2**31,
         operations: Operations | None = None, **fields: Any,
     ) -> None:  # fmt: skip
         self.pages = fields.pop("num_pages", PAGES)
@@ -90,7 +93,7 @@ class Live:
             self.operations,
         )
         self.app = app
-        protocol = patient_http(stall, head)
+        protocol = patient_http(stall, head, connections)
         options = uvicorn.Config(app, log_level="warning", http=protocol, ws="none")
         self.http = uvicorn.Server(options)
         self.sock = socket.create_server(("127.0.0.1", 0))
@@ -108,7 +111,7 @@ class Live:
 
     def __exit__(self, *_: object) -> None:
         self.http.should_exit = True
-        self.thread.join(timeout=10)
+        self.thread.join(timeout=100)
         self.server.__exit__()
 
     def assert_pages_home(self) -> None:
@@ -172,7 +175,7 @@ class Served:
 
     def ended(self, children: list[psutil.Process], status: int = 0) -> str:
         """Wait for its end, which must be this and leave nothing; what stderr says."""
-        _, errors = self.process.communicate(timeout=30)
+        _, errors = self.process.communicate(timeout=300)
         assert self.process.returncode == status and "Traceback" not in errors, errors
         self.assert_gone(children)
         return errors
@@ -185,7 +188,7 @@ class Served:
 
 def metric(url: str, name: str) -> float:
     """One number of `/metrics`; `name` may carry labels."""
-    for line in httpx.get(f"{url}/metrics", timeout=10).text.splitlines():
+    for line in httpx.get(f"{url}/metrics", timeout=100).text.splitlines():
         if line.startswith(f"minisgl_{name} "):
             return float(line.split()[-1])
     return 0.0

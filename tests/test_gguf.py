@@ -647,7 +647,7 @@ def test_alias_finds_the_file_in_its_wheel(tmp_path: Path, monkeypatch: Any) -> 
     (wheel / "__init__.py").write_text("raise RuntimeError('the plugin is not imported')")
     model_file(tmp_path).rename(wheel / "Smol.gguf")
     importlib.invalidate_caches()
-    assert resolve_model_path("smollm2").name == "Smol"
+    assert resolve_model_path("smollm2").name == "smollm2"
     (tmp_path / "smollm2").mkdir()  # a folder of that name goes before the alias
     assert resolve_model_path("smollm2") == Path("smollm2")
 

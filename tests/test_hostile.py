@@ -2,19 +2,55 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 import pytest
+from fastapi import FastAPI, Request
+from pydantic import BaseModel
 
+from minisgl.core import SamplingParams
 from minisgl.parallel.gloo import loopback_store
-from tests.serving import Served, random_model
+from minisgl.scheduler import validation
+from minisgl.scheduler.frames import Codec, with_seed
+from minisgl.scheduler.messages import AbortMsg, Msg, UserMsg
+from minisgl.scheduler.validation import Limits, make_req
+from minisgl.server.chat.client import ApiClient, ServerError
+from minisgl.server.cli import main
+from minisgl.server.http import bodies
+from minisgl.server.http.access import Access, OwnNames, check_key, read_keys
+from minisgl.server.http.bodies import BodyReader, SideThread, check_count, invalid, validator_of
+from minisgl.server.http.errors import ApiError
+from minisgl.server.http.limits import MAX_HEAD, BodyLimit, ConcurrencyLimiter, Shares
+from minisgl.server.http.schemas import ChatRequest, CompletionRequest, GenerateRequest
+from minisgl.server.responses.schemas import ResponsesRequest
+from minisgl.server.workers.channels import MOST_MESSAGES, LocalQueue
+from minisgl.server.workers.messages import TokenizeMsg, decode, encode
+from minisgl.server.workers.text_worker import PromptQueue
+from tests.serving import Live, Served, random_model
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_model(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def live(checkpoint: Path) -> Iterator[Live]:
+    with Live(checkpoint) as running:
+        yield running
+
+
+# Listening
 
 
 def listening(pid: int) -> list[str]:
@@ -40,3 +76,462 @@ def test_every_process_listens_on_loopback(checkpoint: Path, tmp_path: Path) -> 
     assert len(addresses) >= 2 and set(addresses) == {"127.0.0.1"}
     served.process.terminate()
     served.ended(children)
+
+
+# Bodies
+
+MODELS: list[type[BaseModel]] = [ChatRequest, CompletionRequest, GenerateRequest, ResponsesRequest]
+MANY = 5000
+WRONG: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
+    "items of no type": (CompletionRequest, {"prompt": [{}] * MANY}),
+    "items of items": (CompletionRequest, {"prompt": [[{}] * MANY]}),
+    "parts": (ChatRequest, {"messages": [{"role": "user", "content": [{}] * MANY}]}),
+    "messages": (ChatRequest, {"messages": [{}] * MANY}),
+    "input": (ResponsesRequest, {"input": [{}] * MANY}),
+    "half an input": (ResponsesRequest, {"input": [{"role": ""}] * MANY}),
+    "negative ids": (CompletionRequest, {"prompt": "x", "allowed_token_ids": [-1] * MANY}),
+    "fields": (CompletionRequest, {"prompt": "x"} | {f"k{i}": 1 for i in range(MANY)}),
+    "strict fields": (ResponsesRequest, {"input": "", "text": {f"k{i}": 1 for i in range(MANY)}}),
+    "biases": (CompletionRequest, {"prompt": "", "logit_bias": {f"a{i}": 1 for i in range(MANY)}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_invalid_body_costs_little(name: str) -> None:
+    """A bounded number of errors, whatever the number of bad items."""
+    model, body = WRONG[name]
+    with pytest.raises(ValueError) as caught:
+        validator_of(model).validate_python(body)
+    assert len(caught.value.errors()) < 20  # type: ignore[attr-defined]
+
+
+def lists_in(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every list in a core schema."""
+    if isinstance(schema, dict):
+        if schema.get("type") in bodies.LISTS:
+            yield schema
+        schema = [value for name, value in schema.items() if name not in bodies.OPAQUE]
+    if isinstance(schema, list | tuple):
+        for part in schema:
+            yield from lists_in(part)
+
+
+def test_every_list_of_every_request_fails_fast() -> None:
+    for model in MODELS:
+        found = list(lists_in(bodies.fail_fast(model.__pydantic_core_schema__)))
+        assert found and all(schema["fail_fast"] for schema in found)
+
+
+def test_a_valid_body_means_what_pydantic_says() -> None:
+    body = {"prompt": [[1, 2], [3]], "logit_bias": {"5": 1}, "stop": ["a"], "unknown": {"a": [1]}}
+    assert validator_of(CompletionRequest).validate_python(body) == CompletionRequest(**body)
+
+
+def test_values_are_counted_before_they_are_parsed() -> None:
+    fits = b'{"prompt": "' + b'[{,\\\\\\"' * 2**17 + b'"}'  # all in one text
+    check_count(fits)
+    assert len(json.loads(fits)) == 1
+    for body in (
+        b'{"prompt":[' + b"1," * 2**17 + b"1]}",
+        b'{"prompt":[' + b"[]," * 2**15 + b"[]]}",
+        b'{"prompt":[' + b'"",' * 2**17 + b'""]}',
+    ):
+        with pytest.raises(ApiError) as caught:
+            check_count(body)
+        assert caught.value.status_code == 413
+
+
+def test_an_error_shows_little_of_what_was_sent() -> None:
+    class Large(list[int]):
+        read = 0
+
+        def __getitem__(self, at: Any) -> Any:
+            raise AssertionError("an error needs no item by its index")
+
+        def __iter__(self) -> Iterator[int]:
+            for item in range(10**6):
+                type(self).read += 1
+                yield item
+
+        def __repr__(self) -> str:
+            raise AssertionError("this would write a million items")
+
+        def __len__(self) -> int:
+            return 10**6
+
+    class List(Large):
+        pass
+
+    List.__name__ = "list"  # as `reprlib` finds out what it has
+    error = invalid([{"loc": ("prompt",), "type": "x", "msg": "bad", "input": List()}])
+    assert error.detail.startswith("prompt: bad, got [0, 1") and List.read < 10
+
+
+def request_of(body: bytes) -> Request:
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return Request({"type": "http", "headers": []}, receive)
+
+
+def test_large_bodies_are_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of many bytes and those of many values; so is what is made of them."""
+    threads: list[str] = []
+    parse = bodies.parse
+    monkeypatch.setattr(
+        bodies, "parse",
+        lambda *args: (threads.append(threading.current_thread().name), parse(*args))[1],
+    )  # fmt: skip
+    reader = BodyReader(CompletionRequest, SideThread())
+
+    async def built(body: dict[str, Any]) -> str:
+        request = request_of(json.dumps(body).encode())
+        await reader.read(request, "")
+        return await bodies.build(request, lambda: threading.current_thread().name)
+
+    for body, aside in (
+        ({"prompt": "x"}, False),
+        ({"prompt": "x" * 70_000}, True),
+        ({"prompt": [1] * 5000}, True),
+    ):
+        name = asyncio.run(built(body))
+        assert (name.startswith("bodies"), threads.pop().startswith("bodies")) == (aside, aside)
+
+
+def test_jobs_of_one_client_wait_for_each_other() -> None:
+    async def run() -> list[str]:
+        side, order = SideThread(), list[str]()
+        gate = threading.Event()
+        first = asyncio.ensure_future(side.run("a", gate.wait))
+        await asyncio.sleep(0)
+        more = [asyncio.ensure_future(side.run("a", order.append, "a")) for _ in range(5)]
+        await asyncio.sleep(0)
+        other = asyncio.ensure_future(side.run("b", order.append, "b"))
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(first, other, *more)
+        return order
+
+    assert asyncio.run(run()) == ["b", *"aaaaa"]
+
+
+def test_a_bomb_is_refused_by_a_server(live: Live) -> None:
+    for path, body in (
+        ("completions", {"prompt": [{}] * 100_000}),
+        ("completions", {"prompt": [[]] * 30_000}),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{}] * 30_000}]}),
+        ("responses", {"input": [{}] * 30_000}),
+        ("responses", {"input": "x", "allowed_token_ids": [-1] * 30_000}),
+        ("responses", {"input": "x", "logit_bias": {f"a{i}": "x" for i in range(30_000)}}),
+    ):
+        answer = httpx.post(f"{live.url}/v1/{path}", json=body, timeout=30)
+        assert answer.status_code in (400, 413), answer.text
+        assert len(answer.text) < 500
+    assert httpx.post(f"{live.url}/v1/completions", content=b"{" * 10**6).status_code in (400, 413)
+    live.assert_pages_home()
+
+
+# Places
+
+
+def test_one_client_cannot_take_all_places() -> None:
+    limiter = ConcurrencyLimiter(1280)
+    held = [limiter.acquire(128, "greedy") for _ in range(8)]
+    for place in held:
+        place.__enter__()
+    with pytest.raises(ApiError, match="of them yours"), limiter.acquire(128, "greedy"):
+        pass
+    with limiter.acquire(100, "other"), limiter.acquire(10, "third"):
+        assert limiter.taken == 8 * 128 + 110
+    for place in held:
+        place.__exit__(None, None, None)
+    assert limiter.taken == 0 and not limiter.held
+    with pytest.raises(ApiError) as caught, limiter.acquire(limiter.most + 1):
+        pass
+    assert caught.value.status_code == 400  # it would never fit
+
+
+def test_shares_leave_something_for_the_next() -> None:
+    shares = Shares(1000)
+    for client in "abcd":
+        while shares.take(client, 1):
+            pass
+    assert all(shares.held[client] > 0 for client in "abcd") and shares.taken < 1000
+    few = Shares(10)  # too few to be shared
+    assert few.take("a", 10) and not few.take("b", 1) and few.most == 10
+
+
+def test_one_client_cannot_fill_the_memory_with_bodies() -> None:
+    app = FastAPI()
+
+    @app.post("/")
+    async def read(request: Request) -> int:
+        return len(await request.body())
+
+    limit = BodyLimit(app, max_bytes=100_000)
+
+    async def statuses() -> list[int]:
+        gate = asyncio.Event()
+
+        async def slow() -> Any:
+            yield b"x" * 90_000
+            await gate.wait()
+            yield b"x"
+
+        transport = httpx.ASGITransport(limit)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            asked = [asyncio.ensure_future(client.post("/", content=slow())) for _ in range(20)]
+            for _ in range(200):
+                await asyncio.sleep(0)
+            small = await client.post("/", content=b"x" * 1000)
+            gate.set()
+            return [
+                small.status_code,
+                *(answer.status_code for answer in await asyncio.gather(*asked)),
+            ]
+
+    small, *large = asyncio.run(statuses())
+    assert small == 200 and 8 <= large.count(200) < 20 and set(large) == {200, 429}
+    assert limit._shares.taken == 0
+
+
+# Connections and heads
+
+
+def answer_to(live: Live, *pieces: bytes) -> bytes:
+    """The first line of what the server says to these bytes; nothing if it cuts the connection."""
+    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as peer:
+        try:
+            for piece in pieces:
+                peer.sendall(piece)
+            return peer.recv(4096).split(b"\r\n")[0]
+        except ConnectionError:
+            return b""
+
+
+def test_heads_and_trailers_are_bounded(live: Live) -> None:
+    get, host = b"GET /health HTTP/1.1\r\n", b"host: localhost\r\n"
+    fits = get + host + b"a: " + b"x" * (MAX_HEAD // 2) + b"\r\n\r\n"
+    assert answer_to(live, fits) == b"HTTP/1.1 200 OK"
+    whole = get + host + b"a: " + b"x" * MAX_HEAD + b"\r\n\r\n"
+    endless = get + host + b"a: " + b"x" * 10**6
+    many = get + host + b"a: b\r\n" * 40_000
+    chunked = b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n" + host + b"\r\n"
+    trailers = chunked + b"2\r\n{}\r\n0\r\n" + b"a: b\r\n" * 40_000
+    extension = chunked + b"2;" + b"x" * 10**6
+    for bad in (whole, endless, many, trailers, extension):
+        assert answer_to(live, bad) in (b"HTTP/1.1 431 Refused", b""), bad[:40]
+    body = json.dumps({"prompt": "x" * 200_000, "max_tokens": 1}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n" + host
+    sent = head + b"content-length: %d\r\n\r\n" % len(body) + body
+    assert answer_to(live, sent) == b"HTTP/1.1 400 Bad Request"  # too long, and no large head
+    pieces = [
+        b"%x\r\n%s\r\n" % (len(body[at : at + 999]), body[at : at + 999])
+        for at in range(0, len(body), 999)
+    ]
+    told = head + b"transfer-encoding: chunked\r\n\r\n"
+    assert answer_to(live, told, *pieces, b"0\r\n\r\n") == b"HTTP/1.1 400 Bad Request"
+
+
+def test_connections_are_places(checkpoint: Path) -> None:
+    with Live(checkpoint, connections=36) as live:
+        peers = [socket.create_connection(("127.0.0.1", live.port), timeout=20) for _ in range(33)]
+        assert peers[32].recv(100).startswith(b"HTTP/1.1 503")
+        peers[0].sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert peers[0].recv(100).startswith(b"HTTP/1.1 200")
+        for peer in peers:
+            peer.close()
+        assert httpx.get(f"{live.url}/health").status_code == 200
+
+
+# Keys and pages
+
+
+def test_keys_that_can_never_match_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And no message shows one."""
+    assert check_key("sk-clé", "x") == "sk-clé"
+    monkeypatch.setenv("MINISGL_API_KEY", "from-there")
+    for key in ("", "sk-secret\n", "sk secret", "sk-secret\t"):
+        assert main(["--api-key", key, "--port", "0"]) == 1
+        said = capsys.readouterr().err
+        assert "--api-key" in said and "secret" not in said and said.count("\n") == 1
+    file = tmp_path / "keys"
+    file.write_text("# ours\nalice  sk-1\n\nbob sk-2\n")
+    assert read_keys(file) == {"alice": "sk-1", "bob": "sk-2"}
+    for text in (
+        "",
+        "alice",
+        "alice sk-1\nalice sk-2",
+        "alice sk-1\nbob sk-1",
+        "a/b sk-1",
+        "a b c",
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="api_key_file: ") as caught:
+            read_keys(file)
+        assert "sk-" not in str(caught.value)
+    with pytest.raises(ValueError, match="api_key_file: cannot use"):
+        read_keys(tmp_path / "none")
+
+
+def test_every_key_opens_and_has_a_name() -> None:
+    access = Access({"": "one", "alice": "two"})
+
+    async def name(value: str) -> str:
+        headers = [(b"authorization", value.encode("latin-1"))]
+        request = Request({"type": "http", "headers": headers})
+        await access.check(request)
+        return str(request.scope["minisgl.key"])
+
+    assert asyncio.run(name("Bearer one")) == "" and asyncio.run(name("Bearer two")) == "alice"
+    for wrong in ("Bearer three", "two", "Bearer alice", "Bearer "):
+        with pytest.raises(ApiError):
+            asyncio.run(name(wrong))
+
+
+def test_pages_of_other_sites_are_refused() -> None:
+    app = FastAPI()
+
+    @app.get("/")
+    async def read() -> int:
+        return 1
+
+    async def status(**headers: str) -> int:
+        transport = httpx.ASGITransport(OwnNames(app, {"mine.example"}))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return (await client.get("/", headers=headers)).status_code
+
+    for headers, passes in (
+        ({"host": "localhost:1919"}, True),
+        ({"host": "127.0.0.1"}, True),
+        ({"host": "[::1]:1919"}, True),
+        ({"host": "192.168.0.7:1919"}, True),  # no name, so no name server gave it
+        ({"host": "mine.example:1919"}, True),
+        ({"host": "evil.example"}, False),
+        ({"host": "localhost.evil.example"}, False),
+        ({"host": "["}, False),
+        ({"host": "localhost", "origin": "http://localhost:3000"}, True),
+        ({"host": "localhost", "origin": "https://mine.example"}, True),
+        ({"host": "localhost", "origin": "https://evil.example"}, False),
+        ({"host": "localhost", "origin": "http://192.168.0.9"}, False),
+        ({"host": "localhost", "origin": "null"}, False),
+    ):
+        assert asyncio.run(status(**headers)) == (200 if passes else 403), headers
+
+
+def test_no_proxy_sees_what_stays_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"data": []}')
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        for name in ("http_proxy", "all_proxy", "HTTP_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.server_port}")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+
+        async def ask(url: str) -> None:
+            async with ApiClient(url, "sk-secret", timeout=5.0) as client:
+                await client.models()
+
+        for host in ("127.0.0.1", "localhost", "[::1]"):
+            with pytest.raises(ServerError):
+                asyncio.run(ask(f"http://{host}:9"))
+        assert seen == []
+        asyncio.run(ask("http://other.example"))
+        assert len(seen) == 1
+        proxy.shutdown()
+
+
+def test_a_trailing_slash_leads_nowhere(live: Live) -> None:
+    """It once was a redirect to whatever `Host` said, before the key was asked for."""
+    answer = httpx.get(f"{live.url}/v1/models/x/", headers={"host": "evil.example"})
+    assert answer.status_code == 404 and "location" not in answer.headers
+    answer = httpx.post(f"{live.url}/v1/completions/", json={})
+    assert answer.status_code == 404
+
+
+# What answers share
+
+
+def test_what_answers_share_travels_once() -> None:
+    """Prompt and parameters of 128 answers, also if only their seeds differ."""
+    params = SamplingParams(seed=0, allowed_token_ids=list(range(5000)), bad_words=("a", (1, 2)))
+    prompt, text = [5] * 5000, "x" * 5000
+    many = [with_seed(params, seed) for seed in range(128)]
+    users: list[Any] = [UserMsg(i, prompt, many[i]) for i in range(128)]
+    texts = [TokenizeMsg(uid=i, text=text, sampling_params=many[i]) for i in range(128)]
+    for sent in (users, texts):
+        frame = encode(sent)
+        assert len(frame) < 2 * len(encode(sent[:1]))
+        found = decode(frame)
+        assert found == sent and sent[3].sampling_params is many[3]
+        first, last = found[0].sampling_params, found[-1].sampling_params
+        assert last.allowed_token_ids is first.allowed_token_ids and type(first) is SamplingParams
+
+
+def test_parameters_are_checked_where_they_come_in() -> None:
+    """A frame is checked for its types alone; a wrong type is still an error."""
+    codec = Codec(Msg)
+    with pytest.MonkeyPatch.context() as patch:
+        frame = codec.encode([UserMsg(1, [1], SamplingParams(top_p=0.5)), AbortMsg(1)])
+        patch.setattr(SamplingParams, "__post_init__", lambda self: 1 / 0)
+        assert [type(msg) for msg in codec.decode(frame)] == [UserMsg, AbortMsg]
+    with pytest.raises(ValueError, match="Expected"):
+        codec.decode(frame.replace(b"top_p", b"top_k"))
+
+
+def test_what_requests_share_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, checked = Limits(100, 100, 50), list[str]()
+    for name in ("check_prompt", "check_params"):
+        real = getattr(validation, name)
+
+        def count(*args: Any, real: Any = real, name: str = name) -> Any:
+            checked.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(validation, name, count)
+    prompt, params = [1, 2, 3], SamplingParams(seed=1, allowed_token_ids=[1, 2])
+    reqs = [make_req(UserMsg(i, prompt, with_seed(params, i)), limits) for i in range(10)]
+    assert checked == ["check_prompt", "check_params"]
+    assert [req.sampling_params.seed for req in reqs] == list(range(10))
+    assert len({id(req.logits_params) for req in reqs}) == 10  # each may get a mask of its own
+    other = make_req(UserMsg(11, [4], SamplingParams(allowed_token_ids=[3])), limits)
+    assert other.input_ids.tolist() == [4] and len(checked) == 4
+    assert (other.logits_params.mask != reqs[0].logits_params.mask).any()
+
+
+def test_an_inbox_gives_a_bounded_number_at_once() -> None:
+    inbox = LocalQueue()
+    inbox.put(*(AbortMsg(uid) for uid in range(3 * MOST_MESSAGES)))
+    got = [inbox.get_all(0.0) for _ in range(4)]
+    assert [len(messages) for messages in got] == [MOST_MESSAGES] * 3 + [0]
+    assert [msg.uid for messages in got for msg in messages] == list(range(3 * MOST_MESSAGES))
+
+
+def test_repeated_ids_are_dropped() -> None:
+    body = CompletionRequest(prompt="x", allowed_token_ids=[5, 3] * 1000)
+    assert body.sampling_params({}).allowed_token_ids == (5, 3)
+
+
+def test_clients_take_turns_at_the_text_worker() -> None:
+    """Fifty prompts of one client do not come before the one of another."""
+    queue, params = PromptQueue(), SamplingParams()
+    for uid in range(50):
+        queue.add(TokenizeMsg(uid=uid, text="x" * 100, client="a", sampling_params=params))
+    assert queue.pop() is not None
+    queue.add(TokenizeMsg(uid=99, text="x" * 1000, client="b", sampling_params=params))
+    order = [queue.pop() for _ in range(50)]
+    assert [msg.uid for msg in order if msg].index(99) <= 1
+    assert queue.pop() is None

@@ -288,28 +288,27 @@ def test_a_failure_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("place", ["wait", "put_messages"])
-def test_an_interrupted_clean_up_harms_no_later_call(
+@pytest.mark.parametrize("place", ["finish", "put_messages"])
+def test_an_interrupted_reset_is_done_by_the_next_call(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, overlap: bool, place: str
 ) -> None:
     """A second Ctrl-C leaves requests behind; the next call drops them and answers its own."""
     monkeypatch.setattr(llm.scheduler, "overlap", overlap)
     (want,) = llm.generate("hello", GREEDY)
     target = llm.channel if place == "put_messages" else llm.scheduler
-    original, cleaned = getattr(target, place), iter([None])
+    original = getattr(target, place)
 
     def interrupted(*args: Any) -> None:
         if place == "put_messages":
             original(*args)
         raise KeyboardInterrupt
 
-    def clean() -> None:
-        if next(cleaned, 5):  # the second time
-            raise KeyboardInterrupt
+    def reset() -> None:
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(target, place, interrupted)
-        patch.setattr(llm, "drop_leftovers", clean)
+        patch.setattr(llm.scheduler, "reset", reset)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["hello", "there"], SamplingParams(max_tokens=50))
     assert llm.scheduler.reqs or llm.channel.waiting

@@ -22,7 +22,7 @@ from tests.forks import Forked
 from tests.mutations import Mutation
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 10  # for one test; a mutant that hangs has failed it
+SECONDS = 10  # for one test of a broken copy: a mutant that hangs has failed it
 CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)  # a kernel that leaves its memory
 
 
@@ -86,8 +86,8 @@ class Runner:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def run(self, tests: list[str], seconds: int = SECONDS) -> tuple[int, str]:
-        """Exit status and output of pytest on tests of the copy."""
+    def run(self, tests: list[str], seconds: int = 200) -> tuple[int, str]:
+        """Exit status and output of pytest on tests of the copy; `seconds` only end a hang."""
         with tempfile.NamedTemporaryFile("r") as file:
             fields = {"root": str(self.root), "tests": tests, "seconds": seconds}
             code = Forked("tests", output=file.name, **fields).wait(3 * seconds)
@@ -115,7 +115,7 @@ def test_every_mutation_has_one_place() -> None:
 
 def test_every_named_test_is_found(runner: Runner) -> None:
     named = sorted({mutation.test for mutation in ALL})
-    code, output = runner.run(["--collect-only", *named], seconds=120)
+    code, output = runner.run(["--collect-only", *named])
     assert code == 0, output
 
 
@@ -133,7 +133,7 @@ def test_unbroken_copy_passes(runner: Runner) -> None:
 def check_caught(mutation: Mutation, runner: Runner) -> None:
     """The broken copy fails the named test, and fails in a test, not before it."""
     with applied(mutation, runner.root):
-        code, output = runner.run([mutation.test])
+        code, output = runner.run([mutation.test], SECONDS)
     assert code != 0, f"{mutation.test} passes although: {mutation.name}"
     failed = code in CRASHES or (code == 1 and " failed" in output)  # an error before it is none
     assert failed, f"pytest ended with status {code} instead of a failed test:\n{output}"

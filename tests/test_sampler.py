@@ -272,6 +272,23 @@ def test_top_candidates_order_ties_and_special_values() -> None:
     assert ids.tolist() == [[1, 0]]
 
 
+@pytest.mark.parametrize("width", [1, 20, 1024, 1025, 3000])
+def test_candidates_are_those_of_a_stable_sort(width: int) -> None:
+    """Few by `topk`, many by a sort: with ties everywhere both give the one order."""
+    values = torch.randint(-5, 5, (3, 3000), generator=torch.Generator().manual_seed(1)).float()
+    ids, top = top_candidates(values, width)
+    want = values.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(ids, want.indices[:, :width]) and torch.equal(top, want.values[:, :width])
+
+
+def test_the_chosen_token_alone_needs_no_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "largest_keys", None)
+    sampler, logits = Sampler(16, "cpu"), torch.randn(2, 16)
+    out = sampler.sample(logits, sampler.prepare([make_req(logprobs=0), make_req()]))
+    assert out.top_ids is not None and out.top_ids.shape == (2, 0) and out.logprobs is not None
+    assert torch.equal(out.logprobs[0], logits[0].log_softmax(-1).max()) and out.logprobs[1].isnan()
+
+
 def test_extreme_parameters() -> None:
     logits = torch.tensor([0.0, 100.0, -100.0, 99.0])
     assert set(draw_many(logits, 50, temperature=1e-30, seed=0)) == {1}

@@ -7,6 +7,7 @@ import math
 import random
 import threading
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -97,7 +98,7 @@ def test_the_longest_prompt_leaves_one_token() -> None:
     assert room(9, 1, limits) == (1, None)
     count, notice = room(9, 5, limits)
     assert count == 1 and notice is not None and "from 5 to 1" in notice and "room for 10" in notice
-    count, notice = room(3, 100, limits._replace(pool_tokens=8))
+    count, notice = room(3, 100, replace(limits, pool_tokens=8))
     assert count == 5 and notice is not None and "room for 8" in notice
 
 
@@ -948,7 +949,7 @@ def test_run_until_told_to_exit(overlap: bool) -> None:
             said += d.channel.take_replies()
     d.ask(9, [4] * 2, max_tokens=100, ignore_eos=True)
     d.channel.put_messages(ExitMsg())
-    thread.join(timeout=10)
+    thread.join(timeout=100)
     assert not thread.is_alive()
     said += d.channel.take_replies()
     assert [r.finish_reason for r in said if r.uid == 9][-1] == "abort"
@@ -1034,6 +1035,38 @@ def test_host_work_is_linear_in_the_batch() -> None:
     assert len(d.engine.steps) == 8
 
 
+@LOOPS
+@pytest.mark.parametrize("policy", ["fcfs", "fair"])
+def test_after_a_reset_everything_is_as_in_a_new_scheduler(overlap: bool, policy: str) -> None:
+    """At any moment: no page, row, message or plan is left, and the next steps are the same."""
+
+    def new() -> Driver:
+        share = 1 if policy == "fcfs" else None
+        sizes = {"num_pages": 14, "max_running_req": 3, "reserve": 1, "share": share}
+        return Driver(overlap=overlap, policy=policy, budget=16, **sizes)  # type: ignore[arg-type]
+
+    def ask(d: Driver) -> None:
+        for uid, length in enumerate([20, 3, 5, 9, 4]):
+            d.ask(uid, [4] * length + [uid], str(uid), max_tokens=12, ignore_eos=True)
+
+    fresh = new()
+    ask(fresh)
+    fresh.drain()
+    for turns in range(1, len(fresh.engine.steps)):
+        d = new()
+        ask(d)
+        d.go(turns)
+        d.scheduler.reset()
+        d.replies.clear()
+        d.engine.steps.clear()
+        d.check()
+        assert not d.scheduler.has_work and len(d.scheduler.prefill.waiting) == 0
+        assert d.cache.allocator.free_pages == 14
+        ask(d)
+        d.drain()
+        assert d.engine.steps == fresh.engine.steps and d.replies == fresh.replies
+
+
 # ------------------------------------------------------------------ any sequence of events
 
 
@@ -1060,6 +1093,7 @@ class Events(RuleBasedStateMachine):
         self.d = Driver(max_seq_len=48, **how)
         self.wanted: dict[int, list[int]] = {}
         self.aborted: set[int] = set()
+        self.lost: set[int] = set()  # by a reset: they get no last reply
 
     @rule(same=st.integers(0, 12), own=st.lists(st.integers(0, 2), min_size=1, max_size=12),
           new=st.integers(1, 12), ignore=st.booleans(), client=st.sampled_from("ab"))  # fmt: skip
@@ -1082,15 +1116,43 @@ class Events(RuleBasedStateMachine):
     def turn(self, turns: int) -> None:
         self.d.go(turns)
 
+    @precondition(lambda self: getattr(self, "wanted", None))
+    @rule(place=st.sampled_from(["tables.write", "cache.prefix_cache.lock", "cache.take_pages",
+                                 "engine.step", "decode.update", "prefill.remove", "release"]),
+          after=st.booleans())  # fmt: skip
+    def fail(self, place: str, after: bool) -> None:
+        """An exception before or after the next call of a method, if it is called in two turns."""
+        *path, name = place.replace("tables", "cache.tables").split(".")
+        part = attrgetter(".".join(path))(self.d.scheduler) if path else self.d.scheduler
+        real = getattr(part, name)
+
+        def broken(*args: Any) -> None:
+            if after:
+                real(*args)
+            raise KeyboardInterrupt
+
+        setattr(part, name, broken)
+        try:
+            self.d.go(2)
+        except KeyboardInterrupt:
+            self.lost.update(self.wanted)
+            self.d.scheduler.reset()
+            self.d.channel.recv(block=False)
+            self.d.channel.take_replies()
+        finally:
+            delattr(part, name)
+        self.d.check()
+
     def teardown(self) -> None:
         if not hasattr(self, "d"):
             return
         self.d.drain()
         for uid, wanted in self.wanted.items():
             got = self.d.tokens(uid)
-            assert got == wanted or (uid in self.aborted and got == wanted[: len(got)])
-            last = self.d.replies[uid][-1]
-            assert isinstance(last, ErrorReply) or last.finished
+            ended = uid in self.aborted | self.lost
+            assert got == wanted or (ended and got == wanted[: len(got)])
+            last = None if uid in self.lost else self.d.replies[uid][-1]
+            assert last is None or isinstance(last, ErrorReply) or last.finished
 
 
 TestEvents = Events.TestCase

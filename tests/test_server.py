@@ -69,7 +69,7 @@ def chat(live: Live, **fields: Any) -> httpx.Response:
     headers = {"content-type": "application/json"}
     content = json.dumps(body)  # in ASCII, so that half a character can be sent too
     return httpx.post(
-        f"{live.url}/v1/chat/completions", content=content, headers=headers, timeout=30
+        f"{live.url}/v1/chat/completions", content=content, headers=headers, timeout=300
     )
 
 
@@ -557,7 +557,7 @@ def test_openai_sdk_works(live: Live) -> None:
 )
 def test_completion_takes_every_spelling_of_a_prompt(live: Live, prompt: Any, choices: int) -> None:
     body = {"prompt": prompt, "max_tokens": 3}
-    reply = httpx.post(f"{live.url}/v1/completions", json=body, timeout=30).json()
+    reply = httpx.post(f"{live.url}/v1/completions", json=body, timeout=300).json()
     assert [c["index"] for c in reply["choices"]] == list(range(choices))
     assert reply["usage"]["completion_tokens"] == 3 * choices
 
@@ -666,7 +666,7 @@ def test_error_names_the_place_that_went_furthest(live: Live) -> None:
     """A field of several types fails once for each: the message is of the one that was meant."""
     image = [{"role": "user", "content": [{"type": "image_url"}]}]
     assert "messages.0.content.0.type: " in chat(live, messages=image).json()["error"]["message"]
-    response = httpx.post(f"{live.url}/v1/completions", json={"prompt": [5, -1]}, timeout=10)
+    response = httpx.post(f"{live.url}/v1/completions", json={"prompt": [5, -1]}, timeout=100)
     message = response.json()["error"]["message"]
     assert message.startswith("prompt.1: ") and message.endswith("got -1"), message
 
@@ -727,8 +727,8 @@ def test_nan_and_broken_json_are_refused(live: Live) -> None:
     endless, deep = b'{"seed": 1' + b"0" * 5000 + b"}", b"[" * 99_999
     for content in (b"{not json", b"\xff\xfe", endless, deep, b"", b"[]", nan):
         response = httpx.post(url, content=content, headers=headers)
-        assert response.status_code == 400, content
-        wrong_json = content not in (b"", b"[]", nan)
+        assert response.status_code == (413 if content is deep else 400), content
+        wrong_json = content not in (b"", b"[]", nan, deep)
         assert (response.json()["error"]["code"] == "invalid_json") is wrong_json
     assert httpx.get(f"{live.url}/nowhere").json()["error"]["code"] == "http_404"
     assert httpx.get(url).status_code == 405
@@ -744,11 +744,11 @@ def test_pitfall_10_11_12_prompts_that_can_never_run_get_an_answer(live: Live) -
         "negative id": ([-1], "invalid_value"),
     }
     for name, (prompt, code) in cases.items():
-        response = httpx.post(f"{live.url}/v1/completions", json={"prompt": prompt}, timeout=10)
+        response = httpx.post(f"{live.url}/v1/completions", json={"prompt": prompt}, timeout=100)
         assert response.status_code == 400, name
         assert response.json()["error"]["code"] == code, name
     stream = httpx.post(
-        f"{live.url}/v1/completions", json={"prompt": [5] * 999, "stream": True}, timeout=10
+        f"{live.url}/v1/completions", json={"prompt": [5] * 999, "stream": True}, timeout=100
     )
     assert stream.status_code == 400  # not a broken stream
     live.assert_pages_home()
@@ -763,7 +763,7 @@ def test_pool_smaller_than_a_prompt(checkpoint: Path) -> None:
             transport = httpx.ASGITransport(app)
             async with (
                 app.router.lifespan_context(app),
-                httpx.AsyncClient(transport=transport, base_url="http://t", timeout=20) as client,
+                httpx.AsyncClient(transport=transport, base_url="http://t", timeout=200) as client,
             ):
                 large = client.post("/v1/completions", json={"prompt": [5] * 80})
                 small = client.post("/v1/completions", json={"prompt": [5] * 8, "max_tokens": 4})
@@ -794,11 +794,11 @@ def test_many_clients_at_once_get_what_each_alone_would_get(live: Live) -> None:
         return (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
 
     async def all_at_once() -> list[str]:
-        async with httpx.AsyncClient(base_url=live.url, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=live.url, timeout=300) as client:
             return await asyncio.gather(*(ask(client, prompt) for prompt in prompts))
 
     async def one_by_one() -> list[str]:
-        async with httpx.AsyncClient(base_url=live.url, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=live.url, timeout=300) as client:
             return [await ask(client, prompt) for prompt in prompts]
 
     assert asyncio.run(all_at_once()) == asyncio.run(one_by_one())
@@ -845,7 +845,7 @@ def test_dead_worker_is_a_503_for_all() -> None:
         await asyncio.sleep(0.01)
         frontend.fail_all("the scheduler died")
         with pytest.raises(RequestFailed, match="died"):
-            await asyncio.wait_for(waiting, timeout=2)
+            await asyncio.wait_for(waiting, timeout=60)
         app = create_app(frontend, ApiSettings("mine", 128))
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:

@@ -59,7 +59,7 @@ def client(live: Live) -> openai.OpenAI:
 
 def complete(live: Live, **fields: Any) -> httpx.Response:
     body = {"prompt": "hello", "max_tokens": 8, "temperature": 0, **fields}
-    return httpx.post(f"{live.url}/v1/completions", json=body, timeout=30)
+    return httpx.post(f"{live.url}/v1/completions", json=body, timeout=300)
 
 
 def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:
@@ -282,7 +282,7 @@ def test_scheduler_learns_whose_a_request_is(
         "/generate": {**body, "prompt": "a"},
     }
     for path, content in routes.items():
-        assert httpx.post(f"{live.url}{path}", json=content, timeout=30).status_code == 200
+        assert httpx.post(f"{live.url}{path}", json=content, timeout=300).status_code == 200
     assert seen == [client] * 6
 
 
@@ -442,9 +442,9 @@ def test_a_mass_of_messages_is_refused_at_once(live: Live, checkpoint: Path) -> 
     assert error.code == "context_length_exceeded" and error.param == "messages"
     with Live(checkpoint, operations=Operations(log_format="none", max_body_size=2**24)) as large:
         response = httpx.post(
-            f"{large.url}/v1/chat/completions", json={"messages": [message] * 200_000}, timeout=30
+            f"{large.url}/v1/chat/completions", json={"messages": [message] * 200_000}, timeout=300
         )
-    assert response.status_code == 400 and response.json()["error"]["param"] == "messages"
+    assert response.status_code == 413 and "lists and objects" in response.text
 
 
 # Fields: each is honoured, refused by name, or cannot change the answer
@@ -480,7 +480,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 
 
 def chat(live: Live, **fields: Any) -> httpx.Response:
-    return httpx.post(f"{live.url}/v1/chat/completions", json={**CHAT, **fields}, timeout=30)
+    return httpx.post(f"{live.url}/v1/chat/completions", json={**CHAT, **fields}, timeout=300)
 
 
 def test_tenants_with_a_salt_share_no_prefix(live: Live) -> None:
@@ -512,7 +512,7 @@ ANY_VALUE = {"eos_token_id"}  # may be one or a list
 def test_fields_are_treated_as_the_table_says(live: Live) -> None:
     """One client, one connection: what is refused names itself, what asks for nothing passes."""
     odd = [{"something": "odd"}]
-    with httpx.Client(base_url=live.url, timeout=30) as client:
+    with httpx.Client(base_url=live.url, timeout=300) as client:
         for path, body, schema in [
             ("/v1/chat/completions", CHAT, ChatRequest),
             ("/v1/completions", {"prompt": "hi", "max_tokens": 1}, CompletionRequest),
@@ -747,7 +747,7 @@ def test_body_that_is_too_large(live: Live) -> None:
             sent += 1000
             yield b" " * 1000
 
-    chunked = httpx.post(f"{live.url}/v1/completions", content=pieces(), timeout=30)
+    chunked = httpx.post(f"{live.url}/v1/completions", content=pieces(), timeout=300)
     for response in (large, chunked):
         error = response.json()["error"]
         assert response.status_code == 413 and error["code"] == "body_too_large"

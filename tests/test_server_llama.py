@@ -35,7 +35,7 @@ BOOK = [
 def http() -> Iterator[httpx.Client]:
     with (
         Live(resolve_model_path(None), num_pages=256, api_key="secret") as live,
-        httpx.Client(base_url=f"{live.url}/v1", timeout=60) as client,
+        httpx.Client(base_url=f"{live.url}/v1", timeout=600) as client,
     ):
         client.headers["Authorization"] = "Bearer secret"
         yield client

@@ -66,7 +66,7 @@ def client(live: Live) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def http(live: Live) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"{live.url}/v1", timeout=30) as http:
+    with httpx.Client(base_url=f"{live.url}/v1", timeout=300) as http:
         yield http
 
 
@@ -326,7 +326,7 @@ def test_streamed_calls_add_up(calling: Live, monkeypatch: pytest.MonkeyPatch) -
     say(calling, monkeypatch, CALLS)
     body = {"input": "x", "tools": [WEATHER], "ignore_eos": True, "stream": True}
     body |= {"max_output_tokens": len(CALLS) // 7 + 1}
-    answer = httpx.post(f"{calling.url}/v1/responses", json=body, timeout=30)
+    answer = httpx.post(f"{calling.url}/v1/responses", json=body, timeout=300)
     assert assemble(events_of(answer)) == [
         ("reasoning", "hm, Oslo"), ("message", "So:"),
         ("function_call", '{"city": "Oslo"}'), ("function_call", "{}"),
@@ -344,7 +344,7 @@ def test_a_call_can_be_demanded(calling: Live) -> None:
         }  # fmt: skip
         body = {"input": "x", "tools": [strict], "tool_choice": choice, "max_output_tokens": 250,
                 "parallel_tool_calls": False, "seed": 1}  # fmt: skip
-        answer = httpx.post(f"{calling.url}/v1/responses", json=body, timeout=60).json()
+        answer = httpx.post(f"{calling.url}/v1/responses", json=body, timeout=600).json()
         Response.model_validate(answer)
         assert answer["tool_choice"] == choice and answer["parallel_tool_calls"] is False
         calls = [item for item in answer["output"] if item["type"] == "function_call"]
@@ -756,7 +756,7 @@ def test_items_become_messages() -> None:
 
 def test_a_client_that_leaves_frees_its_pages(live: Live) -> None:
     body = {"input": "x", "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{live.url}/v1/responses", json=body, timeout=20) as answer:
+    with httpx.stream("POST", f"{live.url}/v1/responses", json=body, timeout=200) as answer:
         next(answer.iter_lines())
     live.assert_pages_home()
     with pytest.raises(httpx.ReadTimeout):

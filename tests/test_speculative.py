@@ -117,6 +117,9 @@ def test_each_miss_wants_a_longer_match_and_a_hit_starts_anew() -> None:
     proposer.forget(req)
     proposer.forget(req)
     assert not proposer.misses
+    proposer.learn(req, 3, 0)
+    proposer.reset()
+    assert not proposer.misses
 
 
 # ------------------------------------------------------------------ an engine that keeps its books
@@ -224,6 +227,7 @@ class SpeculativeEvents(test_scheduler.Events):
         self.d = driver(proposer, max_seq_len=48, **how)
         self.wanted: dict[int, list[int]] = {}
         self.aborted: set[int] = set()
+        self.lost: set[int] = set()
 
     def teardown(self) -> None:
         super().teardown()

@@ -482,7 +482,7 @@ ASK: list[Any] = [{"role": "user", "content": "weather?"}]
 
 def post(live: Live, **fields: Any) -> httpx.Response:
     body = {"messages": ASK, "max_tokens": 150, "seed": 1, **fields}
-    return httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=60)
+    return httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=600)
 
 
 CHOICES: list[Any] = [
@@ -639,7 +639,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_bad_tools_are_refused_by_name(live: Live, stream: bool) -> None:
     for fields, param in BAD:
         body = json.dumps({"messages": ASK, "stream": stream, "max_tokens": 5, **fields})
-        reply = httpx.post(f"{live.url}/v1/chat/completions", content=body, timeout=30,
+        reply = httpx.post(f"{live.url}/v1/chat/completions", content=body, timeout=300,
                            headers={"content-type": "application/json"})  # fmt: skip
         assert reply.status_code == 400, (fields, reply.text)
         error = reply.json()["error"]

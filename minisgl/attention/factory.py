@@ -42,7 +42,7 @@ class PairBackend:
 
 BACKENDS = {
     "torch": "minisgl.attention.torch_backend:TorchBackend",
-    "triton": "minisgl.attention.triton_backend:TritonBackend",
+    "triton": "minisgl.attention.hopper_backend:HopperBackend",  # TritonBackend and chapter 04c
     "fi": "minisgl.attention.flashinfer_backend:FlashInferBackend",
     "fused": "minisgl.attention.fused_backend:FusedBackend",  # decode only
     "store_first": "minisgl.attention.fused_backend:StoreFirstBackend",  # "fused" for drafts

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from minisgl.attention.base import AttentionPlan
-from minisgl.attention.triton_backend import KernelArgs, TritonBackend, TritonPlan
+from minisgl.attention.triton_backend import KernelArgs, TritonBackend
 from minisgl.engine.graph import StepBuffers
 from minisgl.engine.prefill_graph import Tiles
 
@@ -35,8 +35,9 @@ class TiledPrefill:
     def plan(self, size: int, static: StepBuffers, tiles: Tiles) -> AttentionPlan:
         """Few tokens may stand behind many cached ones: then keys are split."""
         backend, tile_q = self.backend, self.tile_rows(size)
-        splits = max(1, min(MOST_SPLITS, backend.num_sms // self.programs(size, tile_q)))
-        plan = TritonPlan(backend, static.out_loc, KernelArgs(*tiles), tile_q, splits)
+        programs = self.programs(size, tile_q)
+        splits = max(1, min(MOST_SPLITS, backend.num_sms // programs))
+        plan = backend.make_plan(static.out_loc, KernelArgs(*tiles), tile_q, splits, programs)
         heads, device = self.group * backend.pool.num_kv_heads, backend.device
         # Padding has no tile: its answers stay what they are here, numbers.
         plan.out = torch.zeros(size, heads, backend.pool.head_dim, dtype=self.dtype, device=device)

@@ -102,9 +102,14 @@ class TritonBackend:
         order = np.argsort(-seen, kind="stable")  # those with the most keys first
         parts = (meta.table_idx, meta.seq_lens - 1, meta.qo_indptr, request[order], tile[order])
         args = KernelArgs(*self.ring.upload(*parts))
-        splits = self.num_splits(
-            int(tiles.sum()) * self.pool.num_kv_heads, int(meta.seq_lens.max())
-        )
+        programs = int(tiles.sum()) * self.pool.num_kv_heads
+        splits = self.num_splits(programs, int(meta.seq_lens.max()))
+        return self.make_plan(out_loc, args, tile_q, splits, programs)
+
+    def make_plan(
+        self, out_loc: Tensor, args: KernelArgs, tile_q: int, splits: int, programs: int
+    ) -> TritonPlan:
+        """Return a plan; a subclass may have a better kernel for so many programs with work."""
         return TritonPlan(self, out_loc, args, tile_q, splits)
 
     def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> AttentionPlan:
@@ -139,6 +144,7 @@ class TritonPlan(AttentionPlan):
         """`splits` is the number of parts that keys may be cut into."""
         self.pool, self.tables, self.scale = backend.pool, backend.tables, backend.scale
         self.out_loc, self.args, self.tile_q = out_loc, args, tile_q
+        self.num_sms = backend.num_sms
         self.group, self.head_dim = backend.group, self.pool.head_dim
         self.dim = max(16, 1 << (self.head_dim - 1).bit_length())  # tl.dot wants 16 at least
         self.splits = splits

@@ -112,4 +112,4 @@ def add_key_flag(group: Group, what: str) -> None:
 
 def key_of(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> str | None:
     """The key of the command line, else of the environment."""
-    return args.api_key or environment.get(KEY_VARIABLE)
+    return environment.get(KEY_VARIABLE) if args.api_key is None else args.api_key

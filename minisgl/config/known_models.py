@@ -27,6 +27,10 @@ LLAMA_3_1_8B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
 }  # fmt: skip
+LLAMA_3_2_1B: dict[str, Any] = LLAMA_3_1_8B | {
+    "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "rope_scaling": LLAMA_3_1_8B["rope_scaling"] | {"factor": 32.0}, "tie_word_embeddings": True,
+}  # fmt: skip
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "eos_token_id": 151645,
@@ -62,6 +66,7 @@ QWEN3_30B_A3B: dict[str, Any] = QWEN3_8B | {
 
 KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.1-8B": LLAMA_3_1_8B,
+    "meta-llama/Llama-3.2-1B": LLAMA_3_2_1B,
     "Qwen/Qwen2.5-7B-Instruct": QWEN2_5_7B,
     "Qwen/Qwen3-0.6B": QWEN3_0_6B,
     "Qwen/Qwen3-8B": QWEN3_8B,

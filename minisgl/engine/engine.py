@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Protocol
 
@@ -72,6 +71,7 @@ class Deferral(Protocol):
     def defer(self, fi: ForwardInput, draw: Callable[[], ForwardOutput]) -> ForwardOutput: ...
 
     def draw(self) -> None: ...
+    def reset(self) -> None: ...
 
 
 class Engine:
@@ -108,7 +108,7 @@ class Engine:
         graph = (self.verify_graph if batch.verifies else None) or self.graph
         size = graph.bucket(batch.size) if graph and batch.phase is Phase.DECODE else None
         if size is not None:
-            batch.reqs = sorted(batch.reqs, key=device_len, reverse=True)
+            batch.reqs = sorted(batch.reqs, key=lambda req: req.device_len, reverse=True)
             batch.padded_reqs = batch.reqs + [self.dummy_req] * (size - batch.size)
         fi = build_forward_input(batch, self.tables, self.page_size, self.sampler, size is not None)
         return fi if self.prefill_graph is None else self.prefill_graph.prepare(fi)
@@ -198,16 +198,19 @@ class Engine:
         """Counters for `/metrics`, by name."""
         return {"graph_replays": sum(g.replays for g in (self.graph, self.verify_graph) if g)}
 
-    def shutdown(self) -> None:
-        """Wait for the device and give its memory back; this engine must not be used any more."""
+    def reset(self) -> None:
+        """Wait for the device and forget the deferred draw; see `Scheduler.reset`."""
         if self.stream is not None:
             self.stream.synchronize()
+        if self.deferral is not None:
+            self.deferral.reset()
+
+    def shutdown(self) -> None:
+        """Wait for the device and give its memory back; this engine must not be used any more."""
+        self.reset()
         self.graph = self.verify_graph = self.prefill_graph = None  # they know the pool
         self.pool.free()
         torch.cuda.empty_cache()  # torch keeps what is freed, out of reach of other processes
-
-
-device_len = attrgetter("device_len")
 
 
 def start_device(config: EngineConfig, comm: Comm) -> torch.device:
@@ -244,8 +247,7 @@ def measure_peak(engine: Engine, num_tokens: int) -> tuple[int, int]:
     """Bytes that torch holds on the GPU before a trial prefill, and at its peak; 0, 0 on a CPU."""
     longest, row = engine.max_seq_len - 1, engine.tables.dummy_row
     pieces = [longest] * (num_tokens // longest) + [num_tokens % longest]
-    reqs = [dummy_request(row, length) for length in pieces if length]
-    batch = Batch(reqs=reqs, phase=Phase.PREFILL)
+    batch = Batch([dummy_request(row, length) for length in pieces if length], Phase.PREFILL)
     return peak_of(lambda: engine.step(engine.prepare(batch)).wait(), engine.device)
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.core import IntArray, Req
-from minisgl.kvcache.cache_manager import CacheManager, slots_of_pages
+from minisgl.kvcache.cache_manager import CacheManager
+from minisgl.kvcache.page_table import slots_of_pages
 from minisgl.kvcache.prefix_cache import NO_SLOTS, TOKEN_BYTES, CacheHandle, PrefixCache
 from minisgl.kvcache.radix_cache import Node, RadixCache, path_of
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from minisgl import events
 from minisgl.core import IntArray, Req
-from minisgl.kvcache.page_table import OutOfPages, PageAllocator, TableManager
+from minisgl.kvcache.page_table import OutOfPages, PageAllocator, TableManager, slots_of_pages
 from minisgl.kvcache.prefix_cache import CacheHandle, PrefixCache
 
 
@@ -29,6 +29,7 @@ class CacheManager:
         self.allocator = PageAllocator(num_pages, self.page_size)
         self.allocated_len: dict[Req, int] = {}  # positions of a row that have pages, whole pages
         self.emit = prefix_cache.emit = emit
+        self.lock, self.unlock = prefix_cache.lock, prefix_cache.unlock
 
     @property
     def available_tokens(self) -> int:
@@ -39,14 +40,6 @@ class CacheManager:
         """Longest cached prefix of a request, its last token excepted: one must be computed."""
         ids = req.input_ids[: 0 if req.scores_prompt else -1]  # scores need all of them: 08a
         return self.prefix_cache.match_prefix(ids, req.sampling_params.cache_salt)
-
-    def lock(self, handle: CacheHandle) -> None:
-        """Protect a matched prefix until `unlock`, or until its request finishes."""
-        self.prefix_cache.lock(handle)
-
-    def unlock(self, handle: CacheHandle) -> None:
-        """Give a lock back, for a request that was matched and then not admitted."""
-        self.prefix_cache.unlock(handle)
 
     def admit(self, req: Req, handle: CacheHandle) -> None:
         """Give a request its locked prefix and a row with the slots and tokens that it has."""
@@ -73,6 +66,13 @@ class CacheManager:
         self.allocator.free(slots[:: self.page_size] // self.page_size)
         if self.emit is not None and len(slots):
             self.emit(events.PagesFreed(events.pages_of(slots, self.page_size)))
+
+    def reset(self) -> None:
+        """Free all pages and rows, whoever held them; nothing is cached any more."""
+        self.tables.reset()
+        self.prefix_cache.reset()
+        self.allocator.reset()
+        self.allocated_len.clear()
 
     def allocate_paged(self, reqs: Sequence[Req]) -> None:
         """Give each request pages up to `device_len`, written into its row; all or none."""
@@ -125,9 +125,3 @@ class CacheManager:
         end = self.allocated_len.pop(req, kept_len)
         self.free_slots(self.tables.page_table[req.table_idx, kept_len:end])
         self.prefix_cache.unlock(handle)
-
-
-def slots_of_pages(pages: IntArray, page_size: int) -> IntArray:
-    """Slots of whole pages [k], int32 [k * page_size]."""
-    inside = np.arange(page_size, dtype=np.int32)
-    return (np.asarray(pages, np.int32)[:, None] * page_size + inside).ravel()

@@ -60,3 +60,6 @@ class NaiveCache:
         """Nothing to give back: only `evict(0)` succeeds."""
         check_evictable(self, num_tokens)
         return NO_SLOTS
+
+    def reset(self) -> None:
+        """Nothing to forget."""

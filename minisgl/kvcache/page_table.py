@@ -23,12 +23,15 @@ class PageAllocator:
     """A stack of free pages; a page that was freed last is given out first."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        """All pages 0 ... num_pages - 1 are free; page 0 comes first."""
         check_positive(num_pages=num_pages, page_size=page_size)
         self.num_pages, self.page_size = num_pages, page_size
-        self._stack: IntArray = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
-        self._is_free = np.ones(num_pages, dtype=bool)
-        self.free_pages = num_pages
+        self.reset()
+
+    def reset(self) -> None:
+        """Free all pages 0 ... num_pages - 1; page 0 comes first."""
+        self._stack: IntArray = np.arange(self.num_pages - 1, -1, -1, dtype=np.int32)
+        self._is_free = np.ones(self.num_pages, dtype=bool)
+        self.free_pages = self.num_pages
 
     def allocate(self, n: int) -> IntArray:
         """Take `n` pages, [n] int32; raises OutOfPages and takes none when fewer are free."""
@@ -61,6 +64,12 @@ class PageAllocator:
     def free_set(self) -> IntArray:
         """The free pages in ascending order, for checks."""
         return np.flatnonzero(self._is_free).astype(np.int32)
+
+
+def slots_of_pages(pages: IntArray, page_size: int) -> IntArray:
+    """Slots of whole pages [k], int32 [k * page_size]."""
+    inside = np.arange(page_size, dtype=np.int32)
+    return (np.asarray(pages, np.int32)[:, None] * page_size + inside).ravel()
 
 
 class MirroredTable:
@@ -125,7 +134,11 @@ class TableManager:
         self._tokens = MirroredTable(tokens, self.device, shared)
         self.page_table: IntArray = self._slots.host
         self.device_page_table, self.token_pool = self._slots.device, self._tokens.device
-        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self.reset()
+
+    def reset(self) -> None:
+        """Free all rows; row 0 comes first. Whoever takes a row writes it anew."""
+        self._free_rows = list(range(self.num_rows - 1, -1, -1))
 
     @property
     def free_rows(self) -> int:

@@ -66,6 +66,9 @@ class PrefixCache(Protocol):
     def evict(self, num_tokens: int) -> IntArray:
         """Forget unlocked pages of `num_tokens` tokens, the oldest first; returns their slots."""
 
+    def reset(self) -> None:
+        """Forget everything, locks included. No handle from before may be used any more."""
+
 
 class NotEvictable(RuntimeError):
     """More tokens were asked back from a prefix cache than are cached and unlocked."""
@@ -76,10 +79,8 @@ def check_evictable(cache: PrefixCache, num_tokens: int) -> None:
     if num_tokens < 0:
         raise ValueError(f"num_tokens: must not be negative, got {num_tokens}")
     if num_tokens > cache.evictable_tokens:
-        raise NotEvictable(
-            f"num_tokens: {num_tokens} to evict, but only {cache.evictable_tokens} are "
-            f"unlocked ({cache.protected_tokens} are protected)"
-        )
+        rest = f"{cache.evictable_tokens} are unlocked ({cache.protected_tokens} are protected)"
+        raise NotEvictable(f"num_tokens: {num_tokens} to evict, but only {rest}")
 
 
 TOKEN_BYTES = 4  # an int32

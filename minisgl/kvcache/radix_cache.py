@@ -48,10 +48,14 @@ class RadixCache:
     def __init__(self, page_size: int) -> None:
         check_positive(page_size=page_size)
         self.page_size, self.page_bytes = page_size, page_size * TOKEN_BYTES
+        self.emit: events.Emit | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, locks included."""
         self.root = Node(b"", NO_SLOTS, None)
         self.lru: OrderedDict[Node, None] = OrderedDict()  # unlocked nodes, the oldest first
         self.evictable_tokens = self.protected_tokens = 0
-        self.emit: events.Emit | None = None
 
     def page_key(self, tokens: bytes, start: int, salt: Salt) -> bytes:
         """Key of the child that continues at byte `start`: a page, the first one after the salt."""

@@ -11,15 +11,17 @@ from typing import Any
 
 
 def guarded(observe: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, until it fails: that is one line in the log, and then it is None."""
-    live = [observe]
+    """The same function, but None where it raises; the log reports the first exception."""
+    name = getattr(observe, "__qualname__", type(observe).__name__)
+    failures = 0
 
     def call(*args: Any) -> Any:
+        nonlocal failures
         try:
-            return live[0](*args) if live else None
+            return observe(*args)
         except Exception as error:
-            live.clear()
-            name = getattr(observe, "__qualname__", type(observe).__name__)
-            logging.getLogger(__name__).error(f"{name} failed and observes no more: {error!r}")
+            failures += 1
+            if failures == 1:
+                logging.getLogger(__name__).error(f"{name} failed, reported once: {error!r}")
 
     return call

@@ -9,6 +9,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.model import ModelConfig
@@ -21,11 +24,13 @@ from minisgl.kvcache.naive_cache import NaiveCache
 from minisgl.kvcache.prefix_cache import PrefixCache
 from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.parallel.comm import Comm
+from minisgl.recording import Recorder
+from minisgl.runtime.guarded import guarded
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.executor import Executor
 from minisgl.scheduler.grammar import CompilingChannel, CompilingInbox, load_grammars
-from minisgl.scheduler.observe import IdleAudit
+from minisgl.scheduler.observe import IdleAudit, emitter
 from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue, WaitingQueue, mixed_prefill_threshold
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
@@ -86,19 +91,30 @@ def build_prefill(
     return parts.delayed_prefill(cache, decode, limits, parts.arrival_order())
 
 
+def describe(config: SchedulerConfig, cache: CacheManager) -> dict[str, Any]:
+    """Return what a reader of a recording needs to know of the engine."""
+    folder = resolve_model_path(config.model_path)
+    return {
+        "model": None if folder == resolve_model_path(None) else str(folder),
+        "device": torch.device(config.device).type,
+        "overlap": bool(config.overlap),
+        "page_size": cache.page_size,
+        "num_pages": cache.num_pages,
+        "rows": cache.tables.num_rows,
+        "budget": config.max_extend_tokens,  # tokens of a prefill step
+    }
+
+
 def build_scheduler(
-    config: SchedulerConfig,
-    channel: Channel,
-    comm: Comm | None = None,
-    *,
-    emit: Emit | None = None,
-    progress: bool = False,
+    config: SchedulerConfig, channel: Channel, comm: Comm | None = None, *,
+    observe: Emit | None = None, recorder: Recorder | None = None, progress: bool = False,
     hold: CompilingInbox | None = None,
     parts: Parts | None = None,
-) -> Scheduler:
+) -> Scheduler:  # fmt: skip
     """Build an engine and everything that feeds it; each part is given what it works with.
 
-    In `hold`, somewhere inside of `channel`, requests wait for their grammars. `parts` None: ours.
+    `observe` and `recorder` receive events. In `hold`, somewhere inside of `channel`, requests wait
+    for their grammars. `parts` None: ours.
     """
     parts = parts or Parts()
     folder = resolve_model_path(config.model_path)
@@ -111,7 +127,10 @@ def build_scheduler(
     limits, settled = limits_of(engine, ends), engine.config
     assert isinstance(settled, SchedulerConfig)
     engine.deferral, engine.scorer = grammars, score_prompts(engine)
+    emit = emitter(observe, recorder)
     prefill = build_prefill(settled, engine, parts, emit)
+    if recorder is not None:
+        guarded(recorder.begin)(describe(settled, prefill.cache))
     drafts = draft_limits(settled, engine, progress) if settled.num_speculative_tokens else {}
     return (parts.speculative_scheduler if drafts else parts.scheduler)(
         engine, prefill.cache, prefill, prefill.decode,

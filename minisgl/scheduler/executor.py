@@ -40,5 +40,8 @@ class Executor(Protocol):
     def counts(self) -> dict[str, int]:
         """Counters for `/metrics`, by name."""
 
+    def reset(self) -> None:
+        """Wait for the steps under way and drop a deferred sampling; the caller forgets them."""
+
     def shutdown(self) -> None:
         """Give all memory back; no step follows."""

@@ -325,6 +325,10 @@ class Grammars:
         if waiting is not None:
             waiting.draw()
 
+    def reset(self) -> None:
+        """Drop the step that waits: its requests are gone."""
+        self.waiting = None
+
 
 def load_grammars(folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> Grammars:
     """Grammars for the model in a folder; without a usable tokenizer each is refused, and why."""

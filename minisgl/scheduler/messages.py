@@ -5,20 +5,26 @@ Generated from notebooks/08d_messages.ipynb: edit there.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
 from minisgl.core import SamplingParams
 
+PLAIN = SamplingParams()
 
-class UserMsg(msgspec.Struct, tag=True):
+
+class UserMsg(msgspec.Struct, tag=True, omit_defaults=True):
     """A new request: `uid` is the caller's number for it, unused by any other live request.
 
     `client` names who asks; requests of one client share what the queue gives to it.
     """
 
+    shared: ClassVar[tuple[str, ...]] = ("input_ids",)  # what a frame holds once for all requests
+
     uid: int
     input_ids: list[int]
-    sampling_params: SamplingParams
+    sampling_params: SamplingParams = PLAIN
     client: str = ""
 
 

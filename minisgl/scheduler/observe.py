@@ -59,7 +59,7 @@ class StageClock:
         self.observe(StageTimed(stage, start, self.last, step, *about))
 
 
-def emitter(*observers: Callable[[Event], None] | None) -> Emit | None:
+def emitter(*observers: Emit | None) -> Emit | None:
     """Join observers into one `emit`, each disabled after its first failure; None for none."""
     live = [guarded(observe) for observe in observers if observe is not None]
     if len(live) < 2:

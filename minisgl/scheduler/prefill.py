@@ -48,7 +48,7 @@ class PrefillAdder:
         """Compute as much of an admitted prompt as there is room for; False if there is none."""
         rest = req.prefill_len - req.cached_len
         length = min(self.room(rest), rest)
-        if length <= 0:
+        if length == 0:
             return False
         # What a retracted request finds in the cache may be its own work: `matched_len` is older.
         size = rest if req.retracted else req.prefill_len - req.matched_len
@@ -61,10 +61,7 @@ class PrefillAdder:
         return True
 
     def try_admit(self, req: Req, whole: bool = False) -> bool:
-        """Give a waiting request its prefix, its row and a promise of pages, or change nothing.
-
-        whole: only if all of its prompt has room in this step.
-        """
+        """Admit a waiting request, if `whole` only with all of its prompt, or change nothing."""
         if self.budget <= 0 or self.cache.tables.free_rows == 0:
             return False
         handle = self.cache.match_req(req)
@@ -127,6 +124,8 @@ class PrefillManager:
 
     def schedule(self) -> Batch | None:
         """The next prefill step: the half-done prompt and those who wait, as the queue says."""
+        if self.chunked_req is None and not self.waiting:  # most steps: count no promised pages
+            return None
         adder, chunked = self.adder(), self.chunked_req
         while adder.budget > 0:
             first = self.waiting.first()

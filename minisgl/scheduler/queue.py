@@ -27,6 +27,7 @@ class WaitingQueue(Protocol):
     def chunk_comes_first(self, chunked_req: Req) -> bool: ...  # before the first that waits
     def charge(self, batch: Batch) -> None: ...  # a step is about to be computed
     def leave(self, req: Req) -> None: ...  # a request is over, whatever its state
+    def reset(self) -> None: ...  # forget all requests
 
 
 class ArrivalOrder(deque[Req]):
@@ -34,6 +35,7 @@ class ArrivalOrder(deque[Req]):
 
     add = deque.append
     resume = deque.appendleft
+    reset = deque.clear
 
     def first(self) -> Req | None:
         """Who is next."""
@@ -73,6 +75,10 @@ class FairQueue:
 
     def __init__(self, step_tokens: int) -> None:
         self._step_tokens = step_tokens
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all requests and what their clients were served."""
         self._shares: dict[str, Share] = {}  # of clients with a request that is not over
         self._tags: dict[Req, tuple[float, int]] = {}  # of every request that is not over
         self._waiting: dict[Req, None] = {}  # in no particular order

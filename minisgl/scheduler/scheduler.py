@@ -85,7 +85,9 @@ class Scheduler:
         self.reqs[req.uid] = req
         self.prefill.waiting.add(req)
         if self.emit is not None:
-            self.emit(events.RequestAdded(req.uid, msg.input_ids, req.max_device_len))
+            self.emit(
+                events.RequestAdded(req.uid, req.prompt_len, req.max_device_len, msg.input_ids)
+            )
 
     def next_step(self) -> Batch | None:
         """Who runs now: prompts first, or after a prefill step decode first, with `interleave`."""
@@ -127,6 +129,17 @@ class Scheduler:
         self.cache.cache_req(req, finished=True)
         self.engine.tables.free(req.table_idx)
         req.table_idx = -1
+
+    def reset(self) -> None:
+        """Forget all requests, without a reply, and all cached prefixes: the state of a new one."""
+        self.engine.reset()
+        self.cache.reset()
+        self.prefill.waiting.reset()
+        self.decode.running.clear()
+        self.reqs.clear()
+        self.prefill.chunked_req = self.in_flight = None
+        if self.emit is not None:
+            self.emit(events.SchedulerReset())
 
     def launch(self, batch: Batch) -> Launched:
         """Start a step and move its requests on, as if it were done: the device keeps the order."""
@@ -188,14 +201,10 @@ class Scheduler:
             self.finish(before)
 
     def run(self) -> None:
-        """The loop, until an `ExitMsg`."""
+        """Loop until an `ExitMsg`; then finish what is in flight and abort the rest."""
         step = self.step_overlap if self.overlap else self.step
         while not self.exiting:
             step(block=True)
-        self.stop()
-
-    def stop(self) -> None:
-        """Finish what is in flight and abort the rest."""
         self.finish_in_flight()
         for uid in list(self.reqs):
             self.abort(uid)

@@ -61,6 +61,10 @@ class Proposer(Protocol):
         """A request is over, whether it was ever proposed for or not."""
         ...
 
+    def reset(self) -> None:
+        """All requests are over."""
+        ...
+
 
 class NGramProposer:
     """Guesses that a text goes on as it did before; each miss raises the match that it wants."""
@@ -79,6 +83,9 @@ class NGramProposer:
 
     def forget(self, req: Req) -> None:
         self.misses.pop(req, None)
+
+    def reset(self) -> None:
+        self.misses.clear()
 
 
 @dataclass(eq=False)
@@ -229,6 +236,11 @@ class SpeculativeScheduler(Scheduler):
         """Forget a request; the proposer does, too."""
         Scheduler.release(self, req)
         self.proposer.forget(req)
+
+    def reset(self) -> None:
+        """Forget all requests, and what was learnt about guesses for them."""
+        Scheduler.reset(self)
+        self.proposer.reset()
 
 
 NO_TOKENS = np.empty(0, np.int32)

@@ -5,22 +5,35 @@ Generated from notebooks/08d_messages.ipynb: edit there.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from minisgl.core import IntArray, Req, SamplingParams
-from minisgl.engine.logits_processors import logits_params
+from minisgl.engine.logits_processors import LogitsParams, logits_params
+from minisgl.scheduler.frames import same_but_seed
 from minisgl.scheduler.messages import InvalidRequestError, UserMsg
 
 
-class Limits(NamedTuple):
+class Memo:
+    """What was found out about the last prompt and the last parameters, which others may share."""
+
+    prompt: Any = None
+    ids: IntArray
+    params: SamplingParams | None = None
+    wants: LogitsParams | None
+
+
+@dataclass(frozen=True)
+class Limits:
     """What a request must keep to: window and pool, both in tokens, and vocabulary."""
 
     max_seq_len: int
     pool_tokens: int
     vocab_size: int
     eos_token_ids: frozenset[int] = frozenset()
+    memo: Memo = field(default_factory=Memo, compare=False, repr=False)
 
     @property
     def total(self) -> int:
@@ -66,17 +79,16 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
     if (count := sum(map(len, params.bad_words))) > MAX_BAD_TOKENS:
         why = f"bad_words: must have at most {MAX_BAD_TOKENS} tokens in all, got {count}"
         raise InvalidRequestError(why, param="bad_words")
-    given = {
+    given: dict[str, Any] = {
         "logit_bias": params.logit_bias or (),
         "allowed_token_ids": params.allowed_token_ids or (),
         "bad_words": [token for word in params.bad_words for token in word],
     }
     for name, ids in given.items():
-        for token in ids:
-            if int(token) >= limits.vocab_size:
-                allowed = f"0..{limits.vocab_size - 1}"
-                why = f"{name}: token ids must be in {allowed}, got {token}"
-                raise InvalidRequestError(why, param=name)
+        if (token := max(ids, default=0)) >= limits.vocab_size:
+            allowed = f"0..{limits.vocab_size - 1}"
+            why = f"{name}: token ids must be in {allowed}, got {token}"
+            raise InvalidRequestError(why, param=name)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         why = f"min_tokens: must be at most max_tokens={params.max_tokens}, got {params.min_tokens}"
         raise InvalidRequestError(why, param="min_tokens")
@@ -84,15 +96,21 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
 
 def make_req(msg: UserMsg, limits: Limits) -> Req:
     """The request that a message asks for; raises `InvalidRequestError`."""
-    ids, params = check_prompt(msg.input_ids, limits), msg.sampling_params
-    check_params(params, limits)
-    room = limits.total - len(ids)
+    memo, params = limits.memo, msg.sampling_params
+    if msg.input_ids is not memo.prompt:
+        memo.ids, memo.prompt = check_prompt(msg.input_ids, limits), msg.input_ids
+    if memo.params is None or not same_but_seed(params, memo.params):
+        memo.params = None
+        check_params(params, limits)
+        memo.wants = logits_params(params, limits.vocab_size, limits.eos_token_ids)
+        memo.params = params
+    room = limits.total - len(memo.ids)
     req = Req(
         uid=msg.uid,
-        input_ids=ids,
+        input_ids=memo.ids,
         sampling_params=params,
         max_new_tokens=room if params.max_tokens is None else max(1, min(room, params.max_tokens)),
         client=msg.client,
     )
-    req.logits_params = logits_params(params, limits.vocab_size, limits.eos_token_ids)
+    req.logits_params = None if memo.wants is None else replace(memo.wants)
     return req

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import os
 import signal
 import socket
@@ -15,29 +14,34 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from starlette.middleware import Middleware
-from starlette.types import Receive, Scope, Send
 
-from minisgl.config import flags
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
+from minisgl.recording import Observed
 from minisgl.runtime.guarded import guarded
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import OF_THE_GROUP, WorkerFailed, one_line
 from minisgl.server.frontend import Frontend, Observer
-from minisgl.server.http.access import check_access
+from minisgl.server.http.access import Access, secured, warn_if_open
 from minisgl.server.http.api import create_app
-from minisgl.server.http.limits import BodyLimit, ConcurrencyLimiter, patient_http
+from minisgl.server.http.limits import BodyLimit, ConcurrencyLimiter, http_config
 from minisgl.server.http.settings import ApiSettings, settings_for
 from minisgl.server.observe.lifecycle import Lifecycle, Server
 from minisgl.server.observe.logs import LineWriter, LogRequests, RequestLog, as_json, as_text
 from minisgl.server.observe.metrics import Metrics, add_metrics_route
 from minisgl.server.observe.trace import TraceFile
-from minisgl.server.options import Operations, build_parser, config_from, in_flags, operations_from
+from minisgl.server.observe.viewer import add_viewer_route
+from minisgl.server.options import (
+    Operations,
+    build_parser,
+    config_from,
+    in_flags,
+    key_from,
+    operations_from,
+)
 from minisgl.server.responses.routes import add_responses_routes
 from minisgl.server.workers.channels import ZmqInbox, ZmqOutbox
 from minisgl.server.workers.processes import WorkerGroup, address
@@ -63,21 +67,6 @@ def shown_url(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address. An unknown name is not."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def warn_if_open(host: str, api_key: str | None) -> None:
-    """Warn if the whole network may use the server."""
-    if api_key is None and not is_loopback(host):
-        why = f"without {flags.KEY_VARIABLE}: everyone who reaches this machine may use it"
-        print(f"minisgl: warning: listening on {host} {why}", file=sys.stderr, flush=True)
-
-
 class Watchers:
     """Everything that observes: metrics always, a log and a trace if they are wanted."""
 
@@ -98,17 +87,6 @@ class Watchers:
             self.lines.close()
 
 
-def lock(route: Any, api_key: str | None) -> None:
-    """Ask for the key before a route that needs none answers."""
-    open_app = route.app
-
-    async def keyed(scope: Scope, receive: Receive, send: Send) -> None:
-        await check_access(Request(scope), api_key)
-        await open_app(scope, receive, send)
-
-    route.app = keyed
-
-
 def build_app(
     frontend: Frontend,
     settings: ApiSettings,
@@ -125,7 +103,9 @@ def build_app(
     told = ("/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc")
     for route in app.routes:
         if operations.key_for_all and getattr(route, "path", "") in told:
-            lock(route, settings.api_key)
+            Access(settings.keys).lock(route)
+    if operations.viewer:
+        add_viewer_route(app, Path(operations.viewer), Access(settings.keys))
     return app
 
 
@@ -138,12 +118,7 @@ async def serve(
         config.max_running_req + operations.max_queue, reason="the model is loading"
     )
     app = build_app(frontend, settings, limiter, watchers, operations)
-    server = Server(
-        uvicorn.Config(
-            app, http=patient_http(operations.stall_timeout), ws="none", log_level="warning",
-            access_log=False, timeout_graceful_shutdown=2, timeout_keep_alive=75,
-        )
-    )  # fmt: skip
+    server = Server(http_config(app, operations.stall_timeout, operations.trusted_proxies))
 
     def say_ready() -> None:
         out = LineWriter(1)  # a closed or a full pipe: nobody wants to know
@@ -163,16 +138,18 @@ def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
     if not has_tokenizer(path):
         raise ValueError(f"model_path: {path} holds no tokenizer, and a server answers with text")
     settings = settings_for(config, path, operations.request_timeout)
+    settings = secured(settings, config.host, operations.api_key_file, operations.allow_origin)
     with ExitStack() as stack:
         sock = None
         if not shell:
             sock = stack.enter_context(listen(config.host, config.port))
-            warn_if_open(config.host, config.api_key)
+            warn_if_open(config.host, settings.keys)
         watchers = Watchers(operations)
         stack.callback(watchers.close)
         watchdog = Watchdog(operations.worker_timeout, operations.step_timeout)
-        traced = operations.trace is not None
-        group = stack.enter_context(WorkerGroup(config, watchdog, traced=traced))
+        record = operations.record or operations.viewer
+        observed = Observed(bool(operations.trace), record, operations.log_prompts)
+        group = stack.enter_context(WorkerGroup(config, watchdog, observed))
         inbox = ZmqInbox(address(group.folder, "frontend"))
         stack.callback(inbox.close)
         outboxes = [ZmqOutbox(address(group.folder, part)) for part in group.tokenizers]
@@ -210,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.connect is not None:
             from minisgl.server.chat.start import chat_with  # nor the library of a client
 
-            return asyncio.run(chat_with(args.connect, flags.key_of(args)))
+            return asyncio.run(chat_with(args.connect, key_from(args)))
         return run(config_from(args), operations_from(args), args.shell)
     except (ValueError, OSError, WorkerFailed) as error:
         text = str(error) if isinstance(error, WorkerFailed) else one_line(error)

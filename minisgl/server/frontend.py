@@ -109,15 +109,35 @@ class Frontend:
     ) -> None:  # fmt: skip
         self._text_workers, self._inbox = list(text_workers), inbox
         self._observers, self._max_waiting = list(observers), max_waiting
+        self._failed: list[Observer] = []  # at least once
         self._streams: dict[int, Stream] = {}
+        self._unsent: list[list[TokenizeMsg | AbortMsg]] = [[] for _ in self._text_workers]
         self._uids, self._stopping = itertools.count(), threading.Event()
         self._listener: threading.Thread | None = None
         self.loop: asyncio.AbstractEventLoop | None = None  # the one that serves, once started
         self.failure: str | None = None
 
-    def _outbox(self, uid: int) -> Outbox:
-        """One worker for all messages of a request: an abort must not overtake its prompt."""
-        return self._text_workers[uid % len(self._text_workers)]
+    def _send(self, uid: int, msg: TokenizeMsg | AbortMsg) -> None:
+        """Send a prompt with the others of this turn of the loop, an abort at once."""
+        place = uid % len(self._text_workers)  # always the same: no abort overtakes its prompt
+        self._unsent[place].append(msg)
+        if isinstance(msg, AbortMsg):
+            self._flush(place)
+        else:
+            asyncio.get_running_loop().call_soon(self._flush, place)
+
+    def _flush(self, place: int) -> None:
+        messages, self._unsent[place] = self._unsent[place], []
+        try:
+            if messages:
+                self._text_workers[place].put(*messages)
+        except Exception as error:  # one that cannot be sent: those of others must not wait for it
+            for msg in messages if len(messages) > 1 else ():
+                self._unsent[place] = [msg]
+                self._flush(place)
+            if len(messages) == 1 and (stream := self._streams.get(messages[0].uid)):
+                why = f"internal error: {type(error).__name__}: {error}"
+                stream.put(ErrorReply(uid=messages[0].uid, message=why, code="internal_error"))
 
     async def start(self) -> None:
         """Begin to listen. Call once, on the event loop that will serve."""
@@ -148,14 +168,15 @@ class Frontend:
                     self.notify("replied", reply.uid, reply)
 
     def notify(self, event: str, *args: Any) -> None:
-        """Call one method of every observer; one that raises is dropped, and a log says so."""
-        for observer in list(self._observers):
+        """Call one method of every observer; the log reports the first exception of each."""
+        for observer in self._observers:
             try:
                 getattr(observer, event)(*args)
             except Exception as error:
-                why = f"{type(observer).__name__} failed and observes no more: {error!r}"
-                logging.getLogger(__name__).error(why)
-                self._observers.remove(observer)
+                if observer not in self._failed:
+                    why = f"{type(observer).__name__} failed, reported once: {error!r}"
+                    logging.getLogger(__name__).error(why)
+                    self._failed.append(observer)
 
     def fail_all(self, why: str) -> None:
         """End every stream with an error and refuse new ones."""
@@ -188,7 +209,7 @@ class Frontend:
         stream = self._open(uid, timeout)
         self.notify("opened", uid, request_id, prompt)
         try:
-            self._outbox(uid).put(msg)
+            self._send(uid, msg)
             while outcome == "left":
                 reply = await stream.get()
                 if isinstance(reply, ErrorReply):
@@ -215,7 +236,7 @@ class Frontend:
         stream = self._streams[error.uid]
         if stream.error is None:
             stream.put(error)
-            self._outbox(error.uid).put(AbortMsg(uid=error.uid))
+            self._send(error.uid, AbortMsg(uid=error.uid))
 
     def _forget(self, uid: int, outcome: str) -> None:
         """Close a stream; tell the engine unless it knows that the request is over."""
@@ -223,5 +244,5 @@ class Frontend:
         if stream.timer is not None:
             stream.timer.cancel()
         if outcome == "left" and stream.error is None:
-            self._outbox(uid).put(AbortMsg(uid=uid))
+            self._send(uid, AbortMsg(uid=uid))
         self.notify("closed", uid, outcome)

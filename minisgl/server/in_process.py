@@ -33,7 +33,7 @@ class InProcessServer:
         hold, reporter = CompilingInbox(self.to_scheduler), Reporter(traced)
         channel = SchedulerChannel(hold, self.to_text)
         channel.report = guarded(reporter)
-        self.scheduler = build_scheduler(config, channel, emit=reporter.emit, hold=hold)
+        self.scheduler = build_scheduler(config, channel, observe=reporter.observe, hold=hold)
         reporter.scheduler = self.scheduler
         tokenizer = Tokenizer(resolve_model_path(config.model_path))
         window = self.scheduler.engine.max_seq_len

@@ -16,6 +16,7 @@ from pydantic import Field
 from minisgl.config import flags
 from minisgl.config.engine import ServerConfig
 from minisgl.config.rules import Count, Number, Positive, PositiveNumber, Text, Validated
+from minisgl.server.http.access import check_key
 
 MODELS = "folder in Hugging Face layout, or a hub id; none: the small model in the package"
 
@@ -91,7 +92,12 @@ class Operations(Validated):
     log_format: Literal["text", "json", "none"] = "text"
     log_prompts: bool = False
     trace: Text | None = None
+    record: Text | None = None
+    viewer: Text | None = None
     key_for_all: bool = False
+    api_key_file: Text | None = None
+    allow_origin: Text | None = None
+    trusted_proxies: Text | None = None
     debug: bool = False
 
 
@@ -105,11 +111,22 @@ OPERATION_FLAGS: tuple[Setting, ...] = (
     ("worker_timeout", "S", float, "seconds the scheduler or a text process may hang; 0: no limit"),
     ("step_timeout", "S", float, "seconds of a step, or a wait for a stopped rank; 0: no limit"),
     ("log_format", "NAME", str, "text, json or none"),
-    ("log_prompts", "", bool, "prompts and answers in the log, in full"),
+    ("log_prompts", "", bool, "prompts and answers in the log, prompts in the recording"),
     ("trace", "FILE", str, "write a Chrome/Perfetto trace of requests, steps and streams"),
+    ("record", "FILE", str, "record the scheduler's events, for python -m minisgl.viewer"),
+    ("viewer", "FILE", str, "record, and show the recording at /viewer, behind the API key"),
     ("key_for_all", "", bool, "the API key is asked for /metrics and /docs, too"),
+    ("api_key_file", "FILE", str, "more API keys, `NAME KEY` a line; logs show the name"),
+    ("allow_origin", "URLS", str, "sites whose pages may use it; none: all if there is a key"),
+    ("trusted_proxies", "IPS", str, "proxies whose X-Forwarded-For counts, with commas between"),
     ("debug", "", bool, "tracebacks of parts that fail"),
 )
+
+
+def key_from(args: argparse.Namespace) -> str | None:
+    """The key of the command line or the environment, if there is one and a header can carry it."""
+    key = flags.key_of(args)
+    return None if key is None else check_key(key, "api_key")
 
 
 def config_from(args: argparse.Namespace) -> ServerConfig:
@@ -117,7 +134,7 @@ def config_from(args: argparse.Namespace) -> ServerConfig:
     return ServerConfig(
         **flags.engine_fields(args),
         model_path=args.model,
-        api_key=flags.key_of(args),
+        api_key=key_from(args),
         **values_of(args, SERVER_FLAGS),
     )
 
@@ -129,6 +146,7 @@ def operations_from(args: argparse.Namespace) -> Operations:
 
 FLAG_OF = {"model_path": "--model", "use_dummy_weight": "--dummy-weight", "dtype": "--dtype",
            "device": "--device", "tp_size": "--tensor-parallel-size"}  # fmt: skip
+FLAG_OF |= {"api_key": "--api-key"}
 FLAG_OF |= {flag.field: flag.names.split()[0] for flag in flags.ENGINE_FLAGS}
 FLAG_OF |= {name: f"--{name.replace('_', '-')}" for name, *_ in SERVER_FLAGS + OPERATION_FLAGS}
 

@@ -21,7 +21,7 @@ def ask(url: str, folder: Path, *flags: str) -> str:
     (folder / "extra-openai-models.yaml").write_text(models)
     done = subprocess.run(
         [sys.executable, "-m", "llm", "--key", "x", "-m", "here", *flags, ASK],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=600,
         env={**os.environ, "LLM_USER_PATH": str(folder)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -21,5 +21,5 @@ def test_node(request: pytest.FixtureRequest, tmp_path: Path, which: str) -> Non
     url = request.getfixturevalue("tools_url" if which == "aiSdkTools" else "url")
     script = shutil.copy(Path(__file__).parent / "node.mjs", tmp_path)
     (tmp_path / "node_modules").symlink_to(Path(MODULES).resolve())
-    done = subprocess.run(["node", script, url, which], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["node", script, url, which], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionPlan, DecodeBuffers
 from minisgl.attention.factory import PairBackend
+from minisgl.attention.hopper_backend import HopperPlan
 from minisgl.attention.metadata import build_metadata
 from minisgl.core import Phase
 from tests.attention_worlds import (
@@ -19,6 +20,7 @@ from tests.attention_worlds import (
     fill,
     make_world,
     per_request_float32,
+    poison,
     static_buffers,
 )
 from tests.prefill_tiles import check_recorded_tiles
@@ -45,6 +47,12 @@ SHAPES = {
     "partial": Shape(
         lens=((512, 77), (0, 64), (48, 1)), page_size=16, kv_heads=2, group=4, head_dim=128
     ),
+    "long": Shape(
+        lens=((0, 1500), (333, 900)), page_size=16, kv_heads=8, group=4, head_dim=128
+    ),
+    "long, narrow heads": Shape(
+        lens=((0, 1900), (5000, 700), (0, 3)), page_size=64, kv_heads=4, group=7, head_dim=64
+    ),
     "page 1": Shape(lens=((90, 3), (5, 40)), page_size=1, kv_heads=2, group=2, head_dim=64),
 }  # fmt: skip
 
@@ -69,6 +77,15 @@ def random_shape(kind: str, page_size: int, group: int, seed: int) -> Shape:
         lens=lens, page_size=page_size, kv_heads=kv_heads, group=group,
         head_dim=int(rng.choice([64, 128])), seed=seed,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["long", "long, narrow heads"])
+def test_what_others_left_changes_nothing(case: str) -> None:
+    world = make_world(SHAPES[case], dtype=torch.bfloat16)
+    poison(world)
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert isinstance(world.plan("triton"), HopperPlan) == hopper
+    assert_close(world.attend("triton"), per_request_float32(world), TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("case", SHAPES)

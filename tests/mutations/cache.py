@@ -208,8 +208,8 @@ MUTATIONS = [
     Mutation(
         "manager: an unlock is dropped at the end",
         MANAGER,
-        "        self.prefix_cache.unlock(handle)\n\n\ndef slots_of_pages",
-        "\n\ndef slots_of_pages",
+        "        self.prefix_cache.unlock(handle)\n",
+        "",
         f"{LIVES}[radix-4]",
     ),
     Mutation(

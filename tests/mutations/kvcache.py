@@ -60,8 +60,8 @@ MUTATIONS = [
     Mutation(
         "kvcache: the dummy page is handed out",
         TABLE,
-        "np.arange(num_pages - 1, -1, -1, dtype=np.int32)",
-        "np.arange(num_pages, 0, -1, dtype=np.int32)",
+        "np.arange(self.num_pages - 1, -1, -1, dtype=np.int32)",
+        "np.arange(self.num_pages, 0, -1, dtype=np.int32)",
         TESTS + "TestRequests::runTest",
     ),
     Mutation(

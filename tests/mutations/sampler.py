@@ -61,6 +61,13 @@ MUTATIONS = [
         TESTS + "test_top_candidates_order_ties_and_special_values",
     ),
     Mutation(
+        "sampler_sorts_for_the_chosen_token_alone",
+        SAMPLER,
+        "if width == 0:",
+        "if False:",
+        TESTS + "test_the_chosen_token_alone_needs_no_sort",
+    ),
+    Mutation(
         "sampler_noise_may_be_infinite",
         SAMPLER,
         ".clamp_(max=1 - 2.0**-24)",

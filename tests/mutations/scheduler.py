@@ -569,9 +569,63 @@ MUTATIONS = [
     Mutation(
         "llm_leaves_requests_behind",
         LLM,
-        "            self.scheduler.abort(uid)\n",
-        "            pass\n",
+        "        self.scheduler.reset()\n",
+        "        pass\n",
         LLM_TESTS + "test_a_failure_leaves_nothing_behind",
+    ),
+    Mutation(
+        "llm_leaves_messages_behind",
+        LLM,
+        "        self.channel.recv(block=False)\n",
+        "        pass\n",
+        LLM_TESTS + "test_an_interrupted_reset_is_done_by_the_next_call",
+    ),
+    *(
+        Mutation(
+            f"reset_forgets_{name}",
+            module,
+            old,
+            "pass",
+            TESTS + "test_after_a_reset_everything_is_as_in_a_new_scheduler",
+        )
+        for name, module, old in [
+            ("the_cache", SCHEDULER, "self.cache.reset()"),
+            ("who_waits", SCHEDULER, "self.prefill.waiting.reset()"),
+            ("who_runs", SCHEDULER, "self.decode.running.clear()"),
+            ("the_requests", SCHEDULER, "self.reqs.clear()"),
+            ("the_rows", "minisgl.kvcache.cache_manager", "self.tables.reset()"),
+            ("the_prefixes", "minisgl.kvcache.cache_manager", "self.prefix_cache.reset()"),
+            ("the_pages", "minisgl.kvcache.cache_manager", "self.allocator.reset()"),
+            ("who_has_pages", "minisgl.kvcache.cache_manager", "self.allocated_len.clear()"),
+        ]
+    ),
+    Mutation(
+        "reset_forgets_the_step_in_flight",
+        SCHEDULER,
+        "self.prefill.chunked_req = self.in_flight = None",
+        "self.prefill.chunked_req = None",
+        TESTS + "test_after_a_reset_everything_is_as_in_a_new_scheduler",
+    ),
+    Mutation(
+        "reset_forgets_the_half_done_prompt",
+        SCHEDULER,
+        "self.prefill.chunked_req = self.in_flight = None",
+        "self.in_flight = None",
+        TESTS + "test_after_a_reset_everything_is_as_in_a_new_scheduler",
+    ),
+    Mutation(
+        "reset_forgets_the_deferred_draw",
+        "minisgl.scheduler.grammar",
+        "        self.waiting = None\n",
+        "        pass\n",
+        "tests/test_interrupts.py::test_a_deferred_draw_dies_with_its_requests",
+    ),
+    Mutation(
+        "reset_leaves_the_engine_alone",
+        SCHEDULER,
+        "self.engine.reset()",
+        "pass",
+        "tests/test_interrupts.py::test_a_deferred_draw_dies_with_its_requests",
     ),
     Mutation(
         "llm_stop_token_is_text",
@@ -591,9 +645,10 @@ MUTATIONS = [
     Mutation(
         "llm_trusts_that_the_last_call_cleaned_up",
         LLM,
-        "        self.drop_leftovers()\n            try:",
-        "        try:",
-        LLM_TESTS + "test_an_interrupted_clean_up_harms_no_later_call",
+        "if self.dirty and not self.closed:\n"
+        "                self.recover()\n            if self.closed:",
+        "if self.closed:",
+        LLM_TESTS + "test_an_interrupted_reset_is_done_by_the_next_call",
     ),
     Mutation(
         "llm_bar_counts_replies",

@@ -34,11 +34,11 @@ def find_in_wheel(alias: str) -> Path:
     return found[0]
 
 
-def digest_of(file: Path) -> str:
-    """A name that changes with the file, and with the code that reads it."""
+def digest_of(file: Path, name: str) -> str:
+    """A name that changes with the file, its name here, and the code that reads it."""
     state = file.stat()
     code = [source.read_bytes() for source in sorted(Path(__file__).parent.glob("*.py"))]
-    facts = f"{file}\0{state.st_size}\0{state.st_mtime_ns}".encode()
+    facts = f"{file}\0{name}\0{state.st_size}\0{state.st_mtime_ns}".encode()
     return hashlib.sha256(b"\0".join([facts, *code])).hexdigest()[:16]
 
 
@@ -68,20 +68,20 @@ def write_folder(header: Header, folder: Path) -> None:
 
 def unpack(path: Path, cache: Path | None = None) -> Path:
     """The folder of a GGUF file or alias, written if it is not in the cache; GgufError if bad."""
-    file = find_in_wheel(str(path)) if str(path) in WHEELS else path.resolve()
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    cache = cache or Path(home, "minisgl", "gguf")
+    alias = str(path) in WHEELS
+    file = find_in_wheel(str(path)) if alias else path.resolve()
+    name, home = str(path) if alias else file.stem, os.environ.get("XDG_CACHE_HOME")
+    cache = cache or Path(home or Path.home() / ".cache", "minisgl", "gguf")
     with file_of("model_path", file):
-        found = cache / digest_of(file) / file.stem
+        found = cache / digest_of(file, name) / name
     if found.is_dir():
         return found
     with file_of("XDG_CACHE_HOME", cache):
         cache.mkdir(parents=True, exist_ok=True)
         own = Path(tempfile.mkdtemp(dir=cache))
         try:
-            (own / file.stem).mkdir()
-            write_folder(read_header(file), own / file.stem)
-            own.chmod(0o755)
+            (own / name).mkdir()
+            write_folder(read_header(file), own / name)
             own.rename(found.parent)
         except OSError:
             if not found.is_dir():  # another process was not the first, either

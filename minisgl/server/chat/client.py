@@ -16,6 +16,7 @@ from httpx_sse import EventSource, SSEError
 
 from minisgl.config.rules import refuse
 from minisgl.server.frontend import RequestFailed
+from minisgl.server.http.hosts import is_loopback
 from minisgl.server.workers.messages import UserReply
 
 
@@ -64,9 +65,12 @@ class ApiClient:
         if api_key is not None:
             headers["authorization"] = f"Bearer {api_key}"
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        # A proxy from the environment must see neither the key nor what stays on this machine.
+        here = is_loopback(urlsplit(self.url).hostname or "")
         self.http = httpx.AsyncClient(
-            base_url=self.url, headers=headers, timeout=timeout, limits=limits, transport=transport
-        )
+            base_url=self.url, headers=headers, timeout=timeout, limits=limits,
+            transport=transport, trust_env=not here,
+        )  # fmt: skip
 
     async def __aenter__(self) -> Self:
         return self

@@ -1,47 +1,172 @@
-"""Who may ask: the API key, checked before a body is read.
+"""Who may ask: API keys, checked before a body is read, and pages of other sites.
 
-Generated from notebooks/12b_running.ipynb: edit there.
+Generated from notebooks/12ba_hard_to_hurt.ipynb: edit there.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Coroutine
+import re
+import socket
+import sys
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from minisgl.config.flags import KEY_VARIABLE
+from minisgl.config.rules import file_of
+from minisgl.server.http.bodies import BodyReader, ReadRequest, SideThread
 from minisgl.server.http.errors import ApiError
+from minisgl.server.http.hosts import host_name, is_address, is_loopback
+from minisgl.server.http.settings import ApiSettings
 
 BEARER = HTTPBearer(auto_error=False)
+KEY_NAME = "minisgl.key"  # in an ASGI scope: the name of the key that fitted
 
 
-async def check_access(request: Request, api_key: str | None) -> None:
-    """401 unless the key fits; without a configured key, any is welcome."""
-    given = await BEARER(request)
-    # Compared in constant time: how long a refusal takes must not tell how much was right.
-    if api_key is not None and not (
-        given and hmac.compare_digest(given.credentials.encode("latin-1"), api_key.encode())
-    ):
-        raise ApiError(401, "authorization: missing or wrong API key", code="invalid_api_key")
+class Access:
+    """API keys by name, an empty one for that of `--api-key`; without keys all may ask."""
+
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        self.keys = dict(keys)
+
+    async def check(self, request: Request) -> None:
+        """Raise a 401 unless one of the keys fits, and note the name of that key."""
+        given = await BEARER(request)
+        fits = None if self.keys else ""
+        for name, key in self.keys.items():  # all of them, each compared in constant time
+            credentials = given.credentials.encode("latin-1") if given else b""
+            if hmac.compare_digest(credentials, key.encode()):
+                fits = name
+        if fits is None:
+            raise ApiError(401, "authorization: missing or wrong API key", code="invalid_api_key")
+        request.scope[KEY_NAME] = fits
+
+    def lock(self, route: Any) -> None:
+        """Ask for a key before a route that needs none answers."""
+        open_app = route.app
+
+        async def keyed(scope: Scope, receive: Receive, send: Send) -> None:
+            await self.check(Request(scope))
+            await open_app(scope, receive, send)
+
+        route.app = keyed
 
 
-def keyed_route(api_key: str | None) -> type[APIRoute]:
-    """A class for routes that want this key."""
+def client_of(request: Request) -> str:
+    """To whom the cost of a request counts: its named key, or else the address of its peer."""
+    if name := request.scope.get(KEY_NAME):
+        return f"key {name}"
+    return "" if request.client is None else f"address {request.client.host}"
+
+
+def keyed_route(access: Access, side: SideThread) -> type[APIRoute]:
+    """Return a class for routes that check the key, and then their body in a bounded way."""
 
     class KeyedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[None, None, Response]]:
-            handle = super().get_route_handler()
+            handle, field = super().get_route_handler(), self.body_field
+            model: Any = field.field_info.annotation if field else None
+            reader = BodyReader(model, side) if model else None
 
             async def checked(request: Request) -> Response:
-                await check_access(request, api_key)
+                await access.check(request)
                 coding = request.headers.get("content-encoding", "identity")
                 if coding.lower() != "identity":
                     why = f"content-encoding: {coding!r:.80} is not supported, send the body plain"
                     raise ApiError(415, why, code="unsupported", param="content-encoding")
+                if reader is not None:
+                    request = ReadRequest(request, reader, client_of(request))
                 return await handle(request)
 
             return checked
 
     return KeyedRoute
+
+
+def check_key(key: str, where: str) -> str:
+    """Return a key that a header can carry; the `ValueError` does not show it."""
+    if not key or not key.isprintable() or any(c.isspace() for c in key):
+        raise ValueError(f"{where}: must be one word of printable characters, no space, not empty")
+    return key
+
+
+def read_keys(path: Path) -> dict[str, str]:
+    """Read a file of keys, `NAME KEY` a line; lines that begin with # are comments."""
+    found: dict[str, str] = {}
+    with file_of("api_key_file", path):
+        lines = path.read_text("utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        words, where = line.split(), f"api_key_file: line {number}"
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2 or not re.fullmatch(r"[\w.@-]{1,64}", words[0]):
+            raise ValueError(f"{where}: must be a name of letters, digits and _.@-, and a key")
+        name, key = words[0], check_key(words[1], where)
+        if name in found or key in found.values():
+            raise ValueError(f"{where}: must have a name and a key of its own")
+        found[name] = key
+    if not found:
+        raise ValueError(f"api_key_file: must hold a key, got none in {str(path)!r}")
+    return found
+
+
+def warn_if_open(host: str, keys: Mapping[str, str]) -> None:
+    """Warn if the whole network may use the server."""
+    if not keys and not is_loopback(host):
+        why = f"without {KEY_VARIABLE}: everyone who reaches this machine may use it"
+        print(f"minisgl: warning: listening on {host} {why}", file=sys.stderr, flush=True)
+
+
+class OwnNames:
+    """Refuses requests that a page of another site sends, a 403: `names` and loopback may ask."""
+
+    def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
+        self._app, self._names = app, frozenset(names)
+
+    def foreign(self, headers: Headers) -> ApiError | None:
+        """The refusal of a request whose `Host` or `Origin` is not ours."""
+        for name, given in (("host", headers.get("host")), ("origin", headers.get("origin"))):
+            host = host_name(given or "")
+            known = is_loopback(host) or host in self._names
+            if given is not None and not known and (name == "origin" or not is_address(host)):
+                why = f"{name}: {given!r:.80} is not allowed; see --allow-origin, or set an API key"
+                return ApiError(403, why, code="foreign_origin", param=name)
+        return None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self.foreign(Headers(scope=scope)) if scope["type"] == "http" else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            await JSONResponse(refusal.body(), refusal.status_code)(scope, receive, send)
+
+
+def secured(settings: ApiSettings, host: str, keys: str | None, pages: str | None) -> ApiSettings:
+    """Add a file of keys, and the pages that may use the server: any, if it has a key."""
+    settings = replace(settings, named_keys=read_keys(Path(keys)) if keys else {})
+    if pages is None:
+        pages = "*" if settings.keys else f"{host},{socket.gethostname()}"
+    return replace(settings, origins=pages.split(","))
+
+
+def for_browsers(origins: Collection[str]) -> tuple[Middleware, list[Middleware]]:
+    """What tells browsers which pages may use the server, and what enforces it; "*": any may."""
+    names: Any = {name: ["*"] for name in ("allow_methods", "allow_headers")}
+    names["expose_headers"] = ["x-request-id", "retry-after", "x-should-retry"]
+    if "*" in origins:
+        everyone = {"allow_origins": ["*"], "allow_private_network": True}  # of the web, too
+        return Middleware(CORSMiddleware, **everyone, **names), []
+    names["allow_origin_regex"] = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+    headers = Middleware(CORSMiddleware, allow_origins=list(origins), **names)
+    return headers, [Middleware(OwnNames, names=set(map(host_name, origins)))]

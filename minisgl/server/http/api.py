@@ -16,17 +16,17 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.types import Receive, Scope, Send
 
 from minisgl.core import SamplingParams
+from minisgl.scheduler.frames import with_seed
 from minisgl.server.frontend import Frontend, RequestFailed
-from minisgl.server.http.access import BEARER, keyed_route
+from minisgl.server.http.access import BEARER, Access, client_of, for_browsers, keyed_route
+from minisgl.server.http.bodies import SideThread, build, invalid
 from minisgl.server.http.errors import FAILED, ApiError, api_error
-from minisgl.server.http.fields import client_names
 from minisgl.server.http.formats import (
     ChatFormatter,
     Completion,
@@ -75,13 +75,14 @@ class RequestHandler:
         settings = service.settings
         check_model(body.model, settings)
         self.service, self.formatter, self.prompts = service, formatter, len(prompts)
-        self.body = body
+        self.body, self.limiter = body, service.limiter
         self.tasks = tasks_for(body, prompts, settings.sampling_defaults)
         name = request.scope.get("request_id") or uuid.uuid4().hex
         about = {"created": int(time.time()), "model": settings.model_name}
         self.head = {"id": formatter.prefix + name, **about}
         limits = [s for s in (body.timeout, settings.request_timeout) if s is not None]
-        terms = {"request_id": name, "client": client_of(request, body)}
+        self.client = client_of(request)
+        terms = {"request_id": name, "client": fair_client(self.client, body)}
         self.terms: dict[str, Any] = {**terms, "timeout": min(limits, default=None)}
 
     def _generate(self, task: Task) -> AsyncGenerator[UserReply, None]:
@@ -104,7 +105,7 @@ class RequestHandler:
 
     async def _replies(self) -> AsyncGenerator[tuple[Task, UserReply], None]:
         """Replies of all tasks as they come. Closing this generator cancels every task."""
-        with self.service.limiter.acquire(len(self.tasks)), failing_as_sent(self.body):
+        with self.limiter.acquire(len(self.tasks), self.client), failing_as_sent(self.body):
             if len(self.tasks) == 1:
                 async with aclosing(self._generate(self.tasks[0])) as replies:
                     async for reply in replies:
@@ -240,30 +241,14 @@ async def respond(request: Request, body: GenerationRequest, handler: RequestHan
     return Response(status_code=499) if whole is None else Json(whole)
 
 
-def invalid(error: RequestValidationError) -> ApiError:
-    """What pydantic found wrong, as one sentence that begins with the field."""
-    # Of two that went equally far, the one that found the right type; a place names types, too.
-    first = max(error.errors(), key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
-    place = [p for p in map(str, first["loc"]) if p not in ("body", "str") and "[" not in p]
-    if first["type"] == "json_invalid":
-        reason = f"body: invalid JSON ({first.get('ctx', {}).get('error', 'cannot be parsed')})"
-        return ApiError(400, reason, code="invalid_json")
-    place[:1] = [client_names(error.body).get(name, name) for name in place[:1]]
-    where = ".".join(place) or "body (JSON with Content-Type: application/json)"
-    reason = f"{where}: {first['msg']}, got {first.get('input')!r:.80}"
-    return ApiError(400, reason, code="invalid_value", param=place[0] if place else None)
-
-
 def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:
     """Every failure has one body, whichever layer it comes from."""
 
     async def handle(request: Request, failure: Exception) -> Json:
         if isinstance(failure, RequestValidationError):
-            error = invalid(failure)
+            error = invalid(failure.errors())
         elif isinstance(failure, HTTPException) and not isinstance(failure, ApiError):
             status, why = failure.status_code, str(failure.detail)
-            if isinstance(failure.__cause__, UnicodeDecodeError):  # of FastAPI's JSON
-                why = f"body: not UTF-8 ({failure.__cause__})"
             code = "invalid_json" if status == 400 else f"http_{status}"  # FastAPI's own 400
             if status == 404:
                 why = f"{request.url.path}: not here; there are {', '.join(app.openapi()['paths'])}"
@@ -285,11 +270,9 @@ def check_model(asked: str | None, settings: ApiSettings) -> None:
         raise ApiError(404, f"model: {served}", code="model_not_found", param="model")
 
 
-def client_of(request: Request, body: GenerationRequest) -> str:
-    """To whom a request counts: the `user` that it names, or else the address of its peer."""
-    if body.user:
-        return f"user {body.user}"
-    return "" if request.client is None else f"address {request.client.host}"
+def fair_client(client: str, body: GenerationRequest) -> str:
+    """To whom the scheduler counts a request: its named key, else the `user` that it names."""
+    return f"user {body.user}" if body.user and not client.startswith("key ") else client
 
 
 def tasks_for(
@@ -300,7 +283,9 @@ def tasks_for(
     if n * len(prompts) > MAX_ANSWERS:
         what = f"prompt: {len(prompts)} prompts times {n} answers are more than {MAX_ANSWERS}"
         raise ApiError(400, what, code="invalid_value", param="prompt")
-    params = [body.sampling_params(defaults, index=k) for k in range(n)]
+    first = body.sampling_params(defaults)
+    seeds = [None if first.seed is None else (first.seed + k) % 2**63 for k in range(n)]
+    params = [first if seed is None else with_seed(first, seed) for seed in seeds]
     return [
         Task(i * n + k, params[k], prompt) for i, prompt in enumerate(prompts) for k in range(n)
     ]
@@ -330,24 +315,31 @@ def add_generation_routes(keyed: APIRouter, service: Service) -> None:
 
     @keyed.post("/v1/chat/completions", responses=STREAMED)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
-        body.prepare(service.settings.can)
-        formatter = ChatFormatter(body.wanted_logprobs() is not None, body.parser)
-        handler = RequestHandler(service, request, body, [body.prompt()], formatter)
-        return await respond(request, body, handler)
+        def handler() -> RequestHandler:
+            body.prepare(service.settings.can)
+            formatter = ChatFormatter(body.wanted_logprobs() is not None, body.parser)
+            return RequestHandler(service, request, body, [body.prompt()], formatter)
+
+        return await respond(request, body, await build(request, handler))
 
     @keyed.post("/v1/completions", responses=STREAMED)
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        body.prepare(service.settings.can)
-        prompts = [as_prompt(prompt) for prompt in body.prompts()]
-        formatter = CompletionFormatter(logprobs=body.wanted_logprobs() is not None)
-        handler = RequestHandler(service, request, body, prompts, formatter)
-        return await respond(request, body, handler)
+        def handler() -> RequestHandler:
+            body.prepare(service.settings.can)
+            prompts = [as_prompt(prompt) for prompt in body.prompts()]
+            formatter = CompletionFormatter(logprobs=body.wanted_logprobs() is not None)
+            return RequestHandler(service, request, body, prompts, formatter)
+
+        return await respond(request, body, await build(request, handler))
 
     @keyed.post("/generate", responses=STREAMED)
     async def generate(request: Request, body: GenerateRequest) -> Response:
-        body.prepare(service.settings.can)
-        prompts, gone = [as_prompt(body.prompt)], Response(status_code=499)
-        handler = RequestHandler(service, request, body, prompts, CompletionFormatter())
+        def made() -> RequestHandler:
+            body.prepare(service.settings.can)
+            formatter = CompletionFormatter()
+            return RequestHandler(service, request, body, [as_prompt(body.prompt)], formatter)
+
+        handler, gone = await build(request, made), Response(status_code=499)
         if body.stream is not False:
             return await unless_gone(request, stream_response(handler.texts())) or gone
         answers = await unless_gone(request, handler.answers())
@@ -394,14 +386,12 @@ def create_app(
         yield
         await frontend.stop()
 
-    everyone: Any = {name: ["*"] for name in ("allow_origins", "allow_methods", "allow_headers")}
-    shown = ["x-request-id", "retry-after", "x-should-retry"]
-    everyone["allow_private_network"] = True  # a page on the web may ask a local server
-    browsers = Middleware(CORSMiddleware, expose_headers=shown, **everyone)
-    app = FastAPI(title="minisgl", lifespan=lifespan, middleware=[browsers, *middleware])
+    headers, checks = for_browsers(settings.origins)
+    around = [headers, *middleware, *checks]
+    app = FastAPI(title="minisgl", lifespan=lifespan, middleware=around, redirect_slashes=False)
     service = Service(frontend, settings, limiter or ConcurrencyLimiter())
     add_error_handlers(app, frontend)
-    bearer, route = [Security(BEARER)], keyed_route(settings.api_key)
+    bearer, route = [Security(BEARER)], keyed_route(Access(settings.keys), SideThread())
     keyed = APIRouter(route_class=route, dependencies=bearer, responses=FAILED)
     add_info_routes(app, keyed, service)
     for add_routes in (add_generation_routes, *more_routes):

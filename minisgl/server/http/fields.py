@@ -264,11 +264,6 @@ def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
     return body, names
 
 
-def client_names(body: object) -> dict[str, str]:
-    """The client's name of each field that `translate` renames."""
-    return translate(body)[1] if isinstance(body, Mapping) else {}
-
-
 def meant(name: str, known: set[str]) -> str | None:
     """The known field that an unknown name almost is."""
     plain = re.sub(r"(?<=[a-z])(?=[A-Z])|-", "_", name).lower()

@@ -1,100 +1,170 @@
-"""Bounds on what clients may cost: answers at once, bodies, slow senders, dead peers.
+"""Bounds on what clients may cost: places, bodies, heads, connections, slow and dead peers.
 
-Generated from notebooks/12b_running.ipynb: edit there.
+Generated from notebooks/12ba_hard_to_hurt.ipynb: edit there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import resource
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
+import psutil
+import uvicorn
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from minisgl.server.http.access import client_of
+from minisgl.server.http.bodies import INLINE_BYTES
 from minisgl.server.http.errors import ApiError
 
 
-class ConcurrencyLimiter:
-    """Lets in `limit` answers at once, and none while `reason` says why not."""
+class Shares:
+    """Places that clients share: one may hold at most `factor` times what is still free.
+
+    Fewer than 4 * `factor` places are not shared: they go to whoever comes first.
+    """
+
+    def __init__(self, limit: int, factor: int = 8) -> None:
+        self.limit, self.factor = limit, factor
+        self.taken, self.held = 0, Counter[str]()
+
+    @property
+    def most(self) -> int:
+        """What one client can hold at most, alone."""
+        shared = self.limit >= 4 * self.factor
+        return self.limit * self.factor // (self.factor + 1) if shared else self.limit
+
+    def take(self, client: str, count: int) -> bool:
+        """Take places for a client, unless that is more than its share."""
+        free, held = self.limit - self.taken - count, self.held[client] + count
+        if free < 0 or (self.limit >= 4 * self.factor and held > self.factor * free):
+            return False
+        self.taken += count
+        self.held[client] = held
+        return True
+
+    def give_back(self, client: str, count: int) -> None:
+        self.taken -= count
+        self.held[client] -= count
+        if not self.held[client]:
+            del self.held[client]
+
+
+class ConcurrencyLimiter(Shares):
+    """Lets in `limit` answers at once, shared by clients, and none while `reason` says why not."""
 
     def __init__(self, limit: int = 2**31, reason: str | None = None) -> None:
-        self.limit, self.reason = limit, reason
-        self.taken = 0  # answers in flight, running or waiting
+        super().__init__(limit)
+        self.reason = reason
 
     @contextmanager
-    def acquire(self, count: int) -> Iterator[None]:
+    def acquire(self, count: int, client: str = "") -> Iterator[None]:
         """Hold places; a 503 while closed, a 429 when full, a 400 if it can never fit."""
         if self.reason is not None:
             raise ApiError(503, self.reason, code="service_unavailable")
-        if count > self.limit:
-            why = f"n: {count} answers at once are more than the {self.limit} of this server"
+        if count > self.most:
+            why = f"n: {count} answers at once are more than the {self.most} of this server"
             raise ApiError(400, why, code="invalid_value", param="n")
-        if self.taken + count > self.limit:
+        if not self.take(client, count):
             why = f"the queue is full: {self.taken} of {self.limit} answers are in flight"
+            why += f", {self.held[client]} of them yours" if self.limit > self.taken else ""
             raise ApiError(429, why, code="queue_full")
-        self.taken += count
         try:
             yield
         finally:
-            self.taken -= count
+            self.give_back(client, count)
 
 
 CLOSE = {"connection": "close"}  # the rest of the body is not wanted
 
 
 class BodyLimit:
-    """Ends a body with an `ApiError`: 413 beyond `max_bytes`, 408 beyond `seconds`."""
+    """Ends a body with an `ApiError`: 413 beyond `max_bytes`, 408 beyond `seconds`.
+
+    A 429 if all bodies that are being read have more than `4 * max_bytes`, shared by clients.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float = 60.0) -> None:
         self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
+        self._shares = Shares(4 * max_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        body = Body(self, scope, receive, send)
+        try:
+            await self._app(scope, body.receive, body.send)
+        finally:
+            body.give_back()
+
+
+class Body:
+    """One body on its way in."""
+
+    def __init__(self, limit: BodyLimit, scope: Scope, receive: Receive, send: Send) -> None:
         length = Headers(scope=scope).get("content-length", "")
-        claimed, size, more = int(length) if length.isdecimal() else 0, 0, True
-        deadline = asyncio.get_running_loop().time() + self._seconds
+        self._claimed, self._more = int(length) if length.isdecimal() else 0, True
+        self._limit, self._receive, self._send = limit, receive, send
+        self._client = client_of(Request(scope))
+        self._size = self._held = 0  # bytes so far, and those of them that count in the shares
+        self._deadline = asyncio.get_running_loop().time() + limit._seconds
 
-        async def limited() -> Message:
-            nonlocal size, more
-            if not more:  # what comes now is a disconnect
-                return await receive()
-            message: Message = {}
-            if claimed <= self._max_bytes:
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        message = await receive()
-                except TimeoutError:
-                    why = "body: it came too slowly"
-                    raise ApiError(408, why, code="slow_body", headers=CLOSE) from None
-            if message.get("type") == "http.disconnect":
-                raise ApiError(499, "body: the client left", code="client_left")
-            size += len(message.get("body", b""))
-            if max(size, claimed) > self._max_bytes:
-                why = f"body: more than the {self._max_bytes} bytes that this server takes"
-                raise ApiError(413, why, code="body_too_large", headers=CLOSE)
-            more = message.get("more_body", False)
-            return message
+    async def receive(self) -> Message:
+        if not self._more:  # what comes now is a disconnect
+            return await self._receive()
+        message: Message = {}
+        if self._claimed <= self._limit._max_bytes:
+            try:
+                async with asyncio.timeout_at(self._deadline):
+                    message = await self._receive()
+            except TimeoutError:
+                why = "body: it came too slowly"
+                raise ApiError(408, why, code="slow_body", headers=CLOSE) from None
+        if message.get("type") == "http.disconnect":
+            raise ApiError(499, "body: the client left", code="client_left")
+        self._size += len(message.get("body", b""))
+        if max(self._size, self._claimed) > self._limit._max_bytes:
+            why = f"body: more than the {self._limit._max_bytes} bytes that this server takes"
+            raise ApiError(413, why, code="body_too_large", headers=CLOSE)
+        more = max(0, self._size - INLINE_BYTES) - self._held
+        if more and not self._limit._shares.take(self._client, more):
+            why = "body: too many large bodies are being read, some of them yours"
+            raise ApiError(429, why, code="bodies_full", headers=CLOSE)
+        self._held += more
+        self._more = message.get("more_body", False)
+        return message
 
-        await self._app(scope, limited, send)
+    async def send(self, message: Message) -> None:
+        self.give_back()  # the response begins: the body is validated and handed on
+        await self._send(message)
+
+    def give_back(self) -> None:
+        self._limit._shares.give_back(self._client, self._held)
+        self._held = 0
 
 
-Http: Any = AutoHTTPProtocol  # uvicorn's choice, by what is installed
+MAX_HEAD = 2**16  # bytes of a request's head
 
 
-class PatientHttp(Http):
+class PatientHttp(HttpToolsProtocol):
     """uvicorn's HTTP protocol with bounded patience, in seconds, for each connection."""
 
     stall, head = 30.0, 30.0  # to take what we write, to send a whole request head
+    places = Shares(2**31)  # connections
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._idle = self._head = 0  # bytes of which nothing came yet, and of a head
+        self._refused, self._peer = False, f"address {self.client[0] if self.client else ''}"
         transport.set_write_buffer_limits(high=0)
         peer = transport.get_extra_info("socket")
         if peer is not None:  # a small write must not wait until the one before is confirmed
@@ -104,11 +174,68 @@ class PatientHttp(Http):
             for name, seconds in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
                 peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
         self._await_head()
+        self._placed = self.places.take(self._peer, 1)
+        if not self._placed:
+            self._refuse(ApiError(503, "too many connections", code="connections_full"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         for name in list(self._timers):
             self._disarm(name)
+        if self._placed:
+            self.places.give_back(self._peer, 1)
         super().connection_lost(exc)
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer without the application, and close the connection."""
+        self._refused = True
+        content = json.dumps(error.body()).encode()
+        lines = [f"HTTP/1.1 {error.status_code} Refused", "content-type: application/json"]
+        lines += [f"content-length: {len(content)}", "connection: close", "", ""]
+        self.transport.write("\r\n".join(lines).encode() + content)
+        self.transport.close()
+
+    def _refuse_head(self) -> None:
+        why = f"headers: more than the {MAX_HEAD} bytes that this server takes"
+        self._refuse(ApiError(431, why, code="headers_too_large"))
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._idle += len(data)
+        HttpToolsProtocol.data_received(self, data)
+        if self._idle > MAX_HEAD and not self._refused:
+            self._refuse_head()
+        self._await_head()
+
+    def on_message_begin(self) -> None:
+        HttpToolsProtocol.on_message_begin(self)
+        self._head = 0
+
+    def on_url(self, url: bytes) -> None:
+        HttpToolsProtocol.on_url(self, url)
+        self._head += len(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head += len(name) + len(value) + 4
+        if self._head <= MAX_HEAD:
+            HttpToolsProtocol.on_header(self, name, value)
+
+    def on_headers_complete(self) -> None:
+        if self._head > MAX_HEAD:
+            self._refuse_head()
+            return
+        self._idle = 0
+        HttpToolsProtocol.on_headers_complete(self)
+
+    def on_body(self, body: bytes) -> None:
+        self._idle = 0
+        if not self._refused:
+            HttpToolsProtocol.on_body(self, body)
+
+    def on_message_complete(self) -> None:
+        self._idle = 0
+        if not self._refused:
+            HttpToolsProtocol.on_message_complete(self)
 
     def _arm(self, name: str, seconds: float) -> None:
         """Cut the connection in `seconds`, unless disarmed before."""
@@ -128,20 +255,39 @@ class PatientHttp(Http):
         else:
             self._disarm("head")
 
-    def data_received(self, data: bytes) -> None:
-        Http.data_received(self, data)
-        self._await_head()
-
     def pause_writing(self) -> None:
         """The peer takes nothing more."""
-        Http.pause_writing(self)
+        HttpToolsProtocol.pause_writing(self)
         self._arm("stall", self.stall)
 
     def resume_writing(self) -> None:
         self._disarm("stall")
-        Http.resume_writing(self)
+        HttpToolsProtocol.resume_writing(self)
 
 
-def patient_http(stall: float, head: float = 30.0) -> type[asyncio.Protocol]:
-    """The protocol class for one server."""
-    return type("PatientHttp", (PatientHttp,), {"stall": stall, "head": head})
+def patient_http(
+    stall: float, head: float = 30.0, connections: int = 2**31
+) -> type[asyncio.Protocol]:
+    """Return the protocol class for one server."""
+    fields = {"stall": stall, "head": head, "places": Shares(connections)}
+    return type("PatientHttp", (PatientHttp,), fields)
+
+
+def connection_places() -> tuple[int, int]:
+    """Raise the limit on descriptors; return how many connections may be open, and may wait."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(limit for limit in (hard, 2**16) if limit != resource.RLIM_INFINITY)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    backlog = max(8, min(2048, most // 16))  # asyncio accepts so many in one turn of its loop
+    return max(8, most - psutil.Process().num_fds() - backlog - 16), backlog
+
+
+def http_config(app: ASGIApp, stall: float, trusted: str | None) -> uvicorn.Config:
+    """Settings of uvicorn; `trusted` proxies may name the address of a client."""
+    places, backlog = connection_places()
+    return uvicorn.Config(
+        app, http=patient_http(stall, connections=places), ws="none", log_level="warning",
+        access_log=False, backlog=backlog, proxy_headers=bool(trusted),
+        forwarded_allow_ips=trusted, timeout_graceful_shutdown=2, timeout_keep_alive=75,
+    )  # fmt: skip

@@ -7,12 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
 from pydantic.json_schema import SkipJsonSchema
 
 from minisgl.core import GRAMMARS, MAX_LOGPROBS, SamplingParams
+from minisgl.server.http.bodies import invalid
 from minisgl.server.http.calls import ChatAbilities
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import check_fields, template_variables, translate
@@ -26,6 +35,11 @@ StopText = Annotated[Text, Field(max_length=1024)]
 BadWord = Annotated[Text, Field(max_length=64)]  # the text worker spells each one twice
 BadIds = Annotated[list[TokenId], Field(min_length=1, max_length=64)]
 MAX_ANSWERS = 1024  # of one HTTP request: prompts times n
+
+
+def without_repeats(ids: list[int]) -> list[int]:
+    """Return the same ids, each once, so that no list is longer than the vocabulary."""
+    return list(dict.fromkeys(ids))
 
 
 class StreamOptions(BaseModel, strict=True, extra="forbid"):
@@ -57,7 +71,7 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
     logit_bias: Annotated[dict[TokenKey, float], Field(max_length=1024)] | None = None
     min_tokens: Any = None
     bad_words: Annotated[list[BadWord | BadIds], Field(max_length=256)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(max_length=2**18)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], AfterValidator(without_repeats)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # seconds
@@ -65,14 +79,22 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
     echo: Literal[False] | None = None
     renamed: SkipJsonSchema[dict[str, str]] = {}  # what the client called our fields
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def enter(cls, given: Any) -> Any:
-        """Translate the body; a client cannot set `renamed`."""
+    def enter(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Translate the body; errors name its fields as the client did."""
         if not isinstance(given, Mapping):
-            return given
+            return validate(given)
         body, names = translate(given)
-        return {**body, "renamed": names}
+        try:
+            return validate({**body, "renamed": names})
+        except ValidationError as failure:
+            error = invalid(failure.errors(include_url=False))
+            theirs = names.get(error.param or "")
+            if theirs is not None:
+                error.detail = error.detail.replace(str(error.param), theirs, 1)
+                error.param = theirs
+            raise error from None
 
     @property
     def include_usage(self) -> bool:
@@ -104,15 +126,12 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
         """What the client called one of our fields."""
         return self.renamed.get(ours or "", ours)
 
-    def sampling_params(self, defaults: Mapping[str, Any], index: int = 0) -> SamplingParams:
-        """The engine's params: what the client set, else what the model advises, else ours.
-
-        `index` numbers the answers of one request (`n`): with a seed, each must still differ.
-        """
+    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """The engine's params: what the client set, else what the model advises, else ours."""
         names = {field.name for field in fields(SamplingParams)} - set(GRAMMARS)
         asked = self.model_dump(include=names)
         asked["logprobs"], asked["spare_thoughts"] = self.wanted_logprobs(), self.thoughts_apart
-        asked["seed"] = None if self.seed is None else (self.seed + index) % 2**63
+        asked["seed"] = None if self.seed is None else self.seed % 2**63
         asked["prompt_logprobs"] = (asked["logprobs"] or 0) if self.echo else None
         asked |= self.answer_form()
         chosen = {**defaults, **{name: value for name, value in asked.items() if value is not None}}

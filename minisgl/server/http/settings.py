@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,14 @@ class ApiSettings:
     api_key: str | None = None
     request_timeout: float | None = None  # seconds for one answer; a request may ask for less
     can: ChatAbilities = field(default_factory=ChatAbilities)  # what its chat template knows
+    named_keys: Mapping[str, str] = field(default_factory=dict)  # more API keys, by name
+    origins: Sequence[str] = ("*",)  # pages that may use the server beside those of this machine
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """All API keys by name; the single one has an empty name."""
+        single = {} if self.api_key is None else {"": self.api_key}
+        return {**single, **self.named_keys}
 
 
 def sampling_defaults(path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
+from msgspec.msgpack import encode
 from pydantic import AfterValidator, BaseModel, Field, PrivateAttr, model_validator
 
 from minisgl.core import MAX_GRAMMAR, json_text
@@ -21,7 +22,6 @@ from minisgl.server.http.calls import (
     json_node,
 )
 from minisgl.server.http.tool_parser import ToolParser
-from minisgl.server.workers.messages import encode
 from minisgl.tokenizer import check_unicode
 
 # JSON can hold half of a character, an unpaired surrogate; no message of ours can.

@@ -71,6 +71,8 @@ class Metrics(Observer):
         self._gauges = {
             name: Gauge(f"minisgl_{name}", text, registry=registry) for name, text in GAUGES.items()
         }
+        usage = "share of the pool that requests hold, 0 to 1; what is only cached can be evicted"
+        self._usage = Gauge("minisgl_kv_cache_usage", usage, registry=registry)
         open_now = Gauge("minisgl_open_requests", "answers in flight", registry=registry)
         open_now.set_function(lambda: len(self._live))
 
@@ -100,6 +102,8 @@ class Metrics(Observer):
         if isinstance(msg, StatsMsg):
             for name, gauge in self._gauges.items():
                 gauge.set(getattr(msg, name))
+            pages = msg.used_pages + msg.cached_pages + msg.free_pages
+            self._usage.set(msg.used_pages / max(1, pages))
             for name, counter in self._counts.items():
                 counter.inc(msg.counts.get(name, 0) - self._before.counts.get(name, 0))
             self._before = msg

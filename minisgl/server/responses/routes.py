@@ -10,14 +10,15 @@ import time
 import traceback
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager, suppress
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import ValidationError
 
-from minisgl.server.http.api import STREAMED, RequestHandler, Service, invalid, respond
+from minisgl.server.http.api import STREAMED, RequestHandler, Service, respond
+from minisgl.server.http.bodies import build, invalid
 from minisgl.server.http.errors import ApiError, api_error
 from minisgl.server.http.formats import ChatFormatter, Completion, sse
 from minisgl.server.responses.events import Event, ResponseBuilder, event_bytes, item_id
@@ -41,7 +42,7 @@ def renamed_errors() -> Iterator[None]:
         if isinstance(failure, ApiError):
             error = failure
         else:
-            error = invalid(RequestValidationError(failure.errors()))
+            error = invalid(failure.errors())
         if error.param in RENAMED:
             error.detail = error.detail.replace(error.param, RENAMED[error.param], 1)
             error.param = RENAMED[error.param]
@@ -191,7 +192,7 @@ def add_responses_routes(
 
     @keyed.post("/v1/responses", responses=STREAMED)
     async def create_response(request: Request, body: ResponsesRequest) -> Response:
-        handler = ResponsesHandler(service, request, body, kept)
+        handler = await build(request, partial(ResponsesHandler, service, request, body, kept))
         return await respond(request, handler.chat, handler)
 
     @keyed.get("/v1/responses/{response_id}")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, model_validator
 
 from minisgl.core import MAX_LOGPROBS
+from minisgl.server.http.bodies import validator_of
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.schemas import ChatRequest, Limit
 from minisgl.server.http.tools import FunctionSpec, Object, RefusalPart, Text
@@ -249,7 +250,7 @@ class ResponsesRequest(Fields, extra="allow"):
             "tools": [tool.as_chat() for tool in self.tools],
             "tool_choice": choice if isinstance(choice, str) else choice.as_chat(),
         }
-        return ChatRequest.model_validate(chat)
+        return validator_of(ChatRequest).validate_python(chat)
 
 
 SAME = "model temperature top_p top_logprobs stream user parallel_tool_calls"  # as in a chat

@@ -12,6 +12,8 @@ import zmq
 
 from minisgl.server.workers.messages import Message, decode, encode
 
+MOST_MESSAGES, MOST_BYTES = 1024, 2**20  # taken at once, or little more: others wait as well
+
 
 class Outbox(Protocol):
     """Where a worker sends messages. Never blocks for long and keeps the order."""
@@ -20,7 +22,7 @@ class Outbox(Protocol):
 
 
 class Inbox(Protocol):
-    """Waits up to `timeout` seconds for a message, then gives all that are there, in order."""
+    """Waits up to `timeout` seconds for a message, then gives what is there, in order."""
 
     def get_all(self, timeout: float) -> list[Any]: ...
 
@@ -39,8 +41,9 @@ class LocalQueue:
         messages: list[Message] = []
         try:
             messages.append(self._queue.get(block=timeout > 0, timeout=timeout or None))
-            while True:
+            while len(messages) < MOST_MESSAGES:
                 messages.append(self._queue.get_nowait())
+            return messages
         except queue.Empty:
             return messages
 
@@ -60,10 +63,12 @@ class ZmqInbox:
         self._socket.bind(address)
 
     def get_all(self, timeout: float) -> list[Any]:
-        messages: list[Message] = []
-        while self._socket.poll(int(timeout * 1000)):
-            messages += decode(self._socket.recv())
-            timeout = 0.0
+        messages, size = list[Message](), 0
+        while len(messages) < MOST_MESSAGES and size < MOST_BYTES:
+            if not self._socket.poll(int(timeout * 1000)):
+                break
+            messages += decode(frame := self._socket.recv())
+            size, timeout = size + len(frame), 0.0
         return messages
 
     def close(self) -> None:

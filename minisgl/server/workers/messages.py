@@ -5,25 +5,33 @@ Generated from notebooks/12_server.ipynb: edit there.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from minisgl.core import SamplingParams
 from minisgl.events import StageTimed
-from minisgl.scheduler.messages import Msg, Reply
+from minisgl.scheduler.frames import Codec
+from minisgl.scheduler.messages import PLAIN, Msg, Reply
 
 
-class TokenizeMsg(msgspec.Struct, tag=True, kw_only=True):
+class TokenizeMsg(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     """Frontend to text worker: one request as text, as a conversation or as token ids."""
 
+    shared: ClassVar[tuple[str, ...]] = ("text", "messages", "template_kwargs", "input_ids")
+
     uid: int
-    sampling_params: SamplingParams
+    sampling_params: SamplingParams = PLAIN
     client: str = ""  # who asks: the scheduler shares its time fairly between clients
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = {}  # variables of the chat template
     input_ids: list[int] | None = None
+
+    def same_prompt(self, other: TokenizeMsg) -> bool:
+        """True if both have one prompt: the same objects, not only equal ones."""
+        pairs = [(getattr(self, name), getattr(other, name)) for name in self.shared]
+        return all(mine is its or not (mine or its) for mine, its in pairs)
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
@@ -66,5 +74,6 @@ StatsEvent = StatsMsg | StageTimed
 
 Message = Msg | Reply | TokenizeMsg | UserReply | StatsEvent
 
-encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(list[Message]).decode  # or raises `msgspec.ValidationError`
+CODEC = Codec(Message)
+encode = CODEC.encode
+decode = CODEC.decode  # or raises `msgspec.ValidationError`

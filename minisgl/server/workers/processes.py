@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from minisgl.config.engine import ServerConfig
+from minisgl.recording import Observed
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import Supervisor, Worker
 from minisgl.scheduler.messages import ExitMsg
@@ -33,11 +34,11 @@ def private_folder() -> Path:
 class WorkerGroup(Supervisor):
     """The worker processes of one server: a scheduler, a text worker, extra tokenizers."""
 
-    def __init__(self, config: ServerConfig, watchdog: Watchdog, *, traced: bool = False) -> None:
+    def __init__(self, config: ServerConfig, watchdog: Watchdog, observed: Observed) -> None:
         self.folder = private_folder()
         extra = [f"tokenizer-{i}" for i in range(config.num_tokenizer)]
         self.tokenizers = extra or ["text"]  # without extra ones, one worker does both jobs
-        parts: list[tuple[str, str, object]] = [(SCHEDULER, "scheduler", traced)]
+        parts: list[tuple[str, str, object]] = [(SCHEDULER, "scheduler", observed)]
         parts += [(TEXT, "text worker", "text")]
         parts += [(TEXT, part.replace("-", " "), part) for part in extra]
         workers = [Worker(name, entry, (config, self.folder, arg)) for entry, name, arg in parts]

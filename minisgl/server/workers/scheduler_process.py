@@ -15,13 +15,14 @@ from minisgl.config.engine import ServerConfig
 from minisgl.engine.heap import frozen_heap
 from minisgl.events import StageTimed
 from minisgl.parallel.comm import Comm
+from minisgl.recording import Observed
 from minisgl.runtime.guarded import guarded
 from minisgl.runtime.supervisor import WorkerContext, WorkerFailed
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.grammar import CompilingInbox
 from minisgl.scheduler.messages import ExitMsg, Msg, Reply
-from minisgl.scheduler.observe import StageClock, emitter
+from minisgl.scheduler.observe import StageClock
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.server.workers.channels import Inbox, Outbox, ZmqInbox, ZmqOutbox
 from minisgl.server.workers.messages import StatsEvent, StatsMsg
@@ -31,9 +32,7 @@ from minisgl.server.workers.processes import address
 class SchedulerChannel:
     """The scheduler's channel over two boxes; `alive` says whether to go on waiting.
 
-    `beat` is called in each turn of the loop and while it waits. `report` gives what observers
-    should know; it is asked at most twice a second.
-    """
+    `beat` is called in each turn and while it waits, `report`, for observers, twice a second."""
 
     def __init__(
         self, inbox: Inbox, outbox: Outbox, alive: Callable[[], bool] = lambda: True,
@@ -87,26 +86,26 @@ class Reporter:
     def __init__(self, traced: bool) -> None:
         self.scheduler: Scheduler | None = None  # known once it is built
         self._stages: list[StageTimed] = []
-        self.emit = emitter(StageClock(self._stages.append) if traced else None)
+        self.observe = StageClock(self._stages.append) if traced else None
 
     def __call__(self) -> Sequence[StatsEvent]:
         if self.scheduler is None:
             return []
-        stages = self._stages.copy()
-        self._stages.clear()
+        stages, self._stages[:] = [*self._stages], []
         return [*stages, stats_of(self.scheduler)]
 
 
 def scheduler_process(
-    config: ServerConfig, folder: Path, traced: bool, context: WorkerContext
+    config: ServerConfig, folder: Path, observed: Observed, context: WorkerContext
 ) -> None:
     """The only rank, or rank 0, which starts the others, leads them, and alone reports."""
     inbox, outbox = ZmqInbox(address(folder, "scheduler")), ZmqOutbox(address(folder, "text"))
     hold = CompilingInbox(inbox, config.tp.size > 1)
     outer = SchedulerChannel(hold, outbox, beat=context.beat)
-    reporter = Reporter(traced)
+    reporter = Reporter(observed.traced)
     outer.report = guarded(reporter)
     with ExitStack() as stack:
+        recorder = stack.enter_context(observed.recorder())
         stack.callback(inbox.close)
         stack.callback(outbox.close)
         channel: Channel = outer
@@ -118,7 +117,7 @@ def scheduler_process(
             channel, comm = ranks.channel(outer), ranks.comm
             outer.alive = ranks.alive
         scheduler = reporter.scheduler = build_scheduler(
-            config, channel, comm, emit=reporter.emit, hold=hold
+            config, channel, comm, observe=reporter.observe, recorder=recorder, hold=hold
         )
         try:
             with frozen_heap():

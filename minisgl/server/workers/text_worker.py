@@ -6,11 +6,14 @@ Generated from notebooks/12_server.ipynb: edit there.
 from __future__ import annotations
 
 import heapq
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from minisgl.core import SamplingParams
 from minisgl.events import StageTimed
+from minisgl.scheduler.frames import same_but_seed, with_seed
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
 from minisgl.server.workers.channels import Inbox, Outbox
 from minisgl.server.workers.messages import Message, StatsMsg, TokenizeMsg, TokenLogprob, UserReply
@@ -34,6 +37,21 @@ class OpenText:
     completion_tokens: int = 0
 
 
+class LastPrompt(threading.local):
+    """The last prompt of a thread in token ids: the next answer may be one to the same."""
+
+    prompt: TokenizeMsg | None = None
+    ids: list[int]
+    given: SamplingParams | None = None
+    params: SamplingParams
+
+    def has_prompt_of(self, msg: TokenizeMsg) -> bool:
+        return self.prompt is not None and self.prompt.same_prompt(msg)
+
+    def has_params_of(self, msg: TokenizeMsg) -> bool:
+        return self.given is not None and same_but_seed(self.given, msg.sampling_params)
+
+
 class TextWorker:
     """Text to token ids on the way in, token ids to text on the way out.
 
@@ -49,6 +67,7 @@ class TextWorker:
         self._outboxes = (to_scheduler, to_frontend)
         self._scheduler, self._frontend = list[Message](), list[Message]()  # for the next flush
         self._open: dict[int, OpenText] = {}
+        self._last = LastPrompt()
 
     def flush(self) -> None:
         """Send what came of the messages since the last flush, each way as one."""
@@ -76,20 +95,33 @@ class TextWorker:
 
     def encode(self, msg: TokenizeMsg) -> UserMsg | ErrorReply:
         """Return a request as token ids, or the error for its caller. Any thread may call this."""
-        encode, ids, param = self._tokenizer.encode, msg.input_ids or [], "stop"
+        last, param = self._last, "stop"
         try:
-            params = self._tokenizer.encode_params(msg.sampling_params)
+            if not last.has_params_of(msg):
+                last.given, last.params = None, self._tokenizer.encode_params(msg.sampling_params)
+                last.given = msg.sampling_params
             param = "prompt" if msg.messages is None else "messages"
-            if msg.messages is not None:
-                text = self._tokenizer.render_chat(msg.messages, **msg.template_kwargs)
-                ids = encode(text, add_special_tokens=False, window=self._window).tolist()
-            elif msg.text is not None:
-                ids = encode(msg.text, window=self._window).tolist()
+            if not last.has_prompt_of(msg):
+                last.prompt, last.ids = None, self._encode(msg)
+                last.prompt = msg
         except Exception as error:  # a chat template can raise anything
             why = f"{param}: {str(error).removeprefix(f'{param}: ')}"
             code = error.code if isinstance(error, PromptTooLong) else "invalid_request"
             return ErrorReply(uid=msg.uid, message=why, code=code, param=param)
-        return UserMsg(msg.uid, ids, params, msg.client)
+        params = with_seed(last.params, msg.sampling_params.seed)
+        return UserMsg(msg.uid, last.ids, params, msg.client)
+
+    def _encode(self, msg: TokenizeMsg) -> list[int]:
+        """Token ids of a prompt in any of its forms."""
+        text, encode = msg.text, self._tokenizer.encode
+        if msg.messages is not None:
+            text = self._tokenizer.render_chat(msg.messages, **msg.template_kwargs)
+            return encode(text, add_special_tokens=False, window=self._window).tolist()
+        return (
+            list(msg.input_ids or [])
+            if text is None
+            else encode(text, window=self._window).tolist()
+        )
 
     def _detokenize(self, msg: TokenReply) -> None:
         """One token to the text that it completes; a stop string ends the request from here."""
@@ -135,12 +167,13 @@ Encode = Callable[[TokenizeMsg], Message]
 
 
 class PromptQueue:
-    """Prompts to encode, short before long; none starves, as the clock moves on."""
+    """Prompts to encode, of the client that had least, short before long; none starves."""
 
     def __init__(self) -> None:
         self.waiting: dict[int, TokenizeMsg] = {}
-        self._heap: list[tuple[int, int]] = []  # tag, uid
-        self._clock = 0  # characters encoded so far
+        self._heaps: dict[str, list[tuple[int, int, int]]] = {}  # tag, uid, size
+        self._clocks: dict[str, int] = {}  # characters encoded so far
+        self._last: tuple[TokenizeMsg | None, int] = (None, 0)
 
     @property
     def patience(self) -> float:
@@ -148,8 +181,14 @@ class PromptQueue:
         return 0.0 if self.waiting else 0.5
 
     def add(self, msg: TokenizeMsg) -> None:
-        self.waiting[msg.uid] = msg
-        heapq.heappush(self._heap, (self._clock + characters(msg), msg.uid))
+        before, size = self._last
+        if before is None or not before.same_prompt(msg):
+            size = characters(msg)
+        self._last, self.waiting[msg.uid] = (msg, size), msg
+        if msg.client not in self._heaps:  # no credit for the time in which it wanted nothing
+            self._heaps[msg.client] = []
+            self._clocks[msg.client] = min(self._clocks.values(), default=0)
+        heapq.heappush(self._heaps[msg.client], (self._clocks[msg.client] + size, msg.uid, size))
 
     def drop(self, uid: int) -> bool:
         """Remove the prompt of a client that left; False if it is not here."""
@@ -161,11 +200,15 @@ class PromptQueue:
         return [] if prompt is None else [encode(prompt)]
 
     def pop(self) -> TokenizeMsg | None:
-        """Remove and return the next prompt that is still wanted."""
-        while self._heap:
-            msg = self.waiting.pop(heapq.heappop(self._heap)[1], None)
+        """The next prompt that is still wanted, if there is one."""
+        while self._heaps:
+            client = min(self._clocks, key=self._clocks.__getitem__)
+            _, uid, size = heapq.heappop(self._heaps[client])
+            msg = self.waiting.pop(uid, None)
+            self._clocks[client] += size if msg else 0
+            if not self._heaps[client]:
+                del self._heaps[client], self._clocks[client]
             if msg is not None:
-                self._clock += characters(msg)
                 return msg
         return None
 

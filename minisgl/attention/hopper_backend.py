@@ -1,0 +1,58 @@
+"""The Triton backend, with the wide query tiles of long prompts given to the kernel for Hopper.
+
+Generated from notebooks/04c_prefill_attention.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from minisgl.attention.triton_backend import LOG2_E, KernelArgs, TritonBackend, TritonPlan
+from minisgl.kernels.device import device_limits
+from minisgl.kernels.prefill_attention import ROWS, TILE_KV, prefill_attention
+from minisgl.kernels.store_kv import rows_contiguous
+from minisgl.kvcache.page_table import TableManager
+from minisgl.kvcache.pool import KVPool
+
+
+def fits_hopper(pool: KVPool) -> bool:
+    """Whether the kernel can read a pool: 16-bit heads of 64 or 128, whole boxes in every page."""
+    device, box = pool.buffer.device, math.gcd(pool.page_size, TILE_KV.value)
+    plain = pool.buffer.itemsize == 2 and not pool.quantized and pool.head_dim in (64, 128)
+    return plain and box >= 8 and device.type != "cpu" and device_limits(device).capability == 90
+
+
+class HopperPlan(TritonPlan):
+    """A batch in tiles of 2 * ROWS query rows."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
+        """Attend over the pool."""
+        pool, args, q = self.pool, self.args, rows_contiguous(q)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if self.out is None else self.out
+        prefill_attention(
+            q, pool.k_cache(layer_id), pool.v_cache(layer_id), out, self.tables.device_page_table,
+            (args.rows, args.last, args.qo_indptr, args.request, args.tile), self.scale * LOG2_E,
+            self.num_sms,
+        )  # fmt: skip
+        return out
+
+
+class HopperBackend(TritonBackend):
+    """The Triton backend; on a Hopper GPU its wide tiles run in their own kernel."""
+
+    def __init__(
+        self, pool: KVPool, tables: TableManager, num_qo_heads: int, sm_scale: float
+    ) -> None:
+        super().__init__(pool, tables, num_qo_heads, sm_scale)
+        self.fits = fits_hopper(pool)
+
+    def make_plan(
+        self, out_loc: Tensor, args: KernelArgs, tile_q: int, splits: int, programs: int
+    ) -> TritonPlan:
+        """Return a plan of the Hopper kernel if there is work for more than all SMs."""
+        if self.fits and tile_q == 2 * ROWS.value and programs > self.num_sms:
+            return HopperPlan(self, out_loc, args, tile_q, 1)
+        return super().make_plan(out_loc, args, tile_q, splits, programs)

@@ -1,0 +1,97 @@
+"""Messages as bytes between processes: what messages share travels once.
+
+Generated from notebooks/08d_messages.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from minisgl.config.rules import as_tuple
+from minisgl.core import SamplingParams
+from minisgl.scheduler.messages import PLAIN
+
+
+@dataclass(frozen=True)
+class SentParams(SamplingParams):
+    """Parameters from another of our processes, which has checked them."""
+
+    def __post_init__(self) -> None:
+        """Give lists their final form."""
+        lists = {name: tuple(v) for name, v in vars(self).items() if isinstance(v, list)}
+        vars(self).update(lists, bad_words=tuple(map(as_tuple, self.bad_words)))
+
+
+def with_seed(params: SamplingParams, seed: int | None) -> SamplingParams:
+    """Return the same parameters with another seed; they share all other fields."""
+    copy = SamplingParams.__new__(SamplingParams)
+    vars(copy).update(vars(params), seed=seed)
+    return copy
+
+
+def same_but_seed(one: SamplingParams, other: SamplingParams) -> bool:
+    """True if two sets of parameters share all fields except for the seed."""
+    return all(v is getattr(other, name) for name, v in vars(one).items() if name != "seed")
+
+
+class Tables(msgspec.Struct, omit_defaults=True):
+    """What messages of a frame share."""
+
+    sampling_params: list[SentParams] = []
+    input_ids: list[list[int]] = []
+    text: list[str] = []
+    messages: list[list[dict[str, Any]]] = []
+    template_kwargs: list[dict[str, Any]] = []
+
+
+Refs = list[tuple[int, str, int]]  # of a message, by its place: which table, and where in it
+ParamRefs = list[tuple[int, int, int | None]]  # of a message: which parameters, and its seed
+BLANK: dict[str, Any] = {"input_ids": [], "text": None, "messages": None, "template_kwargs": {}}
+
+
+class Codec:
+    """Encodes and decodes frames of messages of the union `kind`."""
+
+    def __init__(self, kind: Any) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: Any = msgspec.msgpack.Decoder(tuple[Tables, list[kind], Refs, ParamRefs])
+
+    def encode(self, messages: Any) -> bytes:
+        """Return a frame of these messages."""
+        tables, wire, refs, params = Tables(), [*messages], list[Any](), list[Any]()
+        places: dict[Any, int] = {}  # of objects in the tables, by identity
+
+        def place(key: Any, name: str, value: Any) -> int:
+            table = getattr(tables, name)
+            if key not in places:
+                places[key] = len(table)
+                table.append(value)
+            return places[key]
+
+        for at, msg in enumerate(messages):
+            blank = {}
+            for name in getattr(msg, "shared", ()):
+                if value := getattr(msg, name):
+                    refs.append((at, name, place((name, id(value)), name, value)))
+                    blank[name] = BLANK[name]
+            given = getattr(msg, "sampling_params", None)
+            if given is not None:
+                key = tuple(id(v) for name, v in vars(given).items() if name != "seed")
+                params.append((at, place(key, "sampling_params", given), given.seed))
+                wire[at] = msgspec.structs.replace(msg, sampling_params=PLAIN, **blank)
+        return self._encoder.encode((tables, wire, refs, params))
+
+    def decode(self, frame: bytes) -> list[Any]:
+        """Return the messages of a frame, or raise `msgspec.ValidationError`."""
+        tables, messages, refs, params = self._decoder.decode(frame)
+        for at, name, index in refs:
+            setattr(messages[at], name, getattr(tables, name)[index])
+        made: dict[Any, SamplingParams] = {}
+        for at, index, seed in params:
+            if (index, seed) not in made:
+                made[index, seed] = with_seed(tables.sampling_params[index], seed)
+            messages[at].sampling_params = made[index, seed]
+        return messages

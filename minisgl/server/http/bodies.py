@@ -1,0 +1,174 @@
+"""Request bodies: bounded before they are parsed, and validated beside the event loop.
+
+Generated from notebooks/12ba_hard_to_hurt.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from pydantic_core import SchemaValidator, core_schema
+
+from minisgl.server.http.errors import ApiError
+
+T = TypeVar("T")
+MAX_FIELDS = 256  # of one object
+LISTS = ("list", "tuple", "set", "frozenset")
+OPAQUE = ("cls", "config", "custom_init", "function", "metadata", "serialization")  # no schemas
+
+
+def at_most(most: int) -> Callable[[Any], Any]:
+    """Return a check that an object has at most `most` fields."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > most:
+            raise ValueError(f"must have at most {most} fields, got {len(given)}")
+        return given
+
+    return check
+
+
+def fail_fast(schema: Any) -> Any:
+    """Copy a core schema: its lists stop at the first error, its objects check their size first."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(map(fail_fast, schema))
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: v if name in OPAQUE else fail_fast(v) for name, v in schema.items()}
+    kind = schema.get("type")
+    if kind in LISTS:
+        found["fail_fast"] = True
+    most = MAX_FIELDS if kind == "model" else schema.get("max_length") if kind == "dict" else None
+    if most is None:
+        return found
+    return core_schema.no_info_before_validator_function(
+        at_most(most), found, ref=found.pop("ref", None)
+    )
+
+
+@cache
+def validator_of(model: type[BaseModel]) -> SchemaValidator:
+    """Return a validator of a model that fails fast."""
+    # Without the last argument pydantic would use the models' own validators again.
+    return SchemaValidator(fail_fast(model.__pydantic_core_schema__), _use_prebuilt=False)
+
+
+MAX_VALUES, MAX_CONTAINERS = 2**17, 2**15  # of one body
+INLINE_BYTES, INLINE_VALUES = 2**16, 2**12  # of a body that the event loop reads itself
+
+
+def count(body: bytes) -> tuple[int, int]:
+    """Return bounds on the values of `body`, and on the lists and objects among them."""
+    containers = body.count(b"[") + body.count(b"{")
+    return 1 + body.count(b",") + containers, containers
+
+
+def check_count(body: bytes) -> None:
+    """Raise a 413 for a body of too many values; commas inside of texts do not count."""
+    values, containers = count(body)
+    if values > MAX_VALUES or containers > MAX_CONTAINERS:
+        unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
+        values, containers = count(b"".join(unescaped.split(b'"', 2 * MAX_VALUES)[::2]))
+    for number, most, what in (
+        (containers, MAX_CONTAINERS, "lists and objects"),
+        (values, MAX_VALUES, "values"),
+    ):
+        if number > most:
+            why = f"body: {number} {what} are more than the {most} that this server takes"
+            raise ApiError(413, why, code="body_too_large")
+
+
+class Short(reprlib.Repr):
+    """Writes values as Python would, up to about 80 characters, at a bounded cost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 80
+
+
+def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """What pydantic found wrong, as one sentence that begins with the field."""
+    # Of two that went equally far, the one that found the right type; a place names types, too.
+    first = max(errors, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
+    place = [p for p in map(str, first["loc"]) if p not in ("body", "str") and "[" not in p]
+    where = ".".join(place) or "body (JSON with Content-Type: application/json)"
+    reason = f"{where}: {first['msg']}, got {Short().repr(first.get('input')):.80}"
+    return ApiError(400, reason, code="invalid_value", param=place[0] if place else None)
+
+
+def parse(validator: SchemaValidator, body: bytes) -> Any:
+    """Return the model that a body describes; an `ApiError` names the field at fault."""
+    try:
+        given = json.loads(str(body, "utf-8"))
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"body: not UTF-8 ({error})", code="invalid_json") from None
+    except (ValueError, RecursionError) as error:
+        why = getattr(error, "msg", None) or f"cannot be parsed, {error}"
+        raise ApiError(400, f"body: invalid JSON ({why})", code="invalid_json") from None
+    try:
+        return validator.validate_python(given)
+    except ValidationError as error:
+        raise invalid(error.errors(include_url=False)) from None
+
+
+class SideThread:
+    """A thread for what is too long for the event loop; one job of each client at a time."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "bodies")
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()
+
+    async def run(self, client: str, work: Callable[..., T], *args: Any) -> T:
+        """Call `work(*args)` in the thread, after the other jobs of the same client."""
+        turn = self._turns.setdefault(client, asyncio.Lock())
+        async with turn:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+
+SIDE = "minisgl.side"  # in an ASGI scope: how to call what is large
+
+
+async def build(request: Request, work: Callable[[], T]) -> T:
+    """Call `work`, which makes something of a request's body, where that body was parsed."""
+    aside = request.scope.get(SIDE)
+    return work() if aside is None else await aside(work)
+
+
+class BodyReader:
+    """Reads the bodies of one route, whose model is `model`."""
+
+    def __init__(self, model: type[BaseModel], side: SideThread) -> None:
+        self._validator, self._side = validator_of(model), side
+
+    async def read(self, request: Request, client: str) -> Any:
+        """Return the model that a body describes, or raise an `ApiError`."""
+        body = await request.body()
+        if len(body) <= INLINE_BYTES and count(body)[0] <= INLINE_VALUES:
+            return parse(self._validator, body)
+
+        async def aside(work: Callable[..., Any], *args: Any) -> Any:
+            return await self._side.run(client, work, *args)
+
+        request.scope[SIDE] = aside
+        await aside(check_count, body)
+        return await aside(parse, self._validator, body)
+
+
+class ReadRequest(Request):
+    """A request whose body is validated by a `BodyReader`."""
+
+    def __init__(self, request: Request, reader: BodyReader, client: str) -> None:
+        super().__init__(request.scope, request.receive)
+        self._reader, self._client = reader, client
+
+    async def json(self) -> Any:
+        return await self._reader.read(self, self._client)

@@ -1,0 +1,32 @@
+"""Names of hosts: which are addresses, and which mean this machine.
+
+Generated from notebooks/12ba_hard_to_hurt.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from urllib.parse import urlsplit
+
+
+def host_name(host: str) -> str:
+    """The name in a `Host` header or an origin, without scheme and port."""
+    try:
+        return urlsplit(host if "://" in host else f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def is_address(name: str) -> bool:
+    """True for an IP address, which no name server hands out."""
+    try:
+        return bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
+
+
+def is_loopback(name: str) -> bool:
+    """True if only this machine can be meant. An unknown name is not."""
+    if is_address(name):
+        return ipaddress.ip_address(name).is_loopback
+    return name == "localhost" or name.endswith(".localhost")

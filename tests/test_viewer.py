@@ -1,0 +1,353 @@
+"""The viewer's page in a real browser, and what makes the page.
+
+The browser is Chromium at /usr/bin/chromium, or $CHROMIUM, driven by playwright; without them the
+tests that need it are skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from minisgl import LLM, SamplingParams, events
+from minisgl.recording import Recorder, read_recording, replay
+from minisgl.scheduler.messages import AbortMsg
+from minisgl.server.http.access import Access
+from minisgl.server.observe.viewer import add_viewer_route
+from minisgl.viewer.__main__ import main
+from minisgl.viewer.page import SOURCES, Viewer, page_of
+from tests.fakes import Driver
+
+ROOT = Path(__file__).resolve().parents[1]
+CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+
+
+def record(path: Path, requests: int, steps: int, seed: int = 0, **sizes: Any) -> Path:
+    """Record a random history of a scheduler without a model."""
+    rng = random.Random(seed)
+    recorder = Recorder(path, text=True)
+    fields: dict[str, Any] = {"num_pages": 60, "max_running_req": 6, "reserve": 4, "overlap": True}
+    driver = Driver(emit=recorder, **{**fields, **sizes})
+    pages, rows = driver.engine.num_pages, driver.engine.max_running_req
+    about = {"page_size": 4, "num_pages": pages, "rows": rows, "budget": 64}
+    recorder.begin({**about, "device": "cpu", "overlap": True, "model": "none"})
+    asked = 0
+    while driver.scheduler.step_count < steps or driver.scheduler.has_work:
+        more = asked < requests and asked * steps <= requests * driver.scheduler.step_count
+        if more or not driver.scheduler.has_work:
+            prompt = [5] * rng.randrange(20) + [rng.randrange(9) for _ in range(1 + asked % 9)]
+            driver.ask(asked, prompt, max_tokens=8 + rng.randrange(60), ignore_eos=True)
+            if rng.random() < 0.1:
+                driver.channel.put_messages(AbortMsg(rng.randrange(asked + 1)))
+            asked += 1
+        driver.step()
+        if driver.scheduler.step_count >= steps and driver.scheduler.reqs:
+            driver.channel.put_messages(*(AbortMsg(uid) for uid in driver.scheduler.reqs))
+    recorder.close()
+    return path
+
+
+# ------------------------------------------------------------------------------- without a browser
+
+
+def test_sources_name_functions_and_chapters_that_exist() -> None:
+    kinds = {kind.__name__ for kind in events.Event.__subclasses__()} - {"StageEnded"}
+    assert SOURCES.keys() == kinds | {"receive", "schedule", "wait"}
+    for function, chapter in SOURCES.values():
+        text = (ROOT / "notebooks" / f"{chapter}.md").read_text()
+        owner, _, name = function.rpartition(".")
+        assert f"def {name}(" in text and (not owner or f"class {owner}" in text), function
+
+
+def test_page_is_one_file_without_addresses(tmp_path: Path) -> None:
+    page = page_of(record(tmp_path / "run", 5, 20))
+    assert "http://" not in page and "https://" not in page and "src=" not in page
+    assert "import(" not in page and "/* DATA */" not in page
+    assert f'"{SOURCES["PagesTaken"][0]}"' in page
+
+
+def test_frame_holds_the_page_escaped(tmp_path: Path) -> None:
+    html = Viewer(record(tmp_path / "run", 3, 5), height=300)._repr_html_()
+    assert html.count("<iframe") == 1 and "<script" not in html and "height:300px" in html
+    with pytest.raises(ValueError, match="height: must be"):
+        Viewer(tmp_path / "run", height=0)
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = record(tmp_path / "run.jsonl", 3, 5)
+    assert main([str(run)]) == 0 and (tmp_path / "run.html").exists()
+    assert main([str(tmp_path / "none")]) == 1
+    assert "recording: cannot use" in capsys.readouterr().err
+    assert main([str(run), "-o", str(tmp_path / "no" / "page.html")]) == 1
+    assert "output: cannot use" in capsys.readouterr().err
+
+
+def test_route_asks_for_the_key_and_reads_a_growing_file(tmp_path: Path) -> None:
+    app, path = FastAPI(), tmp_path / "run"
+    path.write_bytes(b"")
+    add_viewer_route(app, path, Access({"": "secret"}))
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            key = {"authorization": "Bearer secret"}
+            assert (await client.get("/viewer", headers=key)).status_code == 503
+            record(path, 3, 5)
+            path.write_bytes(path.read_bytes()[:-7])  # the last line is half written
+            found = await client.get("/viewer", headers=key)
+            assert found.status_code == 200 and "A run, step by step" in found.text
+            assert (await client.get("/viewer")).status_code != 200
+
+    asyncio.run(ask())
+
+
+# ----------------------------------------------------------------------------------- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if shutil.which(CHROMIUM) is None:
+        pytest.skip(f"no Chromium at {CHROMIUM}")
+    with api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("viewer") / "run.jsonl", 40, 200)
+
+
+class Page:
+    """A page of a recording in a browser; errors and requests are collected."""
+
+    def __init__(self, browser: Any, recording: Path, **context: Any) -> None:
+        file = recording.with_suffix(".html")
+        file.write_text(page_of(recording), encoding="utf-8")
+        context.setdefault("viewport", {"width": 1300, "height": 900})
+        self.page = browser.new_page(**context)
+        self.errors: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(f"file://{file}")
+        self.page.wait_for_selector("body.ready", timeout=120_000)
+
+    def __call__(self, script: str) -> Any:
+        return self.page.evaluate(script)
+
+    def close(self) -> None:
+        self.page.close()
+        assert self.errors == []
+        assert [url for url in self.asked if not url.startswith(("file:", "data:"))] == []
+
+
+@pytest.fixture
+def page(browser: Any, recording: Path) -> Iterator[Page]:
+    opened = Page(browser, recording)
+    yield opened
+    opened.close()
+
+
+STATE = """(() => ({
+  free: [...state.owner.keys()].filter((page) => state.owner[page] === FREE),
+  nodes: [...state.nodes.values()].map((n) => [n.page, n.pages, n.parent, n.locks]),
+  order: state.evictionOrder().map((node) => node.page),
+  requests: [...state.requests.values()].map((r) => [r.uid, r.state, r.row, r.pages, r.shared,
+    run.answers.get(r.uid).slice(0, r.tokens).map(({ token }) => token)]),
+}))()"""
+
+
+def test_page_replays_to_the_same_end(page: Page, recording: Path) -> None:
+    """And to the same state in the middle, wherever it jumps from."""
+    whole = read_recording(recording)
+    frames = page("run.frames.map((frame) => frame.end)")
+    for frame in (len(frames) - 1, 3, len(frames) // 2, 31, 32, 33, 0):
+        page(f"seek({frame})")
+        end = replay(type(whole)(whole.about, whole.lines[: frames[frame]]))
+        found = page(STATE)
+        assert found["free"] == sorted(end.free)
+        nodes = [[name, n.pages, n.parent, n.locks] for name, n in end.nodes.items()]
+        assert sorted(found["nodes"]) == sorted(nodes)
+        assert found["order"] == list(end.lru)
+        requests = [
+            [r.uid, r.state, r.row, r.pages, r.shared, r.answer] for r in end.requests.values()
+        ]
+        assert found["requests"] == requests
+
+
+def test_play_and_scrub(page: Page) -> None:
+    page.page.select_option("#speed", "60")
+    page.page.click("#play")
+    page.page.wait_for_function("now.frame >= 3")
+    page.page.click("#play")
+    at = page("now.frame")
+    page.page.wait_for_timeout(100)
+    assert page("now.frame") == at and page("now.playing") is None
+    box = page.page.locator("#overview").bounding_box()
+    page.page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 20)
+    page.page.mouse.down()
+    quarter = page("now.frame")
+    page.page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 20)
+    page.page.mouse.up()
+    count = page("run.frames.length")
+    assert abs(quarter - count / 4) <= 2 and abs(page("now.frame") - 3 * count / 4) <= 2
+    page("document.getElementById('step').value = 7")
+    page.page.dispatch_event("#step", "input")
+    assert page("now.frame") == 7 and "step 7" in page.page.inner_text("#where")
+
+
+def test_keyboard(page: Page) -> None:
+    press = page.page.keyboard.press
+    for key, frame in (("ArrowRight", 1), ("Shift+ArrowRight", 11), ("ArrowLeft", 10), ("Home", 0)):
+        press(key)
+        assert page("now.frame") == frame
+    press("End")
+    assert page("now.frame") == page("run.frames.length") - 1
+    press("Home")
+    press("Shift+ArrowRight")
+    press("]")
+    assert page("now.selected.kind") == "request"
+    assert "request" in page.page.inner_text("#say")
+    press("Escape")
+    assert page("now.selected") is None
+    press(" ")
+    page.page.wait_for_function("now.frame > 10")
+    press(" ")
+    assert page("now.playing") is None
+    page.page.focus("#pages")
+    press("ArrowRight")
+    press("Enter")
+    assert page("now.selected") == {"kind": "page", "id": 1}
+    assert "page 1" in page.page.inner_text("#say")
+    page.page.focus("#tree [data-node]")
+    press("Enter")
+    assert page("now.selected.kind") == "node"
+
+
+def test_one_click_lights_up_every_panel(page: Page) -> None:
+    page("seek(60)")
+    uid = page("[...state.requests.values()].find((r) => r.row >= 0 && r.shared > 0).uid")
+    page.page.click(f"#running [data-uid='{uid}']")
+    lit = page(
+        "(() => { const lit = highlighted(); return [...lit.pages].sort((a, b) => a - b); })()"
+    )
+    assert lit == sorted(page(f"state.requests.get({uid}).pages"))
+    assert page.page.get_attribute(f"[data-uid='{uid}']", "aria-pressed") == "true"
+    assert page("document.querySelectorAll('#tree .lit').length") > 0
+    assert f"request {uid}" in page.page.inner_text("#text")
+    page.page.click(f"[data-uid='{uid}']")  # once more: off
+    assert page("now.selected") is None
+    node = page("[...state.nodes.keys()][0]")
+    page.page.click(f"#tree [data-node='{node}']")
+    assert page("now.selected") == {"kind": "node", "id": node}
+    assert node in page("[...highlighted().pages]")
+    page.page.click("#pages", position={"x": 5, "y": 5})
+    assert page("now.selected") == {"kind": "page", "id": 0}
+    page.page.click("#table", position={"x": 20, "y": 8})
+    assert page("now.selected.kind") == "request"
+    page.page.click("#selection")
+    assert page("now.selected") is None
+
+
+def test_events_name_their_functions_and_chapters(page: Page) -> None:
+    page("seek(40)")
+    text = page.page.inner_text("#events")
+    assert "Scheduler.launch" in text and "step 40 is launched" in text
+    assert page.page.inner_text("#events-count") != "0"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [420, 1300])
+def test_fits_small_screens_and_both_themes(
+    browser: Any, recording: Path, scheme: str, width: int
+) -> None:
+    page = Page(
+        browser, recording, color_scheme=scheme, viewport={"width": width, "height": 800}
+    )  # fmt: skip
+    page("seek(50)")
+    assert page("document.documentElement.scrollWidth") <= width
+    shade = "getComputedStyle(document.documentElement).backgroundColor.match(/\\d+/g).map(Number)"
+    assert (sum(page(shade)) < 3 * 128) == (scheme == "dark")
+    page.page.click("#theme")
+    assert (sum(page(shade)) < 3 * 128) == (scheme == "light")
+    page.close()
+
+
+def test_everything_has_a_name(page: Page) -> None:
+    """Buttons, canvases and sliders have text or a label; those of lists too."""
+    page("seek(50)")
+    nameless = page("""[...document.querySelectorAll('button, canvas, input, select, [tabindex]')]
+      .filter((e) => !e.getAttribute('aria-label') && !e.innerText?.trim() && !e.labels?.length)
+      .map((e) => e.outerHTML.slice(0, 80))""")
+    assert nameless == []
+    assert page("document.documentElement.lang") == "en"
+
+
+def test_prompts_that_were_not_recorded_are_not_shown(browser: Any, tmp_path: Path) -> None:
+    with LLM(device="cpu", num_pages=64, page_size=4, record=tmp_path / "run") as llm:
+        llm.generate(["Once upon a time"], SamplingParams(max_tokens=4, ignore_eos=True))
+    page = Page(browser, tmp_path / "run")
+    page("seek(2)")
+    assert "not recorded" in page.page.inner_text("#text")
+    assert "Once" not in page.page.inner_text("#text")
+    page.close()
+
+
+def test_long_runs_are_scrubbed_quickly(browser: Any, tmp_path: Path) -> None:
+    """5,000 steps and 500 requests; the goal is 60 ms a frame, a busy machine gets ten times."""
+    sizes = {"num_pages": 1000, "max_running_req": 32, "budget": 256}
+    page = Page(browser, record(tmp_path / "run", 500, 5000, **sizes))
+    frames, requests = page("run.frames.length"), page("run.answers.size")
+    assert frames >= 5000 and requests >= 500
+    times = page("""(() => {
+      const times = [];
+      for (let i = 0; i < 120; i++) {
+        const start = performance.now();
+        seek((i * 7919) % run.frames.length);
+        document.body.getBoundingClientRect();  // layout, too
+        times.push(performance.now() - start);
+      }
+      return times.sort((a, b) => a - b);
+    })()""")
+    median, worst = times[60], times[-7]
+    print(f"{frames} frames, {requests} requests: median {median:.1f} ms, 95 % {worst:.1f} ms")
+    assert median < 600
+    page.close()
+
+
+def test_page_works_in_a_frame(browser: Any, recording: Path, tmp_path: Path) -> None:
+    """As in a notebook: inside `srcdoc`, and with the theme of the page around it."""
+    (tmp_path / "outer.html").write_text(
+        f"<!doctype html><html data-theme='dark'><body>{Viewer(recording)._repr_html_()}"
+    )
+    outer = browser.new_page(color_scheme="light")
+    outer.goto(f"file://{tmp_path / 'outer.html'}")
+    frame = outer.frame_locator("iframe")
+    frame.locator("body.ready").wait_for(timeout=120_000)
+    frame.locator("#next").click()
+    assert "step" in frame.locator("#where").inner_text()
+    outer.close()
+
+
+def test_kinds_of_events_are_all_described(page: Page) -> None:
+    """No event shows its bare name."""
+    kinds = {kind.__name__ for kind in events.Event.__subclasses__()}
+    texts = page("run.events.map(([, event]) => [event[0], describe(event)[0]])")
+    assert {kind for kind, _ in texts} <= kinds
+    assert [text for kind, text in texts if text == kind] == []
