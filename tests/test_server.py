@@ -28,6 +28,7 @@ from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply
 from minisgl.scheduler.replies import PROMPT_TAIL
 from minisgl.server.frontend import Frontend, Observer, RequestFailed
 from minisgl.server.http.api import EventStream, create_app
+from minisgl.server.http.errors import ApiError
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest
 from minisgl.server.http.settings import ApiSettings, sampling_defaults, settings_for
 from minisgl.server.in_process import InProcessServer
@@ -570,7 +571,7 @@ def test_nulls_mean_defaults_and_unknown_fields_are_ignored(live: Live) -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "negative max_tokens": ({"max_tokens": -1}, "max_tokens"),
+    "negative max_tokens": ({"max_tokens": -3}, "max_tokens"),
     "zero max_tokens": ({"max_tokens": 0}, "max_tokens"),
     "negative temperature": ({"temperature": -0.5}, "temperature"),
     "top_p above one": ({"top_p": 1.5}, "top_p"),
@@ -658,7 +659,7 @@ def test_a_form_that_cannot_be_had_is_refused(
 
 @pytest.mark.parametrize("field", ["prompt", "stop"])
 def test_half_a_character_is_no_text(field: str) -> None:
-    with pytest.raises(ValueError, match=r"unpaired surrogate .* at character 1"):
+    with pytest.raises(ApiError, match=r"unpaired surrogate .* at character 1"):
         CompletionRequest.model_validate({"prompt": "x", field: "a\ud800"})
 
 

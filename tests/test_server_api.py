@@ -487,7 +487,9 @@ def test_tenants_with_a_salt_share_no_prefix(live: Live) -> None:
     long = {"messages": [{"role": "user", "content": "What is 12 + 3? " * 20}]}
     found = []
     for salt in ("red", "blue", "red", None):
-        usage = chat(live, **long, cache_salt=salt).json()["usage"]
+        answer = chat(live, **long, cache_salt=salt)
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
         found.append(usage["prompt_tokens_details"]["cached_tokens"])
     assert found[:2] == [0, 0] and found[2] > 0 and found[3] == 0
     refused = chat(live, cache_salt="").json()["error"]

@@ -101,7 +101,7 @@ def test_values_that_ask_for_nothing_pass() -> None:
         {"num_beams": 4}, {"guidance_scale": 1.5}, {"forced_eos_token_id": 0}, {"max_length": 9},
         {"samplers": ["top_k"]}, {"extra_body": {"top_k": 1}}, {"system": "Be brief."},
         {"raw": True}, {"penalty_alpha": 0.6}, {"smoothing_factor": 0.2}, {"top_a": 0.1},
-        {"options": {"mirostat": 1}}, {"options": [1]}, {"think": "x", "enable_thinking": 1.5},
+        {"options": {"mirostat": 1}}, {"options": [1]}, {"think": ["x"]},
         {"thinking": {"type": "enabled", "budget_tokens": 99}}, {"reasoning": {"max_tokens": 9}},
         {"reasoning_budget": 99}, {"reasoning_format": "other"}, {"format": "yaml"},
         {"repeat_last_n": 64, "repeat_penalty": 1.1}, {"max_token": 5}, {"maxTokens": 5},

@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from msgspec.msgpack import encode
 from pydantic import ValidationError
 
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.tools import ResponseFormat, sendable
-from minisgl.server.workers.messages import encode
 
 REFUSED = """
 audio begin_suppress_tokens chat_template constraints context custom_logit_processor
