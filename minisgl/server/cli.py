@@ -26,7 +26,7 @@ from minisgl.config import flags
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams
-from minisgl.runtime.guarded import guarded
+from minisgl.guarded import guarded
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import OF_THE_GROUP, WorkerFailed, one_line
 from minisgl.server.chat.client import ApiClient, ServerError

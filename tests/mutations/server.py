@@ -522,7 +522,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: a trace that failed is asked again and again",
-        module="minisgl.runtime.guarded",
+        module="minisgl.guarded",
         old="live.clear()",
         new="pass",
         test="tests/test_server_operations.py::test_a_scheduler_outlives_what_watches_it",
