@@ -10,14 +10,18 @@ import re
 from minisgl.tokenizer import Tokenizer
 
 
+def byte_letters() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for."""
+    shown = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
+    hidden = sorted(set(range(256)) - set(shown))
+    return {chr(b): b for b in shown} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
+
+
 class TokenBytes:
     """Looks up the bytes of a token. Ids that the tokenizer does not know stand for none."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        from transformers.convert_slow_tokenizer import bytes_to_unicode  # as late as a tokenizer
-
-        self._backend = tokenizer.backend
-        self._byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
+        self._backend, self._byte_of = tokenizer.backend, byte_letters()
         self._byte_level = "ByteLevel" in repr(self._backend.decoder)
         added = self._backend.get_added_tokens_decoder()
         self._added = {token: str(entry.content).encode() for token, entry in added.items()}

@@ -52,20 +52,14 @@ class Tokenizer:
     """A model's tokenizer, read from its folder: encode, render a chat, decode."""
 
     def __init__(self, path: str | Path) -> None:
-        from transformers import AutoTokenizer  # takes seconds: paid by the processes that use it
+        from minisgl.tokenizer_files import ChatTemplates, read_tokenizer  # only where one is built
 
-        try:
-            self.hf: Any = AutoTokenizer.from_pretrained(str(path))
-        except Exception as error:  # a broken file leads the library to any of them
-            said = f"{type(error).__name__}: {error}"
-            raise ValueError(f"tokenizer: that of {path} cannot be read, {said}") from error
-        self.backend: Any = getattr(self.hf, "backend_tokenizer", None)
-        if self.backend is None:
-            raise ValueError(f"tokenizer: {path} has no tokenizer.json that can be used")
-        self.backend = with_markers(self.backend)
-        self.vocab_size: int = len(self.hf)  # ids are below it, added tokens included
-        eos = self.hf.eos_token_id
-        self.eos_token_ids: tuple[int, ...] = () if eos is None else (int(eos),)
+        files = read_tokenizer(Path(path))
+        self.backend: Any = with_markers(files.backend)
+        self.templates = ChatTemplates(files.templates, files.special_tokens)
+        self.vocab_size: int = self.backend.get_vocab_size()  # ids are below it
+        eos = self.backend.token_to_id(files.special_tokens.get("eos_token", ""))
+        self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> IntArray:
         """Token ids of a prompt, int32 [n], with BOS where the model wants one."""
@@ -84,18 +78,15 @@ class Tokenizer:
         `continue_final_message=True`, leaves the last message open instead.
         """
         checked = check_messages(messages)
-        if not self.hf.chat_template:
-            raise ValueError("messages: this model's tokenizer has no chat template")
-        if variables.get("tools") and "tools" not in str(self.hf.chat_template):
-            raise ValueError("tools: this model's chat template does not know any")
         open_end = {"add_generation_prompt": not variables.get("continue_final_message")}
         try:
-            text = self.hf.apply_chat_template(checked, tokenize=False, **{**open_end, **variables})
+            return self.templates.render(checked, **{**open_end, **variables})
+        except ValueError:
+            raise
         except (
             Exception
         ) as error:  # a template is code of the model's author and refuses as it likes
             raise ValueError(f"messages: refused by the chat template: {error}") from error
-        return str(text)
 
     def apply_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> IntArray:
         """Token ids of a rendered conversation, int32 [n]; BOS comes from the template alone."""

@@ -32,6 +32,7 @@ try:
     # jsonschema, which nbformat imports, would take 2 s to compile a grammar of IRIs, for nothing.
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     import jupytext
+    import labs  # notebooks/labs.py
     import nbformat
     from jupytext.config import load_jupytext_config
     from nbclient import NotebookClient
@@ -172,7 +173,11 @@ def chapter_promise(nb: NotebookNode) -> str:
 
 def parse_chapter(root: Path, stem: str) -> Chapter:
     """Sort the exported cells of a chapter by the module that they go to."""
-    nb = read_chapter(root, stem)
+    return parse_cells(read_chapter(root, stem), stem)
+
+
+def parse_cells(nb: NotebookNode, stem: str) -> Chapter:
+    """Sort the exported cells of a notebook by the module that they go to."""
     chapter = Chapter(stem, chapter_promise(nb))
     default: str | None = None
     code = [cell for cell in nb.cells if cell.cell_type == "code"]
@@ -1102,6 +1107,63 @@ def check(root: Path, wanted: Sequence[str]) -> int:
     return int(bool(problems))
 
 
+# --------------------------------------------------------------------------- labs
+
+
+def lab_path(root: Path, stem: str) -> Path:
+    """Return the notebook in which a reader writes a chapter's functions."""
+    return root / "notebooks" / "labs" / f"{stem}.ipynb"
+
+
+def lab_stem(root: Path, name: str) -> str:
+    """Return the chapter of a lab; BuildError if it has no tests to be graded by."""
+    stem = select(root, [name])[0]
+    if stem.split("_")[0] not in labs.TESTS:
+        raise BuildError(f"chapter: must be one of {', '.join(labs.TESTS)} for a lab, got {name!r}")
+    return stem
+
+
+def write_lab(root: Path, name: str, force: bool) -> int:
+    """Write the lab of a chapter; a lab that exists is the reader's work, and stays."""
+    stem = lab_stem(root, name)
+    path = lab_path(root, stem)
+    if path.exists() and not force:
+        raise BuildError(f"{path.relative_to(root)} exists; --force replaces it, and what is in it")
+    nb, total = labs.make_lab(read_notebook_half(pair(root, stem)[1]), stem.split("_")[0])
+    write_atomically(path, notebook_text(nb))
+    print(f"{path.relative_to(root)}: {total} functions are yours to write")
+    return 0
+
+
+def lab_modules(root: Path, stem: str) -> dict[str, str]:
+    """Return the modules of a reader's lab as text, by name."""
+    path = lab_path(root, stem)
+    number = stem.split("_")[0]
+    if not path.exists():
+        raise BuildError(f"no lab yet: `python notebooks/build.py lab {number}` makes it")
+    return assemble(parse_cells(read_notebook_half(path), stem))
+
+
+def grade(root: Path, name: str, last: int | None) -> int:
+    """Run the project's tests on a reader's modules; print one sentence."""
+    stem = lab_stem(root, name)
+    with labs.package_with(root, lab_modules(root, stem)) as copy:
+        outcomes = labs.run_tests(copy, labs.TESTS[stem.split("_")[0]])
+    good, sentence = labs.verdict(outcomes, last)
+    print(sentence)
+    return 0 if good else 1
+
+
+def serve_lab(root: Path, name: str, rest: Sequence[str]) -> int:
+    """Run `python -m minisgl` with a reader's modules in place of the package's."""
+    stem = lab_stem(root, name)
+    with labs.package_with(root, lab_modules(root, stem)) as copy:
+        command = [sys.executable, "-m", PACKAGE, *rest]
+        return subprocess.run(
+            command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, check=False
+        ).returncode
+
+
 # --------------------------------------------------------------------------- command line
 
 
@@ -1150,6 +1212,22 @@ def arguments() -> argparse.ArgumentParser:
                 action="store_true",
                 help="the other way round: NN.md follows NN.ipynb",
             )
+    for name, text in {
+        "lab": "write notebooks/labs/NN.ipynb: the chapter with its functions left to the reader",
+        "grade": "run the project's tests of a chapter on the reader's lab; print one sentence",
+        "serve": "run `python -m minisgl` with the reader's lab in place of the chapter's modules; "
+        "flags behind NN go to it",
+    }.items():
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("chapter", metavar="NN", help=f"one of {', '.join(labs.TESTS)}")
+        if name == "lab":
+            command.add_argument("--force", action="store_true", help="replace a lab that exists")
+        elif name == "grade":
+            command.add_argument(
+                "--round", type=int, help="grade up to this round of the chapter (default: all)"
+            )
+        else:
+            command.add_argument("rest", nargs=argparse.REMAINDER, metavar="FLAGS")
     return parser
 
 
@@ -1167,8 +1245,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(options.root, options.chapters)
         if options.command == "budget":
             return print_budget(options.root, options.chapters)
+        if options.command == "lab":
+            return write_lab(options.root, options.chapter, options.force)
+        if options.command == "grade":
+            return grade(options.root, options.chapter, options.round)
+        if options.command == "serve":
+            return serve_lab(options.root, options.chapter, options.rest)
         return check(options.root, options.chapters)
-    except BuildError as error:
+    except (BuildError, labs.LabError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

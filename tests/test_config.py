@@ -575,14 +575,14 @@ def test_generation_config_wins(tmp_path: Path) -> None:
 
 def test_missing_and_wrong_paths(tmp_path: Path) -> None:
     assert refused(ModelConfig.from_path, tmp_path).startswith("config.json: no such file")
-    (tmp_path / "model.gguf").write_text("x")
+    (tmp_path / "model.bin").write_text("x")
     for wrong in (
         tmp_path / "nothing",
         str(tmp_path / "nothing"),
         "./nothing",
         "a/b/c",
         "~/no-such-folder-here",
-        tmp_path / "model.gguf",
+        tmp_path / "model.bin",
         "",
         3,
         "name with space",

@@ -17,6 +17,7 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from minisgl.config.engine import ServerConfig
 from minisgl.core import SamplingParams
@@ -849,11 +850,11 @@ def test_uids_are_spread_but_a_request_keeps_its_worker() -> None:
     assert [uid for _, uid in kinds[1]] == [1, 1, 3, 3]
 
 
-def test_pitfall_13_no_second_bos_over_http(tokenizer: Tokenizer) -> None:
+def test_pitfall_13_no_second_bos_over_http(tokenizer: Tokenizer, checkpoint: Path) -> None:
     bench = Bench(tokenizer)
     messages = [{"role": "user", "content": "hi"}]
     bench.worker.handle(TokenizeMsg(uid=1, sampling_params=SamplingParams(), messages=messages))
     (sent,) = bench.sent()
-    rendered = tokenizer.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
-    expected = rendered["input_ids"] if hasattr(rendered, "keys") else rendered
+    theirs = AutoTokenizer.from_pretrained(checkpoint)
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert np.array_equal(sent.input_ids, expected)

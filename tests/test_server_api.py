@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 from httpx_sse._decoders import SSEDecoder, SSELineDecoder
+from transformers import PreTrainedTokenizerBase
 
 from minisgl import LLM
 from minisgl.config.paths import resolve_model_path
@@ -33,6 +34,7 @@ from minisgl.server.workers.messages import TokenizeMsg
 from minisgl.server.workers.text_process import build_text_worker
 from minisgl.token_bytes import TokenBytes
 from minisgl.tokenizer import Tokenizer
+from minisgl.tokenizer_files import ChatTemplates
 from tests import bodies
 from tests.checkpoints import make_checkpoint
 from tests.serving import WINDOW, Live, metric, random_model
@@ -550,9 +552,13 @@ def test_chat_fields_are_refused_by_name(live: Live, fields: dict[str, Any], par
     assert response.status_code == 400 and error["param"] == param and param in error["message"]
 
 
-def test_template_arguments_are_reserved(checkpoint: Path) -> None:
-    names = set(inspect.signature(Tokenizer(checkpoint).hf.apply_chat_template).parameters)
-    assert names - {"kwargs", "add_generation_prompt"} <= set(RESERVED.split())
+def test_template_arguments_are_reserved() -> None:
+    theirs = PreTrainedTokenizerBase.apply_chat_template
+    for function in (theirs, ChatTemplates.render):
+        names = set(inspect.signature(function).parameters)
+        assert names - {"self", "kwargs", "variables", "add_generation_prompt"} <= set(
+            RESERVED.split()
+        )
 
 
 def test_template_variables_reach_the_template(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from minisgl.config.paths import resolve_model_path
+from minisgl.template_files import chat_templates
+from minisgl.token_bytes import byte_letters
 from minisgl.tokenizer import DecodeStatus, IncrementalDetokenizer, StopFilter, Tokenizer
+from minisgl.tokenizer_files import read_by_transformers, read_directly, read_tokenizer
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",
@@ -135,15 +141,163 @@ def test_pitfall_13_a_chat_gets_one_bos(level: Tokenizer) -> None:
     assert ids[-1] == SPECIAL.index("<|assistant|>")
 
 
-def test_chat_is_what_transformers_makes_of_it(level: Tokenizer) -> None:
-    messages = [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": TEXT},
-        {"role": "assistant", "content": "ok"},
-        {"role": "user", "content": "again"},
-    ]
-    want = level.hf.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert level.apply_chat(messages).tolist() == list(want)
+TALK = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": TEXT, "name": None},
+    {"role": "assistant", "content": "  ok ", "reasoning_content": "hm", "tool_calls": None},
+    {"role": "user", "content": "again"},
+]
+TOOL = {"type": "function", "function": {"name": "é<b>", "parameters": {"b": 1, "a": [1, 2]}}}
+TEMPLATES = {
+    "plain": TEMPLATE,
+    "json": "{{ tools | tojson }}{{ tools | tojson(indent=2, sort_keys=true, ensure_ascii=true) }}",
+    "loops": "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}\n"
+    "  {% set x = loop.index %}\n{{ x }}{{ m.content | trim }}{% break %}{% endfor %}",
+    "marked": "{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% endfor %}",
+    "nulls": "{% for m in messages %}{{ m.keys() | list | sort | join(' ') }};{% endfor %}",
+    "thoughts": "{% for m in messages if m.thinking %}{{ m.thinking }}{% endfor %}",
+    "tokens": "{{ eos_token }}{{ user_token }}{{ pad_token }}{{ documents is none }}{{ x }}",
+    "namespace": "{% set n = namespace(a=1) %}{% set n.a = n.a + 1 %}{{ n.a }}{{ dict(b=2).b }}",
+    "date": "{{ strftime_now('%Y') }}",
+    "refuses": "{{ raise_exception('no') }}",
+    "escapes": "{{ messages.__class__ }}",
+    "changes": "{{ messages.append(1) }}",
+    "broken": "{% if %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_chat_is_what_transformers_makes_of_it(folder: Path, name: str) -> None:
+    extra = {"extra_special_tokens": {"user_token": "<|user|>"}}
+    place = save(folder / f"say-{name}", byte_level(), chat_template=TEMPLATES[name], **extra)
+    ours, theirs = Tokenizer(place), AutoTokenizer.from_pretrained(place)
+    variables = {"tools": [TOOL], "x": 1} if name == "json" else {"x": 1}
+    try:
+        want = theirs.apply_chat_template(TALK, tokenize=False, **variables)
+    except Exception:
+        with pytest.raises(ValueError, match="refused by the chat template"):
+            ours.render_chat(TALK, add_generation_prompt=False, **variables)
+        return
+    assert ours.render_chat(TALK, add_generation_prompt=False, **variables) == want
+    if name == "plain":
+        want = theirs.apply_chat_template(TALK, add_generation_prompt=True, return_dict=False)
+        assert ours.apply_chat(TALK).tolist() == want
+
+
+@pytest.mark.parametrize("shown", ["m.content", "m.content | trim", "'gone'"])
+@pytest.mark.parametrize("end", ["so", "so ", "so\n\n"])
+def test_an_open_end_is_where_transformers_cuts(folder: Path, shown: str, end: str) -> None:
+    template = "{% for m in messages %}<s>{{ " + shown + " }}</s>\n{% endfor %}"
+    place = save(folder / "open", byte_level(), chat_template=template)
+    ours, theirs = Tokenizer(place), AutoTokenizer.from_pretrained(place)
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": end}]
+    if shown == "'gone'":
+        with pytest.raises(ValueError, match="leaves the last message out"):
+            ours.render_chat(talk, continue_final_message=True)
+        return
+    want = theirs.apply_chat_template(talk, tokenize=False, continue_final_message=True)
+    assert ours.render_chat(talk, continue_final_message=True) == want
+    with pytest.raises(ValueError, match="add_generation_prompt: not together"):
+        ours.render_chat(talk, continue_final_message=True, add_generation_prompt=True)
+
+
+def test_several_templates(folder: Path) -> None:
+    """A chat with tools has its own, files replace the config, and a list without default fails."""
+    both = [{"name": n, "template": n + "{{ tools }}"} for n in ("default", "tool_use")]
+    place = save(folder / "several", byte_level(), chat_template=both)
+    theirs = AutoTokenizer.from_pretrained(place)
+    for tools in (None, [TOOL]):
+        want = theirs.apply_chat_template(TALK, tools=tools, tokenize=False)
+        assert Tokenizer(place).render_chat(TALK, tools=tools) == want
+    (place / "chat_template.jinja").write_text("from a file")
+    assert Tokenizer(place).render_chat(TALK) == "from a file"
+    assert chat_templates(place) == {"default": "from a file"}
+    odd = save(folder / "odd", byte_level(), chat_template=both[1:])
+    with pytest.raises(ValueError, match="messages: no default among the templates tool_use"):
+        Tokenizer(odd).render_chat(TALK)
+
+
+# ------------------------------------------------------------------------------ files
+
+
+def qwen() -> Backend:
+    """The parts that every Qwen2 and Qwen3 has, with a small vocabulary."""
+    backend = byte_level()
+    split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    backend.normalizer = normalizers.NFC()
+    return backend
+
+
+DIRECT = {
+    "PreTrainedTokenizerFast": byte_level,
+    "TokenizersBackend": metaspace,
+    "Qwen2Tokenizer": qwen,
+    "LlamaTokenizerFast": byte_level,
+}
+
+
+@pytest.mark.parametrize("kind", DIRECT)
+def test_files_read_directly_are_what_transformers_reads(folder: Path, kind: str) -> None:
+    place = save(folder / kind, DIRECT[kind](), tokenizer_class=kind, pad_token="</s>")
+    ours, theirs = read_directly(place), read_by_transformers(place)
+    assert ours is not None and ours.templates == theirs.templates
+    assert ours.special_tokens.items() <= theirs.special_tokens.items()
+    for text in (*CORPUS, TEXT, "<s>a <|user|>b", "", " x", "e\u0301 12345"):
+        for special in (True, False):
+            got, want = (b.encode(text, add_special_tokens=special).ids
+                         for b in (ours.backend, theirs.backend))  # fmt: skip
+            assert got == want, text
+            assert ours.backend.decode(got) == theirs.backend.decode(want)
+
+
+OTHER = {
+    "another class": {"tokenizer_class": "BertTokenizer"},
+    "no class": {"tokenizer_class": None},
+    "a class with rules of its own": {"tokenizer_class": "LlamaTokenizer"},
+    "code": {"auto_map": {"AutoTokenizer": ["x.Y", None]}},
+    "prefix": {"add_prefix_space": True},
+    "a special token that is not in the file": {"eos_token": "<|new|>"},
+    "a token that is no special one in the file": {"pad_token": "hello"},
+    "an added one": {"added_tokens_decoder": {"999": {"content": "<|new|>", "special": False}}},
+    "a listed one": {"additional_special_tokens": ["<|new|>"]},
+    "another listed one": {"extra_special_tokens": [{"content": "<|new|>"}]},
+}
+
+
+@pytest.mark.parametrize("why", OTHER)
+def test_other_files_go_to_transformers(folder: Path, why: str) -> None:
+    make = metaspace if "rules" in why else byte_level
+    assert read_directly(save(folder / why.replace(" ", "-"), make(), **OTHER[why])) is None
+
+
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json", "config.json"])
+def test_older_files_go_to_transformers(folder: Path, name: str) -> None:
+    place = save(folder / f"older-{name}", byte_level())
+    assert read_directly(place) is not None
+    (place / name).write_text('{"model_type": "mistral3"}' if name == "config.json" else "{}")
+    assert read_directly(place) is None
+
+
+def test_tokens_that_only_the_config_has_come_from_transformers(folder: Path) -> None:
+    place = save(folder / "more", byte_level(), eos_token="<|new|>")
+    tokenizer = Tokenizer(place)
+    assert tokenizer.eos_token_ids == (tokenizer.vocab_size - 1,)
+    assert tokenizer.encode("<|new|>").tolist() == [0, tokenizer.vocab_size - 1]
+
+
+def test_no_text_is_cut_or_padded(folder: Path) -> None:
+    backend = byte_level()
+    backend.enable_truncation(8)
+    backend.enable_padding(length=64)
+    for config in ({}, {"add_prefix_space": True}):
+        backend = read_tokenizer(save(folder / "cut", backend, **config)).backend
+        assert len(backend.encode(TEXT).ids) > 8 and len(backend.encode("a").ids) == 2
+
+
+def test_letters_of_bytes() -> None:
+    assert byte_letters() == {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 @pytest.mark.parametrize(

@@ -343,11 +343,8 @@ def read_heads(file: ConfigFile, family: Family) -> dict[str, Any]:
         raise ValueError("num_key_value_heads: missing")
     if head_dim is None and file.hidden_size % heads:
         raise refuse("num_attention_heads", f"a divisor of hidden_size {file.hidden_size}", heads)
-    return {
-        "num_qo_heads": heads,
-        "num_kv_heads": kv_heads or heads,
-        "head_dim": head_dim or file.hidden_size // heads,
-    }
+    size = head_dim or file.hidden_size // heads
+    return {"num_qo_heads": heads, "num_kv_heads": kv_heads or heads, "head_dim": size}
 
 
 def read_window(file: ConfigFile, family: Family) -> int | None:

@@ -5,6 +5,7 @@ Generated from notebooks/01b_configuration.ipynb: edit there.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from importlib.resources import files
@@ -31,16 +32,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def resolve_model_path(model: str | Path | None) -> Path:
-    """Folder of a model: None is the embedded one, then an existing folder, then a hub id."""
+    """Folder of a model: None is the embedded one, then a folder, a file or alias, a hub id."""
     if model is None:
         return Path(str(files("minisgl"))) / "tiny" / "model"
     if not isinstance(model, str | Path) or not str(model):
-        raise refuse("model_path", "a folder, a hub id or None", model)
+        raise refuse("model_path", "a folder, a .gguf file, a hub id or None", model)
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
+    if str(model) == "smollm2" or folder.suffix == ".gguf":  # of chapter 06e
+        return Path(importlib.import_module("minisgl.models.gguf.folder").unpack(folder))
     if folder.exists():
-        raise refuse("model_path", "a folder with a config.json, not a file", str(model))
+        raise refuse("model_path", "a folder with a config.json or a .gguf file", str(model))
     if isinstance(model, Path) or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model):
         raise ValueError(f"model_path: no such folder, and not a hub id either, got {str(model)!r}")
     return download(model)

@@ -5,6 +5,9 @@ Generated from notebooks/02_kv_cache.ipynb: edit there.
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -20,6 +23,13 @@ def kv_bytes_per_token(model: ModelConfig, itemsize: int, tp_size: int = 1) -> i
         raise ValueError(f"tp_size: must be a divisor or a multiple of {kv}, got {tp_size!r}")
     heads = model.kv_heads_per_rank(tp_size)
     return 2 * model.num_layers * heads * model.head_dim * itemsize
+
+
+def mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, mmap.mmap]:
+    """Return zeros that take memory only where they are written, and the mapping behind them."""
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    fresh = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, private)
+    return torch.frombuffer(fresh, dtype=torch.uint8).view(dtype).view(shape), fresh
 
 
 class KVPool:
@@ -44,7 +54,11 @@ class KVPool:
         self.dummy_page, self.num_slots = num_pages, num_pages * page_size
         self.dummy_slot = self.num_slots
         shape = (2, num_layers, num_pages + 1, page_size, num_kv_heads, head_dim)
-        self.buffer = torch.zeros(shape, dtype=dtype, device=device)
+        self._mapping: mmap.mmap | None = None
+        if torch.device(device).type == "cpu":
+            self.buffer, self._mapping = mapped_zeros(shape, dtype)
+        else:
+            self.buffer = torch.zeros(shape, dtype=dtype, device=device)
         self._pages = self.buffer.unbind(1)
         self._slots = self.buffer.flatten(2, 3).unbind(1)
 
@@ -58,7 +72,10 @@ class KVPool:
 
     def free(self) -> None:
         """Give the memory back now, even if views of it are left. Touch no slot after it."""
-        self.buffer.untyped_storage().resize_(0)
+        if self._mapping is None:
+            self.buffer.untyped_storage().resize_(0)
+        else:
+            self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def store_kv(self, k: Tensor, v: Tensor, out_loc: Tensor, layer_id: int) -> None:
         """Write k, v [n, kv_heads, head_dim] of one layer into the slots `out_loc` [n], int64."""

@@ -5,6 +5,7 @@ Generated from notebooks/05b_weights.ipynb: edit there.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from minisgl.layers.norm import QKNorm, RMSNorm
 from minisgl.models.shards import ShardSpec, model_shards
 from minisgl.parallel.comm import Comm
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE, GGUF = "model.safetensors.index.json", "model.safetensors", "model.gguf"
 
 
 class WeightError(ValueError):
@@ -37,7 +38,9 @@ def some(names: Sequence[str]) -> str:
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: those of the index, or the single one."""
+    """The files of a checkpoint: those of the index, or the single one."""
+    if (folder / GGUF).exists():
+        return [folder / GGUF]
     if (folder / INDEX).is_file():
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         names = sorted(set(index["weight_map"].values()))
@@ -51,14 +54,21 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return found
 
 
+def open_file(path: Path) -> Any:
+    """Open a safetensors file, or a GGUF file, which has the same methods."""
+    if path.suffix == ".gguf":
+        return importlib.import_module("minisgl.models.gguf.tensors").GgufTensors(path)
+    return safe_open(path, framework="pt")
+
+
 class Checkpoint:
-    """Open safetensors files: which tensors they hold, their shapes, and slices of them."""
+    """Open files: which tensors they hold, their shapes, and slices of them."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.file_of: dict[str, Any] = {}
         for path in checkpoint_files(folder):
             try:
-                file = stack.enter_context(safe_open(path, framework="pt"))
+                file = stack.enter_context(open_file(path))
             except Exception as error:
                 raise WeightError(f"weights: {path.name} cannot be read: {error}") from error
             names = list(file.keys())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations import Mutation
 
 SAMPLER, TOKENIZER = "minisgl.engine.sampler", "minisgl.tokenizer"
+FILES = "minisgl.tokenizer_files"
 KERNEL, PROCESSORS = "minisgl.kernels.sample", "minisgl.engine.logits_processors"
 TESTS, TEXT = "tests/test_sampler.py::", "tests/test_tokenizer.py::"
 LOGITS = "tests/test_logits_processors.py::"
@@ -247,5 +248,33 @@ MUTATIONS = [
         "held = 0 if len(self.pending) > MAX_PENDING else min(open_bytes, 3)",
         "held = 0",
         TEXT + "test_characters_come_whole",
+    ),
+    Mutation(
+        "tokens_that_only_the_config_has_are_forgotten",
+        FILES,
+        "if not added.issuperset(expected_tokens(config)):",
+        "if False:",
+        TEXT + "test_other_files_go_to_transformers",
+    ),
+    Mutation(
+        "a_prompt_is_cut_at_the_length_of_training",
+        FILES,
+        "    files.backend.no_truncation()\n",
+        "",
+        TEXT + "test_no_text_is_cut_or_padded",
+    ),
+    Mutation(
+        "a_template_leaves_the_sandbox",
+        FILES,
+        "made = ImmutableSandboxedEnvironment(",
+        "made = jinja2.Environment(",
+        TEXT + "test_chat_is_what_transformers_makes_of_it",
+    ),
+    Mutation(
+        "spaces_that_a_template_strips_stay_at_an_open_end",
+        FILES,
+        'return before if after.startswith(" ") else before.rstrip()',
+        "return before",
+        TEXT + "test_an_open_end_is_where_transformers_cuts",
     ),
 ]

@@ -5,13 +5,13 @@ Generated from notebooks/12a_tools.ipynb: edit there.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minisgl.template_files import chat_templates
 from minisgl.tokenizer import THINK
 
 
@@ -85,14 +85,7 @@ def chat_abilities(template: str) -> ChatAbilities:
 
 def read_template(folder: Path) -> str:
     """Text of all chat templates of a model; empty if it has none."""
-    files = [folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")]
-    texts = [file.read_text("utf-8") for file in files if file.is_file()]
-    config = folder / "tokenizer_config.json"
-    if config.is_file():
-        found = json.loads(config.read_text("utf-8")).get("chat_template") or ""
-        several = found if isinstance(found, list) else [{"template": found}]
-        texts += [template["template"] for template in several]
-    return "\n".join(texts)
+    return "\n".join(chat_templates(folder).values())
 
 
 Node = dict[str, Any]  # of a structural tag

@@ -22,6 +22,7 @@ Limit = Annotated[int, Field(gt=0, lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenKey = Annotated[TokenId, Field(strict=False)]  # the keys of a JSON object are strings
 StopText = Annotated[Text, Field(max_length=1024)]
+BadWord = Annotated[Text, Field(max_length=64)]  # the text worker spells each one twice
 MAX_ANSWERS = 1024  # of one HTTP request: prompts times n
 
 
@@ -51,9 +52,7 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[TokenKey, float], Field(max_length=1024)] | None = None
     min_tokens: Count | None = None
-    bad_words: (
-        Annotated[list[Annotated[Text, Field(max_length=64)]], Field(max_length=256)] | None
-    ) = None
+    bad_words: Annotated[list[BadWord], Field(max_length=256)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(max_length=2**18)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None  # vLLM's
@@ -124,7 +123,6 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
         try:
             return SamplingParams(**chosen)
         except (ValueError, TypeError) as error:
-            # Our messages begin with the field: "top_p: must be in (0, 1], got 3".
             ours, why = str(error).split(":", 1)
             param = self.client_name(ours)
             raise ApiError(400, f"{param}:{why}", code="invalid_value", param=param) from error

@@ -54,7 +54,7 @@ def build_text_worker(
 
 def text_process(config: ServerConfig, folder: Path, part: str, context: WorkerContext) -> None:
     """Text worker: `part` is "text", the one that detokenizes, or an extra tokenizer."""
-    # Only to read a tokenizer, transformers would import torch: two seconds and 190 MB.
+    # Where transformers must read the tokenizer, it would import torch: two seconds and 190 MB.
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     inbox = ZmqInbox(address(folder, part))

@@ -1,0 +1,193 @@
+"""A tokenizer from its files, and the programs that render chats for it.
+
+Generated from notebooks/06b_tokenizer.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tokenizers
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from minisgl.template_files import chat_templates, read_json
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What the files of a folder define, whoever reads them."""
+
+    backend: Any  # a `tokenizers.Tokenizer`
+    special_tokens: Mapping[str, str]  # by name: bos_token, eos_token, …
+    templates: Mapping[str, str]  # by name; "default" is the usual one
+
+
+AS_THEY_ARE = {"PreTrainedTokenizer", "TokenizersBackend", "Qwen2Tokenizer"}  # classes
+
+
+def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens of a `tokenizer_config.json` by name."""
+    extra = config.get("extra_special_tokens")
+    named = {name: value for name, value in config.items() if name.endswith("_token")}
+    named |= extra if isinstance(extra, dict) else {}
+    texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def expected_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yield every token that the config mentions, and whether it is a special one."""
+    for token in named_tokens(config).values():
+        yield token, True
+    for name in ("extra_special_tokens", "additional_special_tokens"):
+        listed = config.get(name)
+        for token in listed if isinstance(listed, list) else ():
+            yield (token["content"] if isinstance(token, dict) else token), True
+    for token in config.get("added_tokens_decoder", {}).values():
+        yield token["content"], token.get("special", False)
+
+
+def read_directly(folder: Path) -> TokenizerFiles | None:
+    """Read the two files; None if they are not all that defines this tokenizer."""
+    config = read_json(folder / "tokenizer_config.json")
+    kind = str(config.get("tokenizer_class")).removesuffix("Fast")
+    model = str(read_json(folder / "config.json").get("model_type"))
+    old = [folder / "special_tokens_map.json", folder / "added_tokens.json"]
+    if "added_tokens_decoder" not in config and any(file.is_file() for file in old):
+        return None
+    if any(config.get(name) for name in ("auto_map", "add_prefix_space", "split_special_tokens")):
+        return None
+    if not (folder / "tokenizer.json").is_file() or "mistral" in model:
+        return None  # transformers mends the splitting rules of Mistral's older files
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    byte_level = "ByteLevel" in str(backend.pre_tokenizer)
+    if kind not in AS_THEY_ARE and not (kind == "LlamaTokenizer" and byte_level):
+        return None
+    added = {(t.content, t.special) for t in backend.get_added_tokens_decoder().values()}
+    if not added.issuperset(expected_tokens(config)):
+        return None
+    return TokenizerFiles(backend, named_tokens(config), chat_templates(folder))
+
+
+def read_by_transformers(folder: Path) -> TokenizerFiles:
+    """Read a folder of any format that the library supports."""
+    from transformers import AutoTokenizer  # seconds, which most models do not need
+
+    found = AutoTokenizer.from_pretrained(str(folder))
+    backend = getattr(found, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError("no tokenizer.json that can be used")
+    return TokenizerFiles(backend, found.special_tokens_map, chat_templates(folder))
+
+
+def read_tokenizer(folder: Path) -> TokenizerFiles:
+    """Read a tokenizer that neither cuts nor pads a text; ValueError if it cannot be read."""
+    try:
+        files = read_directly(folder) or read_by_transformers(folder)
+    except Exception as error:  # a broken file leads the libraries to any of them
+        said = f"{type(error).__name__}: {error}"
+        raise ValueError(f"tokenizer: that of {folder} cannot be read, {said}") from error
+    files.backend.no_truncation()
+    files.backend.no_padding()
+    return files
+
+
+class Generation(Extension):
+    """The tag `generation`, which marks text for training and changes none."""
+
+    tags = {"generation"}  # noqa: RUF012  (in the base it is no ClassVar)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Return what stands between the two tags."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def refuse_chat(message: str) -> None:
+    """Refuse a conversation, in a template's words."""
+    raise jinja2.TemplateError(message)
+
+
+def to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None,
+    separators: tuple[str, str] | None = None, sort_keys: bool = False,
+) -> str:  # fmt: skip
+    """Return JSON as models have seen it: Jinja's own filter escapes what HTML would need."""
+    spelling: dict[str, Any] = {"indent": indent, "separators": separators}
+    return json.dumps(value, ensure_ascii=ensure_ascii, sort_keys=sort_keys, **spelling)
+
+
+def sandbox() -> ImmutableSandboxedEnvironment:
+    """Return the environment that templates are written for."""
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    made.filters["tojson"] = to_json
+    made.globals["raise_exception"] = refuse_chat
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return made
+
+
+END = "\ue000"  # for private use: in no text that a model has learnt
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of one field
+
+
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without nulls, its thoughts under each name that a template may read."""
+    found = {name: value for name, value in message.items() if value is not None}
+    thoughts = [found[name] for name in THOUGHTS if name in found]
+    both = {"thinking": thoughts[0], "reasoning_content": thoughts[0]} if thoughts else {}
+    return {**both, **found}
+
+
+class ChatTemplates:
+    """The chat templates of a model; each is compiled when it is first used."""
+
+    def __init__(self, texts: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self.texts, self._special_tokens = texts, special_tokens
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    def choose(self, tools: bool) -> str:
+        """Return the name of the template for a chat with or without tools; ValueError if none."""
+        if not self.texts:
+            raise ValueError("messages: this model's tokenizer has no chat template")
+        if tools and "tool_use" in self.texts:
+            return "tool_use"
+        if "default" not in self.texts:
+            raise ValueError(f"messages: no default among the templates {', '.join(self.texts)}")
+        if tools and "tools" not in self.texts["default"]:
+            raise ValueError("tools: this model's chat template does not know any")
+        return "default"
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool,
+        continue_final_message: bool = False, tools: Sequence[Any] | None = None, **variables: Any,
+    ) -> str:  # fmt: skip
+        """Return a conversation as one string, ready for its answer or open in its last message."""
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("add_generation_prompt: not together with continue_final_message")
+        name = self.choose(bool(tools))
+        if name not in self._compiled:
+            self._compiled[name] = sandbox().from_string(self.texts[name])
+        chat = [plain_message(message) for message in messages]
+        if continue_final_message:
+            chat[-1]["content"] += END + " "
+        text = self._compiled[name].render(
+            messages=chat, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
+            **{**self._special_tokens, **variables},
+        )  # fmt: skip
+        if not continue_final_message:
+            return text
+        before, mark, after = text.rpartition(END)
+        if not mark:
+            raise ValueError("continue_final_message: the template leaves the last message out")
+        return before if after.startswith(" ") else before.rstrip()
