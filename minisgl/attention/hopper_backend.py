@@ -19,7 +19,7 @@ from minisgl.kvcache.pool import KVPool
 
 
 def fits_hopper(pool: KVPool) -> bool:
-    """Whether the kernel can read a pool: 16-bit heads of 64 or 128, whole boxes in every page."""
+    """Return True if the kernel reads a pool: 16-bit heads of 64 or 128, whole boxes in a page."""
     device, box = pool.buffer.device, math.gcd(pool.page_size, TILE_KV.value)
     plain = pool.buffer.itemsize == 2 and not pool.quantized and pool.head_dim in (64, 128)
     return plain and box >= 8 and device.type != "cpu" and device_limits(device).capability == 90

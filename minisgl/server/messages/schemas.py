@@ -25,7 +25,7 @@ class TextBlock(BaseModel):
 
 
 class ThinkingBlock(BaseModel):
-    """What a model thought; a signature of another server proves nothing here."""
+    """The thoughts of a model; a signature of another server proves nothing here."""
 
     type: Literal["thinking"]
     thinking: Text
@@ -42,7 +42,7 @@ class ToolUseBlock(BaseModel):
 
 
 class ToolResultBlock(BaseModel):
-    """What a called tool returned."""
+    """The result of a called tool."""
 
     type: Literal["tool_result"]
     tool_use_id: Text
@@ -119,7 +119,7 @@ class MessageTool(FunctionSpec):
 
 
 class ToolChoice(BaseModel, extra="forbid"):
-    """Whether a tool must be used, and which."""
+    """The choice of a tool: none, any, or one by name."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
@@ -132,7 +132,7 @@ class ToolChoice(BaseModel, extra="forbid"):
 
 
 class Thinking(BaseModel, extra="forbid"):
-    """Whether the model thinks first, and whether its thoughts are shown."""
+    """The switch for thinking, and for showing the thoughts."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(default=None, ge=1)
@@ -147,14 +147,14 @@ class OutputFormat(BaseModel, extra="forbid"):
 
 
 class OutputConfig(BaseModel, extra="forbid"):
-    """How much effort to take, and in which form to answer."""
+    """The effort of an answer, and its form."""
 
     effort: Annotated[Text, Field(max_length=64)] | None = None
     format: OutputFormat | None = None
 
 
 class Metadata(BaseModel):
-    """Who asks, in the words of the caller."""
+    """The caller's own name for the user."""
 
     user_id: Annotated[Text, Field(max_length=1024)] | None = None
 
