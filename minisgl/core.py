@@ -210,7 +210,6 @@ class SamplingParams(Validated):
     ignore_eos: bool = False
     stop: Annotated[str | Sequence[str], tuple_of(Text)] = ()
     stop_token_ids: Annotated[Sequence[int], tuple_of(Count)] = ()
-    spare_thoughts: bool = False
     seed: Count | None = None
     logprobs: Annotated[Count, Field(le=MAX_LOGPROBS)] | None = None
     prompt_logprobs: Annotated[Count, Field(le=MAX_LOGPROBS)] | None = None
@@ -229,6 +228,7 @@ class SamplingParams(Validated):
     grammar: Text | None = None
     json_object: bool = False
     structural_tag: Annotated[str | Mapping[str, Any] | None, PlainValidator(schema_text)] = None
+    spare_thoughts: bool = False  # stop strings end no thought
 
     def __post_init__(self) -> None:
         """Check all fields, then that a grammar stands alone."""

@@ -265,6 +265,9 @@ def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
     return body, names
 
 
+MAX_UNKNOWN = 16  # names of a request that are compared with known ones, which takes time
+
+
 def meant(name: str, known: set[str]) -> str | None:
     """The known field that an unknown name almost is."""
     plain = re.sub(r"(?<=[a-z])(?=[A-Z])|-", "_", name).lower()
@@ -281,16 +284,16 @@ def refuse_foreign(extra: Mapping[str, Any], here: Mapping[str, str]) -> None:
 
 def check_fields(extra: Mapping[str, Any], honoured: set[str], n: int | None) -> None:
     """Refuse what would change the answer, by the client's name; `extra` is what no schema has."""
-    known = honoured | HARMLESS.keys() | CHANGES.keys()
     for name, value in extra.items():
-        harmless = HARMLESS.get(name)
-        if (name in HARMLESS and harmless is None) or value is None:
+        if (fine := HARMLESS.get(name)) is None or (name, value) == ("best_of", n):
             continue
-        if harmless is None:
-            if (near := None if name in known else meant(name, known)) is not None:
-                raise refuse(name, value, f"not a field, did you mean {near}")
-        elif value not in harmless and (name, value) != ("best_of", n):
+        if value not in (None, *fine):
             raise refuse(name, value)
+    known = honoured | HARMLESS.keys() | CHANGES.keys()
+    unknown = [n for n in extra if n not in known and len(n) <= 64 and extra[n] is not None]
+    for name in unknown[:MAX_UNKNOWN]:
+        if (near := meant(name, known)) is not None:
+            raise refuse(name, extra[name], f"not a field, did you mean {near}")
 
 
 RESERVED = """

@@ -15,13 +15,12 @@ from pydantic import (
     BeforeValidator,
     Field,
     ModelWrapValidatorHandler,
-    ValidationError,
     model_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
 
 from minisgl.core import GRAMMARS, MAX_LOGPROBS, SamplingParams
-from minisgl.server.http.bodies import invalid
+from minisgl.server.http.bodies import renamed_errors
 from minisgl.server.http.calls import ChatAbilities
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import check_fields, template_variables, translate
@@ -63,15 +62,8 @@ class TranslatedBody(BaseModel, extra="allow"):
         if not isinstance(given, Mapping):
             return validate(given)
         body, names = translate(given)
-        try:
+        with renamed_errors(names):
             return validate({**body, "renamed": names})
-        except ValidationError as failure:
-            error = invalid(failure.errors(include_url=False))
-            theirs = names.get(error.param or "")
-            if theirs is not None:
-                error.detail = error.detail.replace(str(error.param), theirs, 1)
-                error.param = theirs
-            raise error from None
 
 
 def joined_text(content: str | Sequence[BaseModel] | None) -> str:
