@@ -634,4 +634,18 @@ MUTATIONS = [
         new="self._usage.set(1 - msg.free_pages / max(1, pages))",
         test="tests/test_server_operations.py::test_the_share_of_the_pool_that_is_held",
     ),
+    Mutation(
+        name="server: two salts of a request are one",
+        module="minisgl.server.http.schemas",
+        old="(self.cache_salt, self.extra_key) if",
+        new="(self.cache_salt or self.extra_key,) if",
+        test=API + "test_tenants_with_a_salt_share_no_prefix",
+    ),
+    Mutation(
+        name="server: users of one key have a share each",
+        module="minisgl.server.http.api",
+        old=' and not client.startswith("key ")',
+        new="",
+        test=API + "test_a_named_key_is_the_client_whatever_user_it_names",
+    ),
 ]
