@@ -47,7 +47,7 @@ def streams(seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def keys_at(streams: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArray[np.int32]:
-    """Return the two halves of `mix64(stream + position * GOLDEN)`, int32 [2, bs], low one first."""
+    """Return `mix64(stream + position * GOLDEN)` as two words, int32 [2, bs], the low one first."""
     mixed = mix64(streams + positions.astype(np.uint64) * GOLDEN)
     return np.ascontiguousarray(mixed.astype("<u8").view("<i4").reshape(-1, 2).T)
 
