@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -230,13 +230,20 @@ class Matcher:
 
 
 class DeferredOutput(ForwardOutput):
-    """A step whose draw waits for the step before; `wait` draws, if nothing did so earlier."""
+    """A step whose sampling waits for the step before; `wait` samples if nothing did so earlier."""
 
-    def __init__(self, draw: Callable[[], ForwardOutput]) -> None:
-        self.draw = cache(draw)
+    def __init__(self, sample: Callable[[], ForwardOutput]) -> None:
+        self._sample = sample
+        self.output: ForwardOutput | None = None
+
+    def sample(self) -> ForwardOutput:
+        """Sample, once."""
+        if self.output is None:
+            self.output = self._sample()
+        return self.output
 
     def wait(self) -> SampledTokens:
-        return self.draw().wait()
+        return self.sample().wait()
 
 
 class Grammars:
@@ -300,24 +307,28 @@ class Grammars:
                 todo.append((req.matcher.ll, index))
         fill_next_token_bitmask_par(self.executor, todo, masks)
 
-    def defer(self, fi: ForwardInput, draw: Callable[[], ForwardOutput]) -> ForwardOutput:
-        """Keep a draw that needs masks; others are done at once."""
-        processed = fi.sampling is not None and fi.sampling.processing is not None
-        if not processed or all(req.matcher is None for req in fi.sampled):
-            return draw()
+    def defer(self, fi: ForwardInput, sample: Callable[[], ForwardOutput]) -> ForwardOutput:
+        """Keep a sampling that needs masks; do others at once."""
+        if all(req.matcher is None for req in fi.sampled):
+            return sample()
 
         def masked() -> ForwardOutput:
             self.fill_masks(fi)
-            return draw()
+            return sample()
 
         self.waiting = DeferredOutput(masked)
         return self.waiting
 
-    def draw(self) -> None:
-        """Fill the masks of the step that waits, if one does, and draw it."""
+    @property
+    def pending(self) -> bool:
+        """True if the last step is not sampled yet."""
+        return self.waiting is not None and self.waiting.output is None
+
+    def sample(self) -> None:
+        """Fill the masks of the step that is kept, if there is one, and sample it."""
         waiting, self.waiting = self.waiting, None
         if waiting is not None:
-            waiting.draw()
+            waiting.sample()
 
     def reset(self) -> None:
         """Drop the step that waits: its requests are gone."""

@@ -19,8 +19,8 @@ MUTATIONS = [
     Mutation(
         "grammar_a_step_does_not_wait_for_the_draw_before",
         ENGINE,
-        "self.sample_deferred()  # chapter 09a;",
-        "pass  # chapter 09a;",
+        "if self.deferral is not None and self.deferral.pending:",
+        "if False:",
         DRAW,
     ),
     Mutation(
