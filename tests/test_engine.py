@@ -21,12 +21,7 @@ from minisgl.config.model import ModelConfig
 from minisgl.core import Batch, Phase, Req, SamplingParams
 from minisgl.engine import engine as engine_module
 from minisgl.engine import memory as memory_module
-from minisgl.engine.engine import (
-    Engine,
-    build_engine,
-    measure_peak,
-    tensor_bytes,
-)
+from minisgl.engine.engine import Engine, build_engine, measure_peak
 from minisgl.engine.graph import pack, view_buffers
 from minisgl.engine.memory import (
     GIB,
@@ -37,7 +32,9 @@ from minisgl.engine.memory import (
     pages_by_ratio,
     pages_for,
     require_pages,
+    tensor_bytes,
 )
+from minisgl.engine.runners import Runners
 from minisgl.engine.sampler import Sampler
 from minisgl.engine.step import ForwardInput, build_forward_input, new_positions
 from minisgl.kvcache.page_table import TableManager
@@ -611,4 +608,4 @@ def test_graphs_need_a_gpu_or_a_maker(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"cuda_graph_bs: CUDA graphs need a GPU, got \(2,\)"):
         build_engine(config, progress=False)
     none = replace(config, cuda_graph_bs=None, cuda_graph_max_bs=8)
-    assert build_engine(none, progress=False).graph is None
+    assert build_engine(none, progress=False).runners == Runners()

@@ -15,18 +15,17 @@ import pytest
 import torch
 from torch import nn
 
-from minisgl import LLM, SamplingParams
+from minisgl import LLM, SamplingParams, fp8
 from minisgl.attention.invariant_torch import InvariantTorchBackend
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.config.engine import EngineConfig, TPInfo, resolve
 from minisgl.config.model import ModelConfig
 from minisgl.core import Phase
-from minisgl.engine.engine import build_engine, tensor_bytes
-from minisgl.engine.memory import decide_pages
+from minisgl.engine.engine import build_engine
+from minisgl.engine.memory import decide_pages, tensor_bytes
 from minisgl.fp8 import FP8, Fp8Weight, fp8_weight, quantize
 from minisgl.kvcache.fp8_pool import Fp8KVPool
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers import fp8
 from minisgl.models.kv_scales import load_kv_scales
 from minisgl.models.quantization import quantize_model
 from minisgl.models.registry import build_model

@@ -22,9 +22,16 @@ from minisgl.config.engine import EngineConfig, max_seq_len, resolve
 from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import Batch, Phase, Req, SamplingParams
-from minisgl.engine.graph import Graph, GraphRunner
+from minisgl.engine.graph import Forward, Graph, GraphRunner
 from minisgl.engine.logits_processors import LogitsProcessors
-from minisgl.engine.memory import agree_on_free, check_asked, decide_pages, make_pool, peak_of
+from minisgl.engine.memory import (
+    agree_on_free,
+    check_asked,
+    decide_pages,
+    make_pool,
+    peak_of,
+    tensor_bytes,
+)
 from minisgl.engine.runners import Runners, capture_runners
 from minisgl.engine.sample_kernel import load_sample_kernel
 from minisgl.engine.sampler import SampleOutput, Sampler
@@ -44,7 +51,7 @@ def dummy_request(row: int, length: int = 1) -> Req:
     return Req(uid=-1, input_ids=ids, sampling_params=greedy, max_new_tokens=1, table_idx=row)
 
 
-def choose_forward(config: EngineConfig, model: nn.Module) -> Callable[[ForwardBatch], Tensor]:
+def choose_forward(config: EngineConfig, model: nn.Module) -> Forward:
     """The model, or the same weights behind fused kernels where those fit."""
     if config.kernels == "triton" and torch.device(config.device).type == "cuda":
         from minisgl.models.fused import FusedModel, can_fuse  # Triton is not everywhere
@@ -69,16 +76,15 @@ class Deferral(Protocol):
     """Keeps the sampling of a step that has to wait: `minisgl.scheduler.grammar`, chapter 09a."""
 
     @property
-    def pending(self) -> bool: ...  # the last step is not sampled yet
+    def waiting(self) -> ForwardOutput | None: ...  # the last step, if it is not sampled yet
 
     def defer(self, fi: ForwardInput, sample: Callable[[], ForwardOutput]) -> ForwardOutput: ...
 
-    def sample(self) -> None: ...  # do it now, if it is pending
+    def sample(self) -> None: ...  # do it now, if one is waiting
     def reset(self) -> None: ...
 
 
-Forward = Callable[[ForwardBatch], Tensor]  # to logits [rows wanted, vocab_size]
-Scorer = Callable[[ForwardInput, ForwardBatch], Tensor]  # the same, and scores of prompts: 08a
+Scorer = Callable[[ForwardInput, ForwardBatch], Tensor]  # a `Forward` that also scores prompts: 08a
 
 
 class Engine:
@@ -93,9 +99,9 @@ class Engine:
     ) -> None:  # fmt: skip
         """`config` is resolved; `stream` None on a CPU; without `new_graph` nothing is captured."""
         self.config, self.model_config, self.model = config, model_config, model
-        self.device, self.stream, self.pool, self.tables = tables.device, stream, pool, tables
+        self.stream, self.pool, self.tables, self.deferral = stream, pool, tables, deferral
         self.num_pages, self.page_size = pool.num_pages, pool.page_size
-        self.max_seq_len = max_seq_len(config, model_config)
+        self.device, self.max_seq_len = tables.device, max_seq_len(config, model_config)
         self.vocab_size = vocab_size = model_config.vocab_size
         self.backend = create_backend(
             config.attention_backend, deterministic=config.deterministic, pool=pool, tables=tables,
@@ -106,10 +112,7 @@ class Engine:
         self.sampler = Sampler(vocab_size, self.device, config.seed, kernel, processors)
         self.forward_pass = choose_forward(config, model)
         self.ring, self.dummy_req = StagingRing(self.device), dummy_request(tables.dummy_row)
-        self.deferral = deferral
-        self.scorer: Scorer | None = None
-        if make_scorer is not None:
-            self.scorer = make_scorer(self.forward_pass, model, vocab_size)
+        self.scorer = make_scorer(self.forward_pass, model, vocab_size) if make_scorer else None
         with self.on_stream():
             self.runners = capture_runners(
                 config, model_config, pool, self.backend, tables, self.forward_pass,
@@ -135,7 +138,7 @@ class Engine:
     @torch.inference_mode()
     def step(self, fi: ForwardInput) -> ForwardOutput:
         """Start one step, and the copy of its tokens to the host; nothing waits."""
-        if self.deferral is not None and self.deferral.pending:  # this step reads those tokens
+        if self.deferral is not None and self.deferral.waiting:  # this step reads those tokens
             raise RuntimeError(
                 "step: the one before is not sampled yet, call sample_deferred first"
             )
@@ -195,8 +198,7 @@ class Engine:
 
     def counts(self) -> dict[str, int]:
         """Counters for `/metrics`, by name."""
-        captured = (self.runners.decode, self.runners.verify)
-        return {"graph_replays": sum(runner.replays for runner in captured if runner)}
+        return {"graph_replays": self.runners.decode_replays}
 
     def reset(self) -> None:
         """Wait for the device and forget the deferred draw; see `Scheduler.reset`."""
@@ -254,11 +256,6 @@ def measure_peak(engine: Engine, num_tokens: int) -> tuple[int, int]:
     return peak_of(lambda: engine.step(engine.prepare(batch)).wait(), engine.device)
 
 
-def tensor_bytes(model: nn.Module) -> int:
-    """Bytes of all weights and tables of a model."""
-    return sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
-
-
 def count_pages(
     config: EngineConfig, model_config: ModelConfig, model: nn.Module, comm: Comm,
     free_before: int, stream: torch.cuda.Stream | None,
@@ -297,7 +294,5 @@ def build_engine(
         new_graph = new_graph or torch.cuda.CUDAGraph
     pool, tables = allocate_memory(config, model_config, num_pages)
     load_kv_scales(pool, path, model_config.num_kv_heads, comm)
-    return Engine(
-        config, model_config, model, pool, tables, stream, new_graph=new_graph, progress=progress,
-        **hooks,
-    )  # fmt: skip
+    return Engine(config, model_config, model, pool, tables, stream, new_graph=new_graph,
+                  progress=progress, **hooks)  # fmt: skip

@@ -101,6 +101,7 @@ def dummy_step(size: int, tables: TableManager) -> NDArray[np.int64]:
     return pack(rows, zeros, tables.page_table[rows, zeros], tables.width, 0, None)
 
 
+Forward = Callable[[ForwardBatch], Tensor]  # to logits [rows wanted, vocab_size]
 Draw = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits, keys, temperature to ids
 
 
@@ -127,7 +128,7 @@ class GraphRunner:
     phase = Phase.DECODE
 
     def __init__(
-        self, *, forward: Callable[[ForwardBatch], Tensor], draw: Draw, backend: AttentionBackend,
+        self, *, forward: Forward, draw: Draw, backend: AttentionBackend,
         tables: TableManager, sizes: Sequence[int], vocab_size: int, dtype: torch.dtype,
         new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph, rows: int | None = None,
     ) -> None:  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch import nn
 
 from minisgl.config.engine import EngineConfig, max_seq_len
 from minisgl.config.model import ModelConfig
@@ -46,6 +47,11 @@ def pages_by_peak(
     """
     available = int(free_now * memory_ratio) - (peak_bytes - current_bytes)
     return available // page_bytes - 1
+
+
+def tensor_bytes(model: nn.Module) -> int:
+    """Bytes of all weights and tables of a model."""
+    return sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
 
 
 def peak_of(call: Callable[[], object], device: torch.device) -> tuple[int, int]:

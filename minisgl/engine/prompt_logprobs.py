@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minisgl.attention.base import ForwardBatch
 from minisgl.core import Req
-from minisgl.engine.engine import Forward
+from minisgl.engine.graph import Forward
 from minisgl.engine.sampler import with_logprobs
 from minisgl.engine.step import ForwardInput, ForwardOutput
 

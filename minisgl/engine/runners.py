@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from minisgl.attention.base import AttentionBackend, ForwardBatch
+from minisgl.attention.base import AttentionBackend
 from minisgl.attention.factory import create_backend, parts_of
 from minisgl.config.engine import EngineConfig
 from minisgl.config.model import ModelConfig
 from minisgl.core import Batch, Phase
-from minisgl.engine.graph import Draw, Graph, GraphRunner, choose_sizes
+from minisgl.engine.graph import Draw, Forward, Graph, GraphRunner, choose_sizes
 from minisgl.engine.prefill_graph import PrefillRunner, capture_prefill
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
@@ -41,6 +40,11 @@ class Runners:
         return (None, 0) if size is None else (runner, size)
 
     @property
+    def decode_replays(self) -> int:
+        """How many decode steps were replayed, those with drafts included."""
+        return sum(runner.replays for runner in (self.decode, self.verify) if runner)
+
+    @property
     def max_draft_rows(self) -> int:
         """Rows of a step with drafts: an eager one would cost more than drafts save."""
         captured = self.verify or self.decode
@@ -49,7 +53,7 @@ class Runners:
 
 def capture_runners(
     config: EngineConfig, model: ModelConfig, pool: KVPool, backend: AttentionBackend,
-    tables: TableManager, forward: Callable[[ForwardBatch], Tensor], draw: Draw,
+    tables: TableManager, forward: Forward, draw: Draw,
     new_graph: Callable[[], Graph] | None, progress: bool,
 ) -> Runners:  # fmt: skip
     """Capture the steps that a resolved config asks for; nothing without `new_graph`."""

@@ -108,8 +108,7 @@ def describe(config: SchedulerConfig, cache: CacheManager) -> dict[str, Any]:
 def build_scheduler(
     config: SchedulerConfig, channel: Channel, comm: Comm | None = None, *,
     observe: Emit | None = None, recorder: Recorder | None = None, progress: bool = False,
-    hold: CompilingInbox | None = None,
-    parts: Parts | None = None,
+    hold: CompilingInbox | None = None, parts: Parts | None = None,
 ) -> Scheduler:  # fmt: skip
     """Build an engine and everything that feeds it; each part is given what it works with.
 

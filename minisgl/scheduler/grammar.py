@@ -257,7 +257,7 @@ class Grammars:
         """
         pool = ThreadPoolExecutor(1, "grammars")
         self.tokenizer = loaded = pool.submit(load)
-        self.waiting: DeferredOutput | None = None  # the last step, if it is not drawn yet
+        self.waiting: DeferredOutput | None = None  # the last step, if it is not sampled yet
         self.executor = LLExecutor(1)  # one call for a batch, in one thread
 
         def compile(field: str, text: str) -> Future[LLMatcher]:
@@ -313,22 +313,17 @@ class Grammars:
             return sample()
 
         def masked() -> ForwardOutput:
+            self.waiting = None
             self.fill_masks(fi)
             return sample()
 
         self.waiting = DeferredOutput(masked)
         return self.waiting
 
-    @property
-    def pending(self) -> bool:
-        """True if the last step is not sampled yet."""
-        return self.waiting is not None and self.waiting.output is None
-
     def sample(self) -> None:
         """Fill the masks of the step that is kept, if there is one, and sample it."""
-        waiting, self.waiting = self.waiting, None
-        if waiting is not None:
-            waiting.sample()
+        if self.waiting is not None:
+            self.waiting.sample()
 
     def reset(self) -> None:
         """Drop the step that waits: its requests are gone."""

@@ -21,8 +21,8 @@ from minisgl import LLM, SamplingParams
 from minisgl.attention.base import AttentionPlan, ForwardBatch
 from minisgl.config.engine import EngineConfig
 from minisgl.core import Batch, Phase, Req
-from minisgl.engine.engine import Engine, build_engine, tensor_bytes
-from minisgl.engine.memory import GIB
+from minisgl.engine.engine import Engine, build_engine
+from minisgl.engine.memory import GIB, tensor_bytes
 from minisgl.engine.step import ForwardInput, build_forward_input
 from minisgl.kvcache.audit import check_integrity
 from minisgl.tiny.evaluate import task_cases

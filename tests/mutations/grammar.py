@@ -17,9 +17,16 @@ MUTATIONS = [
         DRAW,
     ),
     Mutation(
+        "grammar_a_sampled_step_stays",
+        GRAMMAR,
+        "        self.waiting = None\n        self.fill_masks(fi)\n",
+        "        self.fill_masks(fi)\n",
+        DRAW,
+    ),
+    Mutation(
         "grammar_a_step_does_not_wait_for_the_draw_before",
         ENGINE,
-        "if self.deferral is not None and self.deferral.pending:",
+        "if self.deferral is not None and self.deferral.waiting:",
         "if False:",
         DRAW,
     ),
