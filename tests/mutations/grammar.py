@@ -19,8 +19,8 @@ MUTATIONS = [
     Mutation(
         "grammar_a_sampled_step_stays",
         GRAMMAR,
-        "        self.waiting = None\n        self.fill_masks(fi)\n",
-        "        self.fill_masks(fi)\n",
+        "            self.waiting = None\n            self.fill_masks(fi)\n",
+        "            self.fill_masks(fi)\n",
         DRAW,
     ),
     Mutation(
