@@ -38,7 +38,7 @@ def lengths(req: Req) -> tuple[int, int, int]:
     [
         ("temperature", [-0.1, NAN, INF, True, "1", None]),
         ("top_k", [-2, 1.0, True, NAN, "5", None, ENDLESS]),
-        ("top_p", [0, -0.5, 1.01, NAN, INF, True, None]),
+        ("top_p", [-0.5, 1.01, NAN, INF, True, None]),
         ("max_tokens", [0, -1, 1.5, True, NAN, "9", 2**63, ENDLESS]),
         ("min_tokens", [ENDLESS]),
         ("logit_bias", [{ENDLESS: 1.0}, {1: ENDLESS}]),
