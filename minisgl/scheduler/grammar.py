@@ -305,7 +305,13 @@ class Grammars:
             if req.matcher is not None:
                 req.matcher.follow(req.output_ids)
                 todo.append((req.matcher.ll, index))
-        fill_next_token_bitmask_par(self.executor, todo, masks)
+        if todo:  # a tokenizer may have more tokens than the model has logits
+            tokenizer, words = self.tokenizer.result(), masks.shape[1]
+            assert isinstance(tokenizer, LLTokenizer)
+            wide = np.full((len(masks), max(words, -(-tokenizer.vocab_size // 32))), -1, np.int32)
+            fill_next_token_bitmask_par(self.executor, todo, wide)
+            indices = [index for _, index in todo]
+            masks[indices] = wide[indices, :words]
 
     def defer(self, fi: ForwardInput, sample: Callable[[], ForwardOutput]) -> ForwardOutput:
         """Keep a sampling that needs masks; do others at once."""
@@ -335,8 +341,11 @@ def load_grammars(folder: Path, vocab_size: int, eos_token_ids: Collection[int])
 
     def load() -> LLTokenizer | str:
         try:
-            text = (folder / "tokenizer.json").read_text("utf-8")
-            return LLTokenizer(text, n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+            about = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+            about |= {"truncation": None, "padding": None}  # of the training
+            ids = [token["id"] for token in about["added_tokens"]]
+            size = max(vocab_size, len(about["model"]["vocab"]), *(i + 1 for i in ids))
+            return LLTokenizer(json.dumps(about), n_vocab=size, eos_token=sorted(eos_token_ids))
         except (OSError, ValueError) as error:
             return f"the model's tokenizer cannot be used: {error}"
 
