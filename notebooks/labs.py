@@ -150,6 +150,18 @@ def is_exported(cell: NotebookNode) -> bool:
     return cell.cell_type == "code" and re.search(r"^#\| export\b", marks, re.M) is not None
 
 
+def lines_to_write(chapter: NotebookNode) -> int:
+    """Count the lines below the docstrings of the functions that a lab leaves to the reader."""
+    sources = [directives_of(cell.source)[1] for cell in chapter.cells if is_exported(cell)]
+    kept, total = called_at_import(sources), 0
+    for source in sources:
+        for name, function in functions(ast.parse(source)):
+            if is_written(function) and name not in kept:
+                first, last = body_of(function)[0].lineno, function.end_lineno
+                total += sum(bool(line.strip()) for line in source.splitlines()[first - 1 : last])
+    return total
+
+
 PLACE = """\
 # The lab runs where its chapter runs.
 import os

@@ -619,6 +619,11 @@ def test_chapters_say_how_long_they_take() -> None:
     assert "takes about 25 minutes" in problem
     build.write_reading_time("02_pool", nb)
     assert nb.cells[0].source == head.replace("A pool.", f"A pool.\n\n{line}".replace("20", "25"))
+    nb.cells.append(nbformat.v4.new_code_cell("#| export\ndef f():\n" + "    x = 1\n" * 80))
+    build.write_reading_time("02_pool", nb)  # 13 minutes for the words, 80 for the lines
+    assert "the exercises. Building it as a lab: about 1.5 hours.*" in nb.cells[0].source
+    (problem,) = build.reading_time_problems("02b_pool", nb)
+    assert "takes about 30 minutes, which" in problem  # a deeper chapter has no lab
     appendix = notebook(("text", head))
     build.write_reading_time("B_workshop", appendix)
     assert appendix.cells[0].source == head
