@@ -136,16 +136,11 @@ class Phase(enum.Enum):
 
 @dataclass(eq=False)
 class Batch:
-    """The requests of one pass; `padded_reqs` adds dummies at the end where they are needed."""
+    """The requests of one pass."""
 
     reqs: list[Req]
     phase: Phase
-    padded_reqs: list[Req] = field(default_factory=list)
     verifies: bool = False  # a request may have several rows: chapter 09b
-
-    def __post_init__(self) -> None:
-        """Without padding both lists are one."""
-        self.padded_reqs = self.padded_reqs or self.reqs
 
     @property
     def size(self) -> int:

@@ -22,8 +22,8 @@ from minisgl.config.engine import SchedulerConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.config.rules import refuse
 from minisgl.core import IntArray, SamplingParams
+from minisgl.guarded import guarded
 from minisgl.recording import Recorder
-from minisgl.runtime.guarded import guarded
 from minisgl.scheduler.build import build_scheduler, limits_of
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import (

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl.core import Batch, Phase, Req, SamplingParams
+from minisgl.core import Req, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 ENDLESS = 10**5000  # Python would not print it
@@ -218,11 +218,3 @@ def test_random_lives_against_lists(
 
 
 # ---------------------------------------------------------------------------------------- Batch
-
-
-def test_padding_stays_apart() -> None:
-    a, dummy = make(), make([0], 1)
-    plain = Batch([a], Phase.DECODE)
-    assert plain.padded_reqs is plain.reqs and plain.size == 1
-    padded = Batch([a], Phase.DECODE, [a, dummy, dummy])
-    assert padded.size == 1 and padded.reqs == [a]

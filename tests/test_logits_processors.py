@@ -407,8 +407,8 @@ def answers(
         if repeat > 1:
             assert all(out["cached_tokens"] > 0 for out in outs)
         if "cuda_graph_bs" in how:
-            assert llm.scheduler.engine.graph is not None
-            assert llm.scheduler.engine.graph.replays > 0
+            assert llm.scheduler.engine.runners.decode is not None
+            assert llm.scheduler.engine.runners.decode.replays > 0
     return [out["token_ids"] for out in outs]
 
 

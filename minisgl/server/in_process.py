@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
-from minisgl.runtime.guarded import guarded
+from minisgl.guarded import guarded
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.grammar import CompilingInbox
 from minisgl.scheduler.messages import ExitMsg
