@@ -306,7 +306,7 @@ RUNS = dict.fromkeys(ENGINE_RUNS, run_on_engine) | {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of `python -m minisgl.benchmark`; returns the exit status."""
+    """Run `python -m minisgl.benchmark` and return the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     args = options.build_parser().parse_args(given)
     try:

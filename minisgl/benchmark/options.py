@@ -64,7 +64,7 @@ def add_integer(group: flags.Group, names: str, what: str, low: int = 1, **more:
 
 
 def known_name(name: str | None) -> str | None:
-    """The hub id of a model by that, or by the part behind the slash; None if it is unknown."""
+    """Return the hub id of a model by it, or by the part behind the slash; None if unknown."""
     if name is None or Path(name).is_dir():
         return None
     for known in KNOWN_CONFIGS:
@@ -74,12 +74,12 @@ def known_name(name: str | None) -> str | None:
 
 
 def named_model(name: str | None) -> str:
-    """What a stored result calls a model: its hub id, or its folder without the way there."""
+    """Name a model in a stored result: its hub id, or its folder without the path."""
     return known_name(name) or (Path(name).name if name else "the embedded model")
 
 
 def stored_command(module: str, given: Sequence[str]) -> str:
-    """A command line as it is stored: without a key, and of files elsewhere the name alone."""
+    """Format a command line to store: without a key, and with the names of absolute paths."""
     words: list[str] = []
     for word in given:
         flag, mark, value = word.partition("=") if word.startswith("--") else ("", "", word)
@@ -113,7 +113,7 @@ SIZES: dict[str, tuple[Any, Any]] = {  # what a flag means if it is not given: o
 
 
 def add_size(group: flags.Group, flag: str, what: str, **more: Any) -> None:
-    """An integer flag whose default depends on the device."""
+    """Add an integer flag whose default depends on the device."""
     gpu, cpu = SIZES[more.get("dest", flag.removeprefix("--").replace("-", "_"))]
     metavar = ("LOW", "HIGH") if more.get("nargs") == 2 else "N"
     what += f" (default {gpu}; on a CPU {cpu})"
@@ -121,7 +121,7 @@ def add_size(group: flags.Group, flag: str, what: str, **more: Any) -> None:
 
 
 def fill_sizes(args: argparse.Namespace) -> None:
-    """Give every size that was not named the value that suits the device."""
+    """Fill in each size that was not given with the device's default."""
     device = choose_device(args.device, 0)
     kind = device.partition(":")[0]
     if kind not in ("cuda", "cpu"):
@@ -250,7 +250,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Every command with its flags, and every default in the help."""
+    """Build the parser of every command, with every default in the help."""
     what = "Measure the engine and its server, beside the least time that the device allows."
     tune = "python -m minisgl.benchmark.tune MODEL searches for better GEMM kernels on this GPU"
     parser = Parser(prog="python -m minisgl.benchmark", description=what, epilog=tune)

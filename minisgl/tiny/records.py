@@ -34,7 +34,7 @@ from minisgl.tiny.words import (
 
 
 def one_of(*pools: Sequence[str]) -> Callable[[Random], str]:
-    """A maker of words from these lists; one in seven is a made-up word."""
+    """Make a function that samples words from these lists; one in seven is invented."""
 
     def make(rng: Random) -> str:
         word = rng.choice(rng.choice(pools))
@@ -46,12 +46,12 @@ def one_of(*pools: Sequence[str]) -> Callable[[Random], str]:
 
 
 def decimal(rng: Random) -> float:
-    """A number with one or two digits behind its point."""
+    """Sample a number with one or two digits after its point."""
     return number(rng, (1, 2, 3)) + rng.randint(1, 99) / 100
 
 
 def iso_day(rng: Random) -> str:
-    """A date such as "2031-10-16"."""
+    """Sample a date such as "2031-10-16"."""
     return f"20{number(rng, (2,))}-{rng.randint(10, 12)}-{rng.randint(10, 28)}"
 
 
@@ -119,12 +119,12 @@ Facts = dict[str, tuple[str, Any]]  # name of a field: the kind of its value, an
 
 
 def first_choice(rng: Random, pattern: str) -> str:
-    """The first alternative: what a field is called where the request does not say."""
+    """Return the first alternative: a field's name where the request does not give one."""
     return pattern.strip("[]").split("|")[0]
 
 
 def make_text(rng: Random, named: Callable[[Random, str], str] = choose) -> tuple[str, Facts]:
-    """A text about a person, a product or an event, and what it says in fields so `named`."""
+    """Write a text about a person, product or event; return its facts by field too."""
     name, kind, head, fields = rng.choice(TABLES["texts"]["subjects"]).values()
     value = VALUES[kind](rng)
     facts: Facts = {named(rng, name): (kind, value)}
@@ -149,7 +149,7 @@ def make_text(rng: Random, named: Callable[[Random, str], str] = choose) -> tupl
 
 
 def keys_text(rng: Random, keys: Sequence[str]) -> str:
-    """The wanted keys as a user lists them."""
+    """List the wanted keys as a user would."""
     quote = rng.choice(("{}", "{}", "{}", '"{}"', "`{}`"))
     shown = [quote.format(key) for key in keys]
     article = "the " if rng.random() < 0.2 else ""
@@ -157,7 +157,7 @@ def keys_text(rng: Random, keys: Sequence[str]) -> str:
 
 
 def read_text(rng: Random, phrasing: Phrasing = "known") -> Turn:
-    """Facts from a text, as a JSON object with the keys that are asked for."""
+    """Sample a text whose facts go into a JSON object with the requested keys."""
     form = rng.random() if phrasing == "known" else 0.3
     text, facts = make_text(rng, first_choice if 0.6 <= form < 0.75 else choose)
     keys = list(facts)

@@ -41,7 +41,7 @@ def splitter() -> pre_tokenizers.PreTokenizer:
 
 
 def train_tokenizer() -> Tokenizer:
-    """A BPE whose merges are all or nothing: a known word is one token, any other its bytes."""
+    """Build a BPE without merges: a known word is one token, any other its bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = SPECIAL + MARKERS + JSON_PIECES + alphabet + KNOWN_WORDS
     if len(pieces) > VOCAB_SIZE:
@@ -132,7 +132,7 @@ def render(messages: Sequence[Message], **options: Any) -> str:
 def encode_chat(
     tokenizer: Tokenizer, messages: Sequence[Message]
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Token ids of a conversation, and which of them the assistant has to say (both [n])."""
+    """Encode a conversation; return ids and a mask of the assistant's tokens (both [n])."""
     said = [message for message in messages if message["role"] == "assistant"]
     given = [len(tokenizer.encode(message.get("given") or "").ids) for message in said]
     if messages[0]["role"] == "plain":  # a bare text without any role

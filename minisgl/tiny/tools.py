@@ -161,7 +161,7 @@ def result(rng: Random) -> str:
 
 
 def tell(response: str) -> str:
-    """What the model says about a tool's response."""
+    """Write the model's report of a tool's response."""
     try:
         found = json.loads(response)
     except ValueError:
@@ -182,7 +182,7 @@ Message = dict[str, Any]  # as clients send them, and "tools" for the list of fu
 
 
 def calls(tool: Tool, arguments: list[Arguments]) -> Message:
-    """A message of the assistant that calls a tool, once or several times."""
+    """Build an assistant's message that calls a tool, once or several times."""
     functions = [{"name": tool.name, "arguments": one} for one in arguments]
     return {
         "role": "assistant",
