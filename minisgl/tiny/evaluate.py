@@ -45,7 +45,7 @@ class Case:
     turn: Turn
 
     def accepts(self, text: str) -> bool:
-        """Whether `text` equals the answer; a story must be whole and about its subject."""
+        """Return True if `text` equals the answer; a story must be whole and about its subject."""
         if self.turn.task == "story":
             return is_story(text, self.turn.key.removeprefix("story "))
         return text == self.turn.answer

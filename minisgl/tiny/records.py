@@ -82,12 +82,12 @@ JSON_TYPES = {"int": "integer", "number": "number", "money": "number", "bool": "
 
 
 def as_json(value: Any) -> str:
-    """JSON as the grammar of the server writes it: one line, a space after comma and colon."""
+    """Encode JSON as the server's grammar does: one line, a space after comma and colon."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def said(value: Any) -> str:
-    """A value as a sentence says it."""
+    """Format a value for a sentence."""
     if isinstance(value, bool):
         return "" if value else "not "
     if isinstance(value, list):
@@ -96,14 +96,14 @@ def said(value: Any) -> str:
 
 
 def type_of(kind: str) -> dict[str, Any]:
-    """The JSON schema of a kind of value."""
+    """Return the JSON schema of a kind of value."""
     if kind == "names":
         return {"type": "array", "items": {"type": "string"}}
     return {"type": JSON_TYPES.get(kind, "string")}
 
 
 def object_schema(fields: dict[str, str], rng: Random) -> dict[str, Any]:
-    """A JSON schema of an object with these fields and kinds, as clients write it."""
+    """Make a JSON schema of an object with these fields and kinds, as clients write it."""
     titled = rng.random() < 0.3  # as pydantic does
     properties = {
         name: ({"title": name.title()} if titled else {}) | type_of(kind)
@@ -180,12 +180,12 @@ def read_text(rng: Random, phrasing: Phrasing = "known") -> Turn:
 
 
 def number_or_text(text: str) -> Any:
-    """An integer for digits, else the text."""
+    """Convert digits to an integer; return any other text as it is."""
     return int(text) if text.isdigit() and (text == "0" or text[0] != "0") else text
 
 
 def json_list(rng: Random, phrasing: Phrasing = "known") -> Turn:
-    """A list of items as a JSON array."""
+    """Sample a list of items to write as a JSON array."""
     items = list_items(rng, rng.randint(1, 7))
     question = ask(rng, "json list", pick_style(rng), "known", listed(rng, items))
     return Turn(
@@ -202,7 +202,7 @@ KEYS = {
 
 
 def wrapped(rng: Random, held_out: bool = False) -> Turn:
-    """The answer of another task under one key of a JSON object."""
+    """Wrap the answer of another task under one key of a JSON object."""
     task = rng.choice((*KEYS, *LIST_TASKS))
     turn = draw(rng, task, held_out)
     value: Any = number_or_text(turn.answer.split(" = ")[-1] if task == "add" else turn.answer)
@@ -225,7 +225,7 @@ def wrapped(rng: Random, held_out: bool = False) -> Turn:
 
 
 def draw_json(rng: Random, held_out: bool = False) -> Turn:
-    """A question whose answer is JSON, from the wanted split."""
+    """Sample a question whose answer is JSON, from the wanted split."""
     while True:
         kind = rng.random()
         turn = (

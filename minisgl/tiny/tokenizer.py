@@ -117,14 +117,14 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, window: int) -> None:
 
 @cache
 def compiled_template() -> Template:
-    """The chat template with the filter that `transformers` gives it."""
+    """Compile the chat template with the filter that `transformers` gives it."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     return environment.from_string(CHAT_TEMPLATE)
 
 
 def render(messages: Sequence[Message], **options: Any) -> str:
-    """A conversation as text; a first message of the role "tools" holds the functions."""
+    """Render a conversation; a first message of the role "tools" holds the functions."""
     tools = messages[0]["tools"] if messages[0]["role"] == "tools" else None
     return compiled_template().render(messages=messages[bool(tools) :], tools=tools, **options)
 

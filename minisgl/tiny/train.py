@@ -41,7 +41,7 @@ from minisgl.tiny.evaluate import (
 
 
 def answer_loss(model: Qwen3ForCausalLM, batch: Batch) -> torch.Tensor:
-    """Summed cross-entropy of the tokens that the assistant says, a scalar; see `Batches`."""
+    """Sum the cross-entropy of the assistant's tokens, a scalar; see `Batches`."""
     ids, at, wanted = batch
     unmasked: Any = {"full_attention": None}  # plain causal attention
     hidden = model.model(ids, attention_mask=unmasked, use_cache=False).last_hidden_state
@@ -244,7 +244,7 @@ class Trainer:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m minisgl.tiny.train", description="Train the embedded model from scratch."
     )
