@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -274,22 +275,32 @@ def prefill_kernel(
     ], [4, 1], [232, 40])  # fmt: skip
 
 
-def boxes_of(cache: Tensor, rows: int) -> TensorDescriptor:
+def boxes_of(cache: Tensor) -> TensorDescriptor:
     """Make a tensor map of a cache [pages, page_size, KV heads, dim]: boxes of one head's rows."""
-    heads, dim = cache.shape[2:]
+    page_size, heads, dim = cache.shape[1:]
+    rows = math.gcd(page_size, TILE_KV.value)
     layout = gl.NVMMASharedLayout.get_default_for([rows, dim], gl.float16)  # or another of 16 bits
     return TensorDescriptor.from_tensor(cache.view(-1, heads * dim), [rows, dim], layout)
 
 
+Boxes = tuple[TensorDescriptor, TensorDescriptor]  # of K and V
+
+
 def prefill_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, page_table: Tensor,
-    tiles: Sequence[Tensor], scale_log2: float, most_programs: int,
-) -> None:  # fmt: skip
-    """Write to `out` what the query tiles of a batch attend to; `tiles` are its `KernelArgs`."""
-    page_size, kv_heads = k_cache.shape[1:3]
-    box, places = math.gcd(page_size, TILE_KV.value), len(tiles[-1]) * kv_heads
-    prefill_kernel[(min(places, most_programs),)](
-        q, boxes_of(k_cache, box), boxes_of(v_cache, box), out, page_table, *tiles, kv_heads,
-        places, scale_log2, q.stride(0), page_table.stride(0), GROUP=q.shape[1] // kv_heads,
-        num_warps=4,
-    )  # fmt: skip
+    q: Tensor, boxes: Boxes, out: Tensor, page_table: Tensor,
+    tiles: Sequence[Tensor], scale_log2: float, most_programs: int, compiled: Any = None,
+) -> Any:  # fmt: skip
+    """Write the attention of a batch to `out`, and return the compiled kernel.
+
+    `tiles` are the batch's `KernelArgs`. With `compiled`, the result for another layer, Triton
+    does not search for the kernel by the types of all arguments.
+    """
+    kv_heads = boxes[0].shape[1] // boxes[0].block_shape[1]
+    places = len(tiles[-1]) * kv_heads
+    grid = min(places, most_programs), 1, 1
+    args = (q, *boxes, out, page_table, *tiles, kv_heads, places, scale_log2, q.stride(0),
+            page_table.stride(0), q.shape[1] // kv_heads)  # fmt: skip
+    if compiled is None:
+        return prefill_kernel[grid](*args, num_warps=4)
+    compiled[grid](*args)
+    return compiled
