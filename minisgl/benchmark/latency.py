@@ -108,7 +108,7 @@ def measure_latency(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Measure each batch size and way of sampling: the median of `repeats` runs after a warm-up.
 
-    With a roofline, add `floor_ms` and the achieved `tb_per_s` of a step halfway through the output.
+    With a roofline, add `floor_ms` and the achieved `tb_per_s` of a step halfway through.
     """
     cases = [(batch, name) for batch in batch_sizes for name in sampling]
     rows = []

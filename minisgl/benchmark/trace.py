@@ -40,7 +40,7 @@ class TraceLine:
     @pydantic.field_validator("hash_ids")
     @classmethod
     def cover_the_prompt(cls, blocks: list[int], info: ValidationInfo) -> list[int]:
-        """Raise ValueError unless there is an id per block; one for a last, partial block may miss."""
+        """Require an id per block; the id of a last, partial block may be missing."""
         length = info.data.get("input_length", BLOCK * len(blocks))
         low, high = length // BLOCK, math.ceil(length / BLOCK)
         if not low <= len(blocks) <= high:
