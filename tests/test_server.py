@@ -857,6 +857,27 @@ def test_dead_worker_is_a_503_for_all() -> None:
     asyncio.run(run())
 
 
+def test_an_error_behind_a_reply_is_not_lost() -> None:
+    """The worker dies while a reply waits: its reader gets the reply, then the error."""
+
+    async def run() -> tuple[str, bool]:
+        frontend = Frontend([LocalQueue()], LocalQueue())
+        replies = frontend.generate(SamplingParams(), text="x")
+        first = asyncio.ensure_future(anext(replies))
+        await asyncio.sleep(0)
+        frontend._dispatch([UserReply(uid=0, text="yes", token_ids=[1])])
+        frontend.fail_all("the scheduler died")
+        text = (await first).text
+        second = asyncio.ensure_future(anext(replies))
+        for _ in range(9):  # turns of a loop that has nothing else to do
+            await asyncio.sleep(0)
+        done = second.done()
+        await asyncio.gather(second, return_exceptions=True) if done else second.cancel()
+        return text, done
+
+    assert asyncio.run(run()) == ("yes", True)
+
+
 def test_an_observer_that_fails_harms_no_request() -> None:
     """A full disk under a trace: the request goes on, and its abort is sent."""
 
