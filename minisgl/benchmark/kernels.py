@@ -231,7 +231,7 @@ def make_decode(
     model: ModelConfig, backend: str, page_size: int, lengths: IntArray,
     dtype: torch.dtype, device: torch.device, layers: int = 1,
 ) -> DecodeCase:  # fmt: skip
-    """Build a filled pool, tables, and a plan for a captured step; new tokens are stored already."""
+    """Build a filled pool, tables, and a plan for a captured step; new tokens are stored."""
     bs, num_pages = len(lengths), int((-(-lengths // page_size)).sum())
     qo, kv, dim = model.num_qo_heads, model.num_kv_heads, model.head_dim
     pool = KVPool(num_layers=layers, num_pages=num_pages, page_size=page_size, num_kv_heads=kv,
