@@ -192,22 +192,22 @@ MUTATIONS = [
     Mutation(
         "pack_scatters_one_too_far",
         GRAPH,
-        "packed[1, :count] += 1",
-        "packed[1, :count] += 2",
+        "to.scatter[:count] += 1",
+        "to.scatter[:count] += 2",
         TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
     ),
     Mutation(
         "pack_padding_scatters_to_a_real_place",
         GRAPH,
-        "packed[1, :count] += 1",
-        "packed[1, :count] += 1\n    packed[1, count:] = packed[0, 0]",
+        "to.scatter[:count] += 1",
+        "to.scatter[:count] += 1\n    to.scatter[count:] = to.gather[0]",
         TESTS + "test_padding_writes_to_no_real_row",
     ),
     Mutation(
         "pack_forgets_the_positions",
         GRAPH,
-        "packed[2], packed[3], packed[4] = rows, positions, out_loc",
-        "packed[2], packed[4] = rows, out_loc",
+        "to.rows[:], to.positions[:], to.out_loc[:] = rows, positions, out_loc",
+        "to.rows[:], to.out_loc[:] = rows, out_loc",
         TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
     ),
     Mutation(
@@ -220,8 +220,8 @@ MUTATIONS = [
     Mutation(
         "pack_shifts_the_temperatures",
         GRAPH,
-        "packed[6].view(np.float32)[:count] = sampling.temperature",
-        "packed[6].view(np.float32)[size : size + count] = sampling.temperature",
+        "to.temperature[:count] = sampling.keys, sampling.temperature",
+        "to.temperature[count:] = sampling.keys, 0",
         TESTS + "test_packed_by_hand",
     ),
     Mutation(
