@@ -213,8 +213,8 @@ MUTATIONS = [
     Mutation(
         "pack_swaps_the_keys",
         GRAPH,
-        "[:, :count] = sampling.keys",
-        "[:, :count] = sampling.keys[::-1]",
+        "to.temperature[:count] = sampling.keys, sampling.temperature",
+        "to.temperature[:count] = sampling.keys[::-1], sampling.temperature",
         TESTS + "test_a_recorded_step_reads_what_was_sent",
     ),
     Mutation(
@@ -223,13 +223,6 @@ MUTATIONS = [
         "to.temperature[:count] = sampling.keys, sampling.temperature",
         "to.temperature[count:] = sampling.keys, 0",
         TESTS + "test_packed_by_hand",
-    ),
-    Mutation(
-        "step_graph_reads_the_temperatures_elsewhere",
-        GRAPH,
-        "temperature[:size])",
-        "temperature[::2])",
-        TESTS + "test_a_recorded_step_reads_what_was_sent",
     ),
     Mutation(
         "step_graph_draws_from_the_wrong_rows",
