@@ -47,7 +47,7 @@ class Req:
         self, *, uid: int, input_ids: IntArray, sampling_params: SamplingParams,
         max_new_tokens: int, table_idx: int = -1, cache_handle: Any = None, client: str = "",
     ) -> None:  # fmt: skip
-        """`input_ids` is the prompt, [prompt_len] token ids; it is copied."""
+        """Copy `input_ids`, the prompt, [prompt_len] token ids; ValueError if it is empty."""
         prompt = np.asarray(input_ids)
         if prompt.ndim != 1 or prompt.size == 0:
             raise refuse("input_ids", "a list of one token id or more", prompt.tolist())
@@ -75,7 +75,7 @@ class Req:
         return self._ids[self.prompt_len : self.host_len]
 
     def append(self, token: int) -> None:
-        """Tell the host one more token of the answer."""
+        """Append one output token on the host."""
         assert self.host_len < self.max_device_len, (self.host_len, self.max_device_len)
         self._ids[self.host_len] = token
         self.host_len += 1
@@ -87,7 +87,7 @@ class Req:
         self.device_len = device_len
 
     def advance(self) -> None:
-        """After a pass was launched: all is cached, and past the prompt one more token exists."""
+        """Advance the lengths after a launch: all is cached; past the prompt a token is added."""
         lengths = (self.cached_len, self.device_len, self.max_device_len)
         assert 0 <= self.cached_len < self.device_len <= self.max_device_len, lengths
         self.cached_len = self.device_len
@@ -117,7 +117,7 @@ class Req:
         return asked and self.host_len == self.prompt_len
 
     def __repr__(self) -> str:
-        """The three integers at a glance."""
+        """Show the uid, the row and the three lengths."""
         lengths = f"{self.cached_len}, {self.device_len}, {self.max_device_len}"
         return f"Req(uid={self.uid}, row={self.table_idx}, lengths=({lengths}))"
 
@@ -164,7 +164,7 @@ BadWord = Annotated[  # the form decides what is checked, and what an error says
 
 
 def tuple_of(item: Any, **bounds: int) -> PlainValidator:
-    """Nothing, one string or a list of items becomes a tuple."""
+    """Make a validator that converts None, one string or a list of items to a tuple."""
     adapter = TypeAdapter(Annotated[tuple[item, ...], Field(**bounds)], config=STRICT)
 
     def check(value: Any) -> Any:
@@ -178,13 +178,13 @@ BadWords = Annotated[Sequence[str | Sequence[int]], tuple_of(BadWord, max_length
 
 
 def json_text(value: Any) -> str:
-    """JSON with characters as they are, so that its length counts them; half of one is escaped."""
+    """Encode a value as JSON with non-ASCII characters kept; a lone surrogate is escaped."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text.encode(errors="backslashreplace").decode()
 
 
 def schema_text(value: Any) -> str | None:
-    """A JSON schema, given as text or as a dict, as text: frozen, and with its order kept."""
+    """Return a JSON schema, given as text or dict, as text; its order is kept."""
     try:
         schema = json.loads(value) if isinstance(value, str) else value
         return None if value is None else json_text(schema)

@@ -87,7 +87,7 @@ class GlooComm:
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The ranks' `x`, equal in shape and dtype, side by side along `dim`."""
+        """Concatenate the ranks' `x`, equal in shape and dtype, along `dim`."""
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
         with self.attempt("all_gather"):
@@ -95,7 +95,7 @@ class GlooComm:
         return torch.cat(parts, dim)
 
     def min_ints(self, values: Sequence[int]) -> list[int]:
-        """Element-wise minimum over the ranks; all pass equally many."""
+        """Return the element-wise minimum over the ranks; all pass equally many."""
         x = torch.tensor(list(values), dtype=torch.int64)
         with self.attempt("min_ints"):
             dist.all_reduce(x, op=dist.ReduceOp.MIN)
