@@ -42,7 +42,7 @@ class KVPool:
     """K and V of one rank: `buffer`, [2, layers, pages + 1, page_size, kv_heads, head_dim].
 
     The extra page, `dummy_page`, has no owner: padding writes there and masked reads find it. Its
-    first slot is `dummy_slot`. The sizes are attributes, too, and `num_slots` without that page.
+    first slot is `dummy_slot`. The sizes are attributes, too; `num_slots` leaves that page out.
     """
 
     quantized = False  # see chapter 05g
@@ -85,7 +85,7 @@ class KVPool:
             self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def store_kv(self, k: Tensor, v: Tensor, out_loc: Tensor, layer_id: int) -> None:
-        """Write k, v [n, kv_heads, head_dim] of the pool's dtype into the slots `out_loc` [n], int64."""
+        """Write k, v [n, kv_heads, head_dim], of the pool's dtype, into slots `out_loc` [n], int64."""
         keys, values = self._slots[layer_id]
         keys.index_copy_(0, out_loc, k)
         values.index_copy_(0, out_loc, v)
