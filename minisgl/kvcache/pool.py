@@ -85,7 +85,10 @@ class KVPool:
             self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def store_kv(self, k: Tensor, v: Tensor, out_loc: Tensor, layer_id: int) -> None:
-        """Write k, v [n, kv_heads, head_dim], of the pool's dtype, to slots `out_loc` [n], int64."""
+        """Write k, v [n, kv_heads, head_dim] of one layer into the slots `out_loc` [n], int64.
+
+        Both have the pool's dtype.
+        """
         keys, values = self._slots[layer_id]
         keys.index_copy_(0, out_loc, k)
         values.index_copy_(0, out_loc, v)
