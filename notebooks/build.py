@@ -1165,7 +1165,25 @@ def lab_modules(root: Path, stem: str) -> dict[str, str]:
     number = stem.split("_")[0]
     if not path.exists():
         raise BuildError(f"no lab yet: `python notebooks/build.py lab {number}` makes it")
-    return assemble(parse_cells(read_notebook_half(path), stem))
+    modules = assemble(parse_cells(read_notebook_half(path), stem))
+    for name, text in modules.items():
+        require_names(name, text)
+    return modules
+
+
+def require_names(name: str, text: str) -> None:
+    """Raise BuildError if a module uses a name that only another cell of its notebook defines."""
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821"]
+    done = subprocess.run(
+        [*command, "--output-format", "json", "-"], input=text, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    for found in json.loads(done.stdout):
+        line = text.splitlines()[found["location"]["row"] - 1].strip()
+        raise BuildError(
+            f"{PACKAGE}.{name}: must import or define each name that it uses, got "
+            f"{found['message']} in `{line}`; add it to one of the module's `#| export` cells"
+        )
 
 
 def grade(root: Path, name: str, last: int | None) -> int:

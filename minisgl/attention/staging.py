@@ -69,7 +69,10 @@ class StagingRing:
         self.events[self.turn] = self.copy(target[:total], source)
 
     def upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
-        """Host arrays to new device tensors of the same shapes and dtypes, in one copy."""
+        """Copy host arrays to new device tensors of the same shapes and dtypes, in one copy.
+
+        Each starts at a multiple of 8 bytes, where a view of any dtype may begin.
+        """
         starts = [0]
         for array in arrays:
             starts.append(starts[-1] + -(-array.nbytes // 8) * 8)

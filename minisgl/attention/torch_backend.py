@@ -58,7 +58,7 @@ class PerRequestPlan(AttentionPlan):
         self.hits = [self.hit(meta, i) for i in range(meta.batch_size)]
 
     def hit(self, meta: AttentionMetadata, i: int) -> tuple[Tensor, Tensor] | None:
-        """Slots and mask of a request that has cached tokens; None for one that has none."""
+        """Return slots and mask of a request that reads the pool; None if k and v are enough."""
         extend_len, seq_len = int(meta.extend_lens[i]), int(meta.seq_lens[i])
         if extend_len == seq_len and not self.pool.quantized:
             return None
