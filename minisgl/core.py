@@ -136,16 +136,11 @@ class Phase(enum.Enum):
 
 @dataclass(eq=False)
 class Batch:
-    """The requests of one pass; `padded_reqs` adds dummies at the end where they are needed."""
+    """The requests of one pass."""
 
     reqs: list[Req]
     phase: Phase
-    padded_reqs: list[Req] = field(default_factory=list)
     verifies: bool = False  # a request may have several rows: chapter 09b
-
-    def __post_init__(self) -> None:
-        """Without padding both lists are one."""
-        self.padded_reqs = self.padded_reqs or self.reqs
 
     @property
     def size(self) -> int:
@@ -182,11 +177,17 @@ def tuple_of(item: Any, **bounds: int) -> PlainValidator:
 BadWords = Annotated[Sequence[str | Sequence[int]], tuple_of(BadWord, max_length=MAX_RULES)]
 
 
+def json_text(value: Any) -> str:
+    """JSON with characters as they are, so that its length counts them; half of one is escaped."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text.encode(errors="backslashreplace").decode()
+
+
 def schema_text(value: Any) -> str | None:
     """A JSON schema, given as text or as a dict, as text: frozen, and with its order kept."""
     try:
         schema = json.loads(value) if isinstance(value, str) else value
-        return None if value is None else json.dumps(schema, allow_nan=False)
+        return None if value is None else json_text(schema)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"must be a JSON schema ({error})") from None
 
@@ -195,12 +196,11 @@ def schema_text(value: Any) -> str | None:
 class SamplingParams(Validated):
     """How one request chooses its tokens and when it stops.
 
-    temperature 0 is greedy; top_k below 1 and top_p 1 are off; max_tokens None is up to the window;
-    logprobs n tells the n most likely tokens, too, prompt_logprobs n those of the prompt."""
+    temperature 0 is greedy; top_k -1 and top_p 1 are off; logprobs n adds n likely tokens."""
 
     temperature: Annotated[Number, Field(ge=0)] = 0.0
     top_k: Annotated[int, BeforeValidator(plain_number), Field(ge=-1, le=MAX_INT)] = -1
-    top_p: Annotated[PositiveNumber, Field(le=1)] = 1.0
+    top_p: Annotated[Number, Field(ge=0, le=1)] = 1.0
     max_tokens: Count | None = None
     ignore_eos: bool = False
     stop: Annotated[str | Sequence[str], tuple_of(Text)] = ()
@@ -223,6 +223,7 @@ class SamplingParams(Validated):
     grammar: Text | None = None
     json_object: bool = False
     structural_tag: Annotated[str | Mapping[str, Any] | None, PlainValidator(schema_text)] = None
+    spare_thoughts: bool = False  # stop strings end no thought
 
     def __post_init__(self) -> None:
         """Check all fields, then that a grammar stands alone."""
@@ -241,7 +242,7 @@ class SamplingParams(Validated):
     @property
     def is_greedy(self) -> bool:
         """True if the most likely token is taken, so that no random number is needed."""
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature == 0.0 or self.top_k == 1 or self.top_p == 0.0
 
 
 GRAMMARS = ("json_schema", "regex", "choice", "grammar", "json_object", "structural_tag")

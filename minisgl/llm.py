@@ -22,8 +22,8 @@ from minisgl.config.engine import SchedulerConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.config.rules import refuse
 from minisgl.core import IntArray, SamplingParams
+from minisgl.guarded import guarded
 from minisgl.recording import Recorder
-from minisgl.runtime.guarded import guarded
 from minisgl.scheduler.build import build_scheduler, limits_of
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import (
@@ -45,7 +45,8 @@ class OutputBuilder:
     ) -> None:
         self.status: DecodeStatus | None = None
         if tokenizer is not None:
-            self.status = DecodeStatus(tokenizer, prompt_ids.tolist(), tuple(params.stop))
+            stop, spare = tuple(params.stop), params.spare_thoughts
+            self.status = DecodeStatus(tokenizer, prompt_ids.tolist(), stop, spare)
         self.done = False
         self.logprobs: list[dict[str, Any]] | None = None if params.logprobs is None else []
         self.out: dict[str, Any] = {
@@ -182,7 +183,7 @@ class LLM:
                 raise InvalidRequestError(f"{what}: {self.config.model_path} has no tokenizer")
             ids: Any = prompt
             if self.tokenizer is not None:
-                params = self.tokenizer.encode_bad_words(params)
+                params = self.tokenizer.encode_params(params)
                 ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             req = self.scheduler.make_req(UserMsg(0, ids, params))
             return req.input_ids, params

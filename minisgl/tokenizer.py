@@ -33,7 +33,8 @@ def check_unicode(name: str, text: object) -> str:
 
 
 THINK = "<think>"  # where a reasoning model begins to think, be it in the prompt
-MARKERS = {THINK, "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"}
+THOUGHT = "</think>"  # and where it ends
+MARKERS = {THINK, THOUGHT, "<tool_call>", "</tool_call>", "<|python_tag|>"}
 MARKERS |= {"[TOOL_CALLS]", "[ARGS]"}
 
 
@@ -48,6 +49,15 @@ def with_markers(backend: Any) -> Any:
     return type(backend).from_str(json.dumps(about))
 
 
+SLICE = 8192  # characters
+
+
+class PromptTooLong(ValueError):
+    """The error for a prompt that does not fit the context window."""
+
+    code = "context_length_exceeded"
+
+
 class Tokenizer:
     """A model's tokenizer, read from its folder: encode, render a chat, decode."""
 
@@ -60,16 +70,43 @@ class Tokenizer:
         self.vocab_size: int = self.backend.get_vocab_size()  # ids are below it
         eos = self.backend.token_to_id(files.special_tokens.get("eos_token", ""))
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> IntArray:
-        """Token ids of a prompt, int32 [n], with BOS where the model wants one."""
-        check_unicode("prompt", text)
-        ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return np.array(ids, dtype=np.int32)
+        added = self.backend.get_added_tokens_decoder().items()
+        self.special = {token.content: token_id for token_id, token in added if token.special}
+        self.longest = max(map(len, self.backend.get_vocab()), default=1)  # token, in characters
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Text of token ids; special tokens are no text, broken UTF-8 becomes U+FFFD."""
         return str(self.backend.decode([int(token) for token in ids], skip_special_tokens=True))
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, window: int | None = None
+    ) -> IntArray:
+        """Token ids of a prompt, int32 [n], with BOS where the model wants one.
+
+        Raise `PromptTooLong` for more than `window` tokens, without encoding much more than those.
+        """
+        check_unicode("prompt", text)
+        if window is not None and len(text) > 2 * window:
+            self.check_length(text, window)
+        # A batch, unlike a single text, is encoded without the interpreter lock.
+        encoded = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids = encoded[0].ids
+        if window is not None and len(ids) > window:
+            raise PromptTooLong(f"{len(ids)} tokens are too many for a window of {window} tokens")
+        return np.array(ids, dtype=np.int32)
+
+    def check_length(self, text: str, window: int) -> None:
+        """Encode slices of a text until it is certain that it has more than `window` tokens."""
+        count, over = 0, f"too many for a window of {window} tokens"
+        if len(text) > 4 * window * self.longest:
+            raise PromptTooLong(f"{len(text)} characters are {over}")
+        for start in range(0, len(text), SLICE):
+            part = self.backend.encode_batch_fast(
+                [text[start : start + SLICE]], add_special_tokens=False
+            )
+            count += len(part[0].ids) - self.longest  # a token split by a cut counts once at most
+            if count > window:
+                raise PromptTooLong(f"{count} tokens or more are {over}")
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The conversation as the model was trained to see it, up to where the answer begins.
@@ -77,7 +114,7 @@ class Tokenizer:
         The template reads `variables`, such as `enable_thinking`. One of them,
         `continue_final_message=True`, leaves the last message open instead.
         """
-        checked = check_messages(messages)
+        checked = check_messages(messages, "".join(self.templates.texts.values()))
         open_end = {"add_generation_prompt": not variables.get("continue_final_message")}
         try:
             return self.templates.render(checked, **{**open_end, **variables})
@@ -92,8 +129,17 @@ class Tokenizer:
         """Token ids of a rendered conversation, int32 [n]; BOS comes from the template alone."""
         return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
 
-    def encode_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """The same parameters, bad words as token ids: a text with and without a space before."""
+    def encode_params(self, params: SamplingParams) -> SamplingParams:
+        """The same parameters with token ids for what is no text: bad words and special tokens."""
+        for text in params.stop:
+            inside = next((name for name in self.special if name in text), None)
+            if inside is not None and text not in self.special:
+                why = f"{inside!r} is a special token, which is not text; give it alone"
+                raise ValueError(f"stop: must not hold a special token, got {text!r:.80} ({why})")
+        ends = [self.special[text] for text in params.stop if text in self.special]
+        if ends:
+            rest = tuple(text for text in params.stop if text not in self.special)
+            params = replace(params, stop=rest, stop_token_ids=(*params.stop_token_ids, *ends))
         if not any(isinstance(word, str) for word in params.bad_words):
             return params
         found: list[tuple[int, ...]] = []
@@ -135,35 +181,52 @@ def text_size(value: object) -> int:
 
 
 def text_of(name: str, content: object) -> str:
-    """A message's content as one string: text parts are joined, None is empty."""
+    """A message's content as one string: its parts are joined, None is empty."""
     if not isinstance(content, list | tuple):
         return check_unicode(name, "" if content is None else content)
-    texts = [p.get("text") if isinstance(p, Mapping) and "text" in p else p for p in content]
+    texts = [
+        part.get("text", part.get("refusal", part)) if isinstance(part, Mapping) else part
+        for part in content
+    ]
     return "".join(check_unicode(f"{name}[{index}]", text) for index, text in enumerate(texts))
 
 
+ROLES = {"developer": "system"}  # for templates without the first
+
+
 def parsed(call: Any) -> Any:
-    """A call of a tool as templates want it: its arguments, if they are an object, as a dict."""
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
-        arguments = json.loads(call["function"]["arguments"])
-        json.dumps(arguments, ensure_ascii=False).encode()  # half a character may be escaped
-        if isinstance(arguments, dict):
-            return {**call, "function": {**call["function"], "arguments": arguments}}
-    return call
+    """A call of a tool as templates read it: its arguments, if they are an object, as a dict."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    given = arguments = call["function"].get("arguments")
+    if given is None or (isinstance(given, str) and given.strip() in ("", "null")):
+        arguments = {}
+    elif isinstance(given, str):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(given)
+            json.dumps(found, ensure_ascii=False).encode()  # half a character may be escaped
+            arguments = found if isinstance(found, dict) else given
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation as dicts whose role and content are strings; ValueError says which is not."""
+def check_messages(
+    messages: Sequence[Mapping[str, Any]], template: str = ""
+) -> list[dict[str, Any]]:
+    """A conversation as dicts whose role and content are strings; ValueError names what is not.
+
+    Roles that the text of a chat template does not mention get their other name.
+    """
     if isinstance(messages, str) or not isinstance(messages, Sequence) or len(messages) == 0:
         raise ValueError("messages: must be a non-empty list of {role, content}")
     checked: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "content" not in message:
+        if not isinstance(message, Mapping) or not message.keys() & {"content", "tool_calls"}:
             what = f"must be {{role, content}}, got {message!r:.80}"
             raise ValueError(f"messages[{index}]: {what}")
-        check_unicode(f"messages[{index}].role", message.get("role"))
+        role = check_unicode(f"messages[{index}].role", message.get("role"))
+        role = role if role in template else ROLES.get(role, role)
         content = text_of(f"messages[{index}].content", message.get("content"))
-        checked.append({**message, "content": content})
+        checked.append({**message, "role": role, "content": content})
         if isinstance(calls := message.get("tool_calls"), list | tuple):
             checked[-1]["tool_calls"] = [parsed(call) for call in calls]
     return checked
@@ -219,33 +282,56 @@ class IncrementalDetokenizer:
 
 
 class StopFilter:
-    """Passes text on up to the first stop string; holds back what may be the start of one."""
+    """Passes text on up to the first stop string; holds back what may be the start of one.
 
-    def __init__(self, stop: Sequence[str] = ()) -> None:
+    With `spare_thoughts`, nothing stops in a thought; `thinking` if the prompt has begun one.
+    """
+
+    def __init__(
+        self, stop: Sequence[str] = (), spare_thoughts: bool = False, thinking: bool = False
+    ) -> None:
         if any(not text for text in stop):
             raise ValueError("stop: must not contain an empty string")
         self.stop = tuple(stop)
         self.held = ""
         self.found: str | None = None  # the stop string that ended the text
+        self.in_thought = spare_thoughts and thinking
+        self.opening = spare_thoughts and not thinking  # a thought may still begin
 
     @property
     def stopped(self) -> bool:
         """True once a stop string was found."""
         return self.found is not None
 
+    def _all_but_end(self, text: str, *stop: str) -> str:
+        """Hold back the longest end of a text with which a stop string begins."""
+        keep = max((overlap(text, s) for s in stop), default=0)
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
     def push(self, text: str) -> str:
         """Take new text; return what can no longer be part of a stop string."""
         if self.stopped:
             return ""
         text = self.held + text
+        if self.opening and self.stop:
+            body = text.lstrip()
+            if THINK.startswith(body):
+                self.held = text
+                return ""
+            self.opening, self.in_thought = False, body.startswith(THINK)
+        if self.in_thought:
+            thought, end, rest = text.partition(THOUGHT)
+            if not end:
+                return self._all_but_end(text, THOUGHT)
+            self.in_thought, self.held = False, ""
+            return thought + end + self.push(rest)
         found = [(at + len(s), at) for s in self.stop if (at := text.find(s)) >= 0]
         if found:
-            end, start = min(found)
-            self.held, self.found = "", text[start:end]
+            after, start = min(found)
+            self.held, self.found = "", text[start:after]
             return text[:start]
-        keep = max((overlap(text, s) for s in self.stop), default=0)
-        self.held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        return self._all_but_end(text, *self.stop)
 
 
 def overlap(text: str, stop: str) -> int:
@@ -262,11 +348,12 @@ class DecodeStatus:
         tokenizer: Tokenizer,
         prompt_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
+        spare_thoughts: bool = False,
     ) -> None:
         self.skipped = frozenset(tokenizer.eos_token_ids)
         self.stream = IncrementalDetokenizer(tokenizer, prompt_ids)
-        self.filter = StopFilter(stop)
         self.thinking = self.stream.prefix_text.rstrip().endswith(THINK)  # since the prompt
+        self.filter = StopFilter(stop, spare_thoughts, self.thinking)
 
     @property
     def stopped(self) -> bool:
@@ -281,6 +368,7 @@ class DecodeStatus:
 
     def finish(self) -> str:
         """The text that was held back, now that no token follows."""
+        self.filter.opening = False
         rest = self.filter.push(self.stream.finish())
         held, self.filter.held = self.filter.held, ""
         return rest + held

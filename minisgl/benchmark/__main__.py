@@ -58,7 +58,7 @@ def started(folder: Path, args: argparse.Namespace) -> Iterator[tuple[LLM, dict[
         about |= {"num_pages": engine.num_pages, "makes_text": llm.tokenizer is not None}
         about["tp"] = engine.config.tp.size
         about["seconds_to_first_token"] = round(first_token, 2)
-        about["graph_sizes"] = list(engine.graph.sizes) if engine.graph is not None else []
+        about["graph_sizes"] = list(getattr(engine.runners.decode, "sizes", ()))
         with frozen_heap():
             yield llm, about
 

@@ -29,10 +29,10 @@ from minisgl.config.known_models import KNOWN_CONFIGS
 from minisgl.config.model import ModelConfig
 from minisgl.config.paths import read_json, resolve_model_path
 from minisgl.engine.engine import Engine
+from minisgl.fp8 import Fp8Weight, fp8_weight
 from minisgl.kernels.device import DeviceLimits, device_limits
 from minisgl.kernels.linear import Tiling, launch_rows, row_block, row_linear_add_norm
 from minisgl.kernels.norm import DeferredNorm, add_norm
-from minisgl.layers.fp8 import Fp8Weight, fp8_weight
 from minisgl.llm import LLM
 from minisgl.parallel.comm import SingleRank
 
@@ -92,9 +92,9 @@ def engine_of(model: str, tp: int, quantization: str, sizes: Sequence[int]) -> I
 
 def step_seconds(engine: Engine, size: int, replays: int = 15) -> float:
     """Median time of a decode step of `size` dummy requests, recorded anew."""
-    assert engine.graph is not None
+    assert engine.runners.decode is not None
     with engine.on_stream(), torch.inference_mode():
-        graph = engine.graph.capture_size(size).graph
+        graph = engine.runners.decode.capture_size(size).graph
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 3)]
         for mark in marks:
             graph.replay()

@@ -54,8 +54,9 @@ def download(model: str) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and most users need no hub
 
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+    other = ["*/*.json", "*/*.safetensors", "consolidated*", "adapter*"]  # not read
     try:
-        return Path(snapshot_download(model, allow_patterns=wanted))
+        return Path(snapshot_download(model, allow_patterns=wanted, ignore_patterns=other))
     except Exception as error:
         reason = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
         problem = f"model_path: no such folder, and the hub does not deliver it ({reason})"

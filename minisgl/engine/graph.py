@@ -9,7 +9,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,9 +19,12 @@ from tqdm import tqdm
 
 from minisgl.attention.base import AttentionBackend, AttentionPlan, DecodeBuffers, ForwardBatch
 from minisgl.attention.staging import StagingRing
-from minisgl.core import IntArray, Phase
+from minisgl.core import Batch, IntArray, Phase
 from minisgl.engine.sampler import SamplingArgs
 from minisgl.kvcache.page_table import TableManager
+
+if TYPE_CHECKING:
+    from minisgl.engine.step import ForwardInput
 
 
 class StepBuffers(NamedTuple):
@@ -98,6 +101,7 @@ def dummy_step(size: int, tables: TableManager) -> NDArray[np.int64]:
     return pack(rows, zeros, tables.page_table[rows, zeros], tables.width, 0, None)
 
 
+Forward = Callable[[ForwardBatch], Tensor]  # to logits [rows wanted, vocab_size]
 Draw = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits, keys, temperature to ids
 
 
@@ -124,7 +128,7 @@ class GraphRunner:
     phase = Phase.DECODE
 
     def __init__(
-        self, *, forward: Callable[[ForwardBatch], Tensor], draw: Draw, backend: AttentionBackend,
+        self, *, forward: Forward, draw: Draw, backend: AttentionBackend,
         tables: TableManager, sizes: Sequence[int], vocab_size: int, dtype: torch.dtype,
         new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph, rows: int | None = None,
     ) -> None:  # fmt: skip
@@ -203,6 +207,15 @@ class GraphRunner:
         """The smallest captured size that holds a batch of 1 or more; None if there is none."""
         index = bisect_left(self.sizes, batch_size)
         return self.sizes[index] if self.steps and index < len(self.sizes) else None
+
+    def size_for(self, batch: Batch) -> int | None:
+        """The captured size that a batch is padded to; None if it has to run eagerly."""
+        return self.bucket(batch.size)
+
+    def pack(self, fi: ForwardInput, size: int) -> NDArray[np.int64]:
+        """The step as `replay` takes it; `fi` (chapter 08) is padded to `size` requests."""
+        tables, count = self.tables, len(fi.sampled)
+        return pack(fi.token_rows, fi.positions, fi.out_loc, tables.width, count, fi.sampling)
 
     @torch.inference_mode()
     def replay(self, packed: NDArray[np.int64]) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl.fp8 import FP8, Fp8Weight, fp8_weight
 from minisgl.kernels.device import H200, DeviceLimits, device_limits
 from minisgl.kernels.linear import (
     FEW_ROWS,
@@ -30,7 +31,6 @@ from minisgl.kernels.linear import (
 )
 from minisgl.kernels.norm import rows_for
 from minisgl.kernels.scaled_mm import Fp8Rows, empty_rows, quantize_rows, scaled_linear
-from minisgl.layers.fp8 import FP8, Fp8Weight, fp8_weight
 
 
 @cache

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.fp8 import Fp8Weight
 from minisgl.kernels.device import device_limits
 from minisgl.kernels.linear import (
     FEW_ROWS,
@@ -25,7 +26,6 @@ from minisgl.kernels.linear import (
     prefetch,
 )
 from minisgl.kernels.pdl import launch_options
-from minisgl.layers.fp8 import Fp8Weight
 
 
 @triton.jit

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.fp8 import FP8, Fp8Weight
 from minisgl.kernels.norm import to_eight_bits
 from minisgl.kernels.pdl import launch_options
-from minisgl.layers.fp8 import FP8, Fp8Weight
 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -44,6 +44,7 @@ class MergedColumnParallelLinear(nn.Module):
     """Several projections of one input as a single GEMM; each rank holds rows of every one.
 
     forward: x [n, in_features] to [n, rows of this rank], the projections side by side.
+    Attributes: in_features, shards, weight [rows, in_features], bias [rows] or None.
     """
 
     def __init__(
@@ -61,7 +62,10 @@ class MergedColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """One projection cut by input: x [n, in_features / ranks] to the full [n, out_features]."""
+    """One projection cut by input: x [n, in_features / ranks] to the full [n, out_features].
+
+    Attributes: shard (of the columns), full_shape (out_features, in_features), weight.
+    """
 
     def __init__(self, in_features: int, out_features: int, ctx: ParallelContext) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl.config.model import MoEConfig
-from minisgl.layers.fp8 import Fp8Weight
+from minisgl.fp8 import Fp8Weight
 from minisgl.layers.linear import even_shard
 from minisgl.parallel.comm import ParallelContext, SingleRank
 

@@ -1,4 +1,4 @@
-"""Which weights of a model are of eight bits, by the config or by the checkpoint.
+"""FP8 weights of a model: which they are, and how they are made, filled and cut.
 
 Generated from notebooks/05g_fp8.ipynb: edit there.
 """
@@ -6,7 +6,8 @@ Generated from notebooks/05g_fp8.ipynb: edit there.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,64 @@ from torch import Tensor, nn
 
 from minisgl.config.paths import read_json
 from minisgl.config.rules import refuse
-from minisgl.layers.fp8 import Fp8Weight, Stored, check_device, fp8_weight
+from minisgl.fp8 import Fp8Weight, Stored, check_device, fp8_weight, quantize
 from minisgl.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from minisgl.models.shards import layer_shards
+from minisgl.models.shards import ShardSpec, layer_shards, parameter_shards
+from minisgl.models.weights import Index, fill, fill_randomly, new_like
+
+
+@new_like.register
+def new_fp8_weight(old: Fp8Weight, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
+    """Of eight bits, whatever the dtype of the others."""
+    return fp8_weight(*old.shape, stored=old.stored, device=device, group=old.group)
+
+
+@fill.register
+def fill_fp8(weight: Fp8Weight, target: Index, part: Tensor) -> None:
+    """Quantize a part, unless the checkpoint has done it."""
+    values = part.to(weight.device)
+    if weight.stored is None:
+        values, weight.scale[target] = quantize(values, weight.group)
+    weight[target].copy_(values)
+
+
+@fill_randomly.register
+def fill_fp8_randomly(weight: Fp8Weight, generator: torch.Generator) -> None:
+    """The same numbers as in other weights, rounded."""
+    numbers = torch.empty(weight.shape, device=weight.device).normal_(
+        0.0, 0.02, generator=generator
+    )
+    values, scale = quantize(numbers, weight.group)
+    weight.copy_(values)
+    weight.scale.copy_(scale)
+
+
+@parameter_shards.register
+def fp8_shards(weight: Fp8Weight, spec: ShardSpec) -> Iterator[ShardSpec]:
+    """The tensor itself, and the scales that a checkpoint has beside it.
+
+    ValueError, on all ranks alike, if ranks would cut a block.
+    """
+    stored = weight.stored
+    if stored is None:
+        yield spec
+        return
+    yield replace(spec, dtypes=("F8_E4M3",))
+    *experts, n, k = spec.shape
+    *some, rows, columns = (*spec.source, *[slice(None)] * (len(spec.shape) - len(spec.source)))
+    width, (start, stop, _) = stored.columns or k, columns.indices(k)
+    if stored.columns and stop - start < k and (stop - start) % width:
+        rule = f"such that {k} columns of {spec.name} are cut between blocks of {width}"
+        raise refuse("tp_size", rule, k // (stop - start))
+    base = spec.name.removesuffix(".weight")
+    mark = "." if base != spec.name else "_"  # experts in one tensor have no ".weight"
+    yield replace(
+        spec, name=base + mark + stored.suffix[len("weight_") * (mark == "_") :],
+        param=f"{spec.param}.scale", shape=(*experts, -(-n // stored.rows), -(-k // width)),
+        source=(*some, slice(*rows.indices(n)), slice(start // width, -(-stop // width))),
+        repeat=stored.rows,
+    )  # fmt: skip
+
 
 FORMATS = "fp8 with weight_block_size, compressed-tensors of 8-bit floats by channel or block"
 

@@ -1,4 +1,4 @@
-"""What layers ask of the other ranks, a group of one, and what each layer is told.
+"""The group of ranks that layers compute with, a group of one, and the context of each layer.
 
 Generated from notebooks/05_model.ipynb: edit there.
 """

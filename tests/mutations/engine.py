@@ -157,15 +157,15 @@ MUTATIONS = [
     Mutation(
         "engine_pads_with_a_real_row",
         ENGINE,
-        "dummy_request(self.tables.dummy_row)",
+        "dummy_request(tables.dummy_row)",
         "dummy_request(0)",
         TESTS + "test_only_real_rows_are_sampled",
     ),
     Mutation(
         "engine_samples_the_padding",
         ENGINE,
-        "self.draw(fi, logits[: len(fi.sampled)], scatter)",
-        "self.draw(fi, logits, scatter)",
+        "self.sample(fi, logits[: len(fi.sampled)], scatter)",
+        "self.sample(fi, logits, scatter)",
         TESTS + "test_only_real_rows_are_sampled",
     ),
     Mutation(
@@ -269,15 +269,15 @@ MUTATIONS = [
     Mutation(
         "replay_filters_the_wrong_logits",
         ENGINE,
-        "fi, graph.logits[:count], ",
-        "fi, graph.logits[-count:], ",
+        "fi, runner.logits[:count], ",
+        "fi, runner.logits[-count:], ",
         TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
     ),
     Mutation(
         "replay_samples_the_padding",
         ENGINE,
-        "fi, graph.logits[:count], ",
-        "fi, graph.logits[:size], ",
+        "fi, runner.logits[:count], ",
+        "fi, runner.logits[:size], ",
         TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
     ),
     Mutation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations import Mutation
 
 MODULE, TESTS = "minisgl.engine.prefill_graph", "tests/test_prefill_graph.py::"
-TILED = "minisgl.attention.tiled_prefill"
+TILED = "minisgl.engine.tiled_prefill"
 KERNEL, LONG = "minisgl.kernels.prefill_attention", "tests/test_prefill_attention.py::"
 
 MUTATIONS = [
@@ -88,9 +88,9 @@ MUTATIONS = [
     ),
     Mutation(
         "prefill_packs_a_decode_step",
-        MODULE,
-        "batch.phase is Phase.DECODE or ",
-        "",
+        "minisgl.engine.runners",
+        "runner = decode if batch.phase is Phase.DECODE else self.prefill",
+        "runner = self.prefill",
         TESTS + "test_who_is_computed_eagerly",
     ),
     Mutation(
@@ -117,8 +117,8 @@ MUTATIONS = [
     Mutation(
         "prefill_stays_when_the_engine_goes",
         "minisgl.engine.engine",
-        "self.graph = self.verify_graph = self.prefill_graph = None",
-        "self.graph = None",
+        "self.runners = Runners()",
+        "self.runners = Runners(prefill=self.runners.prefill)",
         TESTS + "test_sizes_share_one_memory_and_all_leave_together",
     ),
     Mutation(

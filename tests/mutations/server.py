@@ -6,6 +6,7 @@ TEST = "tests/test_server.py::"
 API = "tests/test_server_api.py::"
 FAULTS = "tests/test_server_faults.py::"
 OPERATIONS = "tests/test_server_operations.py::"
+DIALECTS = "tests/test_server_dialects.py::"
 
 MUTATIONS = [
     Mutation(
@@ -472,9 +473,73 @@ MUTATIONS = [
         test=TEST + "test_long_prompt_keeps_its_turn",
     ),
     Mutation(
+        name="server: long prompts are encoded between two answers",
+        module="minisgl.server.workers.text_process",
+        old="if characters(msg) > SLICE:",
+        new="if characters(msg) > 100 * SLICE:",
+        test=TEST + "test_a_long_prompt_stops_neither_answers_nor_short_prompts_nor_aborts",
+    ),
+    Mutation(
+        name="server: a prompt is encoded in full before it is refused",
+        module="minisgl.tokenizer",
+        old="len(text) > 2 * window:",
+        new="len(text) > 2000 * window:",
+        test="tests/test_tokenizer.py::"
+        "test_a_prompt_that_is_too_long_is_refused_after_a_few_slices",
+    ),
+    Mutation(
+        name="server: padding of the training goes before a prompt",
+        module="minisgl.tokenizer",
+        old="        self.backend.no_padding()\n",
+        new="",
+        test="tests/test_tokenizer.py::test_settings_of_the_training_do_not_change_a_prompt",
+    ),
+    Mutation(
+        name="server: two fields that contradict each other are taken",
+        module="minisgl.server.http.fields",
+        old="body.get(ours) not in (None, new):",
+        new="False:",
+        test=DIALECTS + "test_two_names_must_agree",
+    ),
+    Mutation(
+        name="server: a misspelt field passes",
+        module="minisgl.server.http.fields",
+        old="1, 0.9)",
+        new="1, 1.0)",
+        test=DIALECTS + "test_what_would_change_the_answer_is_refused_by_name",
+    ),
+    Mutation(
+        name="server: a stop string ends a thought",
+        module="minisgl.tokenizer",
+        old="self.in_thought = spare_thoughts and thinking",
+        new="self.in_thought = False",
+        test=DIALECTS + "test_a_stop_string_ends_no_thought",
+    ),
+    Mutation(
+        name="server: log probabilities of a call pass for the content's",
+        module="minisgl.server.http.formats",
+        old="return any(first < end and start < stop for first, stop in tools.spans)",
+        new="return True",
+        test=DIALECTS + "test_log_probabilities_are_those_of_the_content",
+    ),
+    Mutation(
+        name="server: a key behind the arguments is content",
+        module="minisgl.server.http.tool_parser",
+        old="self._more_keys if self.open else self._tail",
+        new="self._tail",
+        test=DIALECTS + "test_keys_of_a_call_have_any_order_and_type",
+    ),
+    Mutation(
+        name="server: a line separator is sent as it is",
+        module="minisgl.server.http.formats",
+        old=".translate(LINES)",
+        new="",
+        test=DIALECTS + "test_an_event_is_one_line_for_every_client",
+    ),
+    Mutation(
         name="server: a prompt whose client left is encoded",
         module="minisgl.server.workers.text_worker",
-        old="or prompts.waiting.pop(msg.uid, None) is None:",
+        old="or not prompts.drop(msg.uid):",
         new="or True:",
         test=TEST + "test_answers_go_before_prompts_and_leavers_are_dropped",
     ),
@@ -522,7 +587,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: a trace that fails fills the log",
-        module="minisgl.runtime.guarded",
+        module="minisgl.guarded",
         old="if failures == 1:",
         new="if True:",
         test="tests/test_server_operations.py::test_a_scheduler_outlives_what_watches_it",
@@ -536,7 +601,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: who failed once observes no more",
-        module="minisgl.runtime.guarded",
+        module="minisgl.guarded",
         old="return observe(*args)",
         new="return None if failures else observe(*args)",
         test="tests/test_recording.py::test_an_observer_is_called_again_after_it_failed",

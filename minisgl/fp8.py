@@ -1,12 +1,10 @@
-"""Weights in float8_e4m3fn beside their scales: how they are made, filled and multiplied.
+"""Tensors in float8_e4m3fn beside their scales.
 
 Generated from notebooks/05g_fp8.ipynb: edit there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,8 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl.config.rules import refuse
-from minisgl.models.shards import ShardSpec, parameter_shards
-from minisgl.models.weights import Index, fill, fill_randomly, new_like
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
@@ -73,59 +69,6 @@ def fp8_weight(
     weight.group, weight.stored = group or k, stored
     weight.scale = torch.ones(*experts, -(-k // weight.group), n, device=device).mT
     return weight
-
-
-@new_like.register
-def new_fp8_weight(old: Fp8Weight, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
-    """Of eight bits, whatever the dtype of the others."""
-    return fp8_weight(*old.shape, stored=old.stored, device=device, group=old.group)
-
-
-@fill.register
-def fill_fp8(weight: Fp8Weight, target: Index, part: Tensor) -> None:
-    """Quantize a part, unless the checkpoint has done it."""
-    values = part.to(weight.device)
-    if weight.stored is None:
-        values, weight.scale[target] = quantize(values, weight.group)
-    weight[target].copy_(values)
-
-
-@fill_randomly.register
-def fill_fp8_randomly(weight: Fp8Weight, generator: torch.Generator) -> None:
-    """The same numbers as in other weights, rounded."""
-    numbers = torch.empty(weight.shape, device=weight.device).normal_(
-        0.0, 0.02, generator=generator
-    )
-    values, scale = quantize(numbers, weight.group)
-    weight.copy_(values)
-    weight.scale.copy_(scale)
-
-
-@parameter_shards.register
-def fp8_shards(weight: Fp8Weight, spec: ShardSpec) -> Iterator[ShardSpec]:
-    """The tensor itself, and the scales that a checkpoint has beside it.
-
-    ValueError, on all ranks alike, if ranks would cut a block.
-    """
-    stored = weight.stored
-    if stored is None:
-        yield spec
-        return
-    yield replace(spec, dtypes=("F8_E4M3",))
-    *experts, n, k = spec.shape
-    *some, rows, columns = (*spec.source, *[slice(None)] * (len(spec.shape) - len(spec.source)))
-    width, (start, stop, _) = stored.columns or k, columns.indices(k)
-    if stored.columns and stop - start < k and (stop - start) % width:
-        rule = f"such that {k} columns of {spec.name} are cut between blocks of {width}"
-        raise refuse("tp_size", rule, k // (stop - start))
-    base = spec.name.removesuffix(".weight")
-    mark = "." if base != spec.name else "_"  # experts in one tensor have no ".weight"
-    yield replace(
-        spec, name=base + mark + stored.suffix[len("weight_") * (mark == "_") :],
-        param=f"{spec.param}.scale", shape=(*experts, -(-n // stored.rows), -(-k // width)),
-        source=(*some, slice(*rows.indices(n)), slice(start // width, -(-stop // width))),
-        repeat=stored.rows,
-    )  # fmt: skip
 
 
 def check_device(field: str, device: torch.device | str) -> None:
