@@ -47,9 +47,10 @@ class Req:
         self, *, uid: int, input_ids: IntArray, sampling_params: SamplingParams,
         max_new_tokens: int, table_idx: int = -1, cache_handle: Any = None, client: str = "",
     ) -> None:  # fmt: skip
-        """Copy the prompt, `input_ids` [prompt_len]; its first pass would compute all of it.
+        """Copy `input_ids`, the prompt, [prompt_len] token ids; ValueError if it is empty.
 
-        `retracted` is False, `scores` is empty, `logits_params` and `matcher` are None.
+        The first pass would compute all of it. `retracted` is False, `scores` is empty,
+        `logits_params` and `matcher` are None.
         """
         prompt = np.asarray(input_ids)
         if prompt.ndim != 1 or prompt.size == 0:
@@ -78,7 +79,7 @@ class Req:
         return self._ids[self.prompt_len : self.host_len]
 
     def append(self, token: int) -> None:
-        """Add one token to the answer that the host knows; AssertionError beyond the end."""
+        """Append one output token on the host; AssertionError beyond `max_device_len`."""
         assert self.host_len < self.max_device_len, (self.host_len, self.max_device_len)
         self._ids[self.host_len] = token
         self.host_len += 1
@@ -90,7 +91,7 @@ class Req:
         self.device_len = device_len
 
     def advance(self) -> None:
-        """After a pass was launched: all is cached, and past the prompt one more token exists."""
+        """Advance the lengths after a launch: all is cached; past the prompt a token is added."""
         lengths = (self.cached_len, self.device_len, self.max_device_len)
         assert 0 <= self.cached_len < self.device_len <= self.max_device_len, lengths
         self.cached_len = self.device_len
@@ -115,7 +116,7 @@ class Req:
 
     @property
     def scores_prompt(self) -> bool:
-        """True while the host knows no new token of a request with `prompt_logprobs` (08a).
+        """Return True while `prompt_logprobs` are wanted and the host knows no new token (08a).
 
         Until then its prompt is computed in full.
         """
@@ -123,14 +124,14 @@ class Req:
         return asked and self.host_len == self.prompt_len
 
     def __repr__(self) -> str:
-        """The three integers at a glance."""
+        """Show the uid, the row and the three lengths."""
         lengths = f"{self.cached_len}, {self.device_len}, {self.max_device_len}"
         return f"Req(uid={self.uid}, row={self.table_idx}, lengths=({lengths}))"
 
     def restart(self) -> None:
-        """Back in the queue, nothing cached: all that the host knows is to be computed again.
+        """Return to the start: all tokens that the host knows are computed again.
 
-        The caller sees to its row, its handle and `retracted`.
+        Row, handle and `retracted` are the caller's to change.
         """
         self.cached_len = 0
         self.prefill_len = self.device_len = self.host_len
@@ -173,7 +174,7 @@ BadWord = Annotated[  # the form decides what is checked, and what an error says
 
 
 def tuple_of(item: Any, **bounds: int) -> PlainValidator:
-    """Nothing, one string or a list of items becomes a tuple."""
+    """Make a validator that converts None, one string or a list of items to a tuple."""
     adapter = TypeAdapter(Annotated[tuple[item, ...], Field(**bounds)], config=STRICT)
 
     def check(value: Any) -> Any:
@@ -187,18 +188,18 @@ BadWords = Annotated[Sequence[str | Sequence[int]], tuple_of(BadWord, max_length
 
 
 def json_text(value: Any) -> str:
-    """Write JSON with its characters as they are, so that its length counts them.
+    """Encode a value as JSON with non-ASCII characters kept; a lone surrogate is escaped.
 
-    Lone surrogates are escaped; NaN and infinity are a ValueError.
+    NaN and infinity are a ValueError.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text.encode(errors="backslashreplace").decode()
 
 
 def schema_text(value: Any) -> str | None:
-    """A JSON schema, given as text or as a dict, as text: frozen, and with its order kept.
+    """Return a JSON schema, given as text or dict, as text; its order is kept.
 
-    ValueError for what is no JSON. Parsing the text gives what was given, whatever its spaces.
+    ValueError for what is no JSON. Text is parsed and written anew, so its spaces do not count.
     """
     try:
         schema = json.loads(value) if isinstance(value, str) else value
@@ -260,7 +261,7 @@ class SamplingParams(Validated):
 
     @property
     def is_greedy(self) -> bool:
-        """True for temperature 0, top_k 1 and top_p 0: the most likely token, no random number."""
+        """Return True if temperature is 0, top_k 1 or top_p 0: no random number is needed."""
         return self.temperature == 0.0 or self.top_k == 1 or self.top_p == 0.0
 
 

@@ -18,9 +18,9 @@ LARGEST = torch.finfo(FP8).max  # 448
 
 
 def quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """x [n, k] as float8_e4m3fn [n, k] and scales float32 [n, ceil(k / group)]: x is their product.
+    """Quantize x [n, k] to float8_e4m3fn [n, k] and scales float32 [n, ceil(k / group)].
 
-    The largest number of each `group` columns of a row becomes 448. n may be several dimensions.
+    The largest magnitude of each `group` columns of a row becomes 448. n may be several dimensions.
     """
     wide = F.pad(x.float(), (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
     scale = wide.abs().amax(-1, keepdim=True).clamp_(min=1e-12) / LARGEST
@@ -53,7 +53,7 @@ class Fp8Weight(nn.Parameter):
         return self.numel() + self.scale.nbytes
 
     def dequantized(self, dtype: torch.dtype, part: int | slice = slice(None)) -> Tensor:
-        """The numbers that it stands for, [n, k], or those of an expert or of some rows."""
+        """Return values * scales [n, k] in `dtype`, or those of an expert or of some rows."""
         scale = self.scale[part]
         if scale.shape[-1] > 1:
             scale = scale.repeat_interleave(self.group, -1)[..., : self.shape[-1]]
@@ -63,7 +63,7 @@ class Fp8Weight(nn.Parameter):
 def fp8_weight(
     *shape: int, stored: Stored | None = None, device: torch.device | str = "meta", group: int = 0
 ) -> Fp8Weight:
-    """Zeros [n, k] with scales of one; a group is the whole row unless it is given."""
+    """Make FP8 zeros [n, k] with scales of one; a group is the whole row unless it is given."""
     weight = Fp8Weight(torch.zeros(shape, dtype=FP8, device=device), requires_grad=False)
     *experts, n, k = shape
     weight.group, weight.stored = group or k, stored
@@ -72,7 +72,7 @@ def fp8_weight(
 
 
 def check_device(field: str, device: torch.device | str) -> None:
-    """ValueError that names the field if a GPU has no instructions for eight-bit floats."""
+    """Raise a ValueError that names the field if a GPU has no FP8 instructions."""
     if torch.device(device).type != "cuda":
         return
     major, minor = torch.cuda.get_device_capability(device)

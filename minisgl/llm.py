@@ -80,7 +80,7 @@ class OutputBuilder:
         return False
 
     def close(self, reason: str | None) -> None:
-        """No more tokens."""
+        """Close the output: set its finish reason and log probabilities."""
         self.done = True
         self.out["finish_reason"] = reason
         if self.logprobs is not None:
@@ -92,7 +92,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list: a string, and a flat list or array of ids, is one."""
+    """Return one prompt or several as a list; a string or a flat list of ids is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     array = hasattr(prompts, "__array__")  # NumPy's, and torch's
@@ -104,7 +104,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 
 
 def as_params(params: Any, count: int) -> list[SamplingParams]:
-    """Sampling parameters of each prompt, from none, one or a list of equal length."""
+    """Return the sampling parameters of each prompt, from None, one or a list of equal length."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     listed = list(params) if isinstance(params, Iterable) else [params]
@@ -116,7 +116,7 @@ def as_params(params: Any, count: int) -> list[SamplingParams]:
 
 
 def make_config(folder: Path, ranks: int | None, fields: dict[str, Any]) -> SchedulerConfig:
-    """A config from keyword arguments; `torch.device` and `torch.dtype` are welcome."""
+    """Make a config from keyword arguments; accept `torch.device` and `torch.dtype`."""
     if ranks is not None and fields.setdefault("tp", ranks) != ranks:
         raise ValueError(f"tensor_parallel_size: {ranks} beside tp {fields['tp']}; give one")
     for name in fields.keys() & {"device", "dtype"}:
@@ -130,7 +130,7 @@ def make_config(folder: Path, ranks: int | None, fields: dict[str, Any]) -> Sche
 
 
 def start_ranks(config: SchedulerConfig) -> Any:
-    """The other ranks as processes, by chapter 10b; None if there are none."""
+    """Start the other ranks as processes (chapter 10b); return None if there are none."""
     if config.tp.size == 1:
         return None
     return importlib.import_module("minisgl.runtime.ranks").Ranks(config)

@@ -39,7 +39,7 @@ MARKERS |= {"[TOOL_CALLS]", "[ARGS]"}
 
 
 def with_markers(backend: Any) -> Any:
-    """The same tokenizer, to which the markers of thoughts and calls are no special tokens."""
+    """Return the tokenizer with the markers of thoughts and calls as ordinary tokens."""
     added = backend.get_added_tokens_decoder().values()
     if not any(token.special and token.content in MARKERS for token in added):
         return backend
@@ -75,13 +75,13 @@ class Tokenizer:
         self.longest = max(map(len, self.backend.get_vocab()), default=1)  # token, in characters
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Text of token ids; special tokens are no text, broken UTF-8 becomes U+FFFD."""
+        """Decode token ids, without special tokens; broken UTF-8 becomes U+FFFD."""
         return str(self.backend.decode([int(token) for token in ids], skip_special_tokens=True))
 
     def encode(
         self, text: str, add_special_tokens: bool = True, window: int | None = None
     ) -> IntArray:
-        """Token ids of a prompt, int32 [n], with BOS where the model wants one.
+        """Encode a prompt to token ids, int32 [n], with BOS where the model expects one.
 
         Raise `PromptTooLong` for more than `window` tokens, without encoding much more than those.
         """
@@ -109,7 +109,7 @@ class Tokenizer:
                 raise PromptTooLong(f"{count} tokens or more are {over}")
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The conversation as the model was trained to see it, up to where the answer begins.
+        """Render a conversation by the chat template, up to where the answer begins.
 
         The template reads `variables`, such as `enable_thinking`. One of them,
         `continue_final_message=True`, leaves the last message open instead.
@@ -126,11 +126,11 @@ class Tokenizer:
             raise ValueError(f"messages: refused by the chat template: {error}") from error
 
     def apply_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> IntArray:
-        """Token ids of a rendered conversation, int32 [n]; BOS comes from the template alone."""
+        """Encode a rendered conversation to ids, int32 [n]; BOS comes from the template alone."""
         return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
 
     def encode_params(self, params: SamplingParams) -> SamplingParams:
-        """The same parameters with token ids for what is no text: bad words and special tokens."""
+        """Return parameters with token ids for bad words and for special tokens in `stop`."""
         for text in params.stop:
             inside = next((name for name in self.special if name in text), None)
             if inside is not None and text not in self.special:
@@ -156,18 +156,18 @@ class Tokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether there is a tokenizer beside the model; without one, prompts must be token ids."""
+    """Return True if there is a tokenizer beside the model; else prompts must be token ids."""
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     return any((folder / name).is_file() for name in names)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a model folder, if it has one."""
+    """Load the tokenizer of a model folder, or return None if it has none."""
     return Tokenizer(folder) if has_tokenizer(folder) else None
 
 
 def text_size(value: object) -> int:
-    """Characters of all texts in a message, a tool or a list of them."""
+    """Count the characters of all texts in a message, a tool or a list of them."""
     todo, size = [value], 0
     while todo:
         match todo.pop():
@@ -181,7 +181,7 @@ def text_size(value: object) -> int:
 
 
 def text_of(name: str, content: object) -> str:
-    """A message's content as one string: its parts are joined, None is empty."""
+    """Join a message's content into one string; None is empty."""
     if not isinstance(content, list | tuple):
         return check_unicode(name, "" if content is None else content)
     texts = [
@@ -195,7 +195,7 @@ ROLES = {"developer": "system"}  # for templates without the first
 
 
 def parsed(call: Any) -> Any:
-    """A call of a tool as templates read it: its arguments, if they are an object, as a dict."""
+    """Return a tool call as templates read it: arguments that are a JSON object become a dict."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         return call
     given = arguments = call["function"].get("arguments")
@@ -212,7 +212,7 @@ def parsed(call: Any) -> Any:
 def check_messages(
     messages: Sequence[Mapping[str, Any]], template: str = ""
 ) -> list[dict[str, Any]]:
-    """A conversation as dicts whose role and content are strings; ValueError names what is not.
+    """Check a conversation and return dicts with string role and content; ValueError if invalid.
 
     Roles that the text of a chat template does not mention get their other name.
     """
@@ -250,7 +250,7 @@ class IncrementalDetokenizer:
         self.sent = 0  # characters of the pending tokens that are out already
 
     def fresh(self) -> str:
-        """Text of the pending tokens, as it reads after the prefix."""
+        """Decode the pending tokens as they read after the prefix."""
         text = self.decode(self.prefix + self.pending)
         if text.startswith(self.prefix_text):
             return text[len(self.prefix_text) :]
@@ -270,12 +270,12 @@ class IncrementalDetokenizer:
         return new
 
     def settle(self) -> None:
-        """Everything pending is out: it becomes the prefix."""
+        """Make all pending tokens the prefix."""
         self.prefix, self.prefix_text = self.pending, self.decode(self.pending)
         self.pending, self.sent = [], 0
 
     def finish(self) -> str:
-        """The rest: a character that will never be complete, as U+FFFD."""
+        """Return the rest of the text; an incomplete character becomes U+FFFD."""
         rest = self.fresh()[self.sent :] if self.pending else ""
         self.settle()
         return rest
@@ -335,7 +335,7 @@ class StopFilter:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with, shorter than `stop`."""
+    """Return the length of the longest proper prefix of `stop` that `text` ends with."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
@@ -367,13 +367,13 @@ class DecodeStatus:
         return self.filter.push(self.stream.push(token_id))
 
     def finish(self) -> str:
-        """The text that was held back, now that no token follows."""
+        """Return the text that was held back, after the last token."""
         self.filter.opening = False
         rest = self.filter.push(self.stream.finish())
         held, self.filter.held = self.filter.held, ""
         return rest + held
 
     def take(self, token_id: int | None, reason: str | None) -> str:
-        """The text that one reply of a scheduler completes; `reason` says that it is the last."""
+        """Return the text that one reply completes; a `reason` marks the last reply."""
         new = "" if token_id is None or reason == "stop" else self.push(token_id)  # an end token
         return new if reason is None or self.stopped else new + self.finish()

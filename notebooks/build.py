@@ -618,8 +618,20 @@ def export(root: Path, wanted: Sequence[str]) -> int:
 # --------------------------------------------------------------------------- command: sync
 
 
+def code_of(source: str) -> str:
+    """Return what a cell runs: its source without comments and without functions' docstrings."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # a magic or a draft: compare it as it stands
+        return source
+    for node in ast.walk(tree):
+        if isinstance(node, FUNCTION) and ast.get_docstring(node) is not None:
+            node.body[0] = ast.Pass()
+    return ast.dump(tree)
+
+
 def merge_outputs(stem: str, fresh: NotebookNode, stored: NotebookNode | None) -> NotebookNode:
-    """Cells of `fresh`; ids of `stored` where cells correspond, outputs where code is unchanged."""
+    """Copy into `fresh` the ids of corresponding cells, and outputs where code is unchanged."""
     old = list(stored.cells) if stored is not None else []
     new = list(fresh.cells)
     taken: set[str] = set()
@@ -641,7 +653,7 @@ def merge_outputs(stem: str, fresh: NotebookNode, stored: NotebookNode | None) -
         else:
             cell["id"] = fresh_id(f"{stem}\n{cell.source}", taken)
             taken.add(cell["id"])
-        if cell.cell_type == "code" and before is not None and before.source == cell.source:
+        if cell.cell_type == "code" and before and code_of(before.source) == code_of(cell.source):
             cell.outputs, cell.execution_count = before.outputs, before.execution_count
     fresh.metadata = nbformat.from_dict({"kernelspec": KERNEL})
     fresh.nbformat, fresh.nbformat_minor = 4, 5

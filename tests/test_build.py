@@ -318,6 +318,27 @@ def test_sync_is_idempotent_and_keeps_ids_and_outputs(book: Path) -> None:
     assert kept.outputs and kept.execution_count == 3
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        ("x = 1", "x = 1  # one", True),
+        (
+            'def f():\n    """A sum."""\n    return 1',
+            'def f():\n    """Add."""\n    return 1',
+            True,
+        ),
+        ('class A:\n    """A sum."""', 'class A:\n    """A set."""', False),  # pydantic shows it
+        ('def f():\n    """A sum."""', "def f():\n    return 1", False),
+        ("%time x", "%time  x", False),
+        ("'a'", "'b'", False),
+    ],
+)
+def test_comments_and_docstrings_of_functions_are_not_run(
+    before: str, after: str, same: bool
+) -> None:
+    assert (build.code_of(before) == build.code_of(after)) is same
+
+
 def test_sync_of_an_inserted_cell_moves_no_id(book: Path) -> None:
     before = {cell["id"] for cell in edit_notebook(book, None).cells}
     text = book / "notebooks" / "02_pool.md"

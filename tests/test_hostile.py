@@ -39,18 +39,9 @@ from minisgl.server.responses.schemas import ResponsesRequest
 from minisgl.server.workers.channels import MOST_MESSAGES, LocalQueue
 from minisgl.server.workers.messages import TokenizeMsg, decode, encode
 from minisgl.server.workers.text_worker import PromptQueue
-from tests.serving import Live, Served, random_model
+from tests.serving import Live, Served
 
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def live(checkpoint: Path) -> Iterator[Live]:
-    with Live(checkpoint) as running:
-        yield running
+pytest_plugins = ["tests.random_server"]
 
 
 # Listening

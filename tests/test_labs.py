@@ -110,6 +110,10 @@ def test_a_verdict_is_one_sentence() -> None:
         True, "Round 2 holds: 1 tests pass; 1 wait for later rounds.",
     )  # fmt: skip
     assert labs.verdict([wrong, early, passed], None)[1].startswith("ids come back: assert 1 == 2")
+    often = [labs.Outcome(f"t::{i}", False, text=f"{i}: NameError", cause="np") for i in range(2)]
+    assert labs.verdict([wrong, *often, passed], None) == (
+        False, "0: NameError. (3 tests fail, 2 of them by the same error, 1 pass.)",
+    )  # fmt: skip
     assert labs.verdict([flaky, late, passed], None)[1].startswith("`Cache.r3` (round 3)")
     assert labs.verdict([flaky, passed], None) == (
         False, "flaky (test_f.py:1). (1 tests fail, 1 pass.)",

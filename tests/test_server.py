@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -284,19 +284,20 @@ def test_a_long_prompt_stops_neither_answers_nor_short_prompts_nor_aborts(
         return UserMsg(msg.uid, [1], msg.sampling_params)
 
     class Scripted:
-        """All messages at once; then the end, once the long prompt has gone on."""
+        """Long prompts, then all others; the end, once a long one has gone on."""
 
         def get_all(self, timeout: float) -> list[Any]:
             sent.extend(bench.sent())
-            if not self.told:
-                self.told = True
-                return [text_of(0, SLICE + 1), text_of(1, SLICE + 2), text_of(2, 20), text_of(3, 9)]
+            self.turns += 1
+            if self.turns < 3:
+                long = [text_of(0, SLICE + 1), text_of(1, SLICE + 2)]
+                return long if self.turns == 1 else [text_of(2, 20), text_of(3, 9)]
             if len(sent) == 2 and not others_are_done.is_set():
                 others_are_done.set()
                 return [TokenReply(uid=8, token=5), AbortMsg(uid=7), AbortMsg(uid=1)]
             return [ExitMsg()] if len(sent) == 4 else []
 
-        told = False
+        turns = 0
 
     bench.worker.encode = slow  # type: ignore[method-assign]
     run_text_worker(bench.worker, Scripted(), prompts=PromptLanes())
@@ -416,6 +417,7 @@ SPOKEN = st.lists(
     ),
     ENDS,
 )
+@example(1, [], [0, "hello"], [], "length")  # a space behind a special token
 @settings(max_examples=150, deadline=None)
 def test_served_text_is_that_of_llm(
     tokenizers: list[Tokenizer], kind: int, asked: list[str | int], said: list[str | int],
@@ -683,6 +685,13 @@ def test_fault_of_ours_ends_a_stream(live: Live, monkeypatch: pytest.MonkeyPatch
         response = chat(live, stream=True, n=n)
         assert response.status_code == 500 and "too large" in response.json()["error"]["message"]
 
+    async def failing(*_: Any, **__: Any) -> AsyncGenerator[Any, None]:
+        broken()
+        yield
+
+    monkeypatch.setattr(live.server.frontend, "generate", failing)
+    assert chat(live, stream=True, n=2).status_code == 500
+
     async def events() -> AsyncGenerator[bytes, None]:
         broken()
         yield b"two"
@@ -855,6 +864,27 @@ def test_dead_worker_is_a_503_for_all() -> None:
             assert response.status_code == 503 and "died" in response.json()["error"]["message"]
 
     asyncio.run(run())
+
+
+def test_an_error_behind_a_reply_is_not_lost() -> None:
+    """The worker dies while a reply waits: its reader gets the reply, then the error."""
+
+    async def run() -> tuple[str, bool]:
+        frontend = Frontend([LocalQueue()], LocalQueue())
+        replies = frontend.generate(SamplingParams(), text="x")
+        first = asyncio.ensure_future(anext(replies))
+        await asyncio.sleep(0)
+        frontend._dispatch([UserReply(uid=0, text="yes", token_ids=[1])])
+        frontend.fail_all("the scheduler died")
+        text = (await first).text
+        second = asyncio.ensure_future(anext(replies))
+        for _ in range(9):  # turns of a loop that has nothing else to do
+            await asyncio.sleep(0)
+        done = second.done()
+        await asyncio.gather(second, return_exceptions=True) if done else second.cancel()
+        return text, done
+
+    assert asyncio.run(run()) == ("yes", True)
 
 
 def test_an_observer_that_fails_harms_no_request() -> None:

@@ -43,11 +43,15 @@ class StepBuffers(NamedTuple):
 NUM_FIELDS = 7
 
 
-def view_buffers(memory: Tensor, size: int) -> StepBuffers:
-    """The buffers of a step of `size` requests at the start of a flat memory, int64."""
-    whole = memory[: NUM_FIELDS * size].view(NUM_FIELDS, size)
-    gather, scatter, rows, positions, out_loc = whole[:5]
-    keys, temperature = whole[5].view(torch.int32).view(2, size), whole[6].view(torch.float32)
+def view_buffers(memory: Any, size: int) -> StepBuffers:
+    """The buffers of a step of `size` requests at the start of a flat memory, int64.
+
+    They are tensors, or arrays if `memory` is one.
+    """
+    kinds: Any = torch if isinstance(memory, Tensor) else np
+    fields = memory[: NUM_FIELDS * size].reshape(NUM_FIELDS, size)
+    gather, scatter, rows, positions, out_loc, keys, temperature = fields
+    keys, temperature = keys.view(kinds.int32).reshape(2, size), temperature.view(kinds.float32)
     return StepBuffers(gather, scatter, rows, positions, out_loc, keys, temperature[:size])
 
 
@@ -64,15 +68,13 @@ def pack(
     The token pool is `width` wide. The first `count` requests are real; padding writes over its
     own input. `sampling` None: all greedy.
     """
-    size = len(rows)
-    packed = np.zeros((NUM_FIELDS, size), np.int64)
-    packed[0] = rows.astype(np.int64) * width + positions
-    packed[1] = packed[0]
-    packed[1, :count] += 1
-    packed[2], packed[3], packed[4] = rows, positions, out_loc
+    packed = np.zeros((NUM_FIELDS, len(rows)), np.int64)
+    to: Any = view_buffers(packed.reshape(-1), len(rows))
+    to.gather[:] = to.scatter[:] = rows.astype(np.int64) * width + positions
+    to.scatter[:count] += 1
+    to.rows[:], to.positions[:], to.out_loc[:] = rows, positions, out_loc
     if sampling is not None:
-        packed[5].view(np.int32).reshape(2, size)[:, :count] = sampling.keys
-        packed[6].view(np.float32)[:count] = sampling.temperature
+        to.keys[:, :count], to.temperature[:count] = sampling.keys, sampling.temperature
     return packed
 
 

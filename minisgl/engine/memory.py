@@ -122,13 +122,13 @@ def agree_on_free(device: torch.device, comm: Comm) -> int:
 
 
 def kv_dtype(config: EngineConfig) -> torch.dtype:
-    """The dtype of keys and values in the pool of a resolved config."""
+    """Return the dtype of keys and values in the pool of a resolved config."""
     found: torch.dtype = getattr(torch, config.dtype)
     return FP8 if config.kv_cache_dtype == "fp8" else found
 
 
 def make_pool(config: EngineConfig, model: ModelConfig, num_pages: int) -> KVPool:
-    """The pool that a resolved config asks for; ValueError on a GPU without eight-bit floats."""
+    """Create the pool of a resolved config; raise ValueError for fp8 on a GPU without FP8."""
     sizes: dict[str, Any] = {
         "num_layers": model.num_layers, "num_pages": num_pages, "page_size": config.page_size,
         "num_kv_heads": model.kv_heads_per_rank(config.tp.size), "head_dim": model.head_dim,

@@ -20,18 +20,18 @@ class Fp8KVPool(KVPool):
     quantized = True
 
     def __init__(self, *, num_layers: int, **sizes: Any) -> None:
-        """As `KVPool`, without a dtype."""
+        """Allocate a `KVPool` of FP8 numbers, with scales of 1."""
         super().__init__(num_layers=num_layers, dtype=FP8, **sizes)
         self._slots = self.buffer.view(torch.uint8).flatten(2, 3).unbind(1)  # what torch can index
         shape = num_layers, 4, self.num_kv_heads, 1  # 4: layers begin at multiples of 16 bytes
         self.layer_scales = torch.ones(shape, device=self.buffer.device)[:, :2].unbind()
 
     def scales(self, layer_id: int) -> Tensor:
-        """What each head's keys and values are multiplied by when they are read: [2, heads, 1]."""
+        """Return the factors of each head's stored keys and values, [2, heads, 1]."""
         return self.layer_scales[layer_id]
 
     def store_kv(self, k: Tensor, v: Tensor, out_loc: Tensor, layer_id: int) -> None:
-        """As in a `KVPool`; what is too large for eight bits becomes the largest number, 448."""
+        """Store as a `KVPool` does; saturate values too large for FP8 at 448."""
         k, v = (
             (part.float() / scale).clamp_(-LARGEST, LARGEST).to(FP8).view(torch.uint8)
             for part, scale in zip((k, v), self.scales(layer_id), strict=True)
@@ -39,7 +39,7 @@ class Fp8KVPool(KVPool):
         super().store_kv(k, v, out_loc, layer_id)
 
     def load_kv(self, slots: Tensor, layer_id: int, dtype: torch.dtype) -> list[Tensor]:
-        """The numbers that K and V at these slots stand for."""
+        """Return K and V at these slots, dequantized to `dtype`."""
         found = super().load_kv(slots, layer_id, torch.uint8)
         return [
             (part.view(FP8).float() * scale).to(dtype)

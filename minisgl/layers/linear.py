@@ -25,7 +25,7 @@ class RowShard:
 
 
 def even_shard(name: str, full: int, comm: Comm) -> RowShard:
-    """This rank's equal share of `full` rows; ValueError if the ranks do not divide them."""
+    """Return this rank's equal share of `full` rows; ValueError if they do not divide evenly."""
     if full % comm.size:
         raise ValueError(f"{name}: {full} rows cannot be cut into {comm.size} equal parts")
     size = full // comm.size
@@ -33,7 +33,7 @@ def even_shard(name: str, full: int, comm: Comm) -> RowShard:
 
 
 def head_shard(name: str, heads: int, head_dim: int, comm: Comm) -> RowShard:
-    """This rank's heads, as rows; with fewer heads than ranks, neighbours share a copy of one."""
+    """Return this rank's heads as rows; if heads are fewer than ranks, neighbours share copies."""
     if heads % comm.size and comm.size % heads:
         raise ValueError(f"{name}: {heads} heads cannot be shared evenly by {comm.size} ranks")
     count, first = max(1, heads // comm.size), comm.rank * heads // comm.size

@@ -94,7 +94,7 @@ class CausalLM(nn.Module):
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, ctx, tied)
 
     def make_mlp(self, layer_id: int) -> nn.Module:
-        """The MLP of one layer."""
+        """Build the MLP of one layer."""
         return GatedMLP(self.config.hidden_size, self.config.intermediate_size, self.ctx)
 
     def forward(self, fb: ForwardBatch) -> torch.Tensor:

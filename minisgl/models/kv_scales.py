@@ -18,7 +18,7 @@ from minisgl.parallel.comm import Comm
 
 
 def for_each_head(name: str, found: Tensor, heads: int) -> Tensor:
-    """A scale of a checkpoint, one number or one for each KV head, as one for each."""
+    """Expand a checkpoint's scale, one number or one for each KV head, to one for each head."""
     if found.squeeze().shape not in ((), (heads,)):
         shape, must = tuple(found.shape), f"one number, or one for each of {heads} KV heads"
         raise WeightError(f"weights: {name} has shape {shape}, the model needs {must}")

@@ -25,7 +25,7 @@ from minisgl.models.weights import Index, fill, fill_randomly, new_like
 
 @new_like.register
 def new_fp8_weight(old: Fp8Weight, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
-    """Of eight bits, whatever the dtype of the others."""
+    """Make an FP8 weight, whatever `dtype` the other parameters get."""
     return fp8_weight(*old.shape, stored=old.stored, device=device, group=old.group)
 
 
@@ -40,7 +40,7 @@ def fill_fp8(weight: Fp8Weight, target: Index, part: Tensor) -> None:
 
 @fill_randomly.register
 def fill_fp8_randomly(weight: Fp8Weight, generator: torch.Generator) -> None:
-    """The same numbers as in other weights, rounded."""
+    """Quantize the random numbers that other weights get."""
     numbers = torch.empty(weight.shape, device=weight.device).normal_(
         0.0, 0.02, generator=generator
     )
@@ -51,9 +51,9 @@ def fill_fp8_randomly(weight: Fp8Weight, generator: torch.Generator) -> None:
 
 @parameter_shards.register
 def fp8_shards(weight: Fp8Weight, spec: ShardSpec) -> Iterator[ShardSpec]:
-    """The tensor itself, and the scales that a checkpoint has beside it.
+    """Yield the tensor itself, and the scales that a checkpoint stores beside it.
 
-    ValueError, on all ranks alike, if ranks would cut a block.
+    Raise ValueError, on all ranks alike, if ranks would cut a block.
     """
     stored = weight.stored
     if stored is None:
@@ -80,7 +80,7 @@ FORMATS = "fp8 with weight_block_size, compressed-tensors of 8-bit floats by cha
 
 
 def read_stored(folder: Path) -> Stored | None:
-    """How a checkpoint stores eight bits, or None; ValueError for any other quantization."""
+    """Read how a checkpoint stores FP8, or None; raise ValueError for other quantization."""
     config = read_json(folder / "config.json").get("quantization_config")
     if not config:
         return None
@@ -97,14 +97,14 @@ def read_stored(folder: Path) -> Stored | None:
 
 
 def find_kept(folder: Path) -> tuple[str, ...]:
-    """The modules that a checkpoint of eight bits leaves in more: names, or `re:` and a pattern."""
+    """List modules that an FP8 checkpoint does not quantize: names, or `re:` and a pattern."""
     config = read_json(folder / "config.json").get("quantization_config") or {}
     keys = ("modules_to_not_convert", "ignored_layers", "ignore")
     return tuple(name for key in keys for name in config.get(key) or ())
 
 
 def is_kept(module: str, kept: Iterable[str]) -> bool:
-    """Whether a module is named, by itself, with those around it or in it, or by a pattern."""
+    """Return True if a module, a parent or a child is named, or if a pattern matches it."""
     return any(
         re.match(name[3:], module) if name.startswith("re:") else f".{name}." in f".{module}."
         for name in kept
@@ -112,7 +112,7 @@ def is_kept(module: str, kept: Iterable[str]) -> bool:
 
 
 def on_dequantized(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same product of a weight that is dequantized at each call."""
+    """Return the same product, of a weight that is dequantized at each call."""
 
     def product(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
         return linear(x, weight.dequantized(x.dtype), bias)
@@ -121,10 +121,10 @@ def on_dequantized(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def quantize_linears(model: nn.Module, stored: Stored | None, kept: Iterable[str] = ()) -> None:
-    """Linear layers and experts of a model without values get weights of eight bits, stored or not.
+    """Replace weights of linear layers and experts by FP8, in a model without values.
 
-    Embedding, head, the router of experts and what is `kept` stay as they are. ValueError if a
-    layer of several projections would have to keep some.
+    Embedding, head, the router of experts and what is `kept` stay as they are. Raise ValueError if
+    a layer of several projections would have to keep some.
     """
     for path, layer in model.named_modules():
         linear = isinstance(layer, MergedColumnParallelLinear | RowParallelLinear)
@@ -146,10 +146,9 @@ def quantize_linears(model: nn.Module, stored: Stored | None, kept: Iterable[str
 
 
 def load_kernels(device: torch.device, whole: bool) -> None:
-    """Teach the kernels of chapter 05d weights of eight bits, if this is a GPU that has them.
+    """Register the kernels of chapter 05d for FP8 weights, if this is a GPU that has them.
 
-    whole: weights have one scale a row. What torch can do is found out now, not while steps are
-    recorded.
+    whole: weights have one scale a row. Torch's support is probed now, not during capture.
     """
     if device.type == "cuda" and find_spec("triton") is not None:
         from minisgl.kernels.fp8_linear import can_multiply  # Triton is not everywhere
@@ -160,7 +159,7 @@ def load_kernels(device: torch.device, whole: bool) -> None:
 def quantize_model(
     model: Any, quantization: str, folder: Path, device: torch.device | str = "cpu"
 ) -> None:
-    """`quantize_linears`, if the checkpoint in `folder` has eight bits or the config wants them."""
+    """Quantize the linear layers if the checkpoint in `folder` is FP8 or `quantization` is."""
     stored = read_stored(folder)
     if stored is None and quantization != "fp8":
         return

@@ -154,7 +154,7 @@ def first_ms(llm: LLM, count: int, length: int, seed: int) -> float:
 
 
 CASES = [(1, 512), (1, 64), (1, 128), (1, 256), (1, 300), (1, 768), (1, 1024), (1, 2048), (8, 64),
-         (8, 200)]  # fmt: skip
+         (8, 200), (1, 2500), (1, 4096), (8, 512), (4, 1024)]  # fmt: skip
 
 
 def recorded_start(of: dict[str, Any]) -> Any:

@@ -61,8 +61,8 @@ MUTATIONS = [
     Mutation(
         "grammar_knows_the_tokenizer_only",
         GRAMMAR,
-        "n_vocab=vocab_size, ",
-        "",
+        "size = max(vocab_size, ",
+        "size = max(",
         TESTS + "test_tokens_that_the_tokenizer_lacks_are_never_allowed",
     ),
     Mutation(

@@ -149,4 +149,25 @@ MUTATIONS = [
         "box >= 1",
         LONG + "test_which_pools_fit",
     ),
+    Mutation(
+        "prefill_attention_searches_for_its_kernel_in_every_layer",
+        KERNEL,
+        "    if compiled is None:",
+        "    if True:",
+        LONG + "test_layers_share_tensor_maps_and_the_compiled_kernel",
+    ),
+    Mutation(
+        "prefill_attention_makes_tensor_maps_for_every_plan",
+        "minisgl.attention.hopper_backend",
+        "    @cached_property",
+        "    @property",
+        LONG + "test_layers_share_tensor_maps_and_the_compiled_kernel",
+    ),
+    Mutation(
+        "prefill_attention_reads_the_first_layer_in_all",
+        "minisgl.attention.hopper_backend",
+        "self.boxes[layer_id]",
+        "self.boxes[0]",
+        LONG + "test_layers_share_tensor_maps_and_the_compiled_kernel",
+    ),
 ]

@@ -40,7 +40,7 @@ web_search_options xtc_probability
 PASSED = """
 bootstrap_host bootstrap_port bootstrap_room bos_token_id cache_implementation cache_prompt
 chat_format custom_labels data_parallel_rank disagg_prefill_dp_rank dry_allowed_length dry_base
-dry_penalty_last_n dry_sequence_breakers dynatemp_exponent extra_headers extra_key extra_query
+dry_penalty_last_n dry_sequence_breakers dynatemp_exponent extra_headers extra_query
 guided_decoding_backend id_slot images_config keep_alive low_memory low_vram main_gpu
 max_dynamic_patch media_io_kwargs metadata min_dynamic_patch mirostat_eta mirostat_tau
 mm_processor_kwargs n_cache_reuse n_ctx n_discard n_keep ngram_corpus_id num_batch num_ctx num_gpu

@@ -34,6 +34,7 @@ TokenKey = Annotated[TokenId, Field(strict=False)]  # the keys of a JSON object 
 StopText = Annotated[Text, Field(max_length=1024)]
 BadWord = Annotated[Text, Field(max_length=64)]  # the text worker spells each one twice
 BadIds = Annotated[list[TokenId], Field(min_length=1, max_length=64)]
+Salt = Annotated[Text, Field(min_length=1, max_length=1024)]
 MAX_ANSWERS = 1024  # of one HTTP request: prompts times n
 
 
@@ -85,7 +86,8 @@ class GenerationRequest(TranslatedBody, strict=True):
     seed: int | None = None
     n: int | None = Field(default=None, ge=1, le=128)
     ignore_eos: Any = None
-    cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
+    cache_salt: Salt | None = None
+    extra_key: Salt | None = None  # SGLang's name of it; given both, only both together match
     min_p: Any = None
     presence_penalty: Any = None
     frequency_penalty: Any = None
@@ -136,6 +138,8 @@ class GenerationRequest(TranslatedBody, strict=True):
         asked = self.model_dump(include=names)
         asked["logprobs"], asked["spare_thoughts"] = self.wanted_logprobs(), self.thoughts_apart
         asked["seed"] = None if self.seed is None else self.seed % 2**63
+        salts = [salt for salt in (self.cache_salt, self.extra_key) if salt is not None]
+        asked["cache_salt"] = "\0".join(salts) or None
         asked["prompt_logprobs"] = (asked["logprobs"] or 0) if self.echo else None
         asked |= self.answer_form()
         chosen = {**defaults, **{name: value for name, value in asked.items() if value is not None}}
