@@ -49,8 +49,7 @@ class Req:
     ) -> None:  # fmt: skip
         """Copy `input_ids`, the prompt, [prompt_len] token ids; ValueError if it is empty.
 
-        The first pass would compute all of it. `retracted` is False, `scores` is empty,
-        `logits_params` and `matcher` are None.
+        `retracted` is False, `scores` is empty, `logits_params` and `matcher` are None.
         """
         prompt = np.asarray(input_ids)
         if prompt.ndim != 1 or prompt.size == 0:
