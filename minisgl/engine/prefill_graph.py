@@ -74,7 +74,7 @@ def view_prefill(memory: Tensor, size: int, tiles: int) -> tuple[StepBuffers, Ti
 
 
 class PrefillPlans(Protocol):
-    """Attention for recorded prefill."""
+    """Attention for captured prefill."""
 
     group: int  # query heads of a KV head: rows of a token in a tile
 
@@ -195,7 +195,7 @@ def prefill_tokens(config: EngineConfig, model: ModelConfig) -> int:
             met -= model.expert_parameters * (moe.num_experts - moe.top_k) // moe.num_experts
         seconds = LAYER_SECONDS + (SUMS_SECONDS if config.tp.size > 1 else 0)
         break_even = seconds * FLOPS / 2 / (met / config.tp.size / model.num_layers)
-        most = min(2048, 1 << int(break_even).bit_length() - 1)
+        most = min(4096, 1 << int(break_even).bit_length() - 1)
     if isinstance(config, SchedulerConfig) and config.max_extend_tokens is not None:
         most = min(most, config.max_extend_tokens)
     return most
@@ -204,7 +204,7 @@ def prefill_tokens(config: EngineConfig, model: ModelConfig) -> int:
 def prefill_plans(
     config: EngineConfig, model: ModelConfig, pool: KVPool, tables: TableManager
 ) -> PrefillPlans | None:
-    """Attention for recorded prefill, near to that of eager prefill; None where there is none."""
+    """Attention for captured prefill, near to that of eager prefill; None where there is none."""
     torch_alone = parts_of(config.attention_backend)[0] == "torch"
     if torch_alone != (config.device == "cpu"):
         return None

@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import math
 import multiprocessing
+import shlex
 import statistics
 import sys
 import tempfile
@@ -63,6 +64,14 @@ ABLATIONS: dict[str, Change] = {
          "                held = q.load(gl.DotOperandLayout(0, S, 2))\n                limit"),
         ("first_tile(q,", "first_tile(held,"),
         ("fold_tiles(state, q,", "fold_tiles(state, held,"),
+    ],
+    "sums rescaled only when a maximum grows 256-fold": [
+        ("    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)\n",
+         "    m_top = gl.maximum(m, gl.max(s, 1) * scale_log2)\n"
+         "    m_new = gl.where(m_top - m > 8.0, m_top, m)\n"),
+        ("        acc = acc * gl.convert_layout(rescale,",
+         "        if gl.min(rescale, 0) < 1.0:\n"
+         "            acc = acc * gl.convert_layout(rescale,"),
     ],
     "tiles of 64 keys, six stages": [
         ("STAGES = gl.constexpr(3)", "STAGES = gl.constexpr(6)"),
@@ -211,7 +220,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                for way, ms in found.items()}  # fmt: skip
         rows.append({"tokens": name, "ways": row})
         print(name, *(f"{way}: {one['tflops']:.0f}" for way, one in row.items()), sep="\n  ")
-    command = f"python3 -m tests.gpu.prefill_attention --out {args.out.name}"
+    given = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    command = shlex.join(["python3", "-m", "tests.gpu.prefill_attention", *given])
     save(args.out, {"rows": rows, "wrong": {k: v for k, v in wrong.items() if v}}, command)
 
 
