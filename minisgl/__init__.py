@@ -26,5 +26,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What there is to find."""
+    """List the public names."""
     return sorted(__all__)

@@ -47,7 +47,7 @@ class Req:
         self, *, uid: int, input_ids: IntArray, sampling_params: SamplingParams,
         max_new_tokens: int, table_idx: int = -1, cache_handle: Any = None, client: str = "",
     ) -> None:  # fmt: skip
-        """`input_ids` is the prompt, [prompt_len] token ids; it is copied."""
+        """Copy `input_ids`, the prompt, [prompt_len] token ids; ValueError if it is empty."""
         prompt = np.asarray(input_ids)
         if prompt.ndim != 1 or prompt.size == 0:
             raise refuse("input_ids", "a list of one token id or more", prompt.tolist())
@@ -75,7 +75,7 @@ class Req:
         return self._ids[self.prompt_len : self.host_len]
 
     def append(self, token: int) -> None:
-        """Tell the host one more token of the answer."""
+        """Append one output token on the host."""
         assert self.host_len < self.max_device_len, (self.host_len, self.max_device_len)
         self._ids[self.host_len] = token
         self.host_len += 1
@@ -87,7 +87,7 @@ class Req:
         self.device_len = device_len
 
     def advance(self) -> None:
-        """After a pass was launched: all is cached, and past the prompt one more token exists."""
+        """Advance the lengths after a launch: all is cached; past the prompt a token is added."""
         lengths = (self.cached_len, self.device_len, self.max_device_len)
         assert 0 <= self.cached_len < self.device_len <= self.max_device_len, lengths
         self.cached_len = self.device_len
@@ -117,7 +117,7 @@ class Req:
         return asked and self.host_len == self.prompt_len
 
     def __repr__(self) -> str:
-        """The three integers at a glance."""
+        """Show the uid, the row and the three lengths."""
         lengths = f"{self.cached_len}, {self.device_len}, {self.max_device_len}"
         return f"Req(uid={self.uid}, row={self.table_idx}, lengths=({lengths}))"
 
@@ -136,16 +136,11 @@ class Phase(enum.Enum):
 
 @dataclass(eq=False)
 class Batch:
-    """The requests of one pass; `padded_reqs` adds dummies at the end where they are needed."""
+    """The requests of one pass."""
 
     reqs: list[Req]
     phase: Phase
-    padded_reqs: list[Req] = field(default_factory=list)
     verifies: bool = False  # a request may have several rows: chapter 09b
-
-    def __post_init__(self) -> None:
-        """Without padding both lists are one."""
-        self.padded_reqs = self.padded_reqs or self.reqs
 
     @property
     def size(self) -> int:
@@ -169,7 +164,7 @@ BadWord = Annotated[  # the form decides what is checked, and what an error says
 
 
 def tuple_of(item: Any, **bounds: int) -> PlainValidator:
-    """Nothing, one string or a list of items becomes a tuple."""
+    """Make a validator that converts None, one string or a list of items to a tuple."""
     adapter = TypeAdapter(Annotated[tuple[item, ...], Field(**bounds)], config=STRICT)
 
     def check(value: Any) -> Any:
@@ -182,11 +177,17 @@ def tuple_of(item: Any, **bounds: int) -> PlainValidator:
 BadWords = Annotated[Sequence[str | Sequence[int]], tuple_of(BadWord, max_length=MAX_RULES)]
 
 
+def json_text(value: Any) -> str:
+    """Encode a value as JSON with non-ASCII characters kept; a lone surrogate is escaped."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text.encode(errors="backslashreplace").decode()
+
+
 def schema_text(value: Any) -> str | None:
-    """A JSON schema, given as text or as a dict, as text: frozen, and with its order kept."""
+    """Return a JSON schema, given as text or dict, as text; its order is kept."""
     try:
         schema = json.loads(value) if isinstance(value, str) else value
-        return None if value is None else json.dumps(schema, allow_nan=False)
+        return None if value is None else json_text(schema)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"must be a JSON schema ({error})") from None
 
@@ -195,12 +196,11 @@ def schema_text(value: Any) -> str | None:
 class SamplingParams(Validated):
     """How one request chooses its tokens and when it stops.
 
-    temperature 0 is greedy; top_k below 1 and top_p 1 are off; max_tokens None is up to the window;
-    logprobs n tells the n most likely tokens, too, prompt_logprobs n those of the prompt."""
+    temperature 0 is greedy; top_k -1 and top_p 1 are off; logprobs n adds n likely tokens."""
 
     temperature: Annotated[Number, Field(ge=0)] = 0.0
     top_k: Annotated[int, BeforeValidator(plain_number), Field(ge=-1, le=MAX_INT)] = -1
-    top_p: Annotated[PositiveNumber, Field(le=1)] = 1.0
+    top_p: Annotated[Number, Field(ge=0, le=1)] = 1.0
     max_tokens: Count | None = None
     ignore_eos: bool = False
     stop: Annotated[str | Sequence[str], tuple_of(Text)] = ()
@@ -223,6 +223,7 @@ class SamplingParams(Validated):
     grammar: Text | None = None
     json_object: bool = False
     structural_tag: Annotated[str | Mapping[str, Any] | None, PlainValidator(schema_text)] = None
+    spare_thoughts: bool = False  # stop strings end no thought
 
     def __post_init__(self) -> None:
         """Check all fields, then that a grammar stands alone."""
@@ -241,7 +242,7 @@ class SamplingParams(Validated):
     @property
     def is_greedy(self) -> bool:
         """True if the most likely token is taken, so that no random number is needed."""
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature == 0.0 or self.top_k == 1 or self.top_p == 0.0
 
 
 GRAMMARS = ("json_schema", "regex", "choice", "grammar", "json_object", "structural_tag")

@@ -22,8 +22,8 @@ from minisgl.config.engine import SchedulerConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.config.rules import refuse
 from minisgl.core import IntArray, SamplingParams
+from minisgl.guarded import guarded
 from minisgl.recording import Recorder
-from minisgl.runtime.guarded import guarded
 from minisgl.scheduler.build import build_scheduler, limits_of
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import (
@@ -45,7 +45,8 @@ class OutputBuilder:
     ) -> None:
         self.status: DecodeStatus | None = None
         if tokenizer is not None:
-            self.status = DecodeStatus(tokenizer, prompt_ids.tolist(), tuple(params.stop))
+            stop, spare = tuple(params.stop), params.spare_thoughts
+            self.status = DecodeStatus(tokenizer, prompt_ids.tolist(), stop, spare)
         self.done = False
         self.logprobs: list[dict[str, Any]] | None = None if params.logprobs is None else []
         self.out: dict[str, Any] = {
@@ -79,7 +80,7 @@ class OutputBuilder:
         return False
 
     def close(self, reason: str | None) -> None:
-        """No more tokens."""
+        """Close the output: set its finish reason and log probabilities."""
         self.done = True
         self.out["finish_reason"] = reason
         if self.logprobs is not None:
@@ -91,7 +92,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list: a string, and a flat list or array of ids, is one."""
+    """Return one prompt or several as a list; a string or a flat list of ids is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     array = hasattr(prompts, "__array__")  # NumPy's, and torch's
@@ -103,7 +104,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 
 
 def as_params(params: Any, count: int) -> list[SamplingParams]:
-    """Sampling parameters of each prompt, from none, one or a list of equal length."""
+    """Return the sampling parameters of each prompt, from None, one or a list of equal length."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     listed = list(params) if isinstance(params, Iterable) else [params]
@@ -115,7 +116,7 @@ def as_params(params: Any, count: int) -> list[SamplingParams]:
 
 
 def make_config(folder: Path, ranks: int | None, fields: dict[str, Any]) -> SchedulerConfig:
-    """A config from keyword arguments; `torch.device` and `torch.dtype` are welcome."""
+    """Make a config from keyword arguments; accept `torch.device` and `torch.dtype`."""
     if ranks is not None and fields.setdefault("tp", ranks) != ranks:
         raise ValueError(f"tensor_parallel_size: {ranks} beside tp {fields['tp']}; give one")
     for name in fields.keys() & {"device", "dtype"}:
@@ -129,7 +130,7 @@ def make_config(folder: Path, ranks: int | None, fields: dict[str, Any]) -> Sche
 
 
 def start_ranks(config: SchedulerConfig) -> Any:
-    """The other ranks as processes, by chapter 10b; None if there are none."""
+    """Start the other ranks as processes (chapter 10b); return None if there are none."""
     if config.tp.size == 1:
         return None
     return importlib.import_module("minisgl.runtime.ranks").Ranks(config)
@@ -182,7 +183,7 @@ class LLM:
                 raise InvalidRequestError(f"{what}: {self.config.model_path} has no tokenizer")
             ids: Any = prompt
             if self.tokenizer is not None:
-                params = self.tokenizer.encode_bad_words(params)
+                params = self.tokenizer.encode_params(params)
                 ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             req = self.scheduler.make_req(UserMsg(0, ids, params))
             return req.input_ids, params

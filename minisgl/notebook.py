@@ -137,7 +137,7 @@ def draw_slots(
 
 
 def best_ms(call: Callable[..., object], *args: object, repeats: int = 5) -> float:
-    """Shortest of several runs of `call(*args)`, in milliseconds."""
+    """Return the shortest of several runs of `call(*args)`, in milliseconds."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -152,7 +152,7 @@ def error_message(
     error: type[Exception] = ValueError,
     **kwargs: object,
 ) -> str:
-    """The text of the error that a call raises; AssertionError if it raises none."""
+    """Return the message of the error a call raises; AssertionError if it raises none."""
     try:
         call(*args, **kwargs)
     except error as raised:

@@ -30,7 +30,7 @@ class Recorder:
         self, path: Path, *, text: bool = False, max_bytes: int = 1 << 28,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
-        """`text` also records prompts."""
+        """Open the file; with `text` also record prompts."""
         with file_of("record", path):
             self.file = path.open("wb", buffering=1 << 16)
         self.text, self.left, self.clock = text, max_bytes, clock
@@ -144,7 +144,7 @@ class Replay:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        """All pages are free."""
+        """Mark all pages as free."""
         self.free.update(range(self.num_pages))
 
     def path(self, page: int) -> Iterator[int]:

@@ -33,12 +33,13 @@ def check_unicode(name: str, text: object) -> str:
 
 
 THINK = "<think>"  # where a reasoning model begins to think, be it in the prompt
-MARKERS = {THINK, "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"}
+THOUGHT = "</think>"  # and where it ends
+MARKERS = {THINK, THOUGHT, "<tool_call>", "</tool_call>", "<|python_tag|>"}
 MARKERS |= {"[TOOL_CALLS]", "[ARGS]"}
 
 
 def with_markers(backend: Any) -> Any:
-    """The same tokenizer, to which the markers of thoughts and calls are no special tokens."""
+    """Return the tokenizer with the markers of thoughts and calls as ordinary tokens."""
     added = backend.get_added_tokens_decoder().values()
     if not any(token.special and token.content in MARKERS for token in added):
         return backend
@@ -46,6 +47,15 @@ def with_markers(backend: Any) -> Any:
     for token in about["added_tokens"]:
         token["special"] &= token["content"] not in MARKERS
     return type(backend).from_str(json.dumps(about))
+
+
+SLICE = 8192  # characters
+
+
+class PromptTooLong(ValueError):
+    """The error for a prompt that does not fit the context window."""
+
+    code = "context_length_exceeded"
 
 
 class Tokenizer:
@@ -60,24 +70,51 @@ class Tokenizer:
         self.vocab_size: int = self.backend.get_vocab_size()  # ids are below it
         eos = self.backend.token_to_id(files.special_tokens.get("eos_token", ""))
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> IntArray:
-        """Token ids of a prompt, int32 [n], with BOS where the model wants one."""
-        check_unicode("prompt", text)
-        ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return np.array(ids, dtype=np.int32)
+        added = self.backend.get_added_tokens_decoder().items()
+        self.special = {token.content: token_id for token_id, token in added if token.special}
+        self.longest = max(map(len, self.backend.get_vocab()), default=1)  # token, in characters
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Text of token ids; special tokens are no text, broken UTF-8 becomes U+FFFD."""
+        """Decode token ids, without special tokens; broken UTF-8 becomes U+FFFD."""
         return str(self.backend.decode([int(token) for token in ids], skip_special_tokens=True))
 
+    def encode(
+        self, text: str, add_special_tokens: bool = True, window: int | None = None
+    ) -> IntArray:
+        """Encode a prompt to token ids, int32 [n], with BOS where the model expects one.
+
+        Raise `PromptTooLong` for more than `window` tokens, without encoding much more than those.
+        """
+        check_unicode("prompt", text)
+        if window is not None and len(text) > 2 * window:
+            self.check_length(text, window)
+        # A batch, unlike a single text, is encoded without the interpreter lock.
+        encoded = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids = encoded[0].ids
+        if window is not None and len(ids) > window:
+            raise PromptTooLong(f"{len(ids)} tokens are too many for a window of {window} tokens")
+        return np.array(ids, dtype=np.int32)
+
+    def check_length(self, text: str, window: int) -> None:
+        """Encode slices of a text until it is certain that it has more than `window` tokens."""
+        count, over = 0, f"too many for a window of {window} tokens"
+        if len(text) > 4 * window * self.longest:
+            raise PromptTooLong(f"{len(text)} characters are {over}")
+        for start in range(0, len(text), SLICE):
+            part = self.backend.encode_batch_fast(
+                [text[start : start + SLICE]], add_special_tokens=False
+            )
+            count += len(part[0].ids) - self.longest  # a token split by a cut counts once at most
+            if count > window:
+                raise PromptTooLong(f"{count} tokens or more are {over}")
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The conversation as the model was trained to see it, up to where the answer begins.
+        """Render a conversation by the chat template, up to where the answer begins.
 
         The template reads `variables`, such as `enable_thinking`. One of them,
         `continue_final_message=True`, leaves the last message open instead.
         """
-        checked = check_messages(messages)
+        checked = check_messages(messages, "".join(self.templates.texts.values()))
         open_end = {"add_generation_prompt": not variables.get("continue_final_message")}
         try:
             return self.templates.render(checked, **{**open_end, **variables})
@@ -89,11 +126,20 @@ class Tokenizer:
             raise ValueError(f"messages: refused by the chat template: {error}") from error
 
     def apply_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> IntArray:
-        """Token ids of a rendered conversation, int32 [n]; BOS comes from the template alone."""
+        """Encode a rendered conversation to ids, int32 [n]; BOS comes from the template alone."""
         return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
 
-    def encode_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """The same parameters, bad words as token ids: a text with and without a space before."""
+    def encode_params(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters with token ids for bad words and for special tokens in `stop`."""
+        for text in params.stop:
+            inside = next((name for name in self.special if name in text), None)
+            if inside is not None and text not in self.special:
+                why = f"{inside!r} is a special token, which is not text; give it alone"
+                raise ValueError(f"stop: must not hold a special token, got {text!r:.80} ({why})")
+        ends = [self.special[text] for text in params.stop if text in self.special]
+        if ends:
+            rest = tuple(text for text in params.stop if text not in self.special)
+            params = replace(params, stop=rest, stop_token_ids=(*params.stop_token_ids, *ends))
         if not any(isinstance(word, str) for word in params.bad_words):
             return params
         found: list[tuple[int, ...]] = []
@@ -110,18 +156,18 @@ class Tokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether there is a tokenizer beside the model; without one, prompts must be token ids."""
+    """Return True if there is a tokenizer beside the model; else prompts must be token ids."""
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     return any((folder / name).is_file() for name in names)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a model folder, if it has one."""
+    """Load the tokenizer of a model folder, or return None if it has none."""
     return Tokenizer(folder) if has_tokenizer(folder) else None
 
 
 def text_size(value: object) -> int:
-    """Characters of all texts in a message, a tool or a list of them."""
+    """Count the characters of all texts in a message, a tool or a list of them."""
     todo, size = [value], 0
     while todo:
         match todo.pop():
@@ -135,35 +181,52 @@ def text_size(value: object) -> int:
 
 
 def text_of(name: str, content: object) -> str:
-    """A message's content as one string: text parts are joined, None is empty."""
+    """Join a message's content into one string; None is empty."""
     if not isinstance(content, list | tuple):
         return check_unicode(name, "" if content is None else content)
-    texts = [p.get("text") if isinstance(p, Mapping) and "text" in p else p for p in content]
+    texts = [
+        part.get("text", part.get("refusal", part)) if isinstance(part, Mapping) else part
+        for part in content
+    ]
     return "".join(check_unicode(f"{name}[{index}]", text) for index, text in enumerate(texts))
 
 
+ROLES = {"developer": "system"}  # for templates without the first
+
+
 def parsed(call: Any) -> Any:
-    """A call of a tool as templates want it: its arguments, if they are an object, as a dict."""
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
-        arguments = json.loads(call["function"]["arguments"])
-        json.dumps(arguments, ensure_ascii=False).encode()  # half a character may be escaped
-        if isinstance(arguments, dict):
-            return {**call, "function": {**call["function"], "arguments": arguments}}
-    return call
+    """Return a tool call as templates read it: arguments that are a JSON object become a dict."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    given = arguments = call["function"].get("arguments")
+    if given is None or (isinstance(given, str) and given.strip() in ("", "null")):
+        arguments = {}
+    elif isinstance(given, str):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(given)
+            json.dumps(found, ensure_ascii=False).encode()  # half a character may be escaped
+            arguments = found if isinstance(found, dict) else given
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation as dicts whose role and content are strings; ValueError says which is not."""
+def check_messages(
+    messages: Sequence[Mapping[str, Any]], template: str = ""
+) -> list[dict[str, Any]]:
+    """Check a conversation and return dicts with string role and content; ValueError if invalid.
+
+    Roles that the text of a chat template does not mention get their other name.
+    """
     if isinstance(messages, str) or not isinstance(messages, Sequence) or len(messages) == 0:
         raise ValueError("messages: must be a non-empty list of {role, content}")
     checked: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "content" not in message:
+        if not isinstance(message, Mapping) or not message.keys() & {"content", "tool_calls"}:
             what = f"must be {{role, content}}, got {message!r:.80}"
             raise ValueError(f"messages[{index}]: {what}")
-        check_unicode(f"messages[{index}].role", message.get("role"))
+        role = check_unicode(f"messages[{index}].role", message.get("role"))
+        role = role if role in template else ROLES.get(role, role)
         content = text_of(f"messages[{index}].content", message.get("content"))
-        checked.append({**message, "content": content})
+        checked.append({**message, "role": role, "content": content})
         if isinstance(calls := message.get("tool_calls"), list | tuple):
             checked[-1]["tool_calls"] = [parsed(call) for call in calls]
     return checked
@@ -187,7 +250,7 @@ class IncrementalDetokenizer:
         self.sent = 0  # characters of the pending tokens that are out already
 
     def fresh(self) -> str:
-        """Text of the pending tokens, as it reads after the prefix."""
+        """Decode the pending tokens as they read after the prefix."""
         text = self.decode(self.prefix + self.pending)
         if text.startswith(self.prefix_text):
             return text[len(self.prefix_text) :]
@@ -207,49 +270,72 @@ class IncrementalDetokenizer:
         return new
 
     def settle(self) -> None:
-        """Everything pending is out: it becomes the prefix."""
+        """Make all pending tokens the prefix."""
         self.prefix, self.prefix_text = self.pending, self.decode(self.pending)
         self.pending, self.sent = [], 0
 
     def finish(self) -> str:
-        """The rest: a character that will never be complete, as U+FFFD."""
+        """Return the rest of the text; an incomplete character becomes U+FFFD."""
         rest = self.fresh()[self.sent :] if self.pending else ""
         self.settle()
         return rest
 
 
 class StopFilter:
-    """Passes text on up to the first stop string; holds back what may be the start of one."""
+    """Passes text on up to the first stop string; holds back what may be the start of one.
 
-    def __init__(self, stop: Sequence[str] = ()) -> None:
+    With `spare_thoughts`, nothing stops in a thought; `thinking` if the prompt has begun one.
+    """
+
+    def __init__(
+        self, stop: Sequence[str] = (), spare_thoughts: bool = False, thinking: bool = False
+    ) -> None:
         if any(not text for text in stop):
             raise ValueError("stop: must not contain an empty string")
         self.stop = tuple(stop)
         self.held = ""
         self.found: str | None = None  # the stop string that ended the text
+        self.in_thought = spare_thoughts and thinking
+        self.opening = spare_thoughts and not thinking  # a thought may still begin
 
     @property
     def stopped(self) -> bool:
         """True once a stop string was found."""
         return self.found is not None
 
+    def _all_but_end(self, text: str, *stop: str) -> str:
+        """Hold back the longest end of a text with which a stop string begins."""
+        keep = max((overlap(text, s) for s in stop), default=0)
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
     def push(self, text: str) -> str:
         """Take new text; return what can no longer be part of a stop string."""
         if self.stopped:
             return ""
         text = self.held + text
+        if self.opening and self.stop:
+            body = text.lstrip()
+            if THINK.startswith(body):
+                self.held = text
+                return ""
+            self.opening, self.in_thought = False, body.startswith(THINK)
+        if self.in_thought:
+            thought, end, rest = text.partition(THOUGHT)
+            if not end:
+                return self._all_but_end(text, THOUGHT)
+            self.in_thought, self.held = False, ""
+            return thought + end + self.push(rest)
         found = [(at + len(s), at) for s in self.stop if (at := text.find(s)) >= 0]
         if found:
-            end, start = min(found)
-            self.held, self.found = "", text[start:end]
+            after, start = min(found)
+            self.held, self.found = "", text[start:after]
             return text[:start]
-        keep = max((overlap(text, s) for s in self.stop), default=0)
-        self.held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        return self._all_but_end(text, *self.stop)
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with, shorter than `stop`."""
+    """Return the length of the longest proper prefix of `stop` that `text` ends with."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
@@ -262,11 +348,12 @@ class DecodeStatus:
         tokenizer: Tokenizer,
         prompt_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
+        spare_thoughts: bool = False,
     ) -> None:
         self.skipped = frozenset(tokenizer.eos_token_ids)
         self.stream = IncrementalDetokenizer(tokenizer, prompt_ids)
-        self.filter = StopFilter(stop)
         self.thinking = self.stream.prefix_text.rstrip().endswith(THINK)  # since the prompt
+        self.filter = StopFilter(stop, spare_thoughts, self.thinking)
 
     @property
     def stopped(self) -> bool:
@@ -280,12 +367,13 @@ class DecodeStatus:
         return self.filter.push(self.stream.push(token_id))
 
     def finish(self) -> str:
-        """The text that was held back, now that no token follows."""
+        """Return the text that was held back, after the last token."""
+        self.filter.opening = False
         rest = self.filter.push(self.stream.finish())
         held, self.filter.held = self.filter.held, ""
         return rest + held
 
     def take(self, token_id: int | None, reason: str | None) -> str:
-        """The text that one reply of a scheduler completes; `reason` says that it is the last."""
+        """Return the text that one reply completes; a `reason` marks the last reply."""
         new = "" if token_id is None or reason == "stop" else self.push(token_id)  # an end token
         return new if reason is None or self.stopped else new + self.finish()

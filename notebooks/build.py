@@ -618,8 +618,20 @@ def export(root: Path, wanted: Sequence[str]) -> int:
 # --------------------------------------------------------------------------- command: sync
 
 
+def code_of(source: str) -> str:
+    """Return what a cell runs: its source without comments and without functions' docstrings."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # a magic or a draft: compare it as it stands
+        return source
+    for node in ast.walk(tree):
+        if isinstance(node, FUNCTION) and ast.get_docstring(node) is not None:
+            node.body[0] = ast.Pass()
+    return ast.dump(tree)
+
+
 def merge_outputs(stem: str, fresh: NotebookNode, stored: NotebookNode | None) -> NotebookNode:
-    """Cells of `fresh`; ids of `stored` where cells correspond, outputs where code is unchanged."""
+    """Copy into `fresh` the ids of corresponding cells, and outputs where code is unchanged."""
     old = list(stored.cells) if stored is not None else []
     new = list(fresh.cells)
     taken: set[str] = set()
@@ -641,7 +653,7 @@ def merge_outputs(stem: str, fresh: NotebookNode, stored: NotebookNode | None) -
         else:
             cell["id"] = fresh_id(f"{stem}\n{cell.source}", taken)
             taken.add(cell["id"])
-        if cell.cell_type == "code" and before is not None and before.source == cell.source:
+        if cell.cell_type == "code" and before and code_of(before.source) == code_of(cell.source):
             cell.outputs, cell.execution_count = before.outputs, before.execution_count
     fresh.metadata = nbformat.from_dict({"kernelspec": KERNEL})
     fresh.nbformat, fresh.nbformat_minor = 4, 5
@@ -850,6 +862,7 @@ class Measure:
     sources: int
     links: int  # to other chapters
     exercises: int = 0  # cells tagged `solution`
+    to_write: int = 0  # lines that a lab leaves to the reader; 0 where there is no lab
 
     @property
     def exact_minutes(self) -> float:
@@ -860,6 +873,14 @@ class Measure:
     def minutes(self) -> int:
         """What the chapter says that it takes: up to the next five minutes."""
         return 5 * math.ceil(self.exact_minutes / 5)
+
+    @property
+    def building_hours(self) -> float:
+        """Time for the lab, in half hours: to read the prose, and a minute for a line to write.
+
+        Two readers took 0.5 (chapter 12) and 1.5 minutes (chapter 08) a line.
+        """
+        return round((self.words / 200 + self.to_write) / 30) / 2 if self.to_write else 0.0
 
     @property
     def words_per_line(self) -> float:
@@ -892,17 +913,20 @@ def measure(stem: str, nb: NotebookNode) -> Measure:
         if FIRST_VERSION in tags:
             first.append((lines, (number + 1) / len(nb.cells)))
     length, place = first[0] if len(first) == 1 else (None, 0.0)
+    to_write = labs.lines_to_write(nb) if stem.split("_")[0] in labs.TESTS else 0
     return Measure(
         stem, count_words(prose), sum(exported), shown, max(exported), length, place,
-        len(set(EXTERNAL.findall(prose))), len(INTERNAL.findall(prose)), exercises,
+        len(set(EXTERNAL.findall(prose))), len(INTERNAL.findall(prose)), exercises, to_write,
     )  # fmt: skip
 
 
 def write_reading_time(stem: str, nb: NotebookNode) -> None:
-    """Say below a chapter's promise how long it takes; appendices are for looking things up."""
+    """Write below a chapter's promise the times to read and to build it; appendices have none."""
     if APPENDIX.fullmatch(stem):
         return
-    line = f"*Reading time: about {measure(stem, nb).minutes} minutes, with the exercises.*\n\n"
+    m = measure(stem, nb)
+    building = f" Building it as a lab: about {m.building_hours:g} hours." if m.to_write else ""
+    line = f"*Reading time: about {m.minutes} minutes, with the exercises.{building}*\n\n"
     for cell in nb.cells:
         if cell.cell_type == "markdown" and PROMISE.search(cell.source):
             without = READING.sub("", cell.source)
@@ -917,8 +941,12 @@ def reading_time_problems(stem: str, nb: NotebookNode) -> list[str]:
     write_reading_time(stem, said)
     if [cell.source for cell in said.cells] == [cell.source for cell in nb.cells]:
         return []
-    minutes = measure(stem, nb).minutes
-    return [f"it takes about {minutes} minutes and says otherwise; build.py sync {stem} mends it"]
+    m = measure(stem, nb)
+    building = f" and {m.building_hours:g} hours to build" if m.to_write else ""
+    return [
+        f"it takes about {m.minutes} minutes{building}, which its head does not state; "
+        f"build.py sync {stem} mends it"
+    ]
 
 
 def over_budget(m: Measure) -> list[str]:
@@ -973,13 +1001,14 @@ def print_budget(root: Path, wanted: Sequence[str]) -> int:
     measures = measure_chapters(root, wanted)
     print(
         "chapter                    words exported shown words/line longest first  at "
-        "sources links minutes"
+        "sources links minutes hours"
     )
     for m in measures:
         first = f"{m.first:5} {m.place:4.0%}" if m.first is not None else "    -    -"
         print(
             f"{m.stem:26} {m.words:5} {m.exported:8} {m.shown:5} {m.words_per_line:10.1f} "
-            f"{m.longest:7} {first} {m.sources:6} {m.links:5} {m.minutes:7}"
+            f"{m.longest:7} {first} {m.sources:6} {m.links:5} {m.minutes:7} "
+            f"{m.building_hours or '-':>5}"
         )
     words, exported, hours = whole_line(measures)
     print(f"{'the main line':26} {words:5} {exported:8}   about {hours:.0f} hours")
@@ -1148,7 +1177,25 @@ def lab_modules(root: Path, stem: str) -> dict[str, str]:
     number = stem.split("_")[0]
     if not path.exists():
         raise BuildError(f"no lab yet: `python notebooks/build.py lab {number}` makes it")
-    return assemble(parse_cells(read_notebook_half(path), stem))
+    modules = assemble(parse_cells(read_notebook_half(path), stem))
+    for name, text in modules.items():
+        require_names(name, text)
+    return modules
+
+
+def require_names(name: str, text: str) -> None:
+    """Raise BuildError if a module uses a name that only another cell of its notebook defines."""
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821"]
+    done = subprocess.run(
+        [*command, "--output-format", "json", "-"], input=text, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    for found in json.loads(done.stdout):
+        line = text.splitlines()[found["location"]["row"] - 1].strip()
+        raise BuildError(
+            f"{PACKAGE}.{name}: must import or define each name that it uses, got "
+            f"{found['message']} in `{line}`; add it to one of the module's `#| export` cells"
+        )
 
 
 def grade(root: Path, name: str, last: int | None) -> int:
@@ -1204,8 +1251,8 @@ def arguments() -> argparse.ArgumentParser:
         "run": "sync, execute from top to bottom, store the outputs; "
         "without a GPU, cells tagged `gpu` are skipped and keep their stored outputs",
         "budget": "print what each chapter takes of its reader's time: words, exported and shown "
-        "lines, longest exported cell, the first version, sources, links, minutes; fail where that "
-        "is over its budget",
+        "lines, longest exported cell, the first version, sources, links, minutes to read, hours "
+        "to build; fail where that is over its budget",
         "check": "fail with a diff if package, text and notebook disagree, or if a cell is not "
         "run, run out of order, stored with an error or with unclean metadata, or if a budget is "
         "broken",

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -150,6 +151,18 @@ def is_exported(cell: NotebookNode) -> bool:
     return cell.cell_type == "code" and re.search(r"^#\| export\b", marks, re.M) is not None
 
 
+def lines_to_write(chapter: NotebookNode) -> int:
+    """Count the lines below the docstrings of the functions that a lab leaves to the reader."""
+    sources = [directives_of(cell.source)[1] for cell in chapter.cells if is_exported(cell)]
+    kept, total = called_at_import(sources), 0
+    for source in sources:
+        for name, function in functions(ast.parse(source)):
+            if is_written(function) and name not in kept:
+                first, last = body_of(function)[0].lineno, function.end_lineno
+                total += sum(bool(line.strip()) for line in source.splitlines()[first - 1 : last])
+    return total
+
+
 PLACE = """\
 # The lab runs where its chapter runs.
 import os
@@ -230,6 +243,7 @@ class Outcome:
     round: int = 0  # of the stub that it needed; 0 otherwise
     stub: str = ""  # name of that stub
     text: str = ""  # sentence about the failure
+    cause: str = ""  # its error: tests that fail by the same one
     flaky: bool = False  # as hypothesis saw it
 
 
@@ -273,7 +287,8 @@ def outcome_of(item: pytest.Item, call: pytest.CallInfo[Any]) -> Outcome:
             entry = one
     place = f"{Path(str(entry.path)).name}:{entry.lineno + 1}"
     flaky = any(type(error).__name__.startswith("Flaky") for error in errors)
-    return Outcome(item.nodeid, False, text=explain(item, errors[0], place), flaky=flaky)
+    text, cause = explain(item, errors[0], place), f"{type(errors[0]).__name__}: {errors[0]}"
+    return Outcome(item.nodeid, False, text=text, cause=cause, flaky=flaky)
 
 
 class Recorder:
@@ -354,14 +369,18 @@ def run_tests(copy: Path, tests: Sequence[str]) -> list[Outcome]:
 
 
 def verdict(outcomes: Sequence[Outcome], last: int | None) -> tuple[bool, str]:
-    """Say in one sentence what failed first, or that the rounds up to `last` hold."""
+    """Return in one sentence the error of most tests, or that the rounds up to `last` hold."""
     passed = sum(one.passed for one in outcomes)
     # A stub called while hypothesis draws an example makes the test look flaky, and no more.
     failed = [one for one in outcomes if not one.passed and not one.stub and not one.flaky]
     missing = [one for one in outcomes if one.stub and (last is None or one.round <= last)]
     later = sum(bool(one.stub) for one in outcomes) - len(missing)
     if failed:
-        return False, f"{failed[0].text}. ({len(failed)} tests fail, {passed} pass.)"
+        causes = Counter(one.cause for one in failed)
+        chosen = max(failed, key=lambda one: causes[one.cause])
+        alike = causes[chosen.cause]
+        same = f", {alike} of them by the same error" if 1 < alike < len(failed) else ""
+        return False, f"{chosen.text}. ({len(failed)} tests fail{same}, {passed} pass.)"
     if missing:  # before flaky ones, of which they are the likely cause
         first = min(missing, key=lambda one: one.round)
         where = f"round {first.round}" if first.round else "the first version"

@@ -37,7 +37,8 @@ from minisgl.config.known_models import KNOWN_CONFIGS
 from minisgl.config.model import ModelConfig
 from minisgl.core import Batch, Phase, SamplingParams
 from minisgl.engine import engine as engine_module
-from minisgl.engine.engine import Engine, dummy_request
+from minisgl.engine.engine import Engine, allocate_memory, dummy_request
+from minisgl.engine.runners import capture_runners
 from minisgl.kernels import fp8_linear
 from minisgl.kernels.all_reduce import all_reduce, all_reduce_add_norm
 from minisgl.kernels.device import H200, DeviceLimits, device_limits, load_tuned
@@ -152,7 +153,7 @@ def engine_on_meta(config: SchedulerConfig, folder: Path) -> Engine:
             engine_module, "choose_forward", lambda *_: FusedModel(model) if fuses else model
         ),
     ):
-        return Engine(config, model_config, model, 1)
+        return Engine(config, model_config, model, *allocate_memory(config, model_config, 1))
 
 
 def run_all(engine: Engine) -> None:
@@ -166,7 +167,10 @@ def run_all(engine: Engine) -> None:
     for length in (1, 7, 63, 64, 100, 1000, 1024, 4096):
         batch = Batch(reqs=[dummy_request(row, length)], phase=Phase.PREFILL)
         engine.step(engine.prepare(batch))
-    engine.capture(Nothing, progress=False)
+    capture_runners(
+        engine.config, engine.model_config, engine.pool, engine.backend, engine.tables,
+        engine.forward_pass, engine.sampler.draw_rows, Nothing, False,
+    )  # fmt: skip
 
 
 def exchange(dtype: torch.dtype, hidden: int) -> None:

@@ -21,12 +21,12 @@ from minisgl.attention.metadata import AttentionMetadata, build_metadata
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.config.model import ModelConfig
 from minisgl.core import Phase
+from minisgl.fp8 import Stored
 from minisgl.kernels import linear
 from minisgl.kernels.rotate_store import rotate_and_store
 from minisgl.kvcache.fp8_pool import Fp8KVPool
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers.fp8 import Stored
 from minisgl.models.base import CausalLM
 from minisgl.models.quantization import quantize_linears
 from minisgl.models.registry import build_model

@@ -13,9 +13,9 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
-from minisgl.attention.tiled_prefill import TiledPrefill
 from minisgl.attention.triton_backend import TritonBackend
 from minisgl.engine.prefill_graph import PrefillRunner
+from minisgl.engine.tiled_prefill import TiledPrefill
 from tests.attention_worlds import World, dense_oracle
 
 

@@ -318,6 +318,27 @@ def test_sync_is_idempotent_and_keeps_ids_and_outputs(book: Path) -> None:
     assert kept.outputs and kept.execution_count == 3
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        ("x = 1", "x = 1  # one", True),
+        (
+            'def f():\n    """A sum."""\n    return 1',
+            'def f():\n    """Add."""\n    return 1',
+            True,
+        ),
+        ('class A:\n    """A sum."""', 'class A:\n    """A set."""', False),  # pydantic shows it
+        ('def f():\n    """A sum."""', "def f():\n    return 1", False),
+        ("%time x", "%time  x", False),
+        ("'a'", "'b'", False),
+    ],
+)
+def test_comments_and_docstrings_of_functions_are_not_run(
+    before: str, after: str, same: bool
+) -> None:
+    assert (build.code_of(before) == build.code_of(after)) is same
+
+
 def test_sync_of_an_inserted_cell_moves_no_id(book: Path) -> None:
     before = {cell["id"] for cell in edit_notebook(book, None).cells}
     text = book / "notebooks" / "02_pool.md"
@@ -619,6 +640,11 @@ def test_chapters_say_how_long_they_take() -> None:
     assert "takes about 25 minutes" in problem
     build.write_reading_time("02_pool", nb)
     assert nb.cells[0].source == head.replace("A pool.", f"A pool.\n\n{line}".replace("20", "25"))
+    nb.cells.append(nbformat.v4.new_code_cell("#| export\ndef f():\n" + "    x = 1\n" * 80))
+    build.write_reading_time("02_pool", nb)  # 13 minutes for the words, 80 for the lines
+    assert "the exercises. Building it as a lab: about 1.5 hours.*" in nb.cells[0].source
+    (problem,) = build.reading_time_problems("02b_pool", nb)
+    assert "takes about 30 minutes, which" in problem  # a deeper chapter has no lab
     appendix = notebook(("text", head))
     build.write_reading_time("B_workshop", appendix)
     assert appendix.cells[0].source == head

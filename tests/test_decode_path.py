@@ -49,7 +49,7 @@ def test_a_decode_step_opens_few_files_before_its_graph(monkeypatch: pytest.Monk
     llm = LLM(page_size=4, num_pages=64, cuda_graph_bs=[2])
     params, ids = SamplingParams(max_tokens=32, ignore_eos=True), list(range(5, 15))
     llm.channel.put_messages(*(UserMsg(uid, ids, params) for uid in (1, 2)))
-    scheduler, graph = llm.scheduler, llm.scheduler.engine.graph
+    scheduler, graph = llm.scheduler, llm.scheduler.engine.runners.decode
     assert graph is not None
     for _ in range(4):
         scheduler.step_overlap()

@@ -349,7 +349,7 @@ def test_any_way_to_serve_gives_the_same_bits(
                 ::-1
             ]  # from the cache, if there is one
             assert [bits(answer) for answer in again] == want
-            recorded = llm.scheduler.engine.graph
+            recorded = llm.scheduler.engine.runners.decode
             assert (recorded is None) == (not way["cuda_graph_bs"])
 
 

@@ -21,12 +21,7 @@ from minisgl.config.model import ModelConfig
 from minisgl.core import Batch, Phase, Req, SamplingParams
 from minisgl.engine import engine as engine_module
 from minisgl.engine import memory as memory_module
-from minisgl.engine.engine import (
-    Engine,
-    build_engine,
-    measure_peak,
-    tensor_bytes,
-)
+from minisgl.engine.engine import Engine, build_engine, measure_peak
 from minisgl.engine.graph import pack, view_buffers
 from minisgl.engine.memory import (
     GIB,
@@ -37,7 +32,9 @@ from minisgl.engine.memory import (
     pages_by_ratio,
     pages_for,
     require_pages,
+    tensor_bytes,
 )
+from minisgl.engine.runners import Runners
 from minisgl.engine.sampler import Sampler
 from minisgl.engine.step import ForwardInput, build_forward_input, new_positions
 from minisgl.kvcache.page_table import TableManager
@@ -264,7 +261,7 @@ PROMPTS = [[1, 2, 3, 4, 5], [9], [7] * 9]
 def test_steps_equal_the_dense_model(folder: Path, graph_sizes: tuple[int, ...] | None) -> None:
     """Eager, replayed, and padded to a captured size."""
     engine = make(folder, cuda_graph_bs=graph_sizes)
-    assert (engine.graph is None) == (graph_sizes is None)
+    assert (engine.runners.decode is None) == (graph_sizes is None)
     reqs = admit(engine, PROMPTS)
     texts = [list(p) for p in PROMPTS]
     for step in range(6):
@@ -303,8 +300,20 @@ def test_only_real_rows_are_sampled(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert run(engine, reqs[2:], Phase.PREFILL) == []
     assert shapes == [(2, 64), (0, 64)]  # the decode step was recorded, and drew by itself
     padded = engine.prepare(Batch(reqs=reqs[:2], phase=Phase.DECODE))
-    assert padded.packed is not None and len(padded.batch.padded_reqs) == 4
+    assert padded.packed is not None and len(padded.token_rows) == 4
     assert padded.out_loc[2:].tolist() == [engine.pool.dummy_slot] * 2
+
+
+def test_a_captured_step_leaves_its_batch_alone(folder: Path) -> None:
+    """Long requests come first and padding last in the step, and the batch keeps its order."""
+    engine = make(folder, cuda_graph_bs=(4,))
+    reqs = admit(engine, [[1] * 3, [2] * 9, [3] * 5])
+    run(engine, reqs, Phase.PREFILL)
+    batch = Batch(reqs=list(reqs), phase=Phase.DECODE)
+    fi = engine.prepare(batch)
+    assert batch.reqs == reqs and fi.sampled == (reqs[1], reqs[2], reqs[0])
+    assert fi.runner is engine.runners.decode and fi.packed is not None
+    assert fi.token_rows.tolist() == [r.table_idx for r in (*fi.sampled, engine.dummy_req)]
 
 
 def test_pitfall_07_chunks_end_in_the_same_token(folder: Path) -> None:
@@ -441,10 +450,10 @@ def test_a_recorded_step_reads_what_was_sent(folder: Path) -> None:
     """Keys and temperatures are those of the sorted requests; padding is greedy."""
     engine = make(folder, num_pages=40, cuda_graph_bs=(8,))
     _, inputs = prepared(engine, 5)
-    assert engine.graph is not None and inputs.sampling is not None
+    assert engine.runners.decode is not None and inputs.sampling is not None
     assert [req.uid for req in inputs.sampled] == [4, 3, 2, 1, 0]  # long ones first
     engine.step(inputs)
-    static = view_buffers(engine.graph.memory, 8)
+    static = view_buffers(engine.runners.decode.memory, 8)
     wanted = engine.sampler.prepare(inputs.sampled)
     assert static.keys[:, :5].tolist() == wanted.keys.tolist()
     assert static.temperature.tolist() == [1.0, 5.0, 30.0, pytest.approx(0.9), 0.0, 0.0, 0.0, 0.0]
@@ -479,8 +488,8 @@ def test_recorded_logits_are_those_of_the_step(folder: Path, sizes: tuple[int, .
     texts = [[*prompt, token] for prompt, token in zip(CROWD, ids)]
     for count in (5, 2, 4, 1, 5):
         ids = run(engine, reqs[:count], Phase.DECODE)
-        assert engine.graph is not None
-        logits = engine.graph.logits[:count].clone()
+        assert engine.runners.decode is not None
+        logits = engine.runners.decode.logits[:count].clone()
         longest_first = sorted(range(count), key=lambda i: len(texts[i]), reverse=True)
         for row, index in enumerate(longest_first):
             with torch.inference_mode():
@@ -493,9 +502,9 @@ def test_recorded_logits_are_those_of_the_step(folder: Path, sizes: tuple[int, .
 
 def test_a_size_that_was_not_recorded_is_refused(folder: Path) -> None:
     engine = make(folder, cuda_graph_bs=(2,))
-    assert engine.graph is not None
+    assert engine.runners.decode is not None
     with pytest.raises(ValueError, match="batch_size: 3 was not captured"):
-        engine.graph.replay(np.zeros((7, 3), np.int64))
+        engine.runners.decode.replay(np.zeros((7, 3), np.int64))
 
 
 # ------------------------------------------------------------------ the start
@@ -515,7 +524,7 @@ def test_start_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine_module, name, called)
 
     names = ["start_device", "agree_on_free", "load_model", "decide_pages", "make_pool",
-             "GraphRunner"]  # fmt: skip
+             "capture_runners"]  # fmt: skip
     for name in names:
         spy(name)
     make(folder, num_pages=None, cuda_graph_bs=(1,))
@@ -591,7 +600,7 @@ def test_a_trial_that_runs_out_of_memory_is_named(
 def test_shutdown_lets_go_of_the_graphs(folder: Path) -> None:
     engine = make(folder, cuda_graph_bs=(1,))
     engine.shutdown()
-    assert engine.graph is None
+    assert engine.runners.decode is None
 
 
 def test_graphs_need_a_gpu_or_a_maker(folder: Path) -> None:
@@ -599,4 +608,4 @@ def test_graphs_need_a_gpu_or_a_maker(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"cuda_graph_bs: CUDA graphs need a GPU, got \(2,\)"):
         build_engine(config, progress=False)
     none = replace(config, cuda_graph_bs=None, cuda_graph_max_bs=8)
-    assert build_engine(none, progress=False).graph is None
+    assert build_engine(none, progress=False).runners == Runners()

@@ -15,18 +15,18 @@ import pytest
 import torch
 from torch import nn
 
-from minisgl import LLM, SamplingParams
+from minisgl import LLM, SamplingParams, fp8
 from minisgl.attention.invariant_torch import InvariantTorchBackend
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.config.engine import EngineConfig, TPInfo, resolve
 from minisgl.config.model import ModelConfig
 from minisgl.core import Phase
-from minisgl.engine.engine import build_engine, tensor_bytes
-from minisgl.engine.memory import decide_pages
-from minisgl.kvcache.fp8_pool import Fp8KVPool, load_kv_scales
+from minisgl.engine.engine import build_engine
+from minisgl.engine.memory import decide_pages, tensor_bytes
+from minisgl.fp8 import FP8, Fp8Weight, fp8_weight, quantize
+from minisgl.kvcache.fp8_pool import Fp8KVPool
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers import fp8
-from minisgl.layers.fp8 import FP8, Fp8Weight, fp8_weight, quantize
+from minisgl.models.kv_scales import load_kv_scales
 from minisgl.models.quantization import quantize_model
 from minisgl.models.registry import build_model
 from minisgl.models.weights import WeightError, load_dummy_weights, load_weights
@@ -514,8 +514,8 @@ def backend_named(name: str) -> Any:
     pytest.importorskip("triton")
     from minisgl.attention.fused_backend import FusedBackend, StoreFirstBackend
     from minisgl.attention.invariant_triton import InvariantTritonBackend
-    from minisgl.attention.tiled_prefill import TiledPrefill
     from minisgl.attention.triton_backend import TritonBackend
+    from minisgl.engine.tiled_prefill import TiledPrefill
 
     class Recorded(TritonBackend):
         """Plans as recorded prefill steps have them: with keys in parts, and answers in place."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from minisgl import LLM, SamplingParams
-from minisgl.layers.fp8 import FP8, Fp8Weight, fp8_weight, quantize
+from minisgl.fp8 import FP8, Fp8Weight, fp8_weight, quantize
 from minisgl.layers.moe import grouped_experts, route
 from minisgl.parallel.comm import SingleRank
 from tests import tp_drills

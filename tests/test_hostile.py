@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 from fastapi import FastAPI, Request
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from minisgl.core import SamplingParams
 from minisgl.parallel.gloo import loopback_store
@@ -29,7 +29,9 @@ from minisgl.server.cli import main
 from minisgl.server.http import bodies
 from minisgl.server.http.access import Access, OwnNames
 from minisgl.server.http.bodies import BodyReader, SideThread, check_count, invalid, validator_of
+from minisgl.server.http.calls import ChatAbilities
 from minisgl.server.http.errors import ApiError
+from minisgl.server.http.fields import MAX_UNKNOWN
 from minisgl.server.http.keys import check_key, read_keys
 from minisgl.server.http.limits import MAX_HEAD, BodyLimit, ConcurrencyLimiter, Shares
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest, GenerateRequest
@@ -37,18 +39,9 @@ from minisgl.server.responses.schemas import ResponsesRequest
 from minisgl.server.workers.channels import MOST_MESSAGES, LocalQueue
 from minisgl.server.workers.messages import TokenizeMsg, decode, encode
 from minisgl.server.workers.text_worker import PromptQueue
-from tests.serving import Live, Served, random_model
+from tests.serving import Live, Served
 
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def live(checkpoint: Path) -> Iterator[Live]:
-    with Live(checkpoint) as running:
-        yield running
+pytest_plugins = ["tests.random_server"]
 
 
 # Listening
@@ -101,9 +94,21 @@ WRONG: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
 def test_an_invalid_body_costs_little(name: str) -> None:
     """A bounded number of errors, whatever the number of bad items."""
     model, body = WRONG[name]
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises((ValidationError, ApiError)) as caught:
         validator_of(model).validate_python(body)
-    assert len(caught.value.errors()) < 20  # type: ignore[attr-defined]
+    failure = caught.value
+    found = failure.__cause__ if isinstance(failure, ApiError) else failure
+    assert isinstance(found, ValidationError) and len(found.errors()) < 20
+
+
+@pytest.mark.parametrize("size", [10, 20_000])
+def test_unknown_names_cost_little(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few are compared with known ones, and no long one."""
+    compared: list[str] = []
+    monkeypatch.setattr("minisgl.server.http.fields.meant", lambda name, _: compared.append(name))
+    body = {"prompt": "x"} | {f"{i:03}{'k' * size}": 1 for i in range(200)}
+    CompletionRequest.model_validate(body).prepare(ChatAbilities())
+    assert len(compared) == (MAX_UNKNOWN if size < 64 else 0)
 
 
 def lists_in(schema: Any) -> Iterator[dict[str, Any]]:

@@ -94,7 +94,7 @@ def test_stubs_fail_solutions_pass_and_mistakes_get_a_sentence(number: str) -> N
     for name, modules in planted(number):
         good, sentence = graded(number, modules)
         assert not good, name
-        assert re.search(r"\((test_\w+|conftest)\.py:\d+\)", sentence), (name, sentence)
+        assert re.search(r"\(\w+\.py:\d+\)", sentence), (name, sentence)
         assert "Traceback" not in sentence and len(sentence) < 800
 
 
@@ -110,6 +110,10 @@ def test_a_verdict_is_one_sentence() -> None:
         True, "Round 2 holds: 1 tests pass; 1 wait for later rounds.",
     )  # fmt: skip
     assert labs.verdict([wrong, early, passed], None)[1].startswith("ids come back: assert 1 == 2")
+    often = [labs.Outcome(f"t::{i}", False, text=f"{i}: NameError", cause="np") for i in range(2)]
+    assert labs.verdict([wrong, *often, passed], None) == (
+        False, "0: NameError. (3 tests fail, 2 of them by the same error, 1 pass.)",
+    )  # fmt: skip
     assert labs.verdict([flaky, late, passed], None)[1].startswith("`Cache.r3` (round 3)")
     assert labs.verdict([flaky, passed], None) == (
         False, "flaky (test_f.py:1). (1 tests fail, 1 pass.)",
@@ -159,7 +163,11 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert status == 1 and "exists; --force replaces it" in text
     assert run("lab", "01", "--force")[0] == 0
     path = root / "notebooks" / "labs" / "01_toy.ipynb"
-    broken = path.read_text("utf-8").replace("def f() -> int:", "def f( -> int:")
+    written = path.read_text("utf-8")
+    path.write_text(re.sub(r"raise Not\w+\(.*?\)\"", 'return np.ones(1)"', written), "utf-8")
+    status, text = run("grade", "01")
+    assert status == 1 and "minisgl.core: must import" in text and "`np` in `return np" in text
+    broken = written.replace("def f() -> int:", "def f( -> int:")
     path.write_text(broken, encoding="utf-8")
     status, text = run("grade", "01")
     assert status == 1 and "code cell 2" in text and "Traceback" not in text

@@ -355,7 +355,7 @@ def test_an_interrupted_launch_harms_no_later_answer(
     prompts, params = ["hello", "there", "you"], SamplingParams(max_tokens=12, ignore_eos=True)
     with LLM(folder, page_size=4, device="cpu", cuda_graph_bs=(2, 4), num_pages=64) as llm:
         want = [out["token_ids"] for out in llm.generate(prompts, params)]
-        graph = llm.scheduler.engine.graph
+        graph = llm.scheduler.engine.runners.decode
         assert graph is not None and graph.replays > 3
         plain = dict(graph.steps)
         for size, step in plain.items():

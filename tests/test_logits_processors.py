@@ -349,17 +349,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_bad_words_become_tokens_with_and_without_a_space(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
-    params = tokenizer.encode_bad_words(SamplingParams(bad_words=["cat", " cat", [7, 8]], seed=3))
+    params = tokenizer.encode_params(SamplingParams(bad_words=["cat", " cat", [7, 8]], seed=3))
     texts = [tokenizer.decode(word) for word in params.bad_words]
     assert texts[:2] == ["cat", " cat"] and params.bad_words[2:] == ((7, 8),)
     assert params.seed == 3
     plain = SamplingParams(bad_words=[[7, 8]])
-    assert tokenizer.encode_bad_words(plain) is plain
+    assert tokenizer.encode_params(plain) is plain
 
 
 def test_a_bad_word_of_white_space_is_that_one(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
-    words = tokenizer.encode_bad_words(SamplingParams(bad_words=["\n", " "])).bad_words
+    words = tokenizer.encode_params(SamplingParams(bad_words=["\n", " "])).bad_words
     assert [tokenizer.decode(word) for word in words] == ["\n", " \n", " "]
 
 
@@ -407,8 +407,8 @@ def answers(
         if repeat > 1:
             assert all(out["cached_tokens"] > 0 for out in outs)
         if "cuda_graph_bs" in how:
-            assert llm.scheduler.engine.graph is not None
-            assert llm.scheduler.engine.graph.replays > 0
+            assert llm.scheduler.engine.runners.decode is not None
+            assert llm.scheduler.engine.runners.decode.replays > 0
     return [out["token_ids"] for out in outs]
 
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minisgl.fp8 import fp8_weight
 from minisgl.kernels import moe, moe_row
 from minisgl.kernels.linear import Tiling
 from minisgl.kernels.moe import (
@@ -22,7 +23,6 @@ from minisgl.kernels.moe import (
 )
 from minisgl.kernels.moe_row import experts_row, fits_row
 from minisgl.kernels.norm import DeferredNorm
-from minisgl.layers.fp8 import fp8_weight
 from minisgl.layers.moe import MoE, grouped_experts, route
 from tests.fused_cases import check_model, few_programs, small_model
 from tests.moe_cases import check_blocks, check_row, skewed_logits

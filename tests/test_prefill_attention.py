@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -115,3 +116,42 @@ def test_few_tiles_go_to_the_other_kernel(new: int, wide: bool) -> None:
     backend.fits = True
     plan = backend.plan(world.meta, world.out_loc)
     assert isinstance(plan, TritonPlan) and isinstance(plan, HopperPlan) == wide
+
+
+class Launched:
+    """A stand-in for a kernel: keeps its launches; a launch returns `compiled`."""
+
+    def __init__(self, name: str, launches: list[Any], compiled: Any = None) -> None:
+        self.name, self.launches, self.compiled = name, launches, compiled
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **options: int) -> Any:
+            given = (getattr(arg, "base", arg) for arg in args)  # the tensors of descriptors
+            pointers = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in given)
+            self.launches.append((self.name, grid, *pointers))
+            return self.compiled
+
+        return launch
+
+
+def test_layers_share_tensor_maps_and_the_compiled_kernel() -> None:
+    """Only the first layer of a plan searches; a compiled kernel takes all arguments in order."""
+    world = make_world(CASES["behind a cached prefix"], torch.float16)
+    backend = HopperBackend(world.pool, world.tables, 8, 0.125)
+    backend.fits, backend.num_sms = True, 3
+    launches: list[Any] = []
+    kernel = Launched("found", launches, Launched("compiled", launches))
+    with mock.patch.object(prefill_attention, "prefill_kernel", kernel):
+        for _ in range(2):
+            plan = backend.plan(world.meta, world.out_loc)
+            assert isinstance(plan, HopperPlan) and plan.boxes is backend.boxes
+            for layer in (0, 1, 0):
+                plan.attend(world.q, world.k, world.v, layer)
+    assert [name for name, *_ in launches] == ["found", "compiled", "compiled"] * 2
+    names = inspect.signature(prefill_attention.prefill_kernel.fn).parameters
+    first, second = (dict(zip(["name", "grid", *names], n, strict=True)) for n in launches[:2])
+    differ = {name for name in first if first[name] != second[name]}
+    assert differ <= {"name", "k_pages", "v_pages", "out_ptr"} and second["grid"] == (3, 1, 1)
+    assert second["GROUP"] == 4 and second["kv_heads"] == world.pool.num_kv_heads
+    for name, cache in (("k_pages", world.pool.k_cache(1)), ("v_pages", world.pool.v_cache(1))):
+        assert second[name] == cache.data_ptr()

@@ -132,8 +132,8 @@ def pair(folder: Path) -> tuple[Engine, Engine]:
 
 
 def runner_of(engine: Engine) -> PrefillRunner:
-    assert engine.prefill_graph is not None
-    return engine.prefill_graph
+    assert engine.runners.prefill is not None
+    return engine.runners.prefill
 
 
 def admit(
@@ -219,7 +219,7 @@ def test_it_was_replayed(pair: tuple[Engine, Engine]) -> None:
     runner = runner_of(pair[0])
     before = runner.replays
     prefill(pair[0], admit(pair[0], [[1, 2, 3]]))
-    assert runner.replays == before + 1 and pair[1].prefill_graph is None
+    assert runner.replays == before + 1 and pair[1].runners.prefill is None
 
 
 MIX = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9]]
@@ -306,19 +306,19 @@ def test_who_is_computed_eagerly(pair: tuple[Engine, Engine]) -> None:
     assert not packed([[1]] * (MAX_REQUESTS + 1)), "more requests than a step has"
     assert not packed([[1, 2]], prompt_logprobs=1), "logits of all tokens are wanted"
     fi = engine.prepare(Batch(reqs=admit(engine, [[1], [2]]), phase=Phase.DECODE))
-    assert fi.packed is None and runner_of(engine).prepare(fi) is fi
+    assert fi.packed is None and fi.runner is None
 
 
 def test_sizes_share_one_memory_and_all_leave_together(folder: Path) -> None:
     engine = make(folder, 8)
-    runner, graph = runner_of(engine), engine.graph
+    runner, graph = runner_of(engine), engine.runners.decode
     assert graph is not None and runner.sizes == [8] and list(runner.steps) == [8]
     assert runner.logits.shape == (MAX_REQUESTS, 64)
     assert not engine.pool.buffer[:, :, : engine.num_pages].any(), "a capture wrote to a page"
     assert not engine.tables.token_pool[:-1].any()
     engine.shutdown()
-    assert engine.prefill_graph is None
-    assert make(folder, 8, deterministic=True, attention_backend="torch").prefill_graph is None
+    assert engine.runners.prefill is None
+    assert make(folder, 8, deterministic=True, attention_backend="torch").runners.prefill is None
 
 
 # ------------------------------------------------------------------------------ the kernel
@@ -334,7 +334,7 @@ LENS = [
 
 def check_tiles(group: int, tile: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One recorded plan serves batch after batch; answers of padding stay numbers."""
-    from minisgl.attention import tiled_prefill
+    from minisgl.engine import tiled_prefill
     from tests.prefill_tiles import check_recorded_tiles
 
     monkeypatch.setattr(tiled_prefill.TiledPrefill, "tile_rows", lambda self, size: tile)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from minisgl import LLM, SamplingParams, events
 from minisgl.events import AnyEvent, Event
+from minisgl.guarded import guarded
 from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.recording import Recorder, Recording, Replay, read_recording, replay
-from minisgl.runtime.guarded import guarded
 from minisgl.scheduler.messages import AbortMsg
 from minisgl.scheduler.observe import emitter
 from minisgl.scheduler.scheduler import Scheduler

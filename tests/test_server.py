@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply
 from minisgl.scheduler.replies import PROMPT_TAIL
 from minisgl.server.frontend import Frontend, Observer, RequestFailed
 from minisgl.server.http.api import EventStream, create_app
+from minisgl.server.http.errors import ApiError
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest
 from minisgl.server.http.settings import ApiSettings, sampling_defaults, settings_for
 from minisgl.server.in_process import InProcessServer
@@ -40,9 +42,9 @@ from minisgl.server.workers.messages import (
     encode,
 )
 from minisgl.server.workers.scheduler_process import SchedulerChannel
-from minisgl.server.workers.text_process import build_text_worker
+from minisgl.server.workers.text_process import PromptLanes, build_text_worker
 from minisgl.server.workers.text_worker import PromptQueue, TextWorker, run_text_worker
-from minisgl.tokenizer import Tokenizer
+from minisgl.tokenizer import SLICE, Tokenizer
 from tests.serving import WINDOW, Live, random_model, wait_for
 from tests.test_tokenizer import byte_fallback, byte_level, metaspace, save
 
@@ -126,13 +128,17 @@ def test_a_text_worker_flushes_answers_before_it_encodes_a_prompt() -> None:
         def handle(self, msg: Any) -> None:
             done.append(type(msg).__name__)
 
+        def encode(self, msg: Any) -> Any:
+            done.append("encode")
+            return UserMsg(msg.uid, [1], msg.sampling_params)
+
         def flush(self) -> None:
             done.append("flush")
 
     batch = [text_of(1, 10), TokenReply(uid=0, token=1), TokenReply(uid=2, token=1)]
     run_text_worker(Idle(), Feed(batch, [TokenReply(uid=0, token=2), ExitMsg()]))
     assert done == [
-        "TokenReply", "TokenReply", "flush", "TokenizeMsg", "flush", "TokenReply", "flush",
+        "TokenReply", "TokenReply", "flush", "encode", "UserMsg", "flush", "TokenReply", "flush",
     ]  # fmt: skip
 
 
@@ -263,6 +269,65 @@ def test_answers_go_before_prompts_and_leavers_are_dropped(tokenizer: Tokenizer)
         ("AbortMsg", 7), ("UserMsg", 0), ("UserMsg", 2)
     ]  # fmt: skip
     assert [reply.uid for reply in bench.replies()] == [8]
+
+
+def test_a_long_prompt_stops_neither_answers_nor_short_prompts_nor_aborts(
+    tokenizer: Tokenizer,
+) -> None:
+    """While a thread encodes, the loop takes all other messages; only then may it finish."""
+    others_are_done = threading.Event()
+    bench, sent = Bench(tokenizer), list[Any]()
+
+    def slow(msg: TokenizeMsg) -> Any:
+        if len(msg.text or "") > SLICE:
+            assert others_are_done.wait(20)
+        return UserMsg(msg.uid, [1], msg.sampling_params)
+
+    class Scripted:
+        """All messages at once; then the end, once the long prompt has gone on."""
+
+        def get_all(self, timeout: float) -> list[Any]:
+            sent.extend(bench.sent())
+            if not self.told:
+                self.told = True
+                return [text_of(0, SLICE + 1), text_of(1, SLICE + 2), text_of(2, 20), text_of(3, 9)]
+            if len(sent) == 2 and not others_are_done.is_set():
+                others_are_done.set()
+                return [TokenReply(uid=8, token=5), AbortMsg(uid=7), AbortMsg(uid=1)]
+            return [ExitMsg()] if len(sent) == 4 else []
+
+        told = False
+
+    bench.worker.encode = slow  # type: ignore[method-assign]
+    run_text_worker(bench.worker, Scripted(), prompts=PromptLanes())
+    kinds = [(type(m).__name__, m.uid) for m in sent]
+    assert kinds[:2] == [("UserMsg", 3), ("UserMsg", 2)]  # the long ones were there before
+    assert set(kinds[2:]) == {("AbortMsg", 7), ("UserMsg", 0)}  # and 1 has left
+    assert [reply.uid for reply in bench.replies()] == [8]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=30))
+def test_lanes_encode_each_prompt_once_unless_its_client_left(
+    events: list[tuple[int, int]],
+) -> None:
+    """0 adds a short prompt, 1 a long one, 2 drops the prompt of that number."""
+    lanes, sizes = PromptLanes(), list[int]()
+    done, dropped = list[int](), set[int]()
+
+    def encode(msg: TokenizeMsg) -> Any:
+        return UserMsg(msg.uid, [1], msg.sampling_params)
+
+    for kind, number in events:
+        if kind < 2:
+            sizes.append(number + kind * (SLICE + 1))
+            lanes.add(text_of(len(sizes) - 1, sizes[-1]))
+        elif lanes.drop(number):
+            assert number < len(sizes) and number not in dropped
+            dropped.add(number)
+        done += [msg.uid for msg in lanes.take(encode)]
+    while lanes.patience < 0.5:
+        done += [msg.uid for msg in lanes.take(encode)]
+    assert sorted(done) == [uid for uid in range(len(sizes)) if uid not in dropped]
 
 
 class Bench:
@@ -506,7 +571,7 @@ def test_nulls_mean_defaults_and_unknown_fields_are_ignored(live: Live) -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "negative max_tokens": ({"max_tokens": -1}, "max_tokens"),
+    "negative max_tokens": ({"max_tokens": -3}, "max_tokens"),
     "zero max_tokens": ({"max_tokens": 0}, "max_tokens"),
     "negative temperature": ({"temperature": -0.5}, "temperature"),
     "top_p above one": ({"top_p": 1.5}, "top_p"),
@@ -594,7 +659,7 @@ def test_a_form_that_cannot_be_had_is_refused(
 
 @pytest.mark.parametrize("field", ["prompt", "stop"])
 def test_half_a_character_is_no_text(field: str) -> None:
-    with pytest.raises(ValueError, match=r"unpaired surrogate .* at character 1"):
+    with pytest.raises(ApiError, match=r"unpaired surrogate .* at character 1"):
         CompletionRequest.model_validate({"prompt": "x", field: "a\ud800"})
 
 
@@ -790,6 +855,27 @@ def test_dead_worker_is_a_503_for_all() -> None:
             assert response.status_code == 503 and "died" in response.json()["error"]["message"]
 
     asyncio.run(run())
+
+
+def test_an_error_behind_a_reply_is_not_lost() -> None:
+    """The worker dies while a reply waits: its reader gets the reply, then the error."""
+
+    async def run() -> tuple[str, bool]:
+        frontend = Frontend([LocalQueue()], LocalQueue())
+        replies = frontend.generate(SamplingParams(), text="x")
+        first = asyncio.ensure_future(anext(replies))
+        await asyncio.sleep(0)
+        frontend._dispatch([UserReply(uid=0, text="yes", token_ids=[1])])
+        frontend.fail_all("the scheduler died")
+        text = (await first).text
+        second = asyncio.ensure_future(anext(replies))
+        for _ in range(9):  # turns of a loop that has nothing else to do
+            await asyncio.sleep(0)
+        done = second.done()
+        await asyncio.gather(second, return_exceptions=True) if done else second.cancel()
+        return text, done
+
+    assert asyncio.run(run()) == ("yes", True)
 
 
 def test_an_observer_that_fails_harms_no_request() -> None:

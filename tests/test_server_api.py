@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from fastapi import Request
 from httpx_sse._decoders import SSEDecoder, SSELineDecoder
 from transformers import PreTrainedTokenizerBase
 
@@ -22,11 +23,12 @@ from minisgl.core import GRAMMARS, SamplingParams
 from minisgl.scheduler.messages import TokenReply, UserMsg
 from minisgl.server.cli import Watchers, build_app
 from minisgl.server.frontend import Frontend
-from minisgl.server.http.api import create_app
-from minisgl.server.http.fields import HARMLESS, RESERVED
+from minisgl.server.http.access import Access, client_of
+from minisgl.server.http.api import create_app, fair_client
+from minisgl.server.http.fields import CHANGES, HARMLESS, RESERVED
 from minisgl.server.http.formats import sse
 from minisgl.server.http.limits import ConcurrencyLimiter
-from minisgl.server.http.schemas import FORMS, ChatRequest, CompletionRequest
+from minisgl.server.http.schemas import ChatRequest, CompletionRequest
 from minisgl.server.http.settings import ApiSettings
 from minisgl.server.options import Operations
 from minisgl.server.workers.channels import LocalQueue
@@ -286,6 +288,27 @@ def test_scheduler_learns_whose_a_request_is(
     assert seen == [client] * 6
 
 
+@pytest.mark.parametrize(
+    ("key", "user", "client"),
+    [
+        ("sk-1", "ann", "key alice"),
+        ("sk-1", None, "key alice"),
+        ("sk-0", "ann", "user ann"),
+        ("sk-0", None, "address 10.0.0.1"),
+        ("sk-0", "key alice", "user key alice"),
+    ],
+)
+def test_a_named_key_is_the_client_whatever_user_it_names(
+    key: str, user: str | None, client: str
+) -> None:
+    """Else a thousand made-up users would have a thousand shares."""
+    headers = [(b"authorization", f"Bearer {key}".encode())]
+    request = Request({"type": "http", "headers": headers, "client": ("10.0.0.1", 5)})
+    asyncio.run(Access({"": "sk-0", "alice": "sk-1"}).check(request))
+    body = CompletionRequest(prompt="a", user=user)
+    assert fair_client(client_of(request), body) == client
+
+
 def test_users_are_short_strings(live: Live) -> None:
     for user in (5, ["x"], "x" * 1025):
         error = complete(live, user=user).json()["error"]
@@ -486,12 +509,17 @@ def chat(live: Live, **fields: Any) -> httpx.Response:
 def test_tenants_with_a_salt_share_no_prefix(live: Live) -> None:
     long = {"messages": [{"role": "user", "content": "What is 12 + 3? " * 4}]}
     found = []
-    for salt in ("red", "blue", "red", None):
-        usage = chat(live, **long, cache_salt=salt).json()["usage"]
+    for salt, key in (
+        ("red", None), ("blue", None), ("red", None), (None, None),
+        ("red", "blue"), ("red", "green"), ("red", "blue"), (None, "green"), (None, "blue"),
+    ):  # fmt: skip
+        answer = chat(live, **long, cache_salt=salt, extra_key=key)
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
         found.append(usage["prompt_tokens_details"]["cached_tokens"])
-    assert found[:2] == [0, 0] and found[2] > 0 and found[3] == 0
-    refused = chat(live, cache_salt="").json()["error"]
-    assert refused["param"] == "cache_salt"
+    assert [count > 0 for count in found] == [0, 0, 1, 0, 0, 0, 1, 0, 1]
+    for name in ("cache_salt", "extra_key"):
+        assert chat(live, **{name: ""}).json()["error"]["param"] == name
 
 
 def test_every_known_field_is_in_a_table() -> None:
@@ -501,9 +529,12 @@ def test_every_known_field_is_in_a_table() -> None:
     known = set(f"{VLLM} {SGLANG}".split())
     for params in (plain.CompletionCreateParamsBase, chats.CompletionCreateParamsBase):
         known |= set(params.__annotations__)
-    honoured = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *FORMS, *GRAMMARS}
+    honoured = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *CHANGES, *GRAMMARS}
     assert known - honoured - set(HARMLESS) == set()
     assert not honoured & set(HARMLESS)
+
+
+ANY_VALUE = {"eos_token_id"}  # may be one or a list
 
 
 def test_fields_are_treated_as_the_table_says(live: Live) -> None:
@@ -522,7 +553,8 @@ def test_fields_are_treated_as_the_table_says(live: Live) -> None:
             response = answer(**passing, a_field_of_next_year=odd)
             assert response.status_code == 200, response.text
             wrong = {name for name, values in HARMLESS.items() if values is not None}
-            wrong |= set(schema.model_fields)
+            wrong |= {*schema.model_fields, *CHANGES} - {"renamed", *ANY_VALUE}
+            wrong -= set() if schema is ChatRequest else {"reasoning_effort", "think"}
             for name in sorted(wrong):
                 response = answer(**{name: odd})
                 assert response.status_code == 400, name
@@ -541,7 +573,7 @@ def test_fields_are_treated_as_the_table_says(live: Live) -> None:
         ({"chat_template": "{{ messages }}"}, "chat_template"),
         ({"add_special_tokens": True}, "add_special_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -3}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages"),
     ],

@@ -12,7 +12,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -36,18 +36,9 @@ from minisgl.server.http.limits import BodyLimit
 from minisgl.server.options import Operations
 from minisgl.server.workers.channels import LocalQueue
 from minisgl.server.workers.messages import UserReply
-from tests.serving import Live, Served, last_event, metric, random_model, stream, wait_for
+from tests.serving import Live, Served, last_event, metric, stream, wait_for
 
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def live(checkpoint: Path) -> Iterator[Live]:
-    with Live(checkpoint) as running:
-        yield running
+pytest_plugins = ["tests.random_server"]
 
 
 def raw_request(live: Live, body: dict[str, Any] | bytes, buffer: int = 0) -> socket.socket:

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from minisgl import __version__
 from minisgl.config.paths import resolve_model_path
 from minisgl.server.http.errors import ApiError
+from minisgl.server.http.formats import Completion
 from minisgl.server.http.tool_parser import CallArguments, CallStart, Content, Piece, Reasoning
 from minisgl.server.messages.events import MessageBuilder, as_input
-from minisgl.server.messages.schemas import REFUSED, RENAMED, MessagesRequest
+from minisgl.server.messages.schemas import RENAMED, MessagesRequest
 from minisgl.server.observe.metrics import Metrics
 from minisgl.server.options import Operations
-from minisgl.server.workers.messages import StatsMsg, UserReply
+from minisgl.server.workers.messages import StatsMsg
 from minisgl.tokenizer import Tokenizer
 from tests.serving import Live
 from tests.test_tools import THINKS_TEMPLATE, save_model, say
@@ -202,7 +203,6 @@ def test_a_request_as_a_chat() -> None:
 def test_the_tables_name_fields_of_both_sides() -> None:
     fields = MessagesRequest.model_fields.keys()
     assert set(RENAMED.values()) <= fields and not RENAMED.keys() & fields
-    assert not set(REFUSED.split()) & fields
 
 
 # ------------------------------------------------------------------ events
@@ -221,9 +221,9 @@ def test_pieces_add_up(said: list[tuple[str, list[str]]], reason: str) -> None:
         else:
             pieces += [(Content if kind == "text" else Reasoning)(text) for text in texts]
     builder = MessageBuilder("msg_1", "m")
-    reply = UserReply(uid=0, text="", token_ids=[], finish_reason=reason, prompt_tokens=3)
-    events = [event for piece in pieces for event in builder.add([piece], reply)]
-    events = [*events, *([] if pieces else builder.add([], reply)), *builder.finish(reply)]
+    parts = [Completion(pieces=[piece], prompt_tokens=3) for piece in pieces] or [Completion()]
+    events = [event for part in parts for event in builder.add(part)]
+    events += builder.finish(Completion(finish_reason=reason, prompt_tokens=3))
     blocks: list[dict[str, Any]] = []
     for event in events:
         match event["type"]:

@@ -15,7 +15,6 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,18 +49,9 @@ from minisgl.server.workers.messages import StatsMsg
 from minisgl.server.workers.processes import WorkerGroup, address
 from tests.checkpoints import make_checkpoint
 from tests.forks import Popen
-from tests.serving import PAGES, Live, Served, last_event, metric, random_model, stream, wait_for
+from tests.serving import PAGES, Live, Served, last_event, metric, stream, wait_for
 
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def live(checkpoint: Path) -> Iterator[Live]:
-    with Live(checkpoint) as running:
-        yield running
+pytest_plugins = ["tests.random_server"]
 
 
 def test_impossible_defaults_are_the_models_fault(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Annotated, Any, Literal
 
 import httpx
+import msgspec
 import openai
 import pytest
 from hypothesis import given, settings
@@ -18,21 +19,17 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from minisgl.config.paths import resolve_model_path
 from minisgl.server.frontend import Frontend, RequestFailed
+from minisgl.server.http.answers import AnswerParser
 from minisgl.server.http.api import RequestHandler, create_app
-from minisgl.server.http.fields import HARMLESS
+from minisgl.server.http.fields import CHANGES, HARMLESS
+from minisgl.server.http.formats import Completion
 from minisgl.server.http.schemas import ChatRequest
 from minisgl.server.http.settings import ApiSettings
 from minisgl.server.http.tool_parser import CallArguments, CallStart, Content, Piece, Reasoning
 from minisgl.server.options import Operations
 from minisgl.server.responses.events import ResponseBuilder
 from minisgl.server.responses.routes import add_responses_routes
-from minisgl.server.responses.schemas import (
-    REFUSED,
-    RENAMED,
-    ResponsesRequest,
-    as_messages,
-    read_items,
-)
+from minisgl.server.responses.schemas import RENAMED, ResponsesRequest, as_messages, read_items
 from minisgl.server.responses.store import ResponseStore, Turn
 from minisgl.server.workers.channels import LocalQueue
 from minisgl.server.workers.messages import TokenLogprob, UserReply
@@ -365,9 +362,8 @@ def test_every_known_field_is_in_a_table() -> None:
     known = set(VLLM.split()) | set(response_create_params.ResponseCreateParamsBase.__annotations__)
     known |= {"stream"}
     tables: list[Any] = [ResponsesRequest.model_fields, ChatRequest.model_fields]
-    tables += [REFUSED.split(), RENAMED, HARMLESS]
+    tables += [RENAMED, HARMLESS, CHANGES]
     assert known - {name for table in tables for name in table} == set()
-    assert not set(REFUSED.split()) & set(ResponsesRequest.model_fields)
     assert not set(RENAMED) & set(ResponsesRequest.model_fields)
 
 
@@ -380,8 +376,8 @@ def test_fields_are_treated_as_the_tables_say(http: httpx.Client) -> None:
     nulls = dict.fromkeys(ResponsesRequest.model_fields.keys() - {"input"})
     nulls |= {"text": {"format": None, "verbosity": None}, "reasoning": {"effort": None}}
     assert post(http, **nulls | {"max_output_tokens": 1}).status_code == 200
-    own = set(ResponsesRequest.model_fields) | set(REFUSED.split()) | set(RENAMED)
-    chats = set(ChatRequest.model_fields) - own
+    own = set(ResponsesRequest.model_fields) | set(RENAMED)
+    chats = set(ChatRequest.model_fields) - own - {"renamed"}
     chats |= {name for name, values in HARMLESS.items() if values is not None} - own
     for name in sorted(own | chats):
         answer = post(http, **{name: odd})
@@ -403,6 +399,9 @@ def test_fields_are_treated_as_the_tables_say(http: httpx.Client) -> None:
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input"),
         ({"model": "gpt-9"}, "model"),
         ({"background": True}, "background"),
+        ({"n": 2}, "n"),
+        ({"num_return_sequences": 2}, "num_return_sequences"),
+        ({"conversation": "conv_1"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
         ({"text": {"verbosity": "low"}}, "text"),
         ({"text": {"format": {"type": "json_schema"}}}, "text"),
@@ -448,7 +447,11 @@ def test_reasoning_effort_reaches_the_template(http: httpx.Client) -> None:
     chat = body.as_chat(read_items([{"role": "user", "content": "x"}]))
     assert chat.prompt() == {
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}],
-        "template_kwargs": {"reasoning_effort": "none", "enable_thinking": False},
+        "template_kwargs": {
+            "reasoning_effort": "none",
+            "enable_thinking": False,
+            "thinking": False,
+        },
     }
     assert post(http, reasoning={"effort": "high"}).json()["reasoning"]["effort"] == "high"
 
@@ -612,9 +615,9 @@ def assemble(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return heard
 
 
-def reply_of(count: int = 0, **fields: Any) -> UserReply:
+def answer_of(pieces: list[Piece], count: int = 0, **fields: Any) -> Completion:
     entries = [TokenLogprob("a", b"a", -0.5, 0)] * count
-    return UserReply(uid=0, text="", token_ids=[], logprobs=entries, **fields)
+    return Completion(pieces=pieces, logprobs=entries, **fields)
 
 
 segments = st.tuples(st.sampled_from(list(STREAMS)), st.lists(st.text(min_size=1, max_size=5)))
@@ -646,9 +649,8 @@ def test_pieces_add_up(said: list[tuple[str, list[str]]], reason: str, size: int
     for step in (size, len(pieces) + 1):  # in several replies, and in one
         builder, events = ResponseBuilder({**base, "output": []}, 1), list[dict[str, Any]]()
         for start in range(0, max(1, len(pieces)), step):
-            reply = reply_of(1, completion_tokens=start + 1)
-            events += builder.add(pieces[start : start + step], reply)
-        events += builder.finish(reply_of(finish_reason=reason, prompt_tokens=5), now=7)
+            events += builder.add(answer_of(pieces[start : start + step], 1))
+        events += builder.finish(Completion(finish_reason=reason, prompt_tokens=5), now=7)
         assert events[0]["response"]["output"] == []  # what was told stays as it was
         assert assemble(json.loads(json.dumps(events))) == (expected or [("message", "")])
         output = builder.response["output"]
@@ -667,24 +669,32 @@ def test_pieces_add_up(said: list[tuple[str, list[str]]], reason: str, size: int
 
 def test_tokens_of_a_thought_are_counted_in_a_reply_that_holds_it_whole() -> None:
     """Replies that waited for their reader arrive as one."""
-    reply = UserReply(uid=0, text="hm.</think>So!", token_ids=[1] * 14, completion_tokens=20)
+    answer = Completion(AnswerParser(True))
+    answer.add(
+        UserReply(
+            uid=0, text="hm.</think>So!", token_ids=[1] * 14, completion_tokens=20, thinking=True
+        )
+    )
+    assert answer.pieces == [Reasoning("hm."), Content("So!")] and answer.reasoning_tokens == 17
     builder = ResponseBuilder({"id": "resp_1", "output": []}, first=0)
-    list(builder.add([Reasoning("hm."), Content("So!")], reply))
-    list(builder.finish(reply, now=7))
+    list(builder.add(answer))
+    list(builder.finish(answer, now=7))
     assert builder.response["usage"]["output_tokens_details"]["reasoning_tokens"] == 17
 
 
 def test_log_probabilities_and_counts_of_a_thoughtful_answer() -> None:
     builder = ResponseBuilder({"id": "resp_1", "output": []}, first=0)
-    told = [
-        ([Reasoning("hm")], 3),
-        ([], 4),
-        ([Content("So")], 6),
-        ([Content("!")], 7),
-    ]
-    for pieces, tokens in told:
-        list(builder.add(pieces, reply_of(1, completion_tokens=tokens)))
-    list(builder.finish(reply_of(completion_tokens=7, prompt_tokens=5, cached_tokens=2), now=7))
+    told = [("<think>", 1), ("hm", 3), ("</think>", 4), ("\n\nSo", 6), ("!", 7)]
+    answer, offset = Completion(AnswerParser(True)), 0
+    for text, tokens in told:
+        entries = [TokenLogprob(text, text.encode(), -0.5, offset)]
+        counts = {"completion_tokens": tokens, "prompt_tokens": 5, "cached_tokens": 2}
+        reply = UserReply(uid=0, text=text, token_ids=[1], logprobs=entries, **counts)
+        answer.add(msgspec.structs.replace(reply, finished=text == "!"))
+        list(builder.add(answer))
+        answer.forget()
+        offset += len(text)
+    list(builder.finish(answer, now=7))
     usage = builder.response["usage"]
     assert usage["output_tokens_details"]["reasoning_tokens"] == 4 and usage["total_tokens"] == 12
     assert usage["input_tokens_details"] == {"cached_tokens": 2, "cache_write_tokens": 3}
@@ -729,7 +739,7 @@ def test_items_become_messages() -> None:
     ]
     messages = as_messages(read_items(said))
     assert [message["role"] for message in messages] == [
-        "system", "user", "assistant", "tool", "tool", "assistant", "assistant",
+        "developer", "user", "assistant", "tool", "tool", "assistant", "assistant",
     ]  # fmt: skip
     assert messages[0]["content"] == "Be Be "
     assert (messages[2]["reasoning_content"], messages[2]["content"]) == ("Hm", "I ask.")

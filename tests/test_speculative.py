@@ -21,7 +21,8 @@ from recorder import RecordingGraph
 from minisgl.attention.metadata import build_metadata
 from minisgl.config.engine import EngineConfig, SchedulerConfig
 from minisgl.core import Batch, IntArray, Phase, Req, SamplingParams
-from minisgl.engine.engine import Engine, build_engine
+from minisgl.engine.engine import Engine, allocate_memory, build_engine
+from minisgl.engine.runners import Runners
 from minisgl.engine.sampler import Sampler
 from minisgl.engine.step import SampledTokens
 from minisgl.kvcache.audit import check_integrity
@@ -35,7 +36,6 @@ from minisgl.scheduler.speculative import (
     SpeculativeScheduler,
     VerifyBatch,
     count_accepted,
-    draft_limits,
     join_rows,
     lookup,
     verify_batch,
@@ -153,9 +153,8 @@ class CacheEngine(FakeEngine):
     def prepare(self, batch: Batch) -> Any:
         if batch.phase is not Phase.DECODE:
             return super().prepare(batch)
-        batch.reqs = sorted(batch.reqs, key=lambda req: -req.device_len)  # as one that records
-        batch.padded_reqs = batch.reqs
-        return replace(super().prepare(batch), meta=None)
+        batch = replace(batch, reqs=sorted(batch.reqs, key=lambda req: -req.device_len))
+        return replace(super().prepare(batch), meta=None)  # as one that captures
 
     def step(self, inputs: Any) -> Any:
         pool, table = self.tables.token_pool.numpy(), self.tables.page_table
@@ -480,7 +479,7 @@ def test_the_same_answers_as_without(
         assert isinstance(scheduler, SpeculativeScheduler)
         assert 0 < scheduler.accepted <= scheduler.drafted
         assert (scheduler.retractions > 0) == (kind == "retracted")
-        graph = scheduler.engine.graph
+        graph = scheduler.engine.runners.decode
         assert graph is None or graph.replays > scheduler.step_count // 2
         check_integrity(scheduler.cache)
         alone = llm.chat(talks()[0], params[0])[0]  # one stream: all rows are its own
@@ -502,12 +501,10 @@ def test_copying_takes_fewer_steps_and_a_story_no_more() -> None:
 
 
 def test_limits_of_drafts() -> None:
-    """Steps with drafts are no larger than the largest recorded one."""
-    engine: Any = SimpleNamespace(graph=None, verify_graph=None)
-    config = SchedulerConfig(num_speculative_tokens=5)
-    assert draft_limits(config, engine) == {"num_speculative_tokens": 5, "max_rows": 32}
-    engine.verify_graph = SimpleNamespace(sizes=[1, 2, 6])
-    assert draft_limits(config, engine)["max_rows"] == 6
+    """Steps with drafts are no larger than the largest captured one."""
+    few: Any = SimpleNamespace(sizes=[1, 2, 6])
+    assert Runners().max_draft_rows == 32
+    assert Runners(decode=few).max_draft_rows == Runners(verify=few).max_draft_rows == 6
     with pytest.raises(ValueError, match="num_speculative_tokens: must be"):
         SchedulerConfig(num_speculative_tokens=32)
 
@@ -518,22 +515,22 @@ def test_steps_with_drafts_store_first(tmp_path: Path, monkeypatch: pytest.Monke
     pytest.importorskip("triton")
     from minisgl.attention.fused_backend import FusedPlan, StoreFirstPlan
 
-    monkeypatch.setattr("minisgl.scheduler.speculative.MAX_ROWS", 1)
+    monkeypatch.setattr("minisgl.engine.runners.MAX_DRAFT_ROWS", 1)
     path = make_checkpoint(tmp_path, "llama", num_hidden_layers=1, head_dim=32)
     config = EngineConfig(model_path=str(path), device="cpu", num_pages=8,
                           max_running_req=2, num_speculative_tokens=3)  # fmt: skip
     made = build_engine(config, progress=False)
     how: dict[str, Any] = {"attention_backend": "torch,fused", "cuda_graph_bs": (1, 2)}
-    engine = Engine(replace(made.config, **how), made.model_config, made.model, 8)
-    engine.capture(RecordingGraph, progress=False)
-    limits = draft_limits(engine.config, engine)
-    assert engine.graph is not None and engine.verify_graph is not None
-    assert {type(step.plan) for step in engine.graph.steps.values()} == {FusedPlan}
-    found = {size: type(step.plan) for size, step in engine.verify_graph.steps.items()}
-    assert found == {1: StoreFirstPlan} and limits["max_rows"] == 1
+    config = replace(made.config, **how)
+    memory = allocate_memory(config, made.model_config, 8)
+    engine = Engine(config, made.model_config, made.model, *memory, new_graph=RecordingGraph)
+    assert engine.runners.decode is not None and engine.runners.verify is not None
+    assert {type(step.plan) for step in engine.runners.decode.steps.values()} == {FusedPlan}
+    found = {size: type(step.plan) for size, step in engine.runners.verify.steps.items()}
+    assert found == {1: StoreFirstPlan} and engine.runners.max_draft_rows == 1
     one = [engine.dummy_req]
-    for batch, graph in ((Batch(one, Phase.DECODE), engine.graph),
-                         (VerifyBatch(one, Phase.DECODE), engine.verify_graph)):  # fmt: skip
+    for batch, graph in ((Batch(one, Phase.DECODE), engine.runners.decode),
+                         (VerifyBatch(one, Phase.DECODE), engine.runners.verify)):  # fmt: skip
         before = graph.replays
         engine.step(engine.prepare(batch))
         assert graph.replays == before + 1
@@ -547,7 +544,7 @@ def test_one_running_request_may_have_drafts(monkeypatch: pytest.MonkeyPatch) ->
     """Steps for as many rows are recorded, though there is one request at a time."""
     record_on_a_cpu(monkeypatch)
     with serve(max_running_req=1, max_seq_len_override=96) as llm:
-        graph = llm.scheduler.engine.graph
+        graph = llm.scheduler.engine.runners.decode
         assert graph is not None and graph.sizes == [1, 2, 4, 5]
         llm.chat(talks()[0], ASKED[0][1])
         assert llm.scheduler.accepted > 0  # type: ignore[attr-defined]

@@ -480,7 +480,7 @@ def test_a_request_keeps_what_it_asked_of_its_logits() -> None:
 def test_a_draw_waits_for_its_masks_and_the_next_step_waits_for_the_draw(
     recorded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The token pool holds the masked token before anything reads it, also if nobody asked."""
+    """The masked token is in the pool before anything reads it; an earlier step is refused."""
     if recorded:
         record_on_a_cpu(monkeypatch)
     with serve(max_running_req=4, cuda_graph_bs=(2,) if recorded else None) as made:
@@ -512,7 +512,11 @@ def test_a_draw_waits_for_its_masks_and_the_next_step_waits_for_the_draw(
         for req in reqs:
             req.advance()
         assert order == ["fill"]
-        engine.step(engine.prepare(Batch(reqs=list(reqs), phase=Phase.DECODE)))
+        after = engine.prepare(Batch(reqs=list(reqs), phase=Phase.DECODE))
+        with pytest.raises(RuntimeError, match="sample_deferred first"):
+            engine.step(after)
+        engine.sample_deferred()
+        engine.step(after)
         assert order == ["fill"] * 2
         ids = dict(zip(fi.sampled, output.wait().ids))
         for req, token in ids.items():

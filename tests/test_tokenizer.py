@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +19,14 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from minisgl.config.paths import resolve_model_path
 from minisgl.template_files import chat_templates
 from minisgl.token_bytes import byte_letters
-from minisgl.tokenizer import DecodeStatus, IncrementalDetokenizer, StopFilter, Tokenizer
+from minisgl.tokenizer import (
+    SLICE,
+    DecodeStatus,
+    IncrementalDetokenizer,
+    PromptTooLong,
+    StopFilter,
+    Tokenizer,
+)
 from minisgl.tokenizer_files import read_by_transformers, read_directly, read_tokenizer
 
 CORPUS = [
@@ -504,3 +513,64 @@ def test_after_a_stop_there_is_no_text(level: Tokenizer) -> None:
 def test_an_empty_stop_string_is_refused(level: Tokenizer) -> None:
     with pytest.raises(ValueError, match="stop: must not contain an empty string"):
         DecodeStatus(level, stop=("",))
+
+
+class Counting:
+    """A tokenizer's backend that counts the characters it encodes."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend, self.sizes = backend, list[int]()
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.sizes += map(len, texts)
+        return self.backend.encode_batch_fast(texts, **options)
+
+
+@pytest.mark.parametrize("backend", [byte_level, byte_fallback, metaspace])
+@pytest.mark.parametrize("window", [64, 4096, 32768])
+def test_a_prompt_that_is_too_long_is_refused_after_a_few_slices(
+    tmp_path: Path, backend: Callable[[], Backend], window: int
+) -> None:
+    tokenizer = Tokenizer(save(tmp_path, backend()))
+    tokenizer.backend = counting = Counting(tokenizer.backend)
+    text = "hello world, the quick brown fox " * (window // 4)
+    per_token = len(text) / len(counting.backend.encode(text).ids)
+    with pytest.raises(PromptTooLong, match=f"too many for a window of {window} tokens"):
+        tokenizer.encode(text, window=window)
+    work, needed = sum(counting.sizes), window * per_token
+    assert max(counting.sizes) <= max(SLICE, 2 * window)
+    assert work <= 2.2 * max(needed, 2 * window) + 2 * SLICE
+    if len(text) > 2 * window:  # nothing is encoded in one piece
+        assert max(counting.sizes) <= SLICE
+
+
+@given(st.integers(1, 9000), st.text(max_size=20), st.integers(1, 2000))
+@settings(max_examples=40, deadline=None)
+def test_a_prompt_is_refused_exactly_if_it_has_too_many_tokens(
+    level: Tokenizer, window: int, piece: str, times: int
+) -> None:
+    """The oracle encodes all of it."""
+    text = piece * times
+    count = len(level.encode(text))
+    try:
+        assert len(level.encode(text, window=window)) == count <= window
+    except PromptTooLong as error:
+        assert count > window and error.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("padding", [None, 12, 300])
+@pytest.mark.parametrize("truncation", [None, 5, 300])
+def test_settings_of_the_training_do_not_change_a_prompt(
+    tmp_path: Path, padding: int | None, truncation: int | None
+) -> None:
+    backend = byte_level()
+    plain = Tokenizer(save(tmp_path / "plain", backend))
+    if padding is not None:
+        backend.enable_padding(length=padding, direction="left")
+    if truncation is not None:
+        backend.enable_truncation(truncation)
+    found = Tokenizer(save(tmp_path / "trained", backend))
+    for text in ("", "hi", "hello world, the quick brown fox " * 40):
+        assert found.encode(text).tolist() == plain.encode(text).tolist()
+    chat = [{"role": "user", "content": "hello " * 50}]
+    assert found.apply_chat(chat).tolist() == plain.apply_chat(chat).tolist()

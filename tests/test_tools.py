@@ -122,7 +122,10 @@ def save_model(folder: Path, template: str, markers: bool = True) -> Path:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_tell_the_format(name: str, tmp_path: Path) -> None:
     template, form = TEMPLATES[name]
-    for stored in (template, [{"name": "default", "template": ""}, {"template": template}]):
+    for stored in (
+        template,
+        [{"name": "default", "template": ""}, {"name": "tool_use", "template": template}],
+    ):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": stored}))
         can = chat_abilities(read_template(tmp_path))
         assert can.calls is form and can.reasoning is (name in ("thinks", "opened"))
@@ -626,7 +629,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"id": "a", "function": {"name": "f", "arguments": "{}"}}]}]}, "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": [
-        {"function": {"name": "f", "arguments": {"a": 1}}}]}]}, "messages"),
+        {"function": {"name": "f", "arguments": ["a"]}}]}]}, "messages"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"structural_tag": {"format": {"type": "nothing"}}}, "structural_tag"),
 ]  # fmt: skip

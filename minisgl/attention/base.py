@@ -30,7 +30,7 @@ class AttentionPlan(Protocol):
         return self.attend(q, k, v, layer_id)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
-        """`run` without the store: k and v are in the pool already."""
+        """Attend as `run` does, without the store: k and v are in the pool already."""
         ...
 
 

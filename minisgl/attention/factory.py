@@ -31,12 +31,12 @@ class PairBackend:
         self.name, self.prefill, self.decode, self.recorded = name, prefill, decode, recorded
 
     def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> AttentionPlan:
-        """The plan of the backend that owns this batch's phase."""
+        """Plan with the backend that owns this batch's phase."""
         chosen = self.decode if meta.phase is Phase.DECODE else self.prefill
         return chosen.plan(meta, out_loc)
 
     def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> AttentionPlan:
-        """A plan of the backend for recorded steps."""
+        """Plan CUDA-graph replays with the backend that supports capture."""
         return self.recorded.graph_plan(batch_size, buffers)
 
 
@@ -54,7 +54,7 @@ INVARIANT = {  # for deterministic engines: see chapter 05f
 
 
 def parts_of(name: str) -> tuple[str, str]:
-    """Backends for prefill and for decode; ValueError for a name that is neither one nor a pair."""
+    """Split a name or a pair into the prefill and decode backends; ValueError if unknown."""
     prefill, comma, decode = name.partition(",")
     parts = prefill, decode if comma else prefill
     if not BACKENDS.keys() >= set(parts):
@@ -64,7 +64,7 @@ def parts_of(name: str) -> tuple[str, str]:
 
 
 def load(name: str, deterministic: bool = False) -> Any:
-    """The class of a backend; imported here, because its library may not be installed."""
+    """Import the class of a backend; its library may be missing, which raises ImportError."""
     module, cls = (INVARIANT if deterministic else BACKENDS)[name].split(":")
     try:
         return getattr(importlib.import_module(module), cls)
@@ -87,10 +87,10 @@ def create_backend(
     sm_scale: float | None = None,
     deterministic: bool = False,
 ) -> AttentionBackend:
-    """The backend `name`, or `"prefill,decode"` for a pair; `sm_scale` defaults to head_dim^-0.5.
+    """Create backend `name`, or a pair `"prefill,decode"`; `sm_scale` defaults to head_dim^-0.5.
 
-    Raises ValueError for an unknown name, or for one that is not batch-invariant if `deterministic`
-    asks for that, and ImportError when a backend's library is missing.
+    Raise ValueError for an unknown name, or for one that is not batch-invariant if `deterministic`
+    requires that, and ImportError when a backend's library is missing.
     """
     prefill, decode = parts_of(name)
     if deterministic and name not in INVARIANT:

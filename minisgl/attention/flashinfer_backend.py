@@ -24,7 +24,7 @@ WORKSPACE_MIB = 256  # scratch of both wrappers, for the parts of split requests
 
 
 def import_flashinfer() -> ModuleType:
-    """The library, or an ImportError that says what to install."""
+    """Import the library; raise an ImportError with the command that installs it."""
     try:
         return importlib.import_module("flashinfer")
     except ImportError as error:
@@ -90,7 +90,7 @@ class FlashInferPlan(AttentionPlan):
         return self.attend(q, k, v, layer_id)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
-        """One call of the wrapper over the pool."""
+        """Attend with one call of FlashInfer's wrapper over the pool."""
         cache = (self.pool.k_cache(layer_id), self.pool.v_cache(layer_id))
         q = q.contiguous()
         out = torch.empty_like(q)  # the wrapper's own would be filled with zeros first

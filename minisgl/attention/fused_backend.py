@@ -27,7 +27,7 @@ class FusedPlan:
         self.pool, self.out_loc = backend.pool, buffers.out_loc
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int, **raw: Any) -> Tensor:
-        """`decode_attention` over one layer; `raw` says how to rotate raw q and k."""
+        """Run `decode_attention` over one layer; `raw` holds norms and table for raw q and k."""
         to, backend = self.buffers, self.backend
         return decode_attention(
             q, k, v, self.pool.k_cache(layer_id), self.pool.v_cache(layer_id),
@@ -40,7 +40,7 @@ class FusedPlan:
         return self.decode(q, k, v, layer_id)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
-        """The same: the kernel folds in k and v as they come, and stores them again."""
+        """Attend as `decode` does: the kernel folds k and v in and stores them again."""
         return self.decode(q, k, v, layer_id)
 
 
@@ -53,14 +53,14 @@ class FusedBackend:
     def __init__(
         self, pool: KVPool, tables: TableManager, num_qo_heads: int, sm_scale: float
     ) -> None:
-        """Scratch memory suits as many requests as there are rows."""
+        """Allocate scratch memory for as many requests as the tables have rows."""
         self.pool, self.tables, self.scale = pool, tables, sm_scale
         kv, rows = pool.num_kv_heads, max(tables.num_rows, 32) + 1  # few may have many drafts
         most = kv * (rows + most_parts(kv, device_limits(pool.buffer.device)))
         self.scratch = Scratch(most, num_qo_heads // kv, pool.head_dim, pool.buffer.device)
 
     def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> AttentionPlan:
-        """An eager decode step; ValueError for a prefill."""
+        """Plan an eager decode step; raise ValueError for a prefill."""
         if meta.phase is not Phase.DECODE:
             raise ValueError("attention_backend: 'fused' decodes only; pair it, as in 'fi,fused'")
         rows, positions = (
@@ -84,7 +84,7 @@ class StoreFirstPlan(AttentionPlan):
         self.pool, self.out_loc = self.fused.pool, self.fused.out_loc
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
-        """The kernel, which finds the rows before it in the pool; k and v as they were stored."""
+        """Attend with the kernel that finds earlier rows in the pool; k and v as stored."""
         return self.fused.decode(q, k, v, layer_id)
 
 

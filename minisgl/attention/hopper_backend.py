@@ -6,13 +6,16 @@ Generated from notebooks/04c_prefill_attention.ipynb: edit there.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minisgl.attention.triton_backend import LOG2_E, KernelArgs, TritonBackend, TritonPlan
 from minisgl.kernels.device import device_limits
-from minisgl.kernels.prefill_attention import ROWS, TILE_KV, prefill_attention
+from minisgl.kernels.prefill_attention import ROWS, TILE_KV, Boxes, boxes_of, prefill_attention
 from minisgl.kernels.store_kv import rows_contiguous
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
@@ -28,14 +31,22 @@ def fits_hopper(pool: KVPool) -> bool:
 class HopperPlan(TritonPlan):
     """A batch in tiles of 2 * ROWS query rows."""
 
+    def __init__(
+        self, backend: TritonBackend, out_loc: Tensor, args: KernelArgs, tile_q: int,
+        boxes: Sequence[Boxes],
+    ) -> None:  # fmt: skip
+        super().__init__(backend, out_loc, args, tile_q, 1)
+        self.boxes = boxes
+        self.compiled: Any = None  # by the first layer; the arguments of all have the same types
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
         """Attend over the pool."""
-        pool, args, q = self.pool, self.args, rows_contiguous(q)
+        args, q = self.args, rows_contiguous(q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if self.out is None else self.out
-        prefill_attention(
-            q, pool.k_cache(layer_id), pool.v_cache(layer_id), out, self.tables.device_page_table,
+        self.compiled = prefill_attention(
+            q, self.boxes[layer_id], out, self.tables.device_page_table,
             (args.rows, args.last, args.qo_indptr, args.request, args.tile), self.scale * LOG2_E,
-            self.num_sms,
+            self.num_sms, self.compiled,
         )  # fmt: skip
         return out
 
@@ -49,10 +60,16 @@ class HopperBackend(TritonBackend):
         super().__init__(pool, tables, num_qo_heads, sm_scale)
         self.fits = fits_hopper(pool)
 
+    @cached_property
+    def boxes(self) -> list[Boxes]:
+        """Tensor maps of K and V, by layer; the pool never moves."""
+        layers, pool = range(self.pool.num_layers), self.pool
+        return [(boxes_of(pool.k_cache(n)), boxes_of(pool.v_cache(n))) for n in layers]
+
     def make_plan(
         self, out_loc: Tensor, args: KernelArgs, tile_q: int, splits: int, programs: int
     ) -> TritonPlan:
         """Return a plan of the Hopper kernel if there is work for more than all SMs."""
         if self.fits and tile_q == 2 * ROWS.value and programs > self.num_sms:
-            return HopperPlan(self, out_loc, args, tile_q, 1)
+            return HopperPlan(self, out_loc, args, tile_q, self.boxes)
         return super().make_plan(out_loc, args, tile_q, splits, programs)

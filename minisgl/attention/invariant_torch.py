@@ -49,7 +49,7 @@ class InvariantTorchPlan(AttentionPlan):
     place: Tensor | None = None  # int64 [n], of each token; None: one token in each block
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
-        """Tile by tile, all blocks at once."""
+        """Attend tile by tile, in one order, for all blocks at once."""
         kv_heads, blocks, device = self.pool.num_kv_heads, len(self.last), q.device
         place = self.place
         if place is None:
@@ -66,7 +66,7 @@ class InvariantTorchPlan(AttentionPlan):
         return out.reshape(-1, *q.shape[1:]).index_select(0, place).to(q.dtype)
 
     def block_queries(self, q: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-        """Scaled queries float32 [blocks * kv_heads, TILE_Q * group, d]; positions of the rows."""
+        """Return scaled queries float32 [blocks * heads, TILE_Q * group, d] and row positions."""
         kv_heads, (heads, dim) = self.pool.num_kv_heads, q.shape[1:]
         queries = torch.zeros(len(self.last) * TILE_Q, heads, dim, device=q.device)
         queries.index_copy_(0, place, q.float() * self.scale)
@@ -77,7 +77,7 @@ class InvariantTorchPlan(AttentionPlan):
         return queries.reshape(len(limit), -1, dim), limit[:, :, None]
 
     def read_tile(self, layer_id: int, seen: Tensor, live: int) -> list[Tensor]:
-        """Keys and values of these positions, float32 [live * kv_heads, TILE_KV, d] each."""
+        """Load keys and values of these positions, float32 [live * KV heads, TILE_KV, d] each."""
         positions = torch.minimum(seen, self.last[:live, None])  # what lies behind is masked anyway
         slots = self.page_table[self.rows[:live, None], positions]
         found = self.pool.load_kv(slots, layer_id, torch.float32)
@@ -113,6 +113,6 @@ class InvariantTorchBackend(TorchBackend):
     def make_plan(
         self, out_loc: Tensor, rows: Tensor, last: Tensor, place: Tensor | None, live: list[int]
     ) -> InvariantTorchPlan:
-        """A plan over the backend's pool and page table."""
+        """Make a plan over the backend's pool and page table."""
         table = self.tables.device_page_table
         return InvariantTorchPlan(self.pool, table, self.scale, out_loc, rows, last, live, place)

@@ -14,9 +14,9 @@ class InvariantTritonBackend(TritonBackend):
     """Prefill and decode by one shape of tile, with keys in one part."""
 
     def query_rows(self, average_rows: int) -> int:
-        """Rows of one query tile."""
+        """Return the rows of a query tile, the same for every batch."""
         return QUERY_ROWS
 
     def num_splits(self, places: int, max_len: int) -> int:
-        """One part: its keys are folded in one after the other."""
+        """Return 1: splitting the keys would change the order of the sum."""
         return 1

@@ -14,14 +14,14 @@ from minisgl.core import IntArray, Phase
 
 
 def indptr(lengths: IntArray) -> IntArray:
-    """Row pointers int32 [n + 1] of n ragged rows: row i is `[indptr[i], indptr[i + 1])`."""
+    """Return row pointers int32 [n + 1] of n ragged rows: row i is `[out[i], out[i + 1])`."""
     out = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=out[1:])
     return out
 
 
 def ragged_arange(starts: IntArray, lengths: IntArray) -> IntArray:
-    """`arange(start, start + length)` of every row, end to end: int32 [sum of lengths]."""
+    """Concatenate `arange(start, start + length)` of every row: int32 [sum of lengths]."""
     ends = np.cumsum(lengths, dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
     shift = np.repeat(starts - (ends - lengths), lengths)
@@ -54,7 +54,7 @@ class AttentionMetadata:
         return (self.page_table[rows, positions] // self.page_size).astype(np.int32)
 
     def slots_of(self, i: int) -> IntArray:
-        """Slots of request i by position, int32 [seq_lens[i]]; a view of the page table."""
+        """Return request i's slots by position, int32 [seq_lens[i]]: a view of the page table."""
         return self.page_table[self.table_idx[i], : self.seq_lens[i]]
 
     @property
@@ -89,9 +89,9 @@ def build_metadata(
     page_table: IntArray,
     page_size: int,
 ) -> AttentionMetadata:
-    """Metadata of a batch; host arithmetic only, a handful of numpy calls for any batch size.
+    """Build the metadata of a batch on the host, in a handful of numpy calls for any size.
 
-    Raises ValueError unless `0 < extend_lens <= seq_lens`, and in decode all extend by one.
+    Raise ValueError unless `0 < extend_lens <= seq_lens`, and in decode all extend by one.
     """
     table_idx, extend_lens, seq_lens = (
         np.asarray(a, dtype=np.int32) for a in (table_idx, extend_lens, seq_lens)

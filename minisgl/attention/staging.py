@@ -21,7 +21,7 @@ class Event(Protocol):
 
 
 def mark(device: torch.device) -> Event | None:
-    """An event behind all work queued on the current stream; None on a CPU, which never queues."""
+    """Record an event behind the current stream's queued work; return None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -50,7 +50,7 @@ class StagingRing:
         self.turn = 0
 
     def next_buffer(self, nbytes: int) -> Tensor:
-        """The next buffer, uint8 [nbytes], once the copy that last read it has ended."""
+        """Return the next buffer, uint8 [nbytes], after the copy that last read it has ended."""
         self.turn = (self.turn + 1) % len(self.buffers)
         event = self.events[self.turn]
         if event is not None:
@@ -69,7 +69,10 @@ class StagingRing:
         self.events[self.turn] = self.copy(target[:total], source)
 
     def upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
-        """Host arrays to new device tensors of the same shapes and dtypes, in one copy."""
+        """Copy host arrays to new device tensors of the same shapes and dtypes, in one copy.
+
+        Each starts at a multiple of 8 bytes, where a view of any dtype may begin.
+        """
         starts = [0]
         for array in arrays:
             starts.append(starts[-1] + -(-array.nbytes // 8) * 8)

@@ -17,7 +17,7 @@ from minisgl.kvcache.pool import KVPool
 
 
 def causal_mask(extend_len: int, seq_len: int, device: torch.device) -> Tensor:
-    """Bool [extend_len, seq_len]: the new tokens are the last ones, and each looks back only."""
+    """Return a bool mask [extend_len, seq_len]: the new tokens come last, and each looks back."""
     cached_len = seq_len - extend_len
     positions = torch.arange(seq_len, device=device)
     return positions <= (cached_len + torch.arange(extend_len, device=device))[:, None]
@@ -32,7 +32,7 @@ def grouped_attention(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """Attention of q [n, qo_heads, d] over k, v [m, kv_heads, d]: [n, qo_heads, d].
+    """Attend with q [n, qo_heads, d] to k, v [m, kv_heads, d]: [n, qo_heads, d].
 
     Query head h reads KV head `h // group`. `mask` is bool [n, m], True where attention is allowed.
     """
@@ -58,7 +58,7 @@ class PerRequestPlan(AttentionPlan):
         self.hits = [self.hit(meta, i) for i in range(meta.batch_size)]
 
     def hit(self, meta: AttentionMetadata, i: int) -> tuple[Tensor, Tensor] | None:
-        """Slots and mask of a request that has cached tokens; None for one that has none."""
+        """Return slots and mask of a request that reads the pool; None if k and v are enough."""
         extend_len, seq_len = int(meta.extend_lens[i]), int(meta.seq_lens[i])
         if extend_len == seq_len and not self.pool.quantized:
             return None
@@ -67,7 +67,7 @@ class PerRequestPlan(AttentionPlan):
         return slots, causal_mask(extend_len, seq_len, device)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
-        """Request by request; one without a hit reads k and v, the others read the pool."""
+        """Attend request by request; without a cached prefix read k and v, else the pool."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for start, stop, hit in zip(self.bounds[:-1], self.bounds[1:], self.hits, strict=True):
             rows, mask = slice(start, stop), None
@@ -90,7 +90,7 @@ class DecodePlan(AttentionPlan):
     def __init__(
         self, pool: KVPool, page_table: Tensor, buffers: DecodeBuffers, scale: float
     ) -> None:
-        """`page_table` is int32 [rows, width]: as many positions of each row are read."""
+        """Plan over `page_table`, int32 [rows, width]: `width` positions of each row are read."""
         self.pool, self.page_table, self.scale = pool, page_table, scale
         self.buffers, self.out_loc = buffers, buffers.out_loc
         width = page_table.shape[1]
@@ -98,7 +98,7 @@ class DecodePlan(AttentionPlan):
         self.at_once = max(1, POSITIONS // width)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
-        """Some requests at a time, padded to one width and masked; reads the pool."""
+        """Attend for some requests at a time, padded to one width and masked; read the pool."""
         grouped = q.unflatten(1, (self.pool.num_kv_heads, -1))  # [bs, kv_heads, group, d]
         rows, last = (
             self.buffers.rows.split(self.at_once),
@@ -127,7 +127,7 @@ class TorchBackend:
     def __init__(
         self, pool: KVPool, tables: TableManager, num_qo_heads: int, sm_scale: float
     ) -> None:
-        """`num_qo_heads` is for other backends; this one reads it from q."""
+        """Keep the pool and tables; `num_qo_heads` is unused, q has it."""
         self.pool, self.tables, self.scale = pool, tables, sm_scale
 
     def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> AttentionPlan:

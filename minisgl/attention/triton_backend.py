@@ -34,7 +34,7 @@ class KernelArgs:
 
 
 def query_tile(average_rows: int, head_dim: int, widest: int) -> int:
-    """Rows of one query tile: 16, 64 or 128, for the average of `tokens * group` over requests."""
+    """Return a query tile's rows (16, 64 or 128) for the mean `tokens * group` of requests."""
     if average_rows > 64 and head_dim < 256:
         return min(128, widest)
     return 64 if average_rows > 16 else 16
@@ -44,7 +44,7 @@ CPU_SMS = 16  # multiprocessors to plan for where there is no GPU, so that small
 
 
 def count_sms(device: torch.device, dtype: torch.dtype) -> int:
-    """Multiprocessors to plan for; ValueError where the kernels cannot run, or not rightly."""
+    """Return the SMs to plan for; raise ValueError where the kernels cannot run correctly."""
     if device.type != "cpu":
         limits = device_limits(device)
         if not limits.runs_tiles:
@@ -82,11 +82,11 @@ class TritonBackend:
         self.num_sms = count_sms(self.device, pool.buffer.dtype)
 
     def query_rows(self, average_rows: int) -> int:
-        """Rows of one query tile, for the average of a request."""
+        """Return the rows of a query tile for the mean rows of a request."""
         return query_tile(average_rows, self.pool.head_dim, self.widest_tile)
 
     def num_splits(self, places: int, max_len: int) -> int:
-        """Parts of the keys, for so many programs without a cut and the longest request."""
+        """Return the split-KV parts for `places` thread blocks and the longest request."""
         return max(1, min(2 * self.num_sms // places, -(-max_len // (2 * TILE_KV))))
 
     def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> AttentionPlan:
@@ -141,7 +141,7 @@ class TritonPlan(AttentionPlan):
     def __init__(
         self, backend: TritonBackend, out_loc: Tensor, args: KernelArgs, tile_q: int, splits: int
     ) -> None:
-        """`splits` is the number of parts that keys may be cut into."""
+        """Plan a batch; `splits` is the most parts that keys may be split into."""
         self.pool, self.tables, self.scale = backend.pool, backend.tables, backend.scale
         self.out_loc, self.args, self.tile_q = out_loc, args, tile_q
         self.num_sms = backend.num_sms

@@ -41,7 +41,7 @@ Result = tuple[dict[str, Any], int]  # what is stored, and the exit status
 
 
 def chosen(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Flags as they were given or filled in, for the stored result."""
+    """Return flags, as given or filled in, for the stored result."""
     return {name: getattr(args, name) for name in names}
 
 
@@ -58,13 +58,13 @@ def started(folder: Path, args: argparse.Namespace) -> Iterator[tuple[LLM, dict[
         about |= {"num_pages": engine.num_pages, "makes_text": llm.tokenizer is not None}
         about["tp"] = engine.config.tp.size
         about["seconds_to_first_token"] = round(first_token, 2)
-        about["graph_sizes"] = list(engine.graph.sizes) if engine.graph is not None else []
+        about["graph_sizes"] = list(getattr(engine.runners.decode, "sizes", ()))
         with frozen_heap():
             yield llm, about
 
 
 def roofline_of(folder: Path, args: argparse.Namespace) -> Roofline:
-    """The model on this device, whose ceilings are measured in a second or two."""
+    """Build the roofline of the model on this device, whose ceilings are measured in seconds."""
     device, model = torch.device(args.device), ModelConfig.from_path(folder)
     dtype = getattr(torch, choose_dtype(args.dtype, device.type, model))
     rows = kernels.measure_rows(kernels.ceiling_rows(dtype, device), device)
@@ -76,7 +76,7 @@ def roofline_of(folder: Path, args: argparse.Namespace) -> Roofline:
 
 
 def run_offline(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """All requests at once."""
+    """Measure all requests at once."""
     roof = roofline_of(folder, args)
     requests = random_workload(
         roof.model.vocab_size, args.requests, tuple(args.input_len), tuple(args.output_len),
@@ -103,7 +103,7 @@ def run_offline(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_latency(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Fixed batches, and a trace if it is asked for."""
+    """Measure fixed batches, and write traces if they are requested."""
     if args.profile is not None:
         options.check_writable("profile", trace_file(args, args.batch_sizes[0], args.sampling[0]))
     roof = roofline_of(folder, args)
@@ -128,18 +128,18 @@ def run_latency(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def named(values: dict[str, Any]) -> str:
-    """Names and values for a line of the terminal."""
+    """Format names and values for a line of the terminal."""
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
 
 def trace_file(args: argparse.Namespace, batch: int, name: str) -> Path:
-    """Where the trace of one batch size and way of sampling goes; a folder gets them all."""
+    """Return the trace's path for a batch size and way of sampling; a folder gets them all."""
     path: Path = args.profile / "trace.json" if args.profile.is_dir() else args.profile
     return path.with_name(f"{path.stem}-bs{batch}-{name}{path.suffix}")
 
 
 def profiles(llm: LLM, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A trace for every batch size and way of sampling."""
+    """Write a trace for every batch size and way of sampling."""
     return [
         latency.profile_decode(
             llm, batch, trace_file(args, batch, name),
@@ -150,7 +150,7 @@ def profiles(llm: LLM, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def run_kernels(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Ceilings, GEMMs and decode attention in the model's shapes."""
+    """Measure ceilings, GEMMs and decode attention in the model's shapes."""
     model, device = ModelConfig.from_path(folder), torch.device(args.device)
     dtype = getattr(torch, choose_dtype(args.dtype, device.type, model))
     draw, (low, high) = random.Random(args.seed), args.lengths
@@ -204,7 +204,7 @@ def measured(
     terms: dict[str, Any],
     clients: int | None = None,
 ) -> dict[str, Any]:
-    """One run as its summary, which is printed, with what was loaded."""
+    """Run a load, print its summary and return it together with `terms`."""
     with frozen_heap():  # a pause of ours would look like one of the server's
         run = asyncio.run(load_server(args, requests, clients))
     summary = {"load": terms, **summarize(run)}
@@ -216,14 +216,14 @@ def measured(
 
 
 def status_of(runs: list[dict[str, Any]]) -> int:
-    """130 after Ctrl-C, 1 if nothing was answered, else 0."""
+    """Return the exit status: 130 after Ctrl-C, 1 if nothing was answered, else 0."""
     if any(run["interrupted"] for run in runs):
         return 130
     return 0 if any(run["completed"] for run in runs) else 1
 
 
 def run_online(args: argparse.Namespace) -> Result:
-    """One run, or one for each rate."""
+    """Measure one run, or one for each rate."""
     runs: list[dict[str, Any]] = []
     for asked in args.rate or [math.inf]:
         rate = asked if math.isfinite(asked) else None
@@ -257,7 +257,7 @@ def run_trace(args: argparse.Namespace) -> Result:
 
 
 def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine's fields, with room for all streams and for the other side."""
+    """Return the engine's fields, with room for all streams and for the server beside it."""
     fields = {**flags.engine_fields(args), "device": args.device}
     fields.setdefault("max_running_req", max(256, args.streams))
     fields.setdefault("schedule_policy", "fair")  # a server's default, and not an engine's
@@ -270,7 +270,7 @@ def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_overhead(args: argparse.Namespace) -> Result:
-    """Engine and server side by side."""
+    """Measure engine and server in turns."""
     options.fill_sizes(args)
     fields = engine_fields(args)
     ends = (tuple(args.input_len), tuple(args.output_len))
@@ -293,7 +293,7 @@ def run_overhead(args: argparse.Namespace) -> Result:
 
 
 def run_compare(args: argparse.Namespace) -> Result:
-    """Our engine and `transformers.generate` on the same chats."""
+    """Compare our engine with `transformers.generate` on the same chats."""
     chats = chat_workload(args.requests, args.seed)
     results = compare_hf.compare(chats, resolve_model_path(args.model), args.repeats)
     print(compare_hf.comparison_text(results))
@@ -306,7 +306,7 @@ RUNS = dict.fromkeys(ENGINE_RUNS, run_on_engine) | {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of `python -m minisgl.benchmark`; returns the exit status."""
+    """Run `python -m minisgl.benchmark` and return the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     args = options.build_parser().parse_args(given)
     try:

@@ -35,13 +35,13 @@ class TimedRun(NamedTuple):
 
 
 def cut(ids: Sequence[int], eos: Sequence[int], limit: int) -> list[int]:
-    """The part of a row that belongs to its answer: up to its first end token, at most `limit`."""
+    """Cut a row after its first end token, and after `limit` tokens at most."""
     ends = [i + 1 for i, token in enumerate(ids) if token in eos]
     return list(ids[: min([limit, *ends])])
 
 
 def pad_left(prompts: Sequence[IntArray], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask, int64 [count, longest]: prompts end together, padding stands before them."""
+    """Return ids and mask, int64 [count, longest]; prompts end together, with padding in front."""
     longest = max(map(len, prompts))
     ids = torch.full((len(prompts), longest), pad)
     mask = torch.zeros_like(ids)
@@ -109,7 +109,7 @@ def compare(chats: Sequence[Chat], path: Path, repeats: int = 3) -> dict[str, An
 
 
 def summary(prompts: Sequence[IntArray], runs: dict[str, list[TimedRun]]) -> dict[str, Any]:
-    """The numbers of a comparison, ready for JSON."""
+    """Summarize a comparison, ready for JSON."""
     theirs, ours = runs["transformers"], runs["minisgl"]
     same = sum(a == b for a, b in zip(theirs[0].token_ids, ours[0].token_ids, strict=True))
     speeds = {name: statistics.median(r.tokens_per_second for r in rs) for name, rs in runs.items()}
@@ -126,7 +126,7 @@ def summary(prompts: Sequence[IntArray], runs: dict[str, list[TimedRun]]) -> dic
 
 
 def comparison_text(results: dict[str, Any]) -> str:
-    """A comparison for the terminal, the ratio last."""
+    """Format a comparison for the terminal, the ratio last."""
     lines = [
         f"{name:14} {speed:10.1f} output tokens/s   runs {results['seconds'][name]} s"
         for name, speed in results["tokens_per_second"].items()

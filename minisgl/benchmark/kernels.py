@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 @torch.inference_mode()
 def graph_seconds(call: Call, device: torch.device) -> float:
-    """Median seconds of one call on a GPU, from replays of a graph that holds several."""
+    """Return the median seconds of one call on a GPU, from replays of a graph with several."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -65,7 +65,7 @@ def graph_seconds(call: Call, device: torch.device) -> float:
 
 @torch.inference_mode()
 def plain_seconds(call: Call) -> float:
-    """Median seconds of one call on a CPU, where a launch costs next to nothing."""
+    """Return the median seconds of one call on a CPU, where a launch costs next to nothing."""
     call()
     times = []
     for _ in range(REPEATS):
@@ -89,7 +89,7 @@ def measure_row(row: Row, device: torch.device) -> dict[str, Any]:
 
 
 def measure_rows(rows: Iterable[Row], device: torch.device) -> list[dict[str, Any]]:
-    """All rows in order; one whose library is missing or refuses says why instead of a time."""
+    """Measure all rows in order; one that cannot run has the error instead of a time."""
     found = []
     for row in tqdm(list(rows), desc="kernels", disable=None):
         try:
@@ -130,7 +130,7 @@ def ceiling_rows(dtype: torch.dtype, device: torch.device) -> list[Row]:
 
 
 def ceilings_of(rows: Sequence[dict[str, Any]]) -> Ceilings:
-    """The best of the measured rows."""
+    """Return the best bandwidth and FLOP/s of the measured rows."""
     bandwidth = max(row["tb_per_s"] for row in rows)
     return Ceilings(bandwidth * 1e12, max(row["tflop_per_s"] for row in rows) * 1e12)
 
@@ -139,9 +139,9 @@ Product = Callable[[torch.Tensor], object]  # of a weight
 
 
 def fused_product(name: str, x: torch.Tensor, weight: torch.Tensor) -> Product:
-    """How `FusedModel` computes the projection `name`, with the norm, gate or residual around it.
+    """Return the product of projection `name` in `FusedModel`, with its norm, gate or residual.
 
-    Raises ValueError if a single row meets a weight of odd sizes.
+    Raise ValueError if a single row meets a weight of odd sizes.
     """
     from minisgl.kernels import linear
     from minisgl.kernels.norm import DeferredNorm
@@ -163,7 +163,7 @@ def fused_product(name: str, x: torch.Tensor, weight: torch.Tensor) -> Product:
 
 def make_linear(x_size: tuple[int, int], weight_size: tuple[int, int, int], dtype: torch.dtype,
                 device: torch.device, fused: str) -> Call:  # fmt: skip
-    """x [rows, width] times each of the weights [copies, out, width] in turn."""
+    """Make a call that multiplies x [rows, width] by each weight of [copies, out, width]."""
     x = torch.randn(x_size, dtype=dtype, device=device)
     weights = torch.randn(weight_size, dtype=dtype, device=device)
     product: Product = partial(torch.nn.functional.linear, x)
@@ -176,7 +176,7 @@ def linear_rows(
     model: ModelConfig, batches: Sequence[int], dtype: torch.dtype, device: torch.device, *,
     fused: bool = False,
 ) -> list[Row]:  # fmt: skip
-    """The GEMMs of a layer and the head, by torch; or those of a layer by chapter 05d."""
+    """List the GEMMs of a layer and the head, by torch; or those of a layer by chapter 05d."""
     q, kv = model.num_qo_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, inner = model.hidden_size, model.intermediate_size
     shapes = {"qkv": (hidden, q + 2 * kv), "o": (q, hidden), "gate_up": (hidden, 2 * inner),
@@ -199,7 +199,7 @@ def linear_rows(
 
 
 def scatter_pages(lengths: IntArray, tables: TableManager, num_pages: int) -> None:
-    """Give every row random pages of a pool of `num_pages`, enough for its length."""
+    """Write random pages of a pool of `num_pages` into every row, enough for its length."""
     pages, size, taken = np.random.default_rng(0).permutation(num_pages), tables.page_size, 0
     for row, length in enumerate(lengths):
         count = -(-int(length) // size)
@@ -221,7 +221,7 @@ class DecodeCase:
     layers: int = 1
 
     def __call__(self) -> torch.Tensor:
-        """The output of the last layer."""
+        """Attend in every layer and return the last layer's output."""
         for layer_id in range(self.layers):
             out = self.plan.attend(self.q, self.k, self.v, layer_id)
         return out
@@ -231,7 +231,7 @@ def make_decode(
     model: ModelConfig, backend: str, page_size: int, lengths: IntArray,
     dtype: torch.dtype, device: torch.device, layers: int = 1,
 ) -> DecodeCase:  # fmt: skip
-    """A filled pool, tables, and a plan for a recorded step; the new tokens are stored already."""
+    """Build a filled pool, tables, and a plan for a captured step; new tokens are stored."""
     bs, num_pages = len(lengths), int((-(-lengths // page_size)).sum())
     qo, kv, dim = model.num_qo_heads, model.num_kv_heads, model.head_dim
     pool = KVPool(num_layers=layers, num_pages=num_pages, page_size=page_size, num_kv_heads=kv,
@@ -255,7 +255,7 @@ def decode_rows(
     model: ModelConfig, backends: Sequence[str], page_sizes: Sequence[int], lengths: IntArray,
     dtype: torch.dtype, device: torch.device,
 ) -> list[Row]:  # fmt: skip
-    """A row for each backend and page size, over the same lengths."""
+    """List a row for each backend and page size, over the same lengths."""
     nbytes = 2 * int(lengths.sum()) * model.num_kv_heads * model.head_dim * dtype.itemsize
     flops = 4 * int(lengths.sum()) * model.num_qo_heads * model.head_dim
     layers = -(-(1 << 28) // nbytes) if device.type == "cuda" else 1

@@ -38,7 +38,7 @@ class Timeline(NamedTuple):
 def start_together(
     llm: LLM, batch: int, prompt_len: int, output_len: int, temperature: float, seed: int
 ) -> None:
-    """Queue `batch` requests with random prompts; nothing runs yet."""
+    """Queue `batch` requests with random prompts, without running a step."""
     rng = np.random.default_rng(seed)
     limits, most = llm.limits, llm.config.max_running_req
     check_room("prompt-len", prompt_len, output_len, limits.max_seq_len)
@@ -55,7 +55,7 @@ def start_together(
 
 
 def step_of(llm: LLM) -> Callable[[], object]:
-    """What runs one step of the scheduler, as the engine is set up."""
+    """Return the scheduler's step function, overlapped if the engine overlaps."""
     return llm.scheduler.step_overlap if llm.scheduler.overlap else llm.scheduler.step
 
 
@@ -73,12 +73,12 @@ def drive(llm: LLM) -> Timeline:
 
 
 def first_token_seconds(line: Timeline, batch: int) -> list[float]:
-    """Seconds to the first token of each request, ascending: [batch]."""
+    """Return the seconds to the first token of each request, ascending: [batch]."""
     return [float(t) for t in np.repeat(line.seconds, line.tokens)[:batch]]
 
 
 def steady_gaps(line: Timeline, batch: int, skip: int = SKIP) -> list[float]:
-    """Seconds between the tokens of successive steps that both decode the whole batch."""
+    """Return the seconds between successive steps that both decode the whole batch."""
     after = int(np.searchsorted(np.cumsum(line.tokens), batch))  # the step of the last first token
     times, full = np.array(line.seconds)[after + 1 :], np.array(line.tokens)[after + 1 :] == batch
     gaps = np.diff(times)[full[1:] & full[:-1]]
@@ -86,7 +86,7 @@ def steady_gaps(line: Timeline, batch: int, skip: int = SKIP) -> list[float]:
 
 
 def latency_row(line: Timeline, batch: int) -> dict[str, Any]:
-    """TTFT and TPOT of one run, in milliseconds; ValueError if too few steps were steady."""
+    """Compute TTFT and TPOT of one run in milliseconds; ValueError if no step was steady."""
     gaps = steady_gaps(line, batch)
     if not gaps:
         raise ValueError(f"output-len: batch {batch} had no steady decode step; ask for more")
@@ -97,7 +97,7 @@ def latency_row(line: Timeline, batch: int) -> dict[str, Any]:
 
 
 def middle(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """The row with the median value of `name`, with the values of all."""
+    """Return the row with the median value of `name`, and add the values of all rows."""
     ordered = sorted(rows, key=lambda row: row[name])
     return {**ordered[len(rows) // 2], f"all_{name}": [row[name] for row in rows]}
 
@@ -106,9 +106,9 @@ def measure_latency(
     llm: LLM, batch_sizes: Sequence[int], *, prompt_len: int, output_len: int,
     sampling: Sequence[str], repeats: int, seed: int = 0, roof: Roofline | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """A row for each batch size and way of sampling: the median of `repeats` runs after one more.
+    """Measure each batch size and way of sampling: the median of `repeats` runs after a warm-up.
 
-    With a roofline, `floor_ms` and the achieved `tb_per_s` of a step in the middle of the answer.
+    With a roofline, add `floor_ms` and the achieved `tb_per_s` of a step halfway through.
     """
     cases = [(batch, name) for batch in batch_sizes for name in sampling]
     rows = []
@@ -139,7 +139,7 @@ class Interval(NamedTuple):
 
 
 def device_intervals(trace: Mapping[str, Any]) -> list[Interval]:
-    """What a Chrome trace says of the device: kernels, copies and fills."""
+    """Return a Chrome trace's intervals on the device: kernels, copies and fills."""
     found = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") in ON_DEVICE]
     return [
         Interval(e["ts"], e["ts"] + e["dur"], e.get("args", {}).get("correlation", -1))
@@ -156,7 +156,7 @@ class Idle(NamedTuple):
 
 
 def idle_times(events: Iterable[Interval]) -> Idle:
-    """The gaps in the union of all intervals, from the first start to the last end."""
+    """Sum the gaps in the union of all intervals, from the first start to the last end."""
     ordered = sorted(events)
     if not ordered:
         raise ValueError("events: the trace shows nothing on a device")
@@ -170,7 +170,7 @@ def idle_times(events: Iterable[Interval]) -> Idle:
 
 
 def trace_row(path: Path, batch: int, steps: int, sampling: str) -> dict[str, Any]:
-    """What a trace says: milliseconds of a step, and idle shares; none if no device is in it."""
+    """Summarize a trace: milliseconds per step and idle shares, if it shows a device."""
     row: dict[str, Any] = {"batch": batch, "steps": steps, "sampling": sampling, "trace": path.name}
     events = device_intervals(json.loads(path.read_text()))
     if not events:

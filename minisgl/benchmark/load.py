@@ -69,7 +69,7 @@ class Record:
 
 
 def has_text(choice: dict[str, Any]) -> bool:
-    """Whether one choice of a chunk has text, in whichever of the usual fields."""
+    """Return True if a choice of a chunk has text in any of the usual fields."""
     delta, names = choice.get("delta") or {}, ("content", "reasoning_content", "reasoning")
     return bool(choice.get("text") or any(delta.get(name) for name in names))
 
@@ -80,7 +80,7 @@ Clock = Callable[[], float]
 async def send(
     client: ApiClient, path: str, body: dict[str, Any], record: Record, clock: Clock, timeout: float
 ) -> None:
-    """One streamed request of at most `timeout` seconds; every failure goes into the record."""
+    """Send one streamed request of at most `timeout` seconds; every failure is recorded."""
     record.sent = clock()
     record.fail("interrupted", "the run was stopped")
     try:
@@ -123,7 +123,7 @@ class Target:
         return "chat/completions" if self.chat else "completions"
 
     def body(self, request: RandomRequest) -> dict[str, Any]:
-        """One request in the words of the API, streamed."""
+        """Build the body of one streamed request."""
         ids = request.input_ids.tolist()
         text = " ".join(WORDS[token % len(WORDS)] for token in ids) if self.chat else ""
         prompt = {"messages": [{"role": "user", "content": text}]} if text else {"prompt": ids}
@@ -134,7 +134,7 @@ class Target:
 
 
 async def first_model(client: ApiClient) -> str:
-    """The first name in `/v1/models`. Raises `ConnectionError` if there is none."""
+    """Return the first name in `/v1/models`; raise `ConnectionError` if there is none."""
     try:
         return str((await client.models())[0]["id"])
     except (ServerError, LookupError) as error:
@@ -146,7 +146,7 @@ SAFE_VOCAB = 1100  # no vocabulary ends below
 
 
 def poisson_arrivals(count: int, rate: float, seed: int) -> NDArray[np.float64]:
-    """Seconds of `count` arrivals, `rate` a second on average; the first is at 0."""
+    """Sample `count` Poisson arrivals in seconds, `rate` a second on average; the first at 0."""
     gaps = np.random.default_rng([seed, count]).exponential(1 / rate, count)
     return np.cumsum(gaps) - gaps[0]
 
@@ -158,7 +158,7 @@ def online_workload(
     seed: int,
     rate: float | None = None,
 ) -> list[RandomRequest]:
-    """Random prompts, lengths uniform between both ends, due by `rate` or all at 0."""
+    """Sample random prompts, lengths uniform between both ends, due by `rate` or all at 0."""
     requests = random_workload(SAFE_VOCAB, count, input_len, output_len, seed)
     due = np.zeros(count) if rate is None else poisson_arrivals(count, rate, seed)
     return [replace(r, due=float(when)) for r, when in zip(requests, due, strict=True)]
@@ -187,7 +187,7 @@ async def open_loop(send: Send, work: Work, now: Clock) -> None:
 
 
 async def closed_loop(send: Send, work: Work, now: Clock, clients: int) -> None:
-    """So many clients; each sends its next request when its last is answered."""
+    """Send from `clients` clients, each its next request when its last one has ended."""
     line = iter(work)
 
     async def client() -> None:

@@ -49,7 +49,7 @@ def launches(scheduler: Scheduler) -> Iterator[list[Launch]]:
 
 
 def redraw(requests: Sequence[RandomRequest], vocab_size: int, seed: int) -> list[RandomRequest]:
-    """The same lengths with other prompts, so that nothing of them is cached."""
+    """Sample other prompts of the same lengths, so that nothing of them is cached."""
     rng = np.random.default_rng(seed)
     top = min(vocab_size, 10_001)
     return [
@@ -59,7 +59,7 @@ def redraw(requests: Sequence[RandomRequest], vocab_size: int, seed: int) -> lis
 
 
 def run_once(llm: LLM, requests: Sequence[RandomRequest], temperature: float) -> float:
-    """Seconds until every request has exactly its number of tokens; ValueError if one cannot."""
+    """Return the seconds until all requests have all their tokens; ValueError if one cannot."""
     longest = max(requests, key=lambda r: len(r.input_ids) + r.output_len)
     check_room("input-len", len(longest.input_ids), longest.output_len, llm.limits.total)
     prompts = [request.input_ids for request in requests]
@@ -75,7 +75,7 @@ def run_once(llm: LLM, requests: Sequence[RandomRequest], temperature: float) ->
 
 
 def step_counts(log: Sequence[Launch]) -> dict[str, float]:
-    """How many steps of each phase, their tokens, and the mean number of requests in a decode."""
+    """Count each phase's steps and tokens, and the mean number of requests in a decode step."""
     prefill = [entry.tokens for entry in log if entry.phase is Phase.PREFILL]
     decode = [entry.requests for entry in log if entry.phase is Phase.DECODE]
     return {
@@ -88,9 +88,9 @@ def step_counts(log: Sequence[Launch]) -> dict[str, float]:
 
 
 def joules_drawn(gpus: int) -> float | None:
-    """Energy that the first `gpus` GPUs have drawn since their driver was loaded; None if unknown.
+    """Return the joules that the first `gpus` GPUs used since their driver loaded, or None.
 
-    NVML counts it, in millijoules, on GPUs since Volta.
+    NVML counts them, in millijoules, on GPUs since Volta.
     """
     if not torch.cuda.is_available() or find_spec("pynvml") is None:
         return None
@@ -106,9 +106,9 @@ def joules_drawn(gpus: int) -> float | None:
 def measure_offline(
     llm: LLM, requests: Sequence[RandomRequest], *, temperature: float, repeats: int, seed: int = 0
 ) -> dict[str, Any]:
-    """Seconds of every repetition, their median as tokens per second, and what was launched.
+    """Measure the seconds of each repetition, the median tokens per second, and the launches.
 
-    `joules_per_token`, over all output tokens, is None where no GPU tells what it draws.
+    `joules_per_token`, over all output tokens, is None on GPUs without an energy counter.
     """
     short = [RandomRequest(r.input_ids, min(4, r.output_len)) for r in requests]
     warm_up = run_once(llm, short, temperature)

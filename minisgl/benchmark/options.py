@@ -29,7 +29,7 @@ from minisgl.server.options import Parser
 
 
 def at_least(low: int) -> Callable[[str], int]:
-    """The type of a flag that must be an int32 of at least `low`, which is not negative."""
+    """Make the type of a flag that takes an int32 of at least `low`, which is not negative."""
 
     def read(text: str) -> int:
         number = int(text) if text.isdecimal() and len(text) < 20 else -1
@@ -42,7 +42,7 @@ def at_least(low: int) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """The type of a flag that must be a number above 0."""
+    """Parse a flag that must be a number above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -53,18 +53,18 @@ def positive(text: str) -> float:
 
 
 def arrival_rate(text: str) -> float:
-    """The type of a rate: a number above 0, or inf for all at once."""
+    """Parse a rate: a number above 0, or inf for all at once."""
     return math.inf if text == "inf" else positive(text)
 
 
 def add_integer(group: flags.Group, names: str, what: str, low: int = 1, **more: Any) -> None:
-    """A flag, or several names of one, that takes an integer or as many as `nargs` says."""
+    """Add a flag, perhaps with several names, that takes an integer, or `nargs` of them."""
     fields: dict[str, Any] = {"metavar": "N", "type": at_least(low), "help": what, **more}
     group.add_argument(*names.split(), **fields)
 
 
 def known_name(name: str | None) -> str | None:
-    """The hub id of a model by that, or by the part behind the slash; None if it is unknown."""
+    """Return the hub id of a model by it, or by the part behind the slash; None if unknown."""
     if name is None or Path(name).is_dir():
         return None
     for known in KNOWN_CONFIGS:
@@ -74,12 +74,12 @@ def known_name(name: str | None) -> str | None:
 
 
 def named_model(name: str | None) -> str:
-    """What a stored result calls a model: its hub id, or its folder without the way there."""
+    """Name a model in a stored result: its hub id, or its folder without the path."""
     return known_name(name) or (Path(name).name if name else "the embedded model")
 
 
 def stored_command(module: str, given: Sequence[str]) -> str:
-    """A command line as it is stored: without a key, and of files elsewhere the name alone."""
+    """Format a command line to store: without a key, and with the names of absolute paths."""
     words: list[str] = []
     for word in given:
         flag, mark, value = word.partition("=") if word.startswith("--") else ("", "", word)
@@ -113,7 +113,7 @@ SIZES: dict[str, tuple[Any, Any]] = {  # what a flag means if it is not given: o
 
 
 def add_size(group: flags.Group, flag: str, what: str, **more: Any) -> None:
-    """An integer flag whose default depends on the device."""
+    """Add an integer flag whose default depends on the device."""
     gpu, cpu = SIZES[more.get("dest", flag.removeprefix("--").replace("-", "_"))]
     metavar = ("LOW", "HIGH") if more.get("nargs") == 2 else "N"
     what += f" (default {gpu}; on a CPU {cpu})"
@@ -121,7 +121,7 @@ def add_size(group: flags.Group, flag: str, what: str, **more: Any) -> None:
 
 
 def fill_sizes(args: argparse.Namespace) -> None:
-    """Give every size that was not named the value that suits the device."""
+    """Fill in each size that was not given with the device's default."""
     device = choose_device(args.device, 0)
     kind = device.partition(":")[0]
     if kind not in ("cuda", "cpu"):
@@ -140,7 +140,7 @@ def fill_sizes(args: argparse.Namespace) -> None:
 
 
 def add_offline(parser: argparse.ArgumentParser) -> None:
-    """Flags of the offline run."""
+    """Add the flags of the offline run."""
     group = parser.add_argument_group("workload")
     add_size(group, "--requests", "all at once")
     add_size(group, "--input-len", "prompt tokens, drawn uniformly", nargs=2)
@@ -151,7 +151,7 @@ def add_offline(parser: argparse.ArgumentParser) -> None:
 
 
 def add_latency(parser: argparse.ArgumentParser) -> None:
-    """Flags of the latency run."""
+    """Add the flags of the latency run."""
     group = parser.add_argument_group("workload")
     add_size(group, "--batch-sizes", "requests that start together", nargs="+")
     add_size(group, "--prompt-len", "tokens of each prompt")
@@ -165,7 +165,7 @@ def add_latency(parser: argparse.ArgumentParser) -> None:
 
 
 def add_kernels(parser: argparse.ArgumentParser) -> None:
-    """Flags of the kernel timings."""
+    """Add the flags of the kernel timings."""
     group = parser.add_argument_group("workload")
     add_size(group, "--batch", "requests in decode attention")
     add_size(group, "--lengths", "tokens of each, drawn uniformly", nargs=2)
@@ -177,7 +177,7 @@ def add_kernels(parser: argparse.ArgumentParser) -> None:
 
 
 def add_overhead(parser: argparse.ArgumentParser) -> None:
-    """Flags of the comparison of engine and server."""
+    """Add the flags of the comparison of engine and server."""
     group = parser.add_argument_group("workload")
     add_size(group, "--streams", "requests at once")
     add_size(group, "--input-len", "prompt tokens, drawn uniformly", nargs=2)
@@ -187,7 +187,7 @@ def add_overhead(parser: argparse.ArgumentParser) -> None:
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
-    """Flags of the comparison with `transformers.generate`."""
+    """Add the flags of the comparison with `transformers.generate`."""
     group = parser.add_argument_group("workload")
     group.add_argument("--model", default=None, help="model folder; none: the embedded model")
     add_integer(group, "--requests", "chats at once (default 64)", default=64)
@@ -195,7 +195,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Which server, and how to speak with it."""
+    """Add the flags that choose a server and its protocol."""
     group = parser.add_argument_group("server")
     add = group.add_argument
     add("--url", required=True, help="like http://127.0.0.1:1919, with /v1 or not")
@@ -207,7 +207,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_online(parser: argparse.ArgumentParser) -> None:
-    """Flags of the load run."""
+    """Add the flags of the load run."""
     add_server_flags(parser)
     group = parser.add_argument_group("load")
     one = group.add_mutually_exclusive_group()
@@ -221,7 +221,7 @@ def add_online(parser: argparse.ArgumentParser) -> None:
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
-    """Flags of the replay."""
+    """Add the flags of the replay."""
     add_server_flags(parser)
     group = parser.add_argument_group("trace")
     what = "JSON lines in the Qwen format; default: synthetic chats"
@@ -232,7 +232,7 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Which model, with which weights, where."""
+    """Add the flags that choose a model, its weights and device."""
     known = ", ".join(name.split("/")[1] for name in KNOWN_CONFIGS)
     which = f"folder, hub id, or with --dummy-weight one of {known}; none: the embedded model"
     flags.add_model_flags(parser.add_argument_group("model"), which)
@@ -250,7 +250,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Every command with its flags, and every default in the help."""
+    """Build the parser of every command, with every default in the help."""
     what = "Measure the engine and its server, beside the least time that the device allows."
     tune = "python -m minisgl.benchmark.tune MODEL searches for better GEMM kernels on this GPU"
     parser = Parser(prog="python -m minisgl.benchmark", description=what, epilog=tune)
@@ -270,7 +270,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_lengths(args: argparse.Namespace, window: int) -> None:
-    """`ValueError` for the flag at fault if the longest request exceeds the model's window."""
+    """Raise `ValueError` for the flag at fault if the longest request exceeds the window."""
     if args.command == "latency":
         check_room("prompt-len", args.prompt_len, args.tokens, window)
     elif args.command != "kernels":
@@ -278,7 +278,7 @@ def check_lengths(args: argparse.Namespace, window: int) -> None:
 
 
 def check_writable(flag: str, path: Path) -> None:
-    """`ValueError` if a file cannot be written, now and not after the run."""
+    """Raise `ValueError` before the run if a file cannot be written."""
     with file_of(flag, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         before = path.exists()
@@ -288,7 +288,7 @@ def check_writable(flag: str, path: Path) -> None:
 
 
 def check_ranges(args: argparse.Namespace) -> None:
-    """`ValueError` for a range whose ends are the wrong way round."""
+    """Raise `ValueError` for a range whose ends are the wrong way round."""
     for name in ("input_len", "output_len", "lengths"):
         low, high = getattr(args, name, None) or (0, 0)
         if low > high:

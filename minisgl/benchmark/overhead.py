@@ -35,7 +35,7 @@ from minisgl.tokenizer import has_tokenizer
 
 
 def check_answer(tail: bytes, tokens: int) -> None:
-    """`ValueError` unless an answer that ends so is whole and has so many tokens."""
+    """Raise `ValueError` unless a stream's last bytes are complete and count `tokens` tokens."""
     counts = re.findall(rb'"completion_tokens": ?(\d+)', tail)
     if b"[DONE]" not in tail or not counts:
         said = (tail or b"nothing").decode(errors="replace")[-300:]
@@ -45,7 +45,7 @@ def check_answer(tail: bytes, tokens: int) -> None:
 
 
 async def last_bytes(url: str, body: Mapping[str, Any]) -> bytes:
-    """The end of one streamed answer, read as cheaply as can be: by no HTTP library."""
+    """Return the last KiB of one streamed answer, read without an HTTP library to save CPU time."""
     place, data = urlsplit(f"{base_url(url)}completions"), json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     head = (f"POST {place.path} HTTP/1.1", f"Host: {place.netloc}", "Connection: close",
@@ -76,14 +76,14 @@ async def flood(url: str, bodies: Sequence[Mapping[str, Any]]) -> Timed:
 
 
 def run_engine(llm: LLM, requests: Sequence[RandomRequest], temperature: float) -> Timed:
-    """All requests at once, offline."""
+    """Run all requests at once, offline."""
     cpu = time.process_time()
     seconds = run_once(llm, requests, temperature)
     return Timed(seconds, {"engine alone": time.process_time() - cpu})
 
 
 def run_ids(llm: LLM, requests: Sequence[RandomRequest], temperature: float) -> Timed:
-    """The same without text."""
+    """Run all requests at once, offline and without text."""
     tokenizer, llm.tokenizer = llm.tokenizer, None
     try:
         return run_engine(llm, requests, temperature)
@@ -92,7 +92,7 @@ def run_ids(llm: LLM, requests: Sequence[RandomRequest], temperature: float) -> 
 
 
 def run_server(child: Child, requests: Sequence[RandomRequest], temperature: float) -> Timed:
-    """The same through HTTP, with the CPU seconds of the client and of each server process."""
+    """Send all requests over HTTP; return the CPU seconds of the client and each process."""
     target, before = Target("", temperature=temperature), child.cpu_seconds()
     timed = asyncio.run(flood(child.url, [target.body(request) for request in requests]))
     spent = {name: cpu - before.get(name, 0.0) for name, cpu in child.cpu_seconds().items()}
@@ -107,7 +107,7 @@ def measure_overhead(
     repeats: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Every side on fresh prompts in turns; a row of medians."""
+    """Measure every side in turns, on fresh prompts; return a row of medians."""
     vocab = llm.scheduler.engine.vocab_size
     runs: dict[str, Callable[[Sequence[RandomRequest]], Timed]] = {
         "engine": lambda fresh: run_ids(llm, fresh, temperature),
@@ -126,7 +126,7 @@ def measure_overhead(
 def overhead_row(
     requests: Sequence[RandomRequest], found: Mapping[str, Sequence[Timed]]
 ) -> dict[str, Any]:
-    """Medians of all sides, and the share of the engine's speed that the server keeps."""
+    """Return the medians of all sides, and the share of the engine's speed the server keeps."""
     tokens = sum(r.output_len for r in requests)
     seconds = {side: [t.seconds for t in timed] for side, timed in found.items()}
     medians = {side: statistics.median(all_) for side, all_ in seconds.items()}
@@ -145,7 +145,7 @@ def overhead_row(
 
 
 def overhead_text(row: Mapping[str, Any]) -> str:
-    """The comparison for the terminal."""
+    """Format the comparison for the terminal."""
     lines = [f"{row['streams']} streams, {row['output_tokens']} tokens a run"]
     for side, speed in row["tokens_per_s"].items():
         share = speed / row["tokens_per_s"]["engine"]
@@ -156,7 +156,7 @@ def overhead_text(row: Mapping[str, Any]) -> str:
 
 
 def synthetic_tokenizer(vocab_size: int) -> Tokenizer:
-    """A byte-level tokenizer with exactly so many tokens; `ValueError` for less than 257."""
+    """Make a byte-level tokenizer with `vocab_size` tokens; `ValueError` for less than 257."""
     if vocab_size < 257:
         raise ValueError(f"vocab_size: must be at least 257 for 256 bytes, got {vocab_size}")
     strings = ("Ġ" + "".join(s) for n in count(1) for s in product(ascii_lowercase, repeat=n))

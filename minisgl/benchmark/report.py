@@ -19,7 +19,7 @@ import torch
 
 
 def processor_name() -> str:
-    """The processor as the system names it."""
+    """Return the processor's name, as the system reports it."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text().splitlines():
@@ -29,7 +29,7 @@ def processor_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages whose speed we would measure, as far as they are installed."""
+    """Return the versions of Python and of the installed packages that we measure."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("transformers", "triton", "flashinfer-python"):
         with suppress(PackageNotFoundError):
@@ -38,7 +38,7 @@ def versions() -> dict[str, str]:
 
 
 def circumstances() -> dict[str, Any]:
-    """Hardware, versions and date (UTC)."""
+    """Return hardware, versions and date (UTC)."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "hardware": {"cpu": processor_name(), "cores": os.cpu_count(), "gpus": gpus},

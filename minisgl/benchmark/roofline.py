@@ -25,12 +25,12 @@ class Work(NamedTuple):
 
 
 def head_parameters(model: ModelConfig) -> int:
-    """Weights of the output head, which is the embedding table where both are tied."""
+    """Count the weights of the output head, which is the embedding table where both are tied."""
     return model.vocab_size * model.hidden_size
 
 
 def body_parameters(model: ModelConfig) -> int:
-    """Weights of all layers."""
+    """Count the weights of all layers."""
     tables = head_parameters(model) * (1 if model.tie_word_embeddings else 2)
     return model.num_parameters - tables
 
@@ -49,14 +49,14 @@ class Roofline:
     eight_bits: frozenset[str] = frozenset()
 
     def seconds(self, work: Work) -> float:
-        """The larger of its two times: reading and computing overlap perfectly within it."""
+        """Return the larger of its two times: reading and computing overlap perfectly within it."""
         reading = work.nbytes / self.ceilings.bytes_per_s
         return max(reading, work.flops / self.ceilings.flops_per_s)
 
     def forward(self, tokens: int, sampled: int, kv_read: int, pairs: int) -> Work:
-        """One forward pass over `tokens` rows, of which the head takes `sampled`.
+        """Count the work of one forward pass over `tokens` rows, of which the head takes `sampled`.
 
-        `kv_read` tokens of K and V are read; attention looks at `pairs` of query and key.
+        `kv_read` tokens of K and V are read; attention computes `pairs` of query and key.
         """
         model, head = self.model, head_parameters(self.model)
         body, experts = body_parameters(model), model.expert_parameters
@@ -75,24 +75,24 @@ class Roofline:
         return Work(nbytes, products + per_pair * pairs)
 
     def prefill_work(self, lengths: Sequence[int] | IntArray) -> Work:
-        """Prompts of these lengths with nothing cached; one row of each goes to the head."""
+        """Count the work of prompts of these lengths, none cached; the head takes one row each."""
         n = np.asarray(lengths, dtype=np.int64)
         pairs = int((n * (n + 1) // 2).sum())  # causal: token i looks at i tokens
         return self.forward(int(n.sum()), len(n), 0, pairs)
 
     def decode_work(self, lengths: Sequence[int] | IntArray) -> Work:
-        """One token for each request; `lengths` counts the tokens that it attends to."""
+        """Count the work of a decode step; `lengths` counts the tokens that each attends to."""
         total = int(np.sum(lengths))
         return self.forward(len(lengths), len(lengths), total, total)
 
     def decode(self, lengths: Sequence[int] | IntArray) -> float:
-        """Least seconds of one decode step."""
+        """Return the least seconds of one decode step."""
         return self.seconds(self.decode_work(lengths))
 
     def workload(
         self, prompts: Sequence[int], outputs: Sequence[int], max_running: int = 256
     ) -> Floors:
-        """All prompts computed in one step, then every decode step."""
+        """Return the least seconds for all prompts in one step and every decode step after it."""
         steps = [self.prefill_work(prompts)]
         played = decode_lengths(prompts, outputs, max_running)
         steps += [self.decode_work(lengths) for lengths in played]
@@ -103,7 +103,7 @@ class Roofline:
 def decode_lengths(
     prompts: Sequence[int], outputs: Sequence[int], max_running: int
 ) -> Iterator[IntArray]:
-    """At each decode step the lengths of all running requests, int32 [running]; prefill is free."""
+    """Yield the lengths of all running requests at each decode step, int32 [running]."""
     waiting = list(zip(prompts, outputs, strict=True))[::-1]
     running = np.empty((0, 2), dtype=np.int64)  # length now, steps to go; a prefill gave the first
     while waiting or len(running):

@@ -28,7 +28,7 @@ class Child(NamedTuple):
     process: psutil.Process
 
     def cpu_seconds(self) -> dict[str, float]:
-        """CPU seconds so far: of the process that speaks HTTP, and of each worker with its own."""
+        """Return CPU seconds so far, of the HTTP process and of each worker with its children."""
         children = sorted(self.process.children(), key=lambda p: p.create_time())
         workers = [p for p in children if "resource_tracker" not in " ".join(p.cmdline())]
         names = ["scheduler", *(f"text {i}" for i in range(len(workers)))]  # as they start
@@ -40,7 +40,7 @@ class Child(NamedTuple):
 
 
 def stop(process: subprocess.Popen[str], patience: float = 30.0) -> None:
-    """Ask a server to leave, and make it leave if it does not."""
+    """Terminate a server, and kill it if it does not exit."""
     process.terminate()
     try:
         process.wait(patience)
@@ -82,7 +82,7 @@ def served(folder: Path | None, flags: Sequence[str], patience: float = 600.0) -
 
 
 def flags_of(fields: Mapping[str, Any]) -> list[str]:
-    """Fields of `SchedulerConfig` as flags of the server's command line."""
+    """Convert fields of `SchedulerConfig` to flags of the server's command line."""
     words: list[str] = []
     for name, value in fields.items():
         if isinstance(value, bool):

@@ -23,7 +23,7 @@ TIMES = {
 
 
 def spread_ms(seconds: Iterable[float | None]) -> dict[str, float] | None:
-    """Mean, percentiles and maximum in milliseconds; None if there is nothing."""
+    """Return mean, percentiles and maximum in milliseconds; None if there are no values."""
     ms = np.array([1e3 * s for s in seconds if s is not None])
     if not len(ms):
         return None
@@ -33,7 +33,7 @@ def spread_ms(seconds: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def times_ms(done: Sequence[Record]) -> dict[str, dict[str, float] | None]:
-    """The spread of every time in `TIMES` over answered requests."""
+    """Return the spread of every time in `TIMES` over answered requests."""
     return {
         "ttft": spread_ms(r.ttft for r in done),
         "tpot": spread_ms(r.tpot for r in done),
@@ -44,13 +44,13 @@ def times_ms(done: Sequence[Record]) -> dict[str, dict[str, float] | None]:
 
 
 def peak(done: Sequence[Record]) -> int:
-    """The most requests that were in flight at once."""
+    """Return the most requests that were in flight at once."""
     steps = [(r.sent, 1) for r in done] + [(r.arrivals[-1], -1) for r in done]
     return int(max(np.cumsum([step for _, step in sorted(steps)]), default=0))
 
 
 def summarize(run: LoadRun) -> dict[str, Any]:
-    """One run in numbers. Tokens and times are of answered requests; every other is an error."""
+    """Summarize a run; tokens and times are of answered requests, all others are errors."""
     done = [r for r in run.records if r.error is None]
     first = min((r.sent for r in done), default=0.0)
     seconds = max((r.arrivals[-1] for r in done), default=0.0) - first
@@ -78,7 +78,7 @@ def summarize(run: LoadRun) -> dict[str, Any]:
 
 
 def table(s: dict[str, Any]) -> str:
-    """A summary as a table for the terminal."""
+    """Format a summary as a table for the terminal."""
     columns = ("mean", "p50", "p90", "p99", "max")
     lines = [
         f"{s['completed']} of {s['requests']} requests in {s['seconds']:.2f} s: "

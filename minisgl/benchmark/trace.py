@@ -40,7 +40,7 @@ class TraceLine:
     @pydantic.field_validator("hash_ids")
     @classmethod
     def cover_the_prompt(cls, blocks: list[int], info: ValidationInfo) -> list[int]:
-        """As many ids as the prompt has blocks; the last one may be missing if it is not full."""
+        """Require an id per block; the id of a last, partial block may be missing."""
         length = info.data.get("input_length", BLOCK * len(blocks))
         low, high = length // BLOCK, math.ceil(length / BLOCK)
         if not low <= len(blocks) <= high:
@@ -52,7 +52,7 @@ LINE = TypeAdapter(TraceLine)
 
 
 def parse_line(text: str, number: int) -> TraceLine:
-    """One line of a trace. Raises `ValueError` that names line, field and value."""
+    """Parse one line of a trace; raise `ValueError` that names line, field and value."""
     try:
         return LINE.validate_json(text)
     except ValidationError as error:
@@ -60,7 +60,7 @@ def parse_line(text: str, number: int) -> TraceLine:
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceLine]:
-    """The first `limit` requests of a file, in the order of their time."""
+    """Read the first `limit` requests of a file, and sort them by time."""
     with file_of("trace", path), path.open(encoding="utf-8") as file:
         rows = ((number, text) for number, text in enumerate(file, 1) if text.strip())
         lines = [parse_line(text, number) for _, (number, text) in zip(range(limit or 2**62), rows)]
@@ -70,12 +70,12 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceLine]:
 
 
 def block_tokens(block: int) -> IntArray:
-    """Token ids of one block, int32 [16], always the same for the same id."""
+    """Return the token ids of one block, int32 [16], always the same for the same id."""
     return np.random.default_rng(block).integers(0, SAFE_VOCAB, BLOCK, dtype=np.int32)
 
 
 def prompt_ids(line: TraceLine) -> IntArray:
-    """Token ids of a prompt, int32 [input_length]: equal blocks are equal tokens."""
+    """Return the token ids of a prompt, int32 [input_length]: equal blocks are equal tokens."""
     blocks = list(line.hash_ids)
     if len(blocks) * BLOCK < line.input_length:  # a last block without an id: no other has it
         blocks.append(line.chat_id + (1 << 64))
@@ -83,7 +83,7 @@ def prompt_ids(line: TraceLine) -> IntArray:
 
 
 def requests_of(lines: Sequence[TraceLine], scale: float = 1.0) -> list[RandomRequest]:
-    """The requests to send; below 1, `scale` brings them closer together."""
+    """Return the requests to send; `scale` below 1 moves them closer together."""
     first = lines[0].timestamp
     return [
         RandomRequest(prompt_ids(line), line.output_length, (line.timestamp - first) * scale)
@@ -92,7 +92,7 @@ def requests_of(lines: Sequence[TraceLine], scale: float = 1.0) -> list[RandomRe
 
 
 def reusable_tokens(lines: Sequence[TraceLine]) -> list[int]:
-    """For each prompt, the tokens that an endless cache of whole blocks would have."""
+    """Count for each prompt the tokens that an unlimited cache of whole blocks would hold."""
     chains: dict[tuple[int, int], int] = {}  # (number of the chain before, block id) to its number
     found = []
     for line in lines:
@@ -144,7 +144,7 @@ class ChatGenerator:
         return [*kept, *range(self.next_block - new, self.next_block)], length
 
     def session(self, now: float) -> Iterator[TraceLine]:
-        """The turns of one chat that begins at `now`."""
+        """Yield the turns of one chat that begins at `now`."""
         parent, text = -1, self.systems[self.rng.integers(self.shape.systems)]
         for turn in range(1, self.draw(self.shape.turns) + 1):
             blocks, length = self.grow(text, self.shape.question_len)
@@ -156,7 +156,7 @@ class ChatGenerator:
 
 
 def synthesize(shape: TraceShape | None = None, seed: int = 0) -> list[TraceLine]:
-    """A synthetic trace: Poisson sessions of chats that grow, in the order of time."""
+    """Synthesize a trace: Poisson sessions of growing chats, sorted by time."""
     shape = shape or TraceShape()
     chats = ChatGenerator(shape, seed)
     starts = np.cumsum(chats.rng.exponential(1 / shape.rate, shape.sessions))

@@ -40,7 +40,7 @@ SIZES = (1, 8, 32, 64, 128, 256)  # of decode steps
 
 
 def make_parser() -> Parser:
-    """The command line."""
+    """Build the parser of the command line."""
     what = "Search for the tiles that make decode steps fastest on this GPU."
     parser = Parser(prog="python -m minisgl.benchmark.tune", description=what)
     names = ", ".join(name.split("/")[1] for name in KNOWN_CONFIGS)

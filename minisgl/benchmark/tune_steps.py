@@ -29,10 +29,10 @@ from minisgl.config.known_models import KNOWN_CONFIGS
 from minisgl.config.model import ModelConfig
 from minisgl.config.paths import read_json, resolve_model_path
 from minisgl.engine.engine import Engine
+from minisgl.fp8 import Fp8Weight, fp8_weight
 from minisgl.kernels.device import DeviceLimits, device_limits
 from minisgl.kernels.linear import Tiling, launch_rows, row_block, row_linear_add_norm
 from minisgl.kernels.norm import DeferredNorm, add_norm
-from minisgl.layers.fp8 import Fp8Weight, fp8_weight
 from minisgl.llm import LLM
 from minisgl.parallel.comm import SingleRank
 
@@ -40,9 +40,9 @@ LAYERS = 8  # of the model: enough that their weights do not stay in the L2 cach
 
 
 def one_rank(config: dict[str, Any], tp: int) -> dict[str, Any]:
-    """The config of what one of `tp` ranks holds, as a model of its own with few layers.
+    """Return the config of one of `tp` ranks, as a model of its own with few layers.
 
-    ValueError if the ranks cannot share the model.
+    Raise ValueError if the ranks cannot share the model.
     """
     ModelConfig.from_hf(config).check_tp(tp, False)
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size",
@@ -54,7 +54,7 @@ def one_rank(config: dict[str, Any], tp: int) -> dict[str, Any]:
 
 
 def config_of(model: str, tp: int) -> dict[str, Any]:
-    """`one_rank` of a known model or of one in a folder; ValueError if there is none."""
+    """Return `one_rank` of a known model or of a folder; raise ValueError if there is none."""
     known = known_name(model)
     config = KNOWN_CONFIGS[known] if known else read_json(resolve_model_path(model) / "config.json")
     return one_rank(config, tp)
@@ -91,10 +91,10 @@ def engine_of(model: str, tp: int, quantization: str, sizes: Sequence[int]) -> I
 
 
 def step_seconds(engine: Engine, size: int, replays: int = 15) -> float:
-    """Median time of a decode step of `size` dummy requests, recorded anew."""
-    assert engine.graph is not None
+    """Return the median seconds of a decode step of `size` dummy requests, captured anew."""
+    assert engine.runners.decode is not None
     with engine.on_stream(), torch.inference_mode():
-        graph = engine.graph.capture_size(size).graph
+        graph = engine.runners.decode.capture_size(size).graph
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 3)]
         for mark in marks:
             graph.replay()
@@ -108,7 +108,7 @@ ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
 
 
 def random_weight(*shape: int, eight_bits: bool, on: dict[str, Any]) -> Tensor:
-    """A weight [..., n, k] with results of the size of one."""
+    """Make a random weight [..., n, k] whose products have a magnitude of about one."""
     values = torch.randn(shape, **on) / shape[-1] ** 0.5
     if not eight_bits:
         return values
@@ -119,7 +119,7 @@ def random_weight(*shape: int, eight_bits: bool, on: dict[str, Any]) -> Tensor:
 
 
 def plain_product(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
-    """x [m, k] by the weight, in float32."""
+    """Multiply x [m, k] by the weight in float32."""
     if isinstance(weight, Fp8Weight):
         weight = weight.dequantized(torch.float32)
     y = x.float() @ weight.float().T
@@ -127,7 +127,7 @@ def plain_product(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
 
 
 def gemv(kind: str, scales: int, n: int, k: int, on: dict[str, Any]) -> tuple[Product, Tensor]:
-    """One row by a weight: the product with given tiles, and what it should be."""
+    """Make a one-row product (GEMV) that takes tiles, and its expected result."""
     gated = "gated" in kind
     weight = random_weight(n * (2 if gated else 1), k, eight_bits=scales > 0, on=on)
     x = torch.randn(1, k, **on)
@@ -151,7 +151,7 @@ def gemv(kind: str, scales: int, n: int, k: int, on: dict[str, Any]) -> tuple[Pr
 def gemm(
     kind: str, eight_bits: bool, rows: int, n: int, k: int, on: dict[str, Any]
 ) -> tuple[Product, Tensor]:
-    """The same for a few rows; where the sum stays open, it is added up."""
+    """Make a product of a few rows that takes tiles and adds up its splits, and its result."""
     gated = kind == "gated"
     weight = random_weight(n * (2 if gated else 1), k, eight_bits=eight_bits, on=on)
     x = torch.randn(rows, k, **on)
@@ -167,7 +167,7 @@ def gemm(
 
 
 def trial_of(key: str, on: dict[str, Any] = ON_GPU) -> tuple[Product, Tensor]:
-    """The product behind a key with given tiles, and what it should be."""
+    """Make the product of a key, which takes tiles, and its expected result."""
     kernel, kind, *sizes = key.split()
     first, n, k = map(int, sizes)
     if kernel == "row":
@@ -185,7 +185,7 @@ def is_right(product: Product, want: Tensor, tiles: list[Any]) -> bool:
 
 
 def right_choices(key: str, limits: DeviceLimits) -> list[list[Any]]:
-    """The choices for a key that compute what they should, and cuBLAS."""
+    """List the choices for a key whose results are right, and cuBLAS."""
     product, want = trial_of(key)
     every = list(choices(key, limits))
     tiled = [tiles for tiles in every if tiles]

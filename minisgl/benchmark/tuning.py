@@ -38,7 +38,7 @@ def try_all(
 
 
 def gains(key: str, tuned: TunedTiles, measure: Measure, turns: int = 7) -> bool:
-    """Whether a step is faster with the entry than without, measured by turns."""
+    """Return True if a step is faster with the entry than without, measured in turns."""
     tiles, gained = tuned[key], []
     for _ in range(turns):
         del tuned[key]
@@ -66,7 +66,7 @@ def search(tuned: TunedTiles, choices: Choices, measure: Measure) -> dict[str, l
 
 
 def row_choices(scales: int, n: int, k: int, gated: bool) -> Iterator[list[Any]]:
-    """(BN, BK, warps, FOLD) of a GEMV."""
+    """Yield (BN, BK, warps, FOLD) of a GEMV."""
     for bn in (1, 2, 4, 8, 16):
         for bk in (512, 1024, 2048, 4096):
             for warps in (1, 2, 4, 8):
@@ -96,7 +96,7 @@ SHAPES: dict[int, tuple[tuple[int, int, int, int, bool], ...]] = {
 def rows_choices(
     rows: int, n: int, k: int, kind: str, itemsize: int, limits: DeviceLimits
 ) -> Iterator[list[Any]]:
-    """`Tiling`s of a GEMM, as far as they fit into shared memory; cuBLAS last."""
+    """Yield the `Tiling`s of a GEMM that fit into shared memory; cuBLAS last."""
     halves = 2 if kind == "gated" else 1
     for bm in {min(rows, 128), 64 if rows > 64 else rows}:
         for bn, bk, warps, stages, swap in SHAPES[bm]:
@@ -113,7 +113,7 @@ def rows_choices(
 
 
 def choices(key: str, limits: DeviceLimits) -> Iterable[list[Any]]:
-    """What may stand under a key that a kernel looked up."""
+    """Return the candidate tiles of a key that a kernel looked up."""
     kernel, kind, *sizes = key.split()
     first, n, k = map(int, sizes)
     if kernel == "row":

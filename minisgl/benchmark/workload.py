@@ -31,7 +31,7 @@ class Chat:
 
 
 def question(rng: np.random.Generator, kind: str) -> str:
-    """One task in plain words; `kind` is sum, sort, list or story."""
+    """Write one task in plain words; `kind` is sum, sort, list or story."""
     if kind == "sum":
         a, b = rng.integers(0, 500, size=2)
         return f"What is {a} + {b}?"
@@ -47,7 +47,7 @@ def question(rng: np.random.Generator, kind: str) -> str:
 
 
 def chat_workload(count: int = 64, seed: int = 0) -> list[Chat]:
-    """`count` chats with one system prompt (repeated to a realistic length) and mixed tasks."""
+    """Make `count` chats with one system prompt (repeated to a realistic length), mixed tasks."""
     rng = np.random.default_rng(seed)
     system = {"role": "system", "content": SYSTEM * 4}
     kinds = rng.choice(["sum", "sort", "list", "story"], size=count, p=[0.3, 0.2, 0.2, 0.3])
@@ -70,7 +70,7 @@ class RandomRequest:
 
 
 def check_room(flag: str, prompt: int, answer: int, room: int) -> None:
-    """`ValueError` for `flag`, the prompt's, or for the answer's, if a request has no room."""
+    """Raise `ValueError` for `flag` or `output-len` if prompt and output exceed `room`."""
     if prompt >= room:
         raise refuse(flag, f"below {room}, the most tokens of a request", prompt)
     if prompt + answer > room:
@@ -85,7 +85,7 @@ def random_workload(
     output_len: tuple[int, int] = (100, 1024),
     seed: int = 0,
 ) -> list[RandomRequest]:
-    """Lengths in tokens, uniform between both ends, as offline benchmarks of engines draw them."""
+    """Sample requests with lengths uniform between both ends, as engines' benchmarks do."""
     draw = random.Random(seed)
     top = min(vocab_size - 1, 10_000)
     prompts = [

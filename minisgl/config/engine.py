@@ -39,7 +39,7 @@ class TPInfo(Validated):
 
 
 def as_group(size: Any) -> Any:
-    """A number of ranks, as rank 0 sees them."""
+    """Convert a number of ranks to a TPInfo of rank 0; raise ValueError if it is not one."""
     if not isinstance(size, TPInfo) and (type(size) is not int or size < 1):
         raise ValueError("must be a positive number of ranks")
     return TPInfo(size=size) if type(size) is int else size
@@ -123,7 +123,7 @@ class ServerConfig(SchedulerConfig):
 
 
 def max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
-    """Longest text in tokens, prompt and answer together; ValueError if the model cannot do it."""
+    """Return the most tokens of prompt plus output; ValueError if the model supports fewer."""
     window = model.rotary.max_position
     override = config.max_seq_len_override
     if override is not None and override > window:
@@ -138,7 +138,7 @@ def max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def choose_device(device: str, rank: int) -> str:
-    """The device that "auto" means here; ranks take the GPUs of one host in order."""
+    """Resolve "auto" to a device; ranks take the GPUs of one host in order."""
     if device == "auto":
         import torch  # only here: reading a config must not cost the import of torch
 
@@ -147,7 +147,7 @@ def choose_device(device: str, rank: int) -> str:
 
 
 def choose_dtype(dtype: str, device: str, model: ModelConfig) -> str:
-    """The dtype that "auto" means: a CPU computes in float32, a GPU in 16 bits."""
+    """Resolve "auto" to a dtype: float32 on a CPU, 16 bits on a GPU."""
     if dtype != "auto":
         return dtype
     if device == "cpu":
@@ -156,7 +156,7 @@ def choose_dtype(dtype: str, device: str, model: ModelConfig) -> str:
 
 
 def choose_backend(config: EngineConfig, device: str, dtype: str, head_dim: int) -> str:
-    """The attention backend that "auto" means on a device; ValueError if a named one cannot run.
+    """Resolve "auto" to an attention backend; raise ValueError if a named one cannot run.
 
     On a GPU it is Triton kernels: tiles for prefill, and the fused one for decode where it fits.
     """
@@ -185,7 +185,7 @@ C = TypeVar("C", bound=EngineConfig)
 
 
 def resolve(config: C, model: ModelConfig) -> C:
-    """A new config in which device, dtype and backends are settled and fit the model."""
+    """Return a new config with device, dtype and backends chosen and checked against the model."""
     model.check_tp(config.tp.size, config.expert_parallel)
     max_seq_len(config, model)
     device = choose_device(config.device, config.tp.rank)

@@ -25,7 +25,7 @@ class Flag(NamedTuple):
 
 
 def argument_options(field: str) -> dict[str, Any]:
-    """What `add_argument` needs for a field of `SchedulerConfig`, by its type."""
+    """Return the `add_argument` options for a field of `SchedulerConfig`, by its type."""
     hint = get_type_hints(SchedulerConfig)[field]
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint)}
@@ -35,7 +35,7 @@ def argument_options(field: str) -> dict[str, Any]:
 
 
 def number_or(word: str, kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The type of a flag that takes a number, or a word that stands for None."""
+    """Make the type of a flag that takes a number, or a word that stands for None."""
 
     def read(text: str) -> Any:
         return None if text == word else kind(text)
@@ -78,7 +78,7 @@ ENGINE_FIELDS = ("dtype", "device", *(flag.field for flag in ENGINE_FLAGS))
 
 
 def add_model_flags(group: Group, which: str) -> None:
-    """Which model, with which weights, where; `which` says what a model may be."""
+    """Add the flags that choose a model, its weights and device; `which` describes the model."""
     group.add_argument("--model", "--model-path", metavar="MODEL", default=None, help=which)
     random = "random weights of the model's shapes, to measure speed"
     group.add_argument("--dummy-weight", action="store_true", help=random)
@@ -87,7 +87,7 @@ def add_model_flags(group: Group, which: str) -> None:
 
 
 def add_engine_flags(group: Group, defaults: SchedulerConfig) -> None:
-    """What an engine may be told; the help shows what `defaults` has instead."""
+    """Add the engine's flags; their help shows the values of `defaults`."""
     for names, field, what, more in ENGINE_FLAGS:
         value = getattr(defaults, field)
         text = what if value is None or field in ("overlap", "tp") else f"{what} (default: {value})"
@@ -96,7 +96,7 @@ def add_engine_flags(group: Group, defaults: SchedulerConfig) -> None:
 
 
 def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags that were given, as fields of `SchedulerConfig`; the others keep its defaults."""
+    """Return the flags that were given, as fields of `SchedulerConfig`."""
     given = {name: value for name, value in vars(args).items() if name in ENGINE_FIELDS}
     return {**given, "use_dummy_weight": args.dummy_weight}
 
@@ -105,11 +105,11 @@ KEY_VARIABLE = "MINISGL_API_KEY"
 
 
 def add_key_flag(group: Group, what: str) -> None:
-    """The key of a server, for the server and for its clients."""
+    """Add the flag of a server's key, for the server and for its clients."""
     what += f"; better in {KEY_VARIABLE} in the environment: others can read a command line"
     group.add_argument("--api-key", metavar="KEY", default=None, help=what)
 
 
 def key_of(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The key of the command line, else of the environment."""
+    """Return the key from the command line, or else from the environment."""
     return environment.get(KEY_VARIABLE) if args.api_key is None else args.api_key

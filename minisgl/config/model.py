@@ -132,7 +132,7 @@ class ModelConfig:
                 raise refuse("eos_token_id", f"in the vocabulary of {self.vocab_size}", token)
 
     def kv_heads_per_rank(self, tp_size: int) -> int:
-        """KV heads that one of `tp_size` ranks holds; fewer heads than ranks are copied."""
+        """Return the KV heads on one of `tp_size` ranks; fewer heads than ranks are copied."""
         return max(1, self.num_kv_heads // tp_size)
 
     def check_tp(self, tp_size: int, expert_parallel: bool = False) -> None:
@@ -272,7 +272,7 @@ FAMILIES = (
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family that `architectures` names, or else `model_type`."""
+    """Return the family that `architectures` names, or else `model_type`."""
     field = "architectures" if config.get("architectures") else "model_type"
     for family in FAMILIES:
         if config.get(field) in ([family.architecture], family.model_type):
@@ -282,7 +282,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All rotary fields in one dictionary, from the old spelling or the new one."""
+    """Merge the rotary fields of the old and the new spelling into one dictionary."""
     old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
     for name, found in (("rope_scaling", old), ("rope_parameters", new)):
         if not isinstance(found, Mapping) or any(isinstance(v, Mapping) for v in found.values()):
@@ -293,7 +293,7 @@ def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_one_spelling(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The file with today's names and forms; what is null counts as absent."""
+    """Return the file's fields under today's names and forms; null counts as absent."""
     file = {name: value for name, value in config.items() if value is not None}
     file |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     dtype = file.get("dtype", file.get("torch_dtype", "float32"))
@@ -308,7 +308,7 @@ LLAMA3_FIELDS = ("low_freq_factor", "high_freq_factor", "original_max_position_e
 
 
 def read_scaling(rope: Mapping[str, Any], window: int) -> RopeScaling | None:
-    """The scaling in a rope dictionary, or None; `window` is YaRN's default original length."""
+    """Read the scaling of a rope dictionary, or None; YaRN's original length may be `window`."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
@@ -327,7 +327,7 @@ def read_scaling(rope: Mapping[str, Any], window: int) -> RopeScaling | None:
 
 
 def read_rotary(file: ConfigFile, rope: Mapping[str, Any], head_dim: int) -> RotaryConfig:
-    """Rotary settings; a YaRN window counts in full."""
+    """Read the rotary settings; a YaRN window counts in full."""
     window = file.max_position_embeddings
     scaling = read_scaling(rope, window)
     if scaling is not None and scaling.kind == "yarn":
@@ -336,7 +336,7 @@ def read_rotary(file: ConfigFile, rope: Mapping[str, Any], head_dim: int) -> Rot
 
 
 def read_heads(file: ConfigFile, family: Family) -> dict[str, Any]:
-    """Head counts and the size of a head, with what a missing field means."""
+    """Read the head counts and the head size, with the defaults of missing fields."""
     heads, kv_heads = file.num_attention_heads, file.num_key_value_heads
     head_dim = file.head_dim or family.head_dim
     if kv_heads is None and not family.kv_heads_optional:
@@ -348,7 +348,7 @@ def read_heads(file: ConfigFile, family: Family) -> dict[str, Any]:
 
 
 def read_window(file: ConfigFile, family: Family) -> int | None:
-    """Tokens of the sliding window, or None when every layer sees the whole text."""
+    """Read the sliding window in tokens; None if every layer attends to all tokens."""
     flag = file.use_sliding_window
     counts = family.sliding_window if flag is None else flag
     somewhere = not file.layer_types or "sliding_attention" in file.layer_types
@@ -356,7 +356,7 @@ def read_window(file: ConfigFile, family: Family) -> int | None:
 
 
 def read_moe(file: ConfigFile, family: Family) -> MoEConfig | None:
-    """The experts of a file, or None for a dense family; Mixtral's are as wide as its MLP."""
+    """Read the experts of a file, or None for a dense family; Mixtral's are as wide as its MLP."""
     if not family.moe:
         return None
     wide = "intermediate_size" if family.model_type == "mixtral" else "moe_intermediate_size"

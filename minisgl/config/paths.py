@@ -16,7 +16,7 @@ from minisgl.config.rules import refuse
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """One JSON object from a file; every failure is a ValueError that names the file."""
+    """Read one JSON object from a file; every failure is a ValueError that names the file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -32,7 +32,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def resolve_model_path(model: str | Path | None) -> Path:
-    """Folder of a model: None is the embedded one, then a folder, a file or alias, a hub id."""
+    """Return the folder of a model: None is the embedded one; else a folder, alias or hub id."""
     if model is None:
         return Path(str(files("minisgl"))) / "tiny" / "model"
     if not isinstance(model, str | Path) or not str(model):
@@ -50,12 +50,13 @@ def resolve_model_path(model: str | Path | None) -> Path:
 
 
 def download(model: str) -> Path:
-    """Folder of a hub model, downloaded on first use; ValueError when it cannot be had."""
+    """Return a hub model's folder, downloaded on first use; raise ValueError if that fails."""
     from huggingface_hub import snapshot_download  # slow to import, and most users need no hub
 
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+    other = ["*/*.json", "*/*.safetensors", "consolidated*", "adapter*"]  # not read
     try:
-        return Path(snapshot_download(model, allow_patterns=wanted))
+        return Path(snapshot_download(model, allow_patterns=wanted, ignore_patterns=other))
     except Exception as error:
         reason = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
         problem = f"model_path: no such folder, and the hub does not deliver it ({reason})"

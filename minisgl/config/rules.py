@@ -26,7 +26,7 @@ from pydantic import (
 
 
 def shown(value: object) -> str:
-    """A value for a message, cut where it gets long."""
+    """Format a value for a message, cut after 300 characters."""
     try:
         return f"{value!r:.300}"
     except ValueError:  # Python prints no integer of more than 4,300 digits
@@ -34,7 +34,7 @@ def shown(value: object) -> str:
 
 
 def refuse(name: str, must: str, got: object) -> ValueError:
-    """The one form of all error messages: which field, what it must be, what it was."""
+    """Make a ValueError in the form of all error messages: field, rule, value."""
     return ValueError(f"{name}: must be {must}, got {shown(got)}")
 
 
@@ -60,7 +60,7 @@ STRICT = ConfigDict(strict=True, frozen=True)  # "16" and True are not 16
 
 
 def plain_number(value: Any) -> Any:
-    """numpy's and other numbers as Python's own; anything else, a bool too, as it is."""
+    """Convert numpy's and other numbers to Python's own; return anything else, and bools, as is."""
     if isinstance(value, bool):
         return value
     if isinstance(value, numbers.Integral):
@@ -76,7 +76,7 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 def as_tuple(value: Any) -> Any:
-    """A list as a tuple, so that it can be hashed; anything else as it is."""
+    """Convert a list to a tuple, which can be hashed; return anything else as it is."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -92,7 +92,7 @@ def spelled(pattern: str, wanted: str) -> AfterValidator:
 
 
 def explain(error: ValidationError) -> ValueError:
-    """pydantic's first message in our form."""
+    """Convert pydantic's first message to our form."""
     first = error.errors(include_url=False)[0]
     name = first["loc"][0] if first["loc"] else error.title
     if first["type"] == "missing":
@@ -103,7 +103,7 @@ def explain(error: ValidationError) -> ValueError:
 
 @cache
 def fields_model(cls: type) -> type[BaseModel]:
-    """A pydantic model with the fields of a dataclass."""
+    """Create a pydantic model with the fields of a dataclass."""
     hints = get_type_hints(cls, include_extras=True)
     wanted: dict[str, Any] = {field.name: (hints[field.name], ...) for field in fields(cls)}
     return create_model(cls.__name__, __config__=STRICT, **wanted)

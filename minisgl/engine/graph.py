@@ -9,7 +9,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,9 +19,12 @@ from tqdm import tqdm
 
 from minisgl.attention.base import AttentionBackend, AttentionPlan, DecodeBuffers, ForwardBatch
 from minisgl.attention.staging import StagingRing
-from minisgl.core import IntArray, Phase
+from minisgl.core import Batch, IntArray, Phase
 from minisgl.engine.sampler import SamplingArgs
 from minisgl.kvcache.page_table import TableManager
+
+if TYPE_CHECKING:
+    from minisgl.engine.step import ForwardInput
 
 
 class StepBuffers(NamedTuple):
@@ -40,11 +43,15 @@ class StepBuffers(NamedTuple):
 NUM_FIELDS = 7
 
 
-def view_buffers(memory: Tensor, size: int) -> StepBuffers:
-    """The buffers of a step of `size` requests at the start of a flat memory, int64."""
-    whole = memory[: NUM_FIELDS * size].view(NUM_FIELDS, size)
-    gather, scatter, rows, positions, out_loc = whole[:5]
-    keys, temperature = whole[5].view(torch.int32).view(2, size), whole[6].view(torch.float32)
+def view_buffers(memory: Any, size: int) -> StepBuffers:
+    """The buffers of a step of `size` requests at the start of a flat memory, int64.
+
+    They are tensors, or arrays if `memory` is one.
+    """
+    kinds: Any = torch if isinstance(memory, Tensor) else np
+    fields = memory[: NUM_FIELDS * size].reshape(NUM_FIELDS, size)
+    gather, scatter, rows, positions, out_loc, keys, temperature = fields
+    keys, temperature = keys.view(kinds.int32).reshape(2, size), temperature.view(kinds.float32)
     return StepBuffers(gather, scatter, rows, positions, out_loc, keys, temperature[:size])
 
 
@@ -61,15 +68,13 @@ def pack(
     The token pool is `width` wide. The first `count` requests are real; padding writes over its
     own input. `sampling` None: all greedy.
     """
-    size = len(rows)
-    packed = np.zeros((NUM_FIELDS, size), np.int64)
-    packed[0] = rows.astype(np.int64) * width + positions
-    packed[1] = packed[0]
-    packed[1, :count] += 1
-    packed[2], packed[3], packed[4] = rows, positions, out_loc
+    packed = np.zeros((NUM_FIELDS, len(rows)), np.int64)
+    to: Any = view_buffers(packed.reshape(-1), len(rows))
+    to.gather[:] = to.scatter[:] = rows.astype(np.int64) * width + positions
+    to.scatter[:count] += 1
+    to.rows[:], to.positions[:], to.out_loc[:] = rows, positions, out_loc
     if sampling is not None:
-        packed[5].view(np.int32).reshape(2, size)[:, :count] = sampling.keys
-        packed[6].view(np.float32)[:count] = sampling.temperature
+        to.keys[:, :count], to.temperature[:count] = sampling.keys, sampling.temperature
     return packed
 
 
@@ -98,6 +103,7 @@ def dummy_step(size: int, tables: TableManager) -> NDArray[np.int64]:
     return pack(rows, zeros, tables.page_table[rows, zeros], tables.width, 0, None)
 
 
+Forward = Callable[[ForwardBatch], Tensor]  # to logits [rows wanted, vocab_size]
 Draw = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits, keys, temperature to ids
 
 
@@ -124,7 +130,7 @@ class GraphRunner:
     phase = Phase.DECODE
 
     def __init__(
-        self, *, forward: Callable[[ForwardBatch], Tensor], draw: Draw, backend: AttentionBackend,
+        self, *, forward: Forward, draw: Draw, backend: AttentionBackend,
         tables: TableManager, sizes: Sequence[int], vocab_size: int, dtype: torch.dtype,
         new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph, rows: int | None = None,
     ) -> None:  # fmt: skip
@@ -203,6 +209,15 @@ class GraphRunner:
         """The smallest captured size that holds a batch of 1 or more; None if there is none."""
         index = bisect_left(self.sizes, batch_size)
         return self.sizes[index] if self.steps and index < len(self.sizes) else None
+
+    def size_for(self, batch: Batch) -> int | None:
+        """The captured size that a batch is padded to; None if it has to run eagerly."""
+        return self.bucket(batch.size)
+
+    def pack(self, fi: ForwardInput, size: int) -> NDArray[np.int64]:
+        """The step as `replay` takes it; `fi` (chapter 08) is padded to `size` requests."""
+        tables, count = self.tables, len(fi.sampled)
+        return pack(fi.token_rows, fi.positions, fi.out_loc, tables.width, count, fi.sampling)
 
     @torch.inference_mode()
     def replay(self, packed: NDArray[np.int64]) -> Tensor:

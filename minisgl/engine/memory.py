@@ -6,14 +6,17 @@ Generated from notebooks/07c_memory.ipynb: edit there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 import torch
+from torch import nn
 
 from minisgl.config.engine import EngineConfig, max_seq_len
 from minisgl.config.model import ModelConfig
-from minisgl.kvcache.fp8_pool import kv_dtype
-from minisgl.kvcache.pool import kv_bytes_per_token
+from minisgl.fp8 import FP8, check_device
+from minisgl.kvcache.fp8_pool import Fp8KVPool
+from minisgl.kvcache.pool import KVPool, kv_bytes_per_token
 from minisgl.parallel.comm import Comm
 
 GIB = 1 << 30
@@ -44,6 +47,11 @@ def pages_by_peak(
     """
     available = int(free_now * memory_ratio) - (peak_bytes - current_bytes)
     return available // page_bytes - 1
+
+
+def tensor_bytes(model: nn.Module) -> int:
+    """Bytes of all weights and tables of a model."""
+    return sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
 
 
 def peak_of(call: Callable[[], object], device: torch.device) -> tuple[int, int]:
@@ -111,6 +119,25 @@ def agree_on_free(device: torch.device, comm: Comm) -> int:
             "is the most allowed; is another process on one of the devices?"
         )
     return lowest
+
+
+def kv_dtype(config: EngineConfig) -> torch.dtype:
+    """Return the dtype of keys and values in the pool of a resolved config."""
+    found: torch.dtype = getattr(torch, config.dtype)
+    return FP8 if config.kv_cache_dtype == "fp8" else found
+
+
+def make_pool(config: EngineConfig, model: ModelConfig, num_pages: int) -> KVPool:
+    """Create the pool of a resolved config; raise ValueError for fp8 on a GPU without FP8."""
+    sizes: dict[str, Any] = {
+        "num_layers": model.num_layers, "num_pages": num_pages, "page_size": config.page_size,
+        "num_kv_heads": model.kv_heads_per_rank(config.tp.size), "head_dim": model.head_dim,
+        "device": torch.device(config.device),
+    }  # fmt: skip
+    if config.kv_cache_dtype != "fp8":
+        return KVPool(dtype=kv_dtype(config), **sizes)
+    check_device("kv_cache_dtype", config.device)
+    return Fp8KVPool(**sizes)
 
 
 def page_bytes_of(config: EngineConfig, model_config: ModelConfig, ranks: int) -> int:

@@ -5,8 +5,6 @@ Generated from notebooks/07d_recorded_prefill.ipynb: edit there.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -20,7 +18,7 @@ from minisgl.attention.factory import create_backend, parts_of
 from minisgl.attention.metadata import ragged_arange
 from minisgl.config.engine import EngineConfig, SchedulerConfig
 from minisgl.config.model import ModelConfig
-from minisgl.core import Phase
+from minisgl.core import Batch, Phase
 from minisgl.engine.graph import GraphRunner, StepBuffers
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
@@ -171,15 +169,11 @@ class PrefillRunner(GraphRunner):
         tiles.request[:total] = np.repeat(np.arange(bs, dtype=np.int32), counts)
         tiles.tile[:total] = ragged_arange(np.zeros_like(counts), counts)
 
-    def prepare(self, fi: ForwardInput) -> ForwardInput:
-        """The step with all that its recording needs; as it is if it has to be computed eagerly."""
-        batch = fi.batch
-        if batch.phase is Phase.DECODE or batch.size > MAX_REQUESTS:
-            return fi
-        size = self.bucket(len(fi.positions))
-        if size is None or any(req.scores_prompt for req in batch.reqs):
-            return fi
-        return replace(fi, packed=self.pack(fi, size))
+    def size_for(self, batch: Batch) -> int | None:
+        """The number of tokens that a batch is padded to; None if it has to run eagerly."""
+        if batch.size > MAX_REQUESTS or any(req.scores_prompt for req in batch.reqs):
+            return None
+        return self.bucket(sum(req.extend_len for req in batch.reqs))
 
 
 LAYER_SECONDS = 340e-6  # of a host that launches a layer
@@ -220,17 +214,16 @@ def prefill_plans(
     )
     if torch_alone:
         return PerTokenPlans(backend)
-    tiled = import_module("minisgl.attention.tiled_prefill")  # Triton is not everywhere
+    tiled = import_module("minisgl.engine.tiled_prefill")  # Triton is not everywhere
     plans: PrefillPlans = tiled.TiledPrefill(backend, getattr(torch, config.dtype))
     return plans
 
 
-def record_prefill(
-    config: EngineConfig, model: ModelConfig, pool: KVPool, runner: partial[GraphRunner],
-    progress: bool,
-) -> PrefillRunner | None:  # fmt: skip
-    """What replays prefill for an engine whose runners begin like `runner`; None: nothing does."""
-    how, sizes = runner.keywords, prefill_sizes(prefill_tokens(config, model))
+def capture_prefill(
+    config: EngineConfig, model: ModelConfig, pool: KVPool, progress: bool, **how: Any
+) -> PrefillRunner | None:
+    """Capture prefill by a runner that is made with `how`; None if none is to be captured."""
+    sizes = prefill_sizes(prefill_tokens(config, model))
     plans = prefill_plans(config, model, pool, how["tables"]) if sizes else None
     if plans is None:
         return None

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minisgl.attention.base import ForwardBatch
-from minisgl.core import Phase, Req
-from minisgl.engine.engine import Engine
+from minisgl.core import Req
+from minisgl.engine.graph import Forward
 from minisgl.engine.sampler import with_logprobs
 from minisgl.engine.step import ForwardInput, ForwardOutput
 
@@ -25,7 +25,6 @@ LOGITS_AT_ONCE = 2**23  # 55 rows of a vocabulary of 152,000; a copy in float32 
 class PromptScorer:
     """The forward pass of a step, with the log probabilities of prompts that ask for them."""
 
-    forward: Callable[[ForwardBatch], Tensor]  # to logits [rows wanted, vocab_size]
     hidden: Callable[[ForwardBatch], Tensor]  # to what the head reads [rows wanted, hidden]
     head: Callable[[Tensor], Tensor]  # from there to logits
     rows: int  # through the head at once
@@ -43,8 +42,6 @@ class PromptScorer:
     def __call__(self, fi: ForwardInput, fb: ForwardBatch) -> Tensor:
         """Logits of the rows wanted; the scores go to their requests."""
         reqs = fi.batch.reqs
-        if fi.batch.phase is Phase.DECODE or not any(req.scores_prompt for req in reqs):
-            return self.forward(fb)
         x = self.hidden(replace(fb, last_idx=None))
         for req, part in zip(reqs, x.split([req.extend_len for req in reqs])):
             if req.scores_prompt:
@@ -54,12 +51,11 @@ class PromptScorer:
         return self.head(x if fb.last_idx is None else x[fb.last_idx])
 
 
-def score_prompts(engine: Engine) -> PromptScorer:
-    """The scorer of an engine, over the model that it runs, fused or not."""
-    model: Any = engine.model
-    hidden = getattr(engine.forward_pass, "hidden", model.model)
-    rows = max(1, LOGITS_AT_ONCE // engine.model_config.vocab_size)
-    return PromptScorer(engine.forward_pass, hidden, model.lm_head, rows)
+def make_scorer(forward: Forward, model: nn.Module, vocab_size: int) -> PromptScorer:
+    """Make the scorer of an engine that runs `model` by `forward`, fused or not."""
+    parts: Any = model
+    hidden = getattr(forward, "hidden", parts.model)
+    return PromptScorer(hidden, parts.lm_head, max(1, LOGITS_AT_ONCE // vocab_size))
 
 
 Scored = tuple[int, float | None, list[tuple[int, float]]]
@@ -67,8 +63,6 @@ Scored = tuple[int, float | None, list[tuple[int, float]]]
 
 def prompt_logprobs(req: Req) -> list[Scored]:
     """Each token of the prompt: its id, its log probability, and the most likely ones there."""
-    if req.sampling_params.prompt_logprobs is None:
-        return []
     found: list[Scored] = [(int(req.input_ids[0]), None, [])]
     for output in req.scores:
         part = output.wait()

@@ -23,7 +23,10 @@ FACTORS = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
 
 
 def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Scramble 64-bit numbers, one to one (the finaliser of splitmix64)."""
+    """Scramble 64-bit numbers, one to one (the finaliser of splitmix64).
+
+    For each of the three SHIFTS, `x ^= x >> shift`; a product with one of FACTORS between two.
+    """
     x = x ^ (x >> SHIFTS[0])
     x *= FACTORS[0]
     x ^= x >> SHIFTS[1]
@@ -33,18 +36,18 @@ def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def engine_seeds(engine_seed: int, uids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Seeds of requests that brought none, uint64 [bs]: of the engine's seed and their uids."""
+    """Return seeds for requests without one: `mix64(mix64(engine_seed ^ GOLDEN) + uid)` [bs]."""
     engine = mix64(np.array([engine_seed], np.uint64) ^ GOLDEN)
     return mix64(engine + uids.astype(np.uint64))
 
 
 def streams(seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The part of a key that all steps of a request share, uint64 [bs]."""
+    """Return the part of a key that all steps of a request share: `mix64(seed + GOLDEN)` [bs]."""
     return mix64(seeds + GOLDEN)
 
 
 def keys_at(streams: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArray[np.int32]:
-    """Two words of randomness for (stream, position), int32 [2, bs]; the low word comes first."""
+    """Return `mix64(stream + position * GOLDEN)` as two words, int32 [2, bs], the low one first."""
     mixed = mix64(streams + positions.astype(np.uint64) * GOLDEN)
     return np.ascontiguousarray(mixed.astype("<u8").view("<i4").reshape(-1, 2).T)
 
@@ -57,8 +60,10 @@ def step_keys(seeds: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDAr
 def token_bits(keys: Tensor, tokens: Tensor) -> Tensor:
     """31 random bits for each (key, token), int32 [bs, width]; keys int32 [2, bs].
 
-    `tokens` holds token ids, int32 [width] or [bs, width]. Products wrap modulo 2**32, and an
-    arithmetic shift is masked into a logical one, so that every device computes the same bits.
+    `tokens` holds token ids, int32 [width] or [bs, width]. From `x = token ^ keys[0]`:
+    `x ^= x >> 16`, `x *= 0x7FEB352D`, `x ^= keys[1]`, `x ^= x >> 15`, `x *= 0x846CA68B`,
+    `x ^= x >> 16`, and the sign bit is cleared. Products wrap modulo 2**32, and an arithmetic
+    shift is masked into a logical one, so that every device computes the same bits.
     """
     x = tokens ^ keys[0, :, None]
     x ^= (x >> 16) & 0xFFFF
@@ -311,7 +316,10 @@ class Sampler:
         return draw(logits, self.token_ids, 0, keys, temperature)
 
     def draw_fused(self, logits: Tensor, args: SamplingArgs) -> Tensor:
-        """By the kernel: all rows in one call, whatever they need; int64 [bs]."""
+        """Draw by the kernel: all rows in one call, whatever they need; int64 [bs].
+
+        Without a filter in the batch it gets none; else top_k int32, 0 for off, and top_p float64.
+        """
         assert self.kernel is not None
         arrays: list[NDArray[Any]] = [args.keys, args.temperature]
         if args.filtered:

@@ -16,7 +16,7 @@ from torch import Tensor
 from minisgl.attention.metadata import AttentionMetadata, build_metadata
 from minisgl.attention.staging import mark
 from minisgl.core import Batch, IntArray, Phase, Req
-from minisgl.engine.graph import pack
+from minisgl.engine.graph import GraphRunner
 from minisgl.engine.sampler import SampleOutput, Sampler, SamplingArgs
 from minisgl.kvcache.page_table import TableManager
 
@@ -37,9 +37,9 @@ def new_positions(cached: IntArray, device: IntArray) -> IntArray:
     return np.arange(extend.sum(), dtype=np.int32) - np.repeat(ends - device, extend)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ForwardInput:
-    """All that one step needs, fixed when it is built; integers are int32.
+    """All that one step needs, fixed once it is prepared; integers are int32.
 
     If `sampled` is empty, `last_idx` names one token all the same: a model gives at least one row.
     """
@@ -52,21 +52,26 @@ class ForwardInput:
     last_idx: IntArray  # [sampled] tokens whose logits are wanted
     write_rows: IntArray  # [sampled] where the new tokens go in the token pool
     write_positions: IntArray  # [sampled]
-    meta: AttentionMetadata | None  # None for a recorded step, whose plan is recorded, too
+    meta: AttentionMetadata | None  # None for a captured decode step, whose plan is captured, too
     sampling: SamplingArgs | None  # None: all greedy
-    packed: NDArray[np.int64] | None  # for a recorded step: all of it, as one array
+    runner: GraphRunner | None = None  # replays the step; None: it runs eagerly
+    packed: NDArray[np.int64] | None = None  # for the runner: all of it, as one array
 
 
 def build_forward_input(
     batch: Batch, tables: TableManager, page_size: int, sampler: Sampler | None = None,
-    use_graph: bool = False,
+    padded: list[Req] | None = None,
 ) -> ForwardInput:  # fmt: skip
-    """Turn "who runs" into "what goes where"; arithmetic on the host only, padding included."""
-    rows, cached, device = lengths(batch.padded_reqs)
+    """Turn "who runs" into "what goes where"; arithmetic on the host only.
+
+    `padded` is for a captured decode step: the batch's requests in any order, then dummies.
+    """
+    reqs = batch.reqs if padded is None else padded
+    rows, cached, device = lengths(reqs)
     extend = device - cached
     chosen: slice | NDArray[np.intp] = slice(batch.size)
     if batch.phase is Phase.DECODE:  # one token for each request, and each is sampled
-        token_rows, positions, sampled = rows, cached, tuple(batch.reqs)
+        token_rows, positions, sampled = rows, cached, tuple(reqs[: batch.size])
         last_idx = np.arange(len(rows), dtype=np.int32)
     else:
         sampled = tuple(req for req in batch.reqs if not req.is_chunked)
@@ -76,15 +81,13 @@ def build_forward_input(
     table = tables.page_table
     out_loc = table[token_rows, positions]
     sampling = sampler.prepare(sampled) if sampler is not None and sampled else None
-    meta = packed = None
-    if use_graph:
-        packed = pack(rows, positions, out_loc, tables.width, batch.size, sampling)
-    else:
+    meta = None
+    if padded is None:
         meta = build_metadata(batch.phase, rows, extend, device, table, page_size)
     last_idx = last_idx[chosen] if sampled else last_idx[-1:]
     return ForwardInput(
         batch, sampled, token_rows, positions, out_loc, last_idx, rows[chosen], device[chosen],
-        meta, sampling, packed,
+        meta, sampling,
     )  # fmt: skip
 
 

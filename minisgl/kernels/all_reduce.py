@@ -30,7 +30,7 @@ class PeerBuffers(NamedTuple):
 
 
 def empty_entry(dtype: torch.dtype) -> int:
-    """The bits of minus zero: an entry that has not come yet."""
+    """Return the bits of minus zero as an integer: the mark of an entry that has not arrived."""
     return -(1 << (8 * dtype.itemsize - 1))
 
 
@@ -72,7 +72,7 @@ def all_reduce_kernel(
     NORM: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row: sum = parts of all ranks + residual, out = norm of sum; without NORM only sum."""
+    """Add one row of all ranks' parts and the residual; with NORM, also store its RMSNorm."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < N
@@ -131,7 +131,7 @@ def all_reduce(x: Tensor, peers: PeerBuffers) -> Tensor:
 def all_reduce_add_norm(
     parts: Tensor, residual: Tensor, norm: Tensor, eps: float, peers: PeerBuffers
 ) -> tuple[Tensor, Tensor]:
-    """(RMS norm of the sum, the sum) of all ranks' parts [p, m, n] and residual [m, n]."""
+    """Return (RMSNorm of the sum, the sum) of all ranks' parts [p, m, n] and residual [m, n]."""
     out, total = torch.empty_like(residual), torch.empty_like(residual)
     launch(parts, residual, norm, eps, peers, out, total)
     return out, total

@@ -29,7 +29,7 @@ def fold(s, v, m, total, acc):
 @triton.jit
 def load_tile(k_ptr, v_ptr, slots_ptr, start, end, stride,
               HEAD_DIM: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """A tile of positions before `end`, the last again and again: keys as two halves, values."""
+    """Load a tile of keys, as two halves, and values; positions from `end` on repeat the last."""
     HALF: tl.constexpr = HEAD_DIM // 2
     half, dims = tl.arange(0, HALF)[None, :], tl.arange(0, HEAD_DIM)[None, :]
     positions = tl.maximum(tl.minimum(start + tl.arange(0, TILE), end - 1), 0)
@@ -51,7 +51,7 @@ def fold_tile(qa, qb, ka, kb, v, start, end, scale, m, total, acc, TILE: tl.cons
 @triton.jit
 def attend_cached(qa, qb, m, total, acc, k_ptr, v_ptr, slots_ptr, begin, end, scale, stride,
                   HEAD_DIM: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Online softmax of queries, as halves qa, qb, over the cached positions [begin, end)."""
+    """Fold the cached positions [begin, end) into the online softmax of queries, halves qa, qb."""
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         ka, kb, v = load_tile(k_ptr, v_ptr, slots_ptr, start, end, stride, HEAD_DIM, TILE)
         m, total, acc = fold_tile(qa, qb, ka, kb, v, start, end, scale, m, total, acc, TILE)
@@ -72,7 +72,7 @@ def write_part(part_ptr, stat_ptr, m, total, acc, split, g, real,
 @triton.jit
 def merge_parts(part_ptr, stat_ptr, count, g, real, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
                 ROWS: tl.constexpr, MERGE: tl.constexpr):  # fmt: skip
-    """The parts of one request and head, MERGE at a time, in their order: [ROWS, HEAD_DIM]."""
+    """Merge the split-KV parts of one request and KV head, MERGE at a time: [ROWS, HEAD_DIM]."""
     zeros = tl.zeros([ROWS], tl.float32)
     m, total, acc = zeros - 1e30, zeros, tl.zeros([ROWS, HEAD_DIM], tl.float32)
     stat_ptr += g
@@ -98,7 +98,7 @@ class Scratch:
     """Memory for unfinished parts: decode attention runs once at a time, so one is enough."""
 
     def __init__(self, max_places: int, group: int, head_dim: int, device: torch.device) -> None:
-        """`max_places`: most (request, KV head, split) triples of one launch."""
+        """Allocate float32 memory for `max_places` (request, KV head, split) triples a launch."""
         size = max_places * group
         self.part = torch.empty(size * head_dim, dtype=torch.float32, device=device)
         self.stat = torch.empty(size * 2, dtype=torch.float32, device=device)
@@ -134,7 +134,7 @@ def finish(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, first, s
 def load_heads(ptr, heads, real, norm_ptr, cos, sin, eps,
                HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
                DTYPE: tl.constexpr):  # fmt: skip
-    """Heads [g] of one token as two halves [g, HEAD_DIM / 2], normalised and rotated as asked."""
+    """Load heads [g] of a token as two halves [g, HEAD_DIM / 2]; apply NORM and ROTATE if set."""
     HALF: tl.constexpr = HEAD_DIM // 2
     dim = tl.arange(0, HALF)[None, :]
     place = ptr + heads[:, None] * HEAD_DIM + dim
@@ -151,7 +151,7 @@ def load_heads(ptr, heads, real, norm_ptr, cos, sin, eps,
 
 @triton.jit
 def load_angles(table_ptr, position, HEAD_DIM: tl.constexpr, ROTATE: tl.constexpr):
-    """Cosines and sines [1, HEAD_DIM / 2] of a position; zeros if nothing is to be rotated."""
+    """Load cosines and sines [1, HEAD_DIM / 2] of a position; return zeros without ROTATE."""
     if ROTATE:
         half = table_ptr + position * HEAD_DIM + tl.arange(0, HEAD_DIM // 2)[None, :]
         cos, sin = tl.load(half), tl.load(half + HEAD_DIM // 2)
@@ -187,7 +187,7 @@ def add_new_token(qa, qb, k_ptr, v_ptr, head, k_norm_ptr, cos, sin, eps, k_cache
 
 @triton.jit
 def share_out(positions_ptr, batch_size, parts, program, BATCH: tl.constexpr, TILE: tl.constexpr):
-    """(request, split, number of splits, keys of one, length); split may lie beyond the last."""
+    """Return (request, split, splits, keys of a split, length); split may lie beyond the last."""
     i = tl.arange(0, BATCH)
     lens = tl.load(positions_ptr + i, mask=i < batch_size, other=-1).to(tl.int32) + 1
     share = tl.maximum(tl.cdiv(tl.sum(lens, 0), parts), TILE)
@@ -212,13 +212,13 @@ EIGHT_BITS = SHAPES[0], ((32, 1, 6, False), (10, 20_736))
 
 
 def waves(limits: DeviceLimits, itemsize: int = 2) -> list[tuple[Shape, int]]:
-    """The shapes that a GPU can run, and how many such programs it runs at once."""
+    """List the tile shapes a GPU can run, each with the thread blocks that run at once."""
     shapes = EIGHT_BITS if itemsize == 1 else SHAPES
     return [(shape, count) for shape, needs in shapes if (count := limits.at_once(*needs))]
 
 
 def shape_of(bs: int, kv: int, limits: DeviceLimits = H200, itemsize: int = 2) -> tuple[Shape, int]:
-    """The shape of programs, and into how many parts the keys of a batch are cut for each head."""
+    """Choose the tile shape, and the number of parts to split a batch's keys into per KV head."""
     programs, shapes = bs * kv, waves(limits, itemsize)
     shape, at_once = next((one for one in shapes if programs <= one[1]), shapes[-1])
     if 4 * programs <= limits.sms:
@@ -227,7 +227,7 @@ def shape_of(bs: int, kv: int, limits: DeviceLimits = H200, itemsize: int = 2) -
 
 
 def most_parts(num_kv_heads: int, limits: DeviceLimits = H200) -> int:
-    """The most parts of a batch of any size, for each KV head."""
+    """Return the most parts of a batch of any size, for each KV head."""
     most = max(count for itemsize in (1, 2) for _, count in waves(limits, itemsize))
     return max(1, most // num_kv_heads)
 
@@ -238,7 +238,7 @@ def attend_split(q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, k_cache_ptr, v_cac
                  k_scale, v_scale, KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
                  HEAD_DIM: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
                  NORM: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Positions [begin, end), the first tile as ka, kb, v if EARLY, and the new token if `last`."""
+    """Attend to [begin, end), the first tile as ka, kb, v if EARLY, and the new token if `last`."""
     g = tl.arange(0, ROWS)
     qa, qb = load_heads(q_ptr, head * GROUP + g, g < GROUP, q_norm_ptr, cos, sin, eps, HEAD_DIM,
                         NORM, ROTATE, q_ptr.dtype.element_ty)  # fmt: skip
@@ -274,7 +274,7 @@ def decode_kernel(
     MERGE: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One part of one request's keys for one KV head; grid (kv heads, batch_size + parts - 1)."""
+    """Attend to one split of a request for one KV head; grid (KV heads, batch_size + parts - 1)."""
     head, program = tl.program_id(0), tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
@@ -311,7 +311,7 @@ def decode_attention(
     norms: tuple[Tensor, Tensor] | None = None, eps: float = 0.0, table: Tensor | None = None,
     kv_scales: Tensor | None = None, drafts: bool = False,
 ) -> Tensor:  # fmt: skip
-    """One new token per request: store its k and v, attend to all before it and to itself.
+    """Decode one new token per request: store its k and v, attend to all before it and to itself.
 
     q [bs, qo, d], k, v [bs, kv, d]; tokens may lie at any stride. page_table int32 [rows, max_len];
     rows, positions, out_loc int64 [bs]. With `table` (and `norms`) q and k come raw from their

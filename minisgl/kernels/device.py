@@ -31,7 +31,7 @@ class TunedTiles(dict[str, list[Any]]):
         self.asked: set[str] = set()
 
     def find(self, *what: object) -> list[Any] | None:
-        """The tiles of a kernel for these sizes; None: take what its rule says."""
+        """Return the tuned tiles of a kernel for these sizes; None if its rule decides."""
         key = " ".join(map(str, what))
         self.asked.add(key)
         return self.get(key)
@@ -52,7 +52,7 @@ class DeviceLimits:
         return self.capability >= 80
 
     def at_once(self, most: int, nbytes: int) -> int:
-        """Programs that run at the same time: `most` on an SM, if `nbytes` of each fit there."""
+        """Return how many thread blocks run at once: `most` on an SM, if `nbytes` of each fit."""
         room = self.shared_memory + RESERVED
         return self.sms * min(most, room // (nbytes + RESERVED))
 
@@ -61,14 +61,14 @@ H200 = DeviceLimits(sms=132, shared_memory=232_448, capability=90)
 
 
 def tile_files(gpu: str) -> tuple[Path, Path]:
-    """Where tiles for a GPU of this name come from: the package, and this machine's cache."""
+    """Return the files of tuned tiles for a GPU: the package's, and this machine's cache."""
     name = gpu.replace(" ", "_") + ".json"
     cached = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "minisgl"
     return Path(str(files("minisgl.kernels"))) / "tiles" / name, cached / "tiles" / name
 
 
 def divides(key: str, tiles: list[Any]) -> bool:
-    """Whether an entry is numbers that divide the weight in its key."""
+    """Return True if an entry is positive integers that divide the weight in its key."""
     kernel, kind, *_, n, k = key.split()
     sizes = tiles if kernel == "row" else [*tiles[:5], *tiles[6:]]
     if type(tiles) is not list or any(type(size) is not int or size < 1 for size in sizes):
@@ -82,7 +82,7 @@ def divides(key: str, tiles: list[Any]) -> bool:
 
 
 def load_tuned(gpu: str) -> TunedTiles:
-    """What the package brings for a GPU of this name, and what was found on this machine."""
+    """Load the tuned tiles of a GPU: the package's, then those found on this machine."""
     found = TunedTiles()
     for path in tile_files(gpu):
         try:
@@ -99,7 +99,7 @@ def load_tuned(gpu: str) -> TunedTiles:
 
 @cache
 def device_limits(device: torch.device) -> DeviceLimits:
-    """The limits of a device; on a CPU kernels are cut as for an H200."""
+    """Return the limits of a device; a CPU gets those of an H200."""
     if device.type == "cpu":
         return H200
     driver = triton.runtime.driver.active

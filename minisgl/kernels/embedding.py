@@ -14,7 +14,7 @@ from torch import Tensor
 # mypy: allow-untyped-defs, allow-incomplete-defs
 @triton.jit
 def embed_kernel(ids_ptr, weight_ptr, out_ptr, first, rows, WIDTH, BLOCK: tl.constexpr):
-    """One token and BLOCK columns; ids of other ranks' shards give zeros."""
+    """Copy BLOCK columns of one token's vector; ids of other ranks' shards give zeros."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     local = tl.load(ids_ptr + token) - first
@@ -26,7 +26,7 @@ def embed_kernel(ids_ptr, weight_ptr, out_ptr, first, rows, WIDTH, BLOCK: tl.con
 
 
 def embed(ids: Tensor, weight: Tensor, first: int = 0) -> Tensor:
-    """ids int64 [n], weight [rows, width] with the vectors of `first` and up: [n, width]."""
+    """Gather vectors [n, width] of ids int64 [n]; weight [rows, width] starts at id `first`."""
     rows, width = weight.shape
     out = torch.empty(len(ids), width, dtype=weight.dtype, device=weight.device)
     block = min(1024, triton.next_power_of_2(width))

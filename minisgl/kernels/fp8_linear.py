@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl.fp8 import FP8, Fp8Weight, fp8_weight
 from minisgl.kernels.device import H200, DeviceLimits, device_limits
 from minisgl.kernels.linear import (
     FEW_ROWS,
@@ -30,12 +31,11 @@ from minisgl.kernels.linear import (
 )
 from minisgl.kernels.norm import rows_for
 from minisgl.kernels.scaled_mm import Fp8Rows, empty_rows, quantize_rows, scaled_linear
-from minisgl.layers.fp8 import FP8, Fp8Weight, fp8_weight
 
 
 @cache
 def can_multiply(index: int, whole: bool) -> bool:
-    """Whether `scaled_mm` takes scales of whole rows, or of 128 columns, on GPU number `index`."""
+    """Probe `scaled_mm` on GPU `index`, with a scale for each row (`whole`) or each 128 columns."""
     device = torch.device("cuda", index)
     weight = fp8_weight(256, 256, device=device, group=256 if whole else 128)
     weight.copy_(torch.ones(256, 256, device=device))
@@ -48,7 +48,7 @@ def can_multiply(index: int, whole: bool) -> bool:
 
 
 def has_scaled_mm(weight: Fp8Weight, dtype: torch.dtype) -> bool:
-    """True if torch multiplies by this weight without a copy of it in more bits."""
+    """Return True if torch multiplies by this FP8 weight without widening a copy of it."""
     (n, k), whole = weight.shape, weight.scale.shape[1] == 1
     step, dtypes = 16 if whole else 128, (torch.bfloat16, FP8)
     if not weight.is_cuda or dtype not in dtypes or n % 16 or k % step:
@@ -62,7 +62,7 @@ WIDENED = 16  # rows; of products that may be split, FEW_ROWS
 def choose_fp8_tiling(
     m: int, n: int, k: int, *, gated: bool, split_k: bool, limits: DeviceLimits = H200
 ) -> Tiling | None:
-    """As `choose_tiling`, for a weight of eight bits that is widened; None: `rows_kernel` cannot.
+    """Choose tiles for an FP8 weight that is widened (W8A16); None if `rows_kernel` cannot run it.
 
     Up to 32 rows two warps: then Triton takes `mma.sync`, which has its operands in registers.
     """
@@ -87,7 +87,7 @@ def choose_fp8_tiling(
 def choose_w8a8_tiling(
     m: int, n: int, k: int, *, gated: bool, split_k: bool, limits: DeviceLimits = H200
 ) -> Tiling | None:
-    """As `choose_tiling`, for eight bits on both sides; None: leave it to the library.
+    """Choose tiles for W8A8, FP8 weights and activations; None leaves the product to the library.
 
     A tile has all rows, so that the weight is read once. k is split into as many parts as there is
     room for programs; the last may be shorter.
@@ -111,13 +111,13 @@ def choose_w8a8_tiling(
 
 
 def takes_fp8(weight: Fp8Weight, x: Tensor) -> bool:
-    """Whether rows are quantized for the product by this weight, with a scale each."""
+    """Return True if the rows of x are quantized to FP8, with a scale each, for this product."""
     return len(x) > WIDENED and count_scales(weight) == 1 and has_scaled_mm(weight, x.dtype)
 
 
 @rows_for.register
 def fp8_rows_for(weight: Fp8Weight, like: Tensor) -> Tensor:
-    """As `rows_for`, in eight bits if the product takes them."""
+    """Allocate rows as `rows_for` does, in FP8 if the product takes them."""
     if takes_fp8(weight, like):
         return empty_rows(len(like), like.shape[1], 1, like.device)
     return torch.empty_like(like)
@@ -125,7 +125,7 @@ def fp8_rows_for(weight: Fp8Weight, like: Tensor) -> Tensor:
 
 @mlp.register
 def fp8_mlp(down: Fp8Weight, x: Tensor, gate_up: Tensor) -> Tensor:
-    """As `mlp`; what goes through the gate is quantized there."""
+    """Compute `mlp`, quantizing the rows in the gate's kernel if `down` takes FP8 rows."""
     if len(x) > FEW_ROWS and takes_fp8(down, x):
         y: Tensor = quantize_rows(linear(x, gate_up), down.shape[1], gated=True)
     else:
@@ -138,7 +138,7 @@ def fp8_rows_linear(
     weight: Fp8Weight, x: Tensor, bias: Tensor | None = None, *, gated: bool = False,
     split_k: bool = False,
 ) -> Tensor:  # fmt: skip
-    """As `rows_linear`, by a weight of eight bits."""
+    """Compute `rows_linear` with an FP8 weight."""
     (m, k), n, dtype = x.shape, weight.shape[0] // (2 if gated else 1), x.dtype
     if isinstance(x, Fp8Rows):
         m, dtype = x.rows, torch.bfloat16

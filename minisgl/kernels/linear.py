@@ -25,7 +25,7 @@ from minisgl.kernels.pdl import launch_options
 @triton.jit
 def finish_rows(y, up, scale_ptr, bias_ptr, N, cols,
                 GATED: tl.constexpr, BIAS: tl.constexpr, SCALES: tl.constexpr):  # fmt: skip
-    """What follows a sum, y [BN] or [BM, BN]: the scales of weight rows, the bias, the gate."""
+    """Finish sums y [BN] or [BM, BN]: apply the weight rows' scales, the bias and the gate."""
     if SCALES == 1:
         y *= tl.load(scale_ptr + cols)
         if GATED:
@@ -39,7 +39,7 @@ def finish_rows(y, up, scale_ptr, bias_ptr, N, cols,
 
 @triton.jit
 def fold(w, x, scale_ptr, SCALES: tl.constexpr, FOLD: tl.constexpr):
-    """Products of a tile [rows, BK] of weights, each FOLD columns added up: [rows, BK / FOLD]."""
+    """Multiply a weight tile [rows, BK] by x and add each FOLD columns up: [rows, BK / FOLD]."""
     y = w.to(tl.float32) * x[None, :]
     if FOLD > 1:
         y = tl.sum(tl.reshape(y, [w.shape[0], w.shape[1] // FOLD, FOLD]), 2)
@@ -68,7 +68,7 @@ def row_kernel(
     SQUARES: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, SCALES: tl.constexpr,
     FOLD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`BN` outputs of one row: out = x w^T, x [K], w [N, K], or [2 N, K] where it is gated."""
+    """Compute `BN` outputs of one row: x w^T of x [K] and w [N, K], or [2 N, K] if gated."""
     cols, ks = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     w_ptr += cols[:, None].to(tl.int64) * K + ks[None, :]
     if PDL:
@@ -104,7 +104,7 @@ def row_kernel(
 
 
 def count_scales(weight: Tensor) -> int | None:
-    """Scales of each row: 0 for a weight of 16 bits; None if they are not for 128 columns each."""
+    """Return the scales per row: 0 for 16 bits, None if they are not for 128 columns each."""
     scale = getattr(weight, "scale", None)  # chapter 05g
     count = 0 if scale is None else int(scale.shape[-1])
     return None if count > 1 and count * 128 != weight.shape[-1] else count
@@ -113,7 +113,7 @@ def count_scales(weight: Tensor) -> int | None:
 def row_block(
     n: int, k: int, norm: bool, gated: bool, scales: int = 0, limits: DeviceLimits = H200
 ) -> tuple[int, int, int, int] | None:
-    """(BN, BK, warps, FOLD) of `row_kernel` for a weight [n, k]; None if no choice divides it."""
+    """Choose (BN, BK, warps, FOLD) of `row_kernel` for a weight [n, k]; None if none divides it."""
     kind = ("norm_" if norm else "") + ("gated" if gated else "plain")
     if found := limits.tuned.find("row", kind, scales, n, k):
         return found[0], found[1], found[2], found[3]
@@ -138,7 +138,7 @@ def row_linear_add_norm(
     eps: float = 0.0, bias: Tensor | None = None, gated: bool = False,
     block: tuple[int, int, int, int] | None = None,
 ) -> DeferredNorm | None:  # fmt: skip
-    """residual [1, n] + x [1, k] by weight [n, k], and its norm [n]; None if sizes do not fit.
+    """Return residual [1, n] + x [1, k] by weight [n, k], and its norm [n]; None if no block fits.
 
     residual and norm None: the total is the product alone. eps: of x's norm. gated: weight [2 n, k]
     holds gate and up, and the product is silu(gate) * up. block: (BN, BK, warps, FOLD) if given.
@@ -170,13 +170,13 @@ def row_linear(
     x: Tensor | DeferredNorm, weight: Tensor, *, eps: float = 0.0, bias: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor | None:  # fmt: skip
-    """The product alone, x [1, k] by weight [n, k] to [1, n]; None if the sizes do not fit."""
+    """Return the product of x [1, k] and weight [n, k]: [1, n]; None if no block fits the sizes."""
     made = row_linear_add_norm(x, weight, None, None, eps=eps, bias=bias, gated=gated)
     return None if made is None else made.total
 
 
 def takes_row(weight: Tensor, *, norm: bool = False, gated: bool = False) -> bool:
-    """True if `row_linear` computes this product; `norm`: its x is a `DeferredNorm`."""
+    """Return True if `row_linear` computes this product; with `norm`, x is a `DeferredNorm`."""
     n, k, scales = weight.shape[0] // (2 if gated else 1), weight.shape[1], count_scales(weight)
     if scales is None:
         return False
@@ -185,7 +185,7 @@ def takes_row(weight: Tensor, *, norm: bool = False, gated: bool = False) -> boo
 
 @triton.jit
 def prefetch(pointers):
-    """Ask for cache lines: they travel to the L2 cache and no thread waits for them."""
+    """Prefetch cache lines to L2 without waiting for them."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -194,7 +194,7 @@ def prefetch(pointers):
 
 @triton.jit
 def add_product(x, w, total, scale_ptr, SWAP: tl.constexpr, SCALES: tl.constexpr):
-    """total + x w^T, or its transpose. scale_ptr: of these columns, if a row has several scales."""
+    """Return total + x w^T, transposed if SWAP; scale_ptr: of these columns, for block scales."""
     if SCALES > 0 and x.dtype != w.dtype:
         w = w.to(tl.float32).to(x.dtype)  # in pairs: straight to bfloat16 goes one by one
     if SWAP:
@@ -214,11 +214,11 @@ def rows_kernel(
     SCALES: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[split] [M, N] = x[:, part of K] w[:, part of K]^T; grid (N / BN, M / BM, splits).
+    """Compute out[split] [M, N] = x[:, part of K] w[:, part of K]^T; grid (N / BN, M / BM, splits).
 
-    SWAP computes the transpose, so that the many weight rows stand where the tensor core wants 64.
-    EVEN says that BM divides M: then no load of the loop asks which rows are real. An x of eight
-    bits has a scale for each row.
+    SWAP computes the transpose, so that the weight rows fill the 64 rows of a tensor-core tile.
+    EVEN states that BM divides M, so the loop's loads need no mask. FP8 rows of x have a scale
+    each.
     """
     cols, rows = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BM + tl.arange(0, BM)
     at, split = tl.program_id(2) * part, tl.program_id(2)
@@ -262,7 +262,7 @@ class Tiling:
     splits: int = 1
 
     def fit(self, x_bytes: int, w_bytes: int, room: int) -> Self:
-        """With as many stages as fit into `room`, of so many bytes for a row of x, one of w."""
+        """Return these tiles with as many stages as fit into `room` bytes of shared memory."""
         stage = self.bm * x_bytes + self.bn * w_bytes
         return replace(self, stages=max(2, min(self.stages, room // stage)))
 
@@ -275,7 +275,7 @@ LARGE, LARGE_GATED = 2**26, 2**25  # numbers of a weight, and of each half of a 
 
 
 def beats_cublas(m: int, n: int, k: int, gated: bool, split_k: bool) -> bool:
-    """Whether `rows_kernel` is the faster one for x [m, k] by a weight [n, k], or two of them."""
+    """Return True if `rows_kernel` beats cuBLAS for x [m, k] by a weight [n, k], or [2 n, k]."""
     if (gated and n * k >= LARGE_GATED) or (m > 32 and n * k >= LARGE):
         return False
     small = 2.0 * m * n * k * (2 if gated else 1) <= SMALL_FLOPS
@@ -285,14 +285,14 @@ def beats_cublas(m: int, n: int, k: int, gated: bool, split_k: bool) -> bool:
 def find_tuned(
     limits: DeviceLimits, kernel: str, m: int, n: int, k: int, gated: bool, split_k: bool
 ) -> list[Any] | None:
-    """What a search found for up to as many rows as the next power of two; None: ask the rule."""
+    """Return the tuned tiles for m, rounded up to a power of two; None if the rule decides."""
     rows, kind = max(16, triton.next_power_of_2(m)), "gated" if gated else "split"
     kind = kind if gated or split_k else "plain"
     return limits.tuned.find(kernel, kind, rows, n, k) if rows <= 256 else None
 
 
 def count_splits(tiles: Tiling, m: int, n: int, k: int, sms: int) -> int:
-    """Into how many parts to split k, so that all SMs get programs; a power of two, up to 8."""
+    """Return how many parts of k give every SM a thread block: a power of two, at most 8."""
     splits, programs = 1, n // tiles.bn * -(-m // tiles.bm)
     while 2 * programs * splits <= sms and splits < 8 and k % (2 * splits * tiles.bk) == 0:
         splits *= 2
@@ -302,10 +302,10 @@ def count_splits(tiles: Tiling, m: int, n: int, k: int, sms: int) -> int:
 def choose_tiling(
     m: int, n: int, k: int, *, gated: bool, split_k: bool, limits: DeviceLimits = H200
 ) -> Tiling | None:
-    """How to tile x [m, k] by a weight [n, k]; None: leave it to cuBLAS.
+    """Choose tiles for x [m, k] by a weight [n, k]; None leaves the product to cuBLAS.
 
-    split_k: the caller adds up the splits, so a weight with few rows may be split along k, too.
-    limits: of the GPU.
+    split_k: the caller adds the splits up, so a weight with few rows may be split along k, too.
+    limits: those of the GPU.
     """
     if (found := find_tuned(limits, "rows", m, n, k, gated, split_k)) is not None:
         return Tiling(*found) if found else None
@@ -347,7 +347,7 @@ def launch_rows(
 
 @triton.jit
 def silu_mul_kernel(gate_up_ptr, out_ptr, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """silu(gate) * up of one row; grid (rows, N / BLOCK)."""
+    """Compute silu(gate) * up of one row; grid (rows, N / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -361,7 +361,7 @@ def silu_mul_kernel(gate_up_ptr, out_ptr, N, BLOCK: tl.constexpr, PDL: tl.conste
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up: [m, 2 n] to [m, n]."""
+    """Compute silu(gate) * up: [m, 2 n] to [m, n]."""
     m, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(m, n, dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(n))
@@ -376,7 +376,7 @@ def rows_linear(
     weight: Tensor, x: Tensor, bias: Tensor | None = None, *, gated: bool = False,
     split_k: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x [m, k] by weight [n, k] in parts [splits, m, n], still to be added up: float32 if many.
+    """Multiply x [m, k] by weight [n, k] in parts [splits, m, n] to add up, float32 if several.
 
     gated: of a weight [2 n, k], as `gated_linear`. Other kinds of weights register their own.
     """
@@ -393,24 +393,24 @@ def rows_linear(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [m, k] by weight [n, k], plus bias [n]: [m, n]."""
+    """Multiply x [m, k] by weight [n, k] and add bias [n]: [m, n]."""
     row = row_linear(x, weight, bias=bias)
     return rows_linear(weight, x, bias)[0] if row is None else row
 
 
 def split_k_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [m, k] by weight [n, k] as parts [splits, m, n], still to be added up: float32 if many."""
+    """Multiply x [m, k] by weight [n, k] in parts [splits, m, n] to add up, float32 if several."""
     row = row_linear(x, weight)
     return rows_linear(weight, x, split_k=True) if row is None else row[None]
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """silu(x gate^T) * (x up^T): x [m, k], weight [2 n, k] holds gate and up: [m, n]."""
+    """Compute silu(x gate^T) * (x up^T) of x [m, k]; weight [2 n, k] holds gate and up: [m, n]."""
     row = row_linear(x, weight, gated=True)
     return rows_linear(weight, x, gated=True)[0] if row is None else row
 
 
 @singledispatch
 def mlp(down: Tensor, x: Tensor, gate_up: Tensor) -> Tensor:
-    """x [m, k] through a gated MLP: parts [splits, m, n], still to be added up."""
+    """Apply a gated MLP to x [m, k]: parts [splits, m, n], still to be added up."""
     return split_k_linear(gated_linear(x, gate_up), down)

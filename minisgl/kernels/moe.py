@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.fp8 import Fp8Weight
 from minisgl.kernels.device import device_limits
 from minisgl.kernels.linear import (
     FEW_ROWS,
@@ -25,7 +26,6 @@ from minisgl.kernels.linear import (
     prefetch,
 )
 from minisgl.kernels.pdl import launch_options
-from minisgl.layers.fp8 import Fp8Weight
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def top_experts(
     logits_ptr, tokens, N, E, most,
     SPLITS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Which choice of each token an expert is (TOP_K: none), and weights: [tokens, WIDTH] each."""
+    """Return each expert's place among a token's choices (or TOP_K) and weight: [tokens, WIDTH]."""
     experts = tl.arange(0, WIDTH)[None, :]
     inside = (tokens[:, None] < N) & (experts < E)
     logits = tl.zeros([tokens.shape[0], WIDTH], tl.float32)
@@ -57,7 +57,7 @@ def top_experts(
 
 @triton.jit
 def sum_counts(counts_ptr, part, parts, WIDTH: tl.constexpr):
-    """Pairs of each expert in all parts, and in those before `part`."""
+    """Sum each expert's (token, choice) pairs over all parts, and over those before `part`."""
     experts, some = tl.arange(0, WIDTH)[None, :], tl.arange(0, 16)[:, None]
     total, before = tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.int32)
     for first in range(0, parts, 16):
@@ -125,12 +125,12 @@ class Blocks:
 
 
 def most_blocks(pairs: int, experts: int, size: int) -> int:
-    """Blocks that any routing of so many pairs can need: each expert's last may have one pair."""
+    """Return the most blocks any routing of `pairs` needs: an expert's last may hold one pair."""
     return (pairs + min(pairs, experts) * (size - 1)) // size
 
 
 def tokens_of_program(n: int) -> int:
-    """How many of n tokens a program of `align_kernel` sorts: a power of two."""
+    """Return how many of n tokens a thread block of `align_kernel` sorts: a power of two."""
     if n <= 16:
         return int(triton.next_power_of_2(n))  # all, and nobody has to count before
     return 8 if n <= 512 else 32
@@ -169,7 +169,7 @@ def expert_tile(
     x_ptr, w_ptr, scale_ptr, real, OUT, K, depth, GATED: tl.constexpr, SCALES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """[BM, BN] of x w^T over `depth` of K columns; if `GATED` of rows `OUT` further down, too."""
+    """Compute [BM, BN] of x w^T over `depth` columns; if GATED, also of the rows `OUT` further."""
     y = tl.zeros([BN if SWAP else BM, BM if SWAP else BN], tl.float32)
     up, stride = y, 2 * OUT if GATED else OUT
     for k in tl.range(0, depth, BK, num_stages=STAGES):
@@ -185,7 +185,7 @@ def expert_tile(
 
 @triton.jit
 def wait_then_launch():
-    """Let the next kernel begin when the kernels before this one have ended: it may read theirs."""
+    """Wait for the kernels before, then launch the next one early: it may read their results."""
     gdc_wait()
     gdc_launch_dependents()
 
@@ -197,7 +197,7 @@ def expert_kernel(
     SCALES: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A block of pairs by their expert; grid (OUT / BN, blocks). out is [TOP_K, N, OUT], weighted.
+    """Multiply a block of pairs by their expert; grid (OUT / BN, blocks); out [TOP_K, N, OUT].
 
     GATED: x has the order of the tokens, w holds gate and up, and out has the order of the blocks.
     """
@@ -250,14 +250,14 @@ FP8_TILINGS = (
 
 
 def known_scales(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight, or what it stands for if its scales are not as the kernel wants them."""
+    """Return the weight, dequantized to `dtype` if the kernel does not support its scales."""
     if isinstance(weight, Fp8Weight) and count_scales(weight) is None:
         return weight.dequantized(dtype)
     return weight
 
 
 def fit_tiling(tiles: Tiling, out: int, k: int, gated: bool, room: int, itemsize: int) -> Tiling:
-    """Tiles that divide a weight [out, k], with as many stages as fit into `room` bytes."""
+    """Return tiles that divide a weight [out, k], with as many stages as fit `room` bytes."""
     bn, bk = min(tiles.bn, out & -out), min(tiles.bk, k & -k)
     if min(bn, bk) < 16:
         raise ValueError(f"moe: sizes of experts must be multiples of 16, got {out} and {k}")
@@ -268,7 +268,7 @@ def fit_tiling(tiles: Tiling, out: int, k: int, gated: bool, room: int, itemsize
 
 
 def lines_ahead(k: int) -> int:
-    """Cache lines of a row of k 16-bit numbers to ask for early: a power of two, up to 8."""
+    """Return the cache lines of a 16-bit row of k to prefetch: a power of two, at most 8."""
     return max(1, min(8, triton.next_power_of_2(k // 64 + 1) // 2))
 
 
@@ -288,7 +288,7 @@ def expert_parts(
     x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalize: bool, *,
     first: int = 0, fixed: bool = False,
 ) -> Tensor:  # fmt: skip
-    """What each choice of each token gives, weighted: [top_k, n, hidden], still to be added up.
+    """Compute each token's weighted outputs by choice: [top_k, n, hidden], still to be added up.
 
     x [n, hidden]; logits [splits, n, experts]; gate_up [local, 2 width, hidden] and
     down [local, hidden, width]: of the experts from `first` on; others give zeros. fixed: the same
@@ -315,7 +315,7 @@ def expert_sum(
     x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalize: bool, *,
     first: int = 0, fixed: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The experts' results, added up: [n, hidden]; in one order for every n if `fixed`."""
+    """Add up the experts' outputs: [n, hidden]; in one order for every n if `fixed`."""
     how = top_k, normalize
     parts = expert_parts(x, logits, gate_up, down, *how, first=first, fixed=fixed)
     y: Tensor = sum(parts.unbind()) if fixed else parts.sum(0)  # type: ignore[assignment]

@@ -39,7 +39,7 @@ def route_row_kernel(
     TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, WIDTH: tl.constexpr, SQUARES: tl.constexpr,
     BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A token's experts and weights, [TOP_K] each; row [K], w [E, K]; grid (E,).
+    """Route one token: store its experts and weights, [TOP_K] each; row [K], w [E, K]; grid (E,).
 
     The row lacks the factor of a norm, as in `row_kernel`.
     """
@@ -66,7 +66,7 @@ def route_row_kernel(
 
 @triton.jit
 def chosen_experts(experts_ptr, slots, TOP_K: tl.constexpr, E):
-    """Which experts are in these slots; where all logits are NaN nobody has written them."""
+    """Load the experts of these slots, clamped: where all logits are NaN, none was written."""
     experts = tl.load(experts_ptr + slots, mask=slots < TOP_K, other=0)
     return tl.minimum(tl.maximum(experts, 0), E - 1).to(tl.int64)
 
@@ -77,7 +77,7 @@ def gate_up_row_kernel(
     TOP_K: tl.constexpr, SQUARES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """`BN` outputs of one of a token's experts: mid [TOP_K, N], weighted; w [E, 2 N, K].
+    """Compute `BN` weighted gate-and-up outputs of one expert: mid [TOP_K, N]; w [E, 2 N, K].
 
     Grid (N / BN, TOP_K). The row lacks the factor of a norm, as in `row_kernel`.
     """
@@ -107,7 +107,7 @@ def down_row_kernel(
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """`BN` outputs of the residual and the sum over a token's experts, and their norm; w [E, N, K].
+    """Add the residual and the experts' sum for `BN` outputs, with norm scaling; w [E, N, K].
 
     `SLOTS` is `TOP_K`, rounded up to a power of two.
     """
@@ -141,7 +141,7 @@ DOWN = 4096, 128, 4  # numbers of a tile: columns x experts x depth; most depth;
 
 
 def fits_row(gate_up: Tensor, down: Tensor) -> bool:
-    """Whether these kernels take the weights: without scales, and sizes that tiles divide."""
+    """Return True if these kernels take the weights: no scales, and sizes that tiles divide."""
     if count_scales(gate_up) != 0 or count_scales(down) != 0:
         return False
     (_, hidden, width), (bn, bk, _) = down.shape, GATE_UP
@@ -151,7 +151,7 @@ def fits_row(gate_up: Tensor, down: Tensor) -> bool:
 def route_row(
     x: DeferredNorm, router: Tensor, done: Tensor, eps: float, top_k: int, normalize: bool
 ) -> tuple[Tensor, Tensor]:
-    """The experts of one token and their weights, [top_k] each; router [experts, hidden].
+    """Return the experts of one token and their weights, [top_k] each; router [experts, hidden].
 
     done: [1], int32, zero before and after.
     """
@@ -173,7 +173,7 @@ def experts_row(
     x: DeferredNorm, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, norm: Tensor,
     eps: float,
 ) -> DeferredNorm:  # fmt: skip
-    """x [1, hidden] + the sum over its experts, and their norm [hidden]; see `fits_row`.
+    """Add the experts' sum to x [1, hidden] and apply norm [hidden], deferred; see `fits_row`.
 
     chosen, weights [top_k]; gate_up [experts, 2 width, hidden], down [experts, hidden, width].
     """
@@ -211,7 +211,7 @@ class FusedExperts:
     done: Tensor  # of `route_row`
 
     def parts(self, x: Tensor) -> Tensor:
-        """Normalised x [n, hidden] to [top_k, n, hidden], still to be added up."""
+        """Compute the experts' outputs [top_k, n, hidden] of normalised x, still to be added up."""
         weights, how = (self.gate_up, self.down), (self.top_k, self.normalize)
         return expert_parts(x, split_k_linear(x, self.router), *weights, *how, first=self.first)
 
@@ -221,6 +221,6 @@ class FusedExperts:
         return fits_row(self.gate_up, self.down)
 
     def row(self, x: DeferredNorm, norm: Tensor, eps: float) -> DeferredNorm:
-        """x [1, hidden] + its experts, to the norm behind them. Of a rank with all of them."""
+        """Add the experts to x [1, hidden] and defer the next norm; the rank must hold them all."""
         found = route_row(x, self.router, self.done, eps, self.top_k, self.normalize)
         return experts_row(x, *found, self.gate_up, self.down, norm, eps)

@@ -28,7 +28,7 @@ class DeferredNorm(NamedTuple):
 # mypy: allow-untyped-defs, allow-incomplete-defs
 @triton.jit
 def to_eight_bits(y, scale_ptr):
-    """A row divided by a scale, which is stored, such that its largest number is 448."""
+    """Divide a row by a scale that makes its largest magnitude 448, and store the scale."""
     y = y.to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(y)), 1e-12) / 448.0
     tl.store(scale_ptr, scale)
@@ -40,7 +40,7 @@ def add_norm_kernel(
     parts_ptr, residual_ptr, sum_ptr, norm_ptr, out_ptr, scale_ptr, M, N, eps,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row: sum = residual + parts, out = norm of sum, with a scale if it has eight bits."""
+    """Store one row's sum = residual + parts and its RMSNorm; an FP8 norm gets a scale."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < N
@@ -65,16 +65,16 @@ def add_norm_kernel(
 
 @singledispatch
 def rows_for(weight: Tensor, like: Tensor) -> Tensor:
-    """Room for rows like these [m, k], as a product by `weight` reads them."""
+    """Allocate rows like these [m, k] in the dtype that a product by `weight` reads."""
     return torch.empty_like(like)
 
 
 def add_norm(
     parts: Tensor | None, residual: Tensor, norm: Tensor, eps: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(RMS norm of the sum, the sum) of parts [p, m, n] and residual [m, n]; norm [n].
+    """Return (RMSNorm of the sum, the sum) of parts [p, m, n] and residual [m, n]; norm [n].
 
-    out: room for the first, as `rows_for` gives it.
+    out: memory for the first, as `rows_for` allocates it.
     """
     m, n = residual.shape
     out = torch.empty_like(residual) if out is None else out

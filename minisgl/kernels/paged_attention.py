@@ -12,7 +12,7 @@ import triton.language as tl
 # mypy: allow-untyped-defs, allow-incomplete-defs
 @triton.jit
 def nothing_yet(ROWS: tl.constexpr, DIM: tl.constexpr):
-    """Maximum, sum and weighted sum of rows that have seen no key: below every score, 0 and 0."""
+    """Return the online-softmax state (maximum, sum, weighted sum) of rows without any key."""
     zeros = tl.zeros([ROWS], tl.float32)
     return zeros - 1e30, zeros, tl.zeros([ROWS, DIM], tl.float32)
 
@@ -61,7 +61,7 @@ def attend_range(
 def tile_rows(
     tile, qo_len, head, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_Q: tl.constexpr
 ):
-    """The rows of a query tile: token of each, whether it exists, first column of its head."""
+    """Return for a query tile's rows: the token, whether it exists, its head's first column."""
     row = tile * TILE_Q + tl.arange(0, TILE_Q)
     token = row // GROUP
     return token, token < qo_len, (head * GROUP + row % GROUP) * HEAD_DIM
@@ -71,7 +71,7 @@ def tile_rows(
 def load_queries(
     q_ptr, token_row, real, column, q_stride, HEAD_DIM: tl.constexpr, DIM: tl.constexpr
 ):
-    """A query tile [rows, DIM]; zeros where there is no such row or dimension."""
+    """Load a query tile [rows, DIM]; missing rows and dimensions are zeros."""
     dims = tl.arange(0, DIM)
     offset = token_row.to(tl.int64) * q_stride + column
     inside = real[:, None] & (dims < HEAD_DIM)[None, :]
@@ -95,7 +95,7 @@ def tile_keys(
     request, tile, qo_indptr_ptr, last_ptr, splits,
     GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
 ):  # fmt: skip
-    """First row of q, new and cached tokens of a request; keys a tile sees, keys of one part."""
+    """Return a request's first row of q, new and cached tokens; a tile's keys, keys of a split."""
     first = tl.load(qo_indptr_ptr + request)
     qo_len = tl.load(qo_indptr_ptr + request + 1) - first
     cached = (tl.load(last_ptr + request) + 1).to(tl.int32) - qo_len
@@ -115,7 +115,7 @@ def attention_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (kv_heads, tiles, splits). Row r of a tile is query head `r % GROUP` of a token."""
+    """Attend; grid (KV heads, tiles, splits). Row r of a tile is a token's query head r % GROUP."""
     head, place, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads, splits = tl.num_programs(0), tl.num_programs(2)
     scale_log2 *= 1.0 if scales_ptr is None else tl.load(scales_ptr + head)
@@ -156,7 +156,7 @@ def merge_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, kv_heads): combine the parts of one tile by their log-sum-exp."""
+    """Merge the splits of one tile by their log-sum-exp; grid (tiles, KV heads)."""
     place, head, num_kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     request, tile = tl.load(request_ptr + place), tl.load(tile_ptr + place)
     first, qo_len, _cached, end, part = tile_keys(

@@ -13,7 +13,7 @@ from minisgl.kernels.device import device_limits
 
 
 def can_launch_early(x: Tensor) -> bool:
-    """True if kernels over `x` may be launched early: compute capability 9.0 and up."""
+    """Return True if kernels over `x` may launch early (PDL): compute capability 9.0 or above."""
     return not x.is_cpu and device_limits(x.device).capability >= 90
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -32,14 +33,14 @@ start_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 @gluon.jit
 def place_of(turn, places):
-    """This program's place in its `turn`-th turn; every other turn goes backwards."""
+    """Return this thread block's place in its `turn`-th turn; odd turns go backwards."""
     grid, program = gl.num_programs(0), gl.program_id(0)
     return turn * grid + gl.where(turn % 2 == 0, program, grid - 1 - program)
 
 
 @gluon.jit
 def tile_of(place, batch, kv_heads, GROUP: gl.constexpr):
-    """KV head, request, first row of q, new and cached tokens, tile, and how many keys it sees."""
+    """Return KV head, request, first row of q, new and cached tokens, tile, keys that it sees."""
     _table, _rows, last_ptr, qo_indptr_ptr, request_ptr, tile_ptr = batch
     head, at = place % kv_heads, place // kv_heads
     request, tile = gl.load(request_ptr + at), gl.load(tile_ptr + at)
@@ -86,7 +87,7 @@ def load_tiles(
     keys, values, k_pages, v_pages, batch, kv_heads, places, table_stride,
     GROUP: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: of each place the tiles of K and V, from the last to the first."""
+    """Load the K and V tiles of each place, from the last to the first; runs in one warp."""
     table_ptr, rows_ptr, _last, _qo_indptr, _request, _tile = batch
     DIM: gl.constexpr = keys[0].shape[2]
     number = 0
@@ -105,14 +106,14 @@ def load_tiles(
 
 @gluon.jit
 def mask_future(s, start, limit, S: gl.constexpr):
-    """Scores of the keys from `start`, -inf where a key lies behind the row's own position."""
+    """Mask the scores of keys from `start` with -inf where a key lies behind the row's position."""
     positions = start + gl.arange(0, TILE_KV, gl.SliceLayout(0, S))
     return gl.where(positions[None, :] <= limit[:, None], s, float("-inf"))
 
 
 @gluon.jit
 def weigh(s, m, total, scale_log2):
-    """Online softmax: weights of a tile, new maximum and sum, and the factor of all before it."""
+    """Return a tile's softmax weights, the new maximum and sum, and the factor of earlier sums."""
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     weights = gl.exp2(s * scale_log2 - m_new[:, None])
     rescale = gl.exp2(m - m_new)
@@ -157,7 +158,7 @@ def first_tile(
     q, keys, values, turns, who: gl.constexpr, number, tiles, end, limit, scale_log2,
     DIM: gl.constexpr, S: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
-    """The last tile, with which each row begins: its weights, and a sum of values that is 0."""
+    """Begin each row with its last tile: return the softmax state, zero outputs and weights."""
     A: gl.constexpr = P.parent
     scores = multiply_keys(q, keys, number, turns, who, S)
     mbarrier.arrive(turns.index(1 - who), count=1)
@@ -174,7 +175,7 @@ def first_tile(
 
 @gluon.jit
 def clear_rows(tile, count):
-    """Zero the rows from `count` on: what another request left there may not be a number."""
+    """Zero the rows from `count` on: what another request left there may be NaN."""
     DIM: gl.constexpr = tile.shape[1]
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     row, held = gl.arange(0, TILE_KV, gl.SliceLayout(1, LINES)), tile.load(LINES)
@@ -198,7 +199,7 @@ def attend_tiles(
     who: gl.constexpr, q_ptr, out_ptr, q_smem, keys, values, turns, batch, kv_heads, places,
     scale_log2, q_stride, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """A computing warpgroup: its half of the query rows of each place."""
+    """Attend with one warpgroup, to its half of the query rows of each place."""
     DIM: gl.constexpr = q_smem.shape[2]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_KV, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -236,7 +237,7 @@ def attend_tiles(
 
 @gluon.jit
 def new_ring(dtype: gl.constexpr, DIM: gl.constexpr, LAYOUT: gl.constexpr):
-    """Shared memory of STAGES tiles; barriers that tell when each is full, and when it is free."""
+    """Allocate STAGES tiles of shared memory and their barriers: full and free."""
     smem = gl.allocate_shared_memory(dtype, [STAGES, TILE_KV, DIM], LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -252,7 +253,7 @@ def prefill_kernel(
     request_ptr, tile_ptr, kv_heads, places, scale_log2, q_stride, table_stride,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Grid: the programs that run at once. A place is a tile of 2 * ROWS query rows and a head."""
+    """Attend; grid: the blocks that run at once. A place is 2 * ROWS query rows of a KV head."""
     dtype: gl.constexpr = k_pages.dtype
     BOX: gl.constexpr = k_pages.block_shape[0]
     DIM: gl.constexpr = k_pages.block_shape[1]
@@ -274,22 +275,32 @@ def prefill_kernel(
     ], [4, 1], [232, 40])  # fmt: skip
 
 
-def boxes_of(cache: Tensor, rows: int) -> TensorDescriptor:
-    """A tensor map of a cache [pages, page_size, kv_heads, head_dim]: boxes of rows of one head."""
-    heads, dim = cache.shape[2:]
+def boxes_of(cache: Tensor) -> TensorDescriptor:
+    """Make a tensor map of a cache [pages, page_size, KV heads, dim]: boxes of one head's rows."""
+    page_size, heads, dim = cache.shape[1:]
+    rows = math.gcd(page_size, TILE_KV.value)
     layout = gl.NVMMASharedLayout.get_default_for([rows, dim], gl.float16)  # or another of 16 bits
     return TensorDescriptor.from_tensor(cache.view(-1, heads * dim), [rows, dim], layout)
 
 
+Boxes = tuple[TensorDescriptor, TensorDescriptor]  # of K and V
+
+
 def prefill_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, page_table: Tensor,
-    tiles: Sequence[Tensor], scale_log2: float, most_programs: int,
-) -> None:  # fmt: skip
-    """Write to `out` what the query tiles of a batch attend to; `tiles` are its `KernelArgs`."""
-    page_size, kv_heads = k_cache.shape[1:3]
-    box, places = math.gcd(page_size, TILE_KV.value), len(tiles[-1]) * kv_heads
-    prefill_kernel[(min(places, most_programs),)](
-        q, boxes_of(k_cache, box), boxes_of(v_cache, box), out, page_table, *tiles, kv_heads,
-        places, scale_log2, q.stride(0), page_table.stride(0), GROUP=q.shape[1] // kv_heads,
-        num_warps=4,
-    )  # fmt: skip
+    q: Tensor, boxes: Boxes, out: Tensor, page_table: Tensor,
+    tiles: Sequence[Tensor], scale_log2: float, most_programs: int, compiled: Any = None,
+) -> Any:  # fmt: skip
+    """Write the attention of a batch to `out`, and return the compiled kernel.
+
+    `tiles` are the batch's `KernelArgs`. With `compiled`, the result for another layer, Triton
+    does not search for the kernel by the types of all arguments.
+    """
+    kv_heads = boxes[0].shape[1] // boxes[0].block_shape[1]
+    places = len(tiles[-1]) * kv_heads
+    grid = min(places, most_programs), 1, 1
+    args = (q, *boxes, out, page_table, *tiles, kv_heads, places, scale_log2, q.stride(0),
+            page_table.stride(0), q.shape[1] // kv_heads)  # fmt: skip
+    if compiled is None:
+        return prefill_kernel[grid](*args, num_warps=4)
+    compiled[grid](*args)
+    return compiled

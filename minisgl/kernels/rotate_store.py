@@ -18,7 +18,7 @@ from minisgl.kernels.pdl import launch_options
 @triton.jit
 def rotate(a, b, norm_a, norm_b, cos, sin, eps,
            HEAD_DIM: tl.constexpr, NORM: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
-    """Heads as halves a, b [heads, HEAD_DIM / 2], float32: normalised if NORM, then rotated."""
+    """Rotate heads, float32 halves a, b [heads, HEAD_DIM / 2], after RMSNorm if NORM."""
     if NORM:
         mean = (tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM
         scale = tl.rsqrt(mean + eps)[:, None]
@@ -29,7 +29,7 @@ def rotate(a, b, norm_a, norm_b, cos, sin, eps,
 
 @triton.jit
 def store_halves(ptr, a, b, scale, mask, HALF: tl.constexpr):
-    """Both halves of heads, divided by a scale, to pointers at the first halves."""
+    """Store both halves of heads, divided by a scale; `ptr` points at the first halves."""
     a, b = a.to(tl.float32) / scale, b.to(tl.float32) / scale
     tl.store(ptr, a.to(ptr.dtype.element_ty), mask=mask)
     tl.store(ptr + HALF, b.to(ptr.dtype.element_ty), mask=mask)
@@ -41,7 +41,7 @@ def rotate_store_kernel(
     v_cache_ptr, scales_ptr, eps, QO: tl.constexpr, KV: tl.constexpr, HEAD_DIM: tl.constexpr,
     HEADS: tl.constexpr, KVS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token: queries to q, keys back to qkv and to their slot, values to their slot."""
+    """Rotate one token's queries into q, its keys into qkv and its slot; store its values."""
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = HEAD_DIM // 2
     head, dim = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
@@ -82,7 +82,7 @@ def rotate_and_store(
     positions: Tensor, out_loc: Tensor, k_cache: Tensor, v_cache: Tensor, num_qo_heads: int,
     kv_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(q, k, v) of the new tokens, normalised and rotated, with k and v in the pool as well.
+    """Return (q, k, v) of the new tokens, normalised and rotated; store k and v in the pool.
 
     qkv [n, (qo + 2 kv) * head_dim] is changed in place: k and v are views of it. norms: the weights
     [head_dim] of queries and keys. table float32 [max_position, head_dim]: cosines, then sines.

@@ -16,7 +16,7 @@ from minisgl.kernels.device import device_limits
 # mypy: allow-untyped-defs, allow-incomplete-defs
 @triton.jit
 def hash_bits(tokens, key0, key1):
-    """31 random bits for each token, int32: those of `token_bits` in the sampler."""
+    """Return 31 random bits for each token, int32, equal to the sampler's `token_bits`."""
     x = (tokens ^ key0).to(tl.uint32, bitcast=True)
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = x ^ key1.to(tl.uint32, bitcast=True)
@@ -27,7 +27,7 @@ def hash_bits(tokens, key0, key1):
 
 @triton.jit
 def hash_noise(bits):
-    """Standard Gumbel noise of random bits, float32, always finite."""
+    """Return standard Gumbel noise of random bits, float32, always finite."""
     u = (bits.to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2 ** -31
     u = tl.minimum(u, 0.99999994)  # the largest float32 below 1
     rest = 1.0 - u
@@ -42,7 +42,7 @@ LOWEST = tl.constexpr(-(2**31))  # sorts below every number
 
 @triton.jit
 def float_key(x):
-    """Integers that compare like the float32 numbers x; both zeros are one, NaN is the largest."""
+    """Return integers ordered like the float32 numbers x; -0 equals 0, and NaN is the largest."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where(x != x, 0x7FFFFFFF, key)
@@ -50,19 +50,19 @@ def float_key(x):
 
 @triton.jit
 def key_float(key):
-    """The float32 number whose key this is."""
+    """Return the float32 number of a key; the inverse of `float_key`."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def load_logits(row_ptr, ids, end):
-    """Logits of these ids as float32; -inf at `end` and beyond."""
+    """Load the logits of these ids as float32; -inf from `end` on."""
     return tl.load(row_ptr + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def best_greedy(row_ptr, begin, end, BLOCK: tl.constexpr):
-    """Key and id of the largest logit in [begin, end), the smallest id among equals."""
+    """Return key and id of the largest logit in [begin, end); ties take the smallest id."""
     best = tl.full([BLOCK], LOWEST, tl.int32)
     best_id = tl.full([BLOCK], 0, tl.int32) + begin
     for start in range(begin, end, BLOCK):
@@ -77,7 +77,7 @@ def best_greedy(row_ptr, begin, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def may_win(x, bits, best, temperature):
-    """False where noise of these bits cannot lift logits x to the score `best`: no logarithm."""
+    """Return False where noise of these bits cannot lift logits x to `best`; no logarithm."""
     u = ((bits >> 8) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0  # cut off: never too large
     short = x - (best - tl.abs(best) * 2.4e-7)  # a sum may have been rounded up
     short = tl.where(short < 0, short, 0.0)  # NaN may win
@@ -89,7 +89,7 @@ def best_noisy(
     row_ptr, begin, end, key0, key1, temperature, threshold, last_id,
     FILTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Key and id of the largest logit + temperature * noise in [begin, end)."""
+    """Return key and id of the largest logit + temperature * noise in [begin, end)."""
     best = tl.full([], LOWEST, tl.int32)
     best_id = begin
     ahead = load_logits(row_ptr, begin + tl.arange(0, BLOCK), end)
@@ -118,7 +118,7 @@ def slice_kernel(
     row_stride, key_stride, vocab, width,
     FILTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and slice of `width` tokens: the best key in it, and whose it is."""
+    """Store the best key of a slice of `width` tokens and its id; one thread block per slice."""
     row, part = tl.program_id(0), tl.program_id(1)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     begin = part * width
@@ -141,7 +141,7 @@ def slice_kernel(
 
 @triton.jit
 def merge_kernel(best_ptr, best_id_ptr, out_ptr, parts, PARTS: tl.constexpr):
-    """One program per row: the best of its slices, and of equals the smallest token id."""
+    """Store the id of a row's best slice, of equals the smallest; one thread block per row."""
     row = tl.program_id(0)
     part = tl.arange(0, PARTS)
     best = tl.load(best_ptr + row * parts + part, mask=part < parts, other=LOWEST)
@@ -154,12 +154,12 @@ SLICE_BLOCK = 2048  # tokens that a program looks at together
 
 
 def programs_wanted(device: torch.device) -> int:
-    """Programs of a launch: four for each multiprocessor."""
+    """Return the thread blocks of a launch: four per SM."""
     return 4 * device_limits(device).sms
 
 
 def slices(rows: int, vocab: int, programs: int) -> tuple[int, int, int]:
-    """How to cut `rows` rows: slices of a row, tokens of a slice, tokens of a block."""
+    """Return how to cut `rows` rows: slices per row, tokens per slice, tokens per block."""
     block = min(SLICE_BLOCK, triton.next_power_of_2(vocab))
     blocks = triton.cdiv(vocab, block)
     # Rounded down: a few programs more than fit at once would take as long as twice as many.
@@ -170,7 +170,7 @@ def slices(rows: int, vocab: int, programs: int) -> tuple[int, int, int]:
 
 @triton.jit
 def load_keys(row_ptr, ids, vocab, SHIFT: tl.constexpr):
-    """Logits and their keys without the SHIFT bits that this dtype never sets; NaN is +inf."""
+    """Load logits and their keys, shifted right by the dtype's SHIFT unset bits; NaN is +inf."""
     x = load_logits(row_ptr, ids, vocab)
     x = tl.where(x != x, float("inf"), x)
     return x, tl.where(ids < vocab, float_key(x), LOWEST) >> SHIFT
@@ -178,7 +178,7 @@ def load_keys(row_ptr, ids, vocab, SHIFT: tl.constexpr):
 
 @triton.jit
 def group_maxima(row_ptr, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key of each group of tokens, whose ids are equal modulo BLOCK."""
+    """Return the largest key of each group of tokens whose ids are equal modulo BLOCK."""
     best = tl.full([BLOCK], LOWEST, tl.int32) >> SHIFT
     for start in range(0, vocab, BLOCK):
         _, key = load_keys(row_ptr, start + tl.arange(0, BLOCK), vocab, SHIFT)
@@ -188,7 +188,7 @@ def group_maxima(row_ptr, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def count_from(row_ptr, vocab, floor, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """How many keys of the row are `floor` or more."""
+    """Count the keys of the row that are at least `floor`."""
     count = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab, BLOCK):
         _, key = load_keys(row_ptr, start + tl.arange(0, BLOCK), vocab, SHIFT)
@@ -198,7 +198,7 @@ def count_from(row_ptr, vocab, floor, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def kth_key(row_ptr, vocab, k, maxima, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """The k-th largest key of the row: the largest one that at least k keys reach."""
+    """Find the k-th largest key of the row: the largest that at least k keys reach."""
     low = tl.full([], LOWEST, tl.int32) >> SHIFT
     high = tl.max(maxima, 0)
     while low < high:  # among the groups: no look at the row
@@ -219,13 +219,13 @@ def kth_key(row_ptr, vocab, k, maxima, SHIFT: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def shifted_float(key, SHIFT: tl.constexpr):
-    """The number of a key that lost SHIFT bits: zeros, or ones below a negative number."""
+    """Return the number of a key that lost SHIFT bits: zeros, or ones below a negative number."""
     return key_float(tl.where(key < 0, (key << SHIFT) | ((1 << SHIFT) - 1), key << SHIFT))
 
 
 @triton.jit
 def weigh(x, largest, temperature):
-    """exp((x - largest) / temperature) in units of 2**-40, int64: sums in any order are equal."""
+    """Return exp((x - largest) / temperature) in 2**-40, int64, so that sums have no order."""
     share = tl.exp(x / temperature - largest / temperature)
     return (tl.where(share != share, 0.0, share) * 1099511627776.0).to(tl.int64)
 
@@ -234,7 +234,7 @@ def weigh(x, largest, temperature):
 def weigh_above(
     row_ptr, vocab, floor, largest, temperature, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The weight of the keys above `floor` in each group, int64 [BLOCK]."""
+    """Return the weight of the keys above `floor` in each group, int64 [BLOCK]."""
     mass = tl.zeros([BLOCK], tl.int64)
     for start in range(0, vocab, BLOCK):
         x, key = load_keys(row_ptr, start + tl.arange(0, BLOCK), vocab, SHIFT)
@@ -245,7 +245,7 @@ def weigh_above(
 
 @triton.jit
 def bound_of_groups(maxima, mass, limit, low, high):
-    """The smallest key in [low, high] above which groups weigh less than `limit`."""
+    """Find the smallest key in [low, high] above which groups weigh less than `limit`."""
     while low < high:
         middle = (low & high) + ((low ^ high) >> 1)
         if tl.sum(tl.where(maxima > middle, mass, 0), 0).to(tl.float64) < limit:
@@ -260,7 +260,7 @@ def nucleus_key(
     row_ptr, vocab, floor, maxima, mass, limit, largest, temperature,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The smallest key, `floor` or more, whose larger ones weigh less than `limit`."""
+    """Find the smallest key, at least `floor`, above which all keys weigh less than `limit`."""
     alone = weigh(shifted_float(maxima, SHIFT), largest, temperature)
     alone = tl.where(maxima > floor, alone, 0)
     low = bound_of_groups(maxima, alone, limit, floor, tl.max(maxima, 0))
@@ -277,7 +277,7 @@ def nucleus_key(
 
 @triton.jit
 def ties_within(above, each, limit, room):
-    """How many of `room` tokens of weight `each`, put on top of `above`, start below `limit`."""
+    """Count the ties that top-p keeps: of `room`, each of weight `each`, starting below `limit`."""
     low, high = tl.full([], 0, tl.int32), room
     while low < high:
         middle = (low + high) // 2
@@ -290,7 +290,7 @@ def ties_within(above, each, limit, room):
 
 @triton.jit
 def nth_tie(row_ptr, vocab, wanted, n, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Id of the n-th token, counted from 1, whose key is `wanted`; `vocab` if there are fewer."""
+    """Find the n-th token, from 1, whose key is `wanted`; `vocab` if there are fewer."""
     seen, last = tl.full([], 0, tl.int32), vocab
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)
@@ -306,7 +306,7 @@ def nth_tie(row_ptr, vocab, wanted, n, SHIFT: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def filter_row(row_ptr, vocab, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """The smallest key that may be drawn, and the last id among the tokens that have it."""
+    """Return the smallest key that top-k and top-p keep, and the last id of that key."""
     maxima = group_maxima(row_ptr, vocab, SHIFT, BLOCK)
     largest = shifted_float(tl.max(maxima, 0), SHIFT)
     floor = tl.full([], LOWEST, tl.int32) >> SHIFT
@@ -334,7 +334,7 @@ def filter_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, threshold_ptr, last_ptr,
     row_stride, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: what top-k and top-p leave; everything, for a row without them."""
+    """Filter a row by top-k and top-p; one thread block per row, which may keep everything."""
     row = tl.program_id(0)
     temperature = tl.load(temperature_ptr + row)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
@@ -353,7 +353,7 @@ UNSET_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # zero i
 def filter_logits(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What top-k and top-p leave of logits [bs, vocab]: threshold and last id, int32 [bs] each.
+    """Return threshold and last id that top-k and top-p keep of logits [bs, vocab]: int32 [bs].
 
     A token stays if `float_key` of its logit is above the threshold, or equal to it with an id
     up to the last. temperature float32 [bs], 0 for no filter; top_k int32 [bs], 0 for off; top_p
@@ -377,10 +377,10 @@ def sample_logits(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
 ) -> Tensor:
-    """One token per row of logits [bs, vocab], int64 [bs], into `out` if that is given.
+    """Sample a token for each row of logits [bs, vocab], int64 [bs], into `out` if it is given.
 
     keys int32 [2, bs]; temperature float32 [bs], 0 for a greedy row. Filters: as in
-    `filter_logits`, both or none. Rows of logits may lie apart. The same draws as `draw`.
+    `filter_logits`, both or none. Rows of logits may lie apart. Samples equal those of `draw`.
     """
     rows = len(logits)
     if logits.dtype not in UNSET_BITS:
@@ -404,7 +404,7 @@ def launch(
     filtered: bool,
     out: Tensor,
 ) -> None:
-    """Both stages of a draw: the best of each slice, then the best slice of each row."""
+    """Launch both sampling stages: the best of each slice, then the best slice of each row."""
     rows, vocab = logits.shape
     parts, width, block = slices(rows, vocab, programs_wanted(logits.device))
     best, best_id = torch.empty(2, rows, parts, dtype=torch.int32, device=logits.device)

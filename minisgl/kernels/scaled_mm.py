@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.fp8 import FP8, Fp8Weight
 from minisgl.kernels.norm import to_eight_bits
 from minisgl.kernels.pdl import launch_options
-from minisgl.layers.fp8 import FP8, Fp8Weight
 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -55,7 +55,7 @@ class Fp8Rows(Tensor):
 
 
 def empty_rows(m: int, k: int, groups: int, device: torch.device) -> Fp8Rows:
-    """Room for m rows."""
+    """Allocate FP8 rows [m, k], padded to 16 rows, with `groups` scales each."""
     padded = m + -m % 16
     out = torch.empty(padded, k, dtype=FP8, device=device).as_subclass(Fp8Rows)
     out.rows, out.scale = m, torch.empty(groups, padded, device=device).t()
@@ -63,7 +63,7 @@ def empty_rows(m: int, k: int, groups: int, device: torch.device) -> Fp8Rows:
 
 
 def quantize_rows(x: Tensor, group: int, gated: bool = False) -> Fp8Rows:
-    """x [m, k] with a scale for `group` columns; or of x [m, 2 k], which holds gate and up."""
+    """Quantize x [m, k], or gate and up [m, 2 k], to FP8 with a scale for each `group` columns."""
     if isinstance(x, Fp8Rows):
         return x
     m, k = len(x), x.shape[1] // (2 if gated else 1)
@@ -76,7 +76,7 @@ def quantize_rows(x: Tensor, group: int, gated: bool = False) -> Fp8Rows:
 
 
 def scaled_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
-    """x [m, k] by a weight [n, k], plus bias [n]: [m, n] in bfloat16."""
+    """Multiply x [m, k] by an FP8 weight [n, k] (W8A8) and add bias [n]: bfloat16 [m, n]."""
     whole = weight.scale.shape[1] == 1
     values = quantize_rows(x, x.shape[1] // weight.scale.shape[1])
     kind = ScalingType.RowWise if whole else ScalingType.BlockWise1x128

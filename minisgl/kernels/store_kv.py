@@ -16,7 +16,7 @@ def store_kv_kernel(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_stride, v_stride, scales_ptr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per token: copy its numbers of K and of V; slot -1 writes nothing."""
+    """Copy one token's K and V into its slot; -1 writes nothing. One thread block per token."""
     KV: tl.constexpr = k_cache_ptr.dtype.element_ty
     WIDTH: tl.constexpr = HEADS * HEAD_DIM
     token = tl.program_id(0).to(tl.int64)
@@ -35,7 +35,7 @@ def store_kv_kernel(
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
-    """`x` [n, heads, dim] with each token's numbers side by side; tokens may lie further apart."""
+    """Return `x` [n, heads, dim] with each token's numbers contiguous; tokens may lie apart."""
     heads_packed = x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
     return x if heads_packed else x.contiguous()
 

@@ -12,7 +12,7 @@ from minisgl.kernels.linear import Tiling, launch_rows
 
 
 def fixed_tiling(n: int, k: int) -> Tiling:
-    """How to tile a product by a weight [n, k]; ValueError if no tile fits it."""
+    """Return tiles for a weight [n, k], whatever m is; raise ValueError if none divides it."""
     if n % 16 or k % 16 or k < 64:
         must = "multiples of 16, with 64 columns or more"
         raise ValueError(f"deterministic: a weight's sizes must be {must}, got {n}, {k}")
@@ -21,7 +21,7 @@ def fixed_tiling(n: int, k: int) -> Tiling:
 
 
 def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [m, k] by weight [n, k], plus bias [n]: [m, n]; ValueError for float32 on a GPU."""
+    """Multiply x [m, k] by weight [n, k], with bias [n]; ValueError for float32 on a GPU."""
     if x.is_cuda and x.dtype is torch.float32:
         raise ValueError("deterministic: dtype must be float16 or bfloat16 on a GPU, got float32")
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)

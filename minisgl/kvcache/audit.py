@@ -41,7 +41,7 @@ def check_cache(cache: PrefixCache, locked: Sequence[CacheHandle] | None = None)
 
 
 def node_fault(cache: RadixCache, node: Node) -> str:
-    """What is wrong with a node, its parent, its children or its locks; empty if nothing."""
+    """Describe the fault of a node, its parent, children or locks; return "" if there is none."""
     parent, size = node.parent, len(node.slots)
     page = node.tokens[: cache.page_size * TOKEN_BYTES]
     if parent is None or parent.children.get(node.key) is not node or not node.key.endswith(page):

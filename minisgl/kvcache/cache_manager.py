@@ -37,12 +37,12 @@ class CacheManager:
         return self.allocator.free_pages * self.page_size + self.prefix_cache.evictable_tokens
 
     def match_req(self, req: Req) -> CacheHandle:
-        """Longest cached prefix of a request, its last token excepted: one must be computed."""
+        """Find the longest cached prefix of a request without its last token, which is computed."""
         ids = req.input_ids[: 0 if req.scores_prompt else -1]  # scores need all of them: 08a
         return self.prefix_cache.match_prefix(ids, req.sampling_params.cache_salt)
 
     def admit(self, req: Req, handle: CacheHandle) -> None:
-        """Give a request its locked prefix and a row with the slots and tokens that it has."""
+        """Write a request's locked prefix, its slots and tokens, into a row that it now owns."""
         req.cache_handle, req.table_idx = handle, self.tables.allocate()
         if not req.retracted:  # what one that comes back finds, it may have computed itself
             req.matched_len = handle.cached_len
@@ -62,7 +62,7 @@ class CacheManager:
         return self.allocator.allocate(num_pages)
 
     def free_slots(self, slots: IntArray) -> None:
-        """Give whole pages back, named by their slots."""
+        """Free whole pages, named by their slots."""
         self.allocator.free(slots[:: self.page_size] // self.page_size)
         if self.emit is not None and len(slots):
             self.emit(events.PagesFreed(events.pages_of(slots, self.page_size)))
@@ -75,7 +75,7 @@ class CacheManager:
         self.allocated_len.clear()
 
     def allocate_paged(self, reqs: Sequence[Req]) -> None:
-        """Give each request pages up to `device_len`, written into its row; all or none."""
+        """Allocate each request's pages up to `device_len`, written into its row; all or none."""
         plan: list[tuple[Req, int, int]] = []  # request, first and last position, whole pages
         for req in reqs:
             if req.cache_handle is None:
@@ -96,7 +96,7 @@ class CacheManager:
                 self.emit(events.PagesTaken(req.uid, events.pages_of(fresh, self.page_size)))
 
     def cache_req(self, req: Req, finished: bool) -> None:
-        """Hand a request's computed pages to the prefix cache; if finished, free all its others."""
+        """Insert a request's computed pages into the prefix cache; if finished, free its others."""
         old = req.cache_handle
         if old is None:
             raise RuntimeError(f"req {req.uid}: holds no cache handle; was it released before?")

@@ -23,7 +23,7 @@ class EmptyHandle:
     cached_len = 0
 
     def slots(self) -> IntArray:
-        """No slots, int32 [0]."""
+        """Return no slots, int32 [0]."""
         return NO_SLOTS
 
 
@@ -47,19 +47,19 @@ class NaiveCache:
         return InsertResult(EmptyHandle(), 0)
 
     def pages(self) -> IntArray:
-        """No pages, int32 [0]."""
+        """Return no pages, int32 [0]."""
         return NO_SLOTS
 
     def lock(self, handle: CacheHandle) -> None:
-        """Nothing to protect."""
+        """Do nothing: no page is cached, so none needs protection."""
 
     def unlock(self, handle: CacheHandle) -> None:
-        """Nothing to release."""
+        """Do nothing: no page is locked."""
 
     def evict(self, num_tokens: int) -> IntArray:
-        """Nothing to give back: only `evict(0)` succeeds."""
+        """Evict nothing: only `evict(0)` succeeds."""
         check_evictable(self, num_tokens)
         return NO_SLOTS
 
     def reset(self) -> None:
-        """Nothing to forget."""
+        """Do nothing: no prefix is cached."""

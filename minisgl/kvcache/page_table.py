@@ -46,7 +46,7 @@ class PageAllocator:
         return pages
 
     def free(self, pages: IntArray) -> None:
-        """Give pages back, [n]; ValueError, and none taken, if one is unknown or free already."""
+        """Free pages [n]; raise ValueError, and free none, if one is unknown or already free."""
         returned = np.asarray(pages, dtype=np.int64).reshape(-1)
         unknown = returned[(returned < 0) | (returned >= self.num_pages)]
         if unknown.size:
@@ -62,12 +62,12 @@ class PageAllocator:
         self.free_pages = end
 
     def free_set(self) -> IntArray:
-        """The free pages in ascending order, for checks."""
+        """Return the free pages in ascending order, for checks."""
         return np.flatnonzero(self._is_free).astype(np.int32)
 
 
 def slots_of_pages(pages: IntArray, page_size: int) -> IntArray:
-    """Slots of whole pages [k], int32 [k * page_size]."""
+    """Return the slots of whole pages [k], int32 [k * page_size]."""
     inside = np.arange(page_size, dtype=np.int32)
     return (np.asarray(pages, np.int32)[:, None] * page_size + inside).ravel()
 
@@ -79,7 +79,7 @@ class MirroredTable:
     """
 
     def __init__(self, host: NDArray[Any], device: torch.device, share_memory: bool) -> None:
-        """`host` is the first content, of both."""
+        """Copy `host` to the device, or share its memory with the device table."""
         self.host = host
         self.shared = share_memory
         self.device = torch.from_numpy(host) if share_memory else torch.tensor(host, device=device)
@@ -96,7 +96,7 @@ class MirroredTable:
             self._pending.append((row * width + start, row * width + stop))
 
     def take_pending(self) -> NDArray[np.int64]:
-        """Places written since the last call, as indices into the flattened table, [n]."""
+        """Return the places written since the last call, indices into the flat table, [n]."""
         if not self._pending:
             return np.empty(0, dtype=np.int64)
         starts, stops = np.array(self._pending, dtype=np.int64).T
@@ -121,7 +121,7 @@ class TableManager:
         self, num_rows: int, max_len: int, page_size: int, dummy_page: int,
         device: torch.device | str, *, share_memory: bool | None = None,
     ) -> None:  # fmt: skip
-        """`share_memory` None: on a CPU the device tables are the host tables."""
+        """Create the tables; with `share_memory` None they are shared with a CPU device."""
         check_positive(num_rows=num_rows, max_len=max_len, page_size=page_size)
         self.device = torch.device(device)
         shared = self.device.type == "cpu" if share_memory is None else share_memory
@@ -152,7 +152,7 @@ class TableManager:
         return self._free_rows.pop()
 
     def free(self, row: int) -> None:
-        """Give a row back; raises ValueError if it is unknown or already free."""
+        """Free a row; raise ValueError if it is unknown or already free."""
         if not 0 <= row < self.num_rows or row in self._free_rows:
             raise refuse("free", f"a row in use, of 0 ... {self.num_rows - 1}", row)
         self._free_rows.append(row)

@@ -16,7 +16,7 @@ from minisgl.config.rules import check_positive
 
 
 def kv_bytes_per_token(model: ModelConfig, itemsize: int, tp_size: int = 1) -> int:
-    """Bytes of K and V that one token costs on one rank, in all layers; `itemsize` is in bytes."""
+    """Return the bytes of K and V of one token on one rank, in all layers; `itemsize` in bytes."""
     check_positive(itemsize=itemsize)
     kv = model.num_kv_heads
     if isinstance(tp_size, bool) or tp_size < 1 or (kv % tp_size and tp_size % kv):
@@ -44,7 +44,7 @@ class KVPool:
         self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int,
         head_dim: int, dtype: torch.dtype, device: torch.device | str,
     ) -> None:  # fmt: skip
-        """`num_kv_heads` is the number on this rank; the pool starts with zeros."""
+        """Allocate zeros on `device`; `num_kv_heads` is the number on this rank."""
         check_positive(
             num_layers=num_layers, num_pages=num_pages, page_size=page_size,
             num_kv_heads=num_kv_heads, head_dim=head_dim,
@@ -63,15 +63,15 @@ class KVPool:
         self._slots = self.buffer.flatten(2, 3).unbind(1)
 
     def k_cache(self, layer_id: int) -> Tensor:
-        """Keys of one layer by page: a view [num_pages + 1, page_size, kv_heads, head_dim]."""
+        """Return a layer's keys by page: a view [num_pages + 1, page_size, kv_heads, head_dim]."""
         return self._pages[layer_id][0]
 
     def v_cache(self, layer_id: int) -> Tensor:
-        """Values of one layer by page: a view [num_pages + 1, page_size, kv_heads, head_dim]."""
+        """Return a layer's values by page: a view [num_pages + 1, page_size, kv_heads, dim]."""
         return self._pages[layer_id][1]
 
     def free(self) -> None:
-        """Give the memory back now, even if views of it are left. Touch no slot after it."""
+        """Free the memory now, even if views of it are left. Touch no slot after it."""
         if self._mapping is None:
             self.buffer.untyped_storage().resize_(0)
         else:
@@ -84,12 +84,12 @@ class KVPool:
         values.index_copy_(0, out_loc, v)
 
     def load_kv(self, slots: Tensor, layer_id: int, dtype: torch.dtype) -> list[Tensor]:
-        """Copies of K and V at slots of any shape: [*slots.shape, kv_heads, head_dim] each."""
+        """Copy K and V at slots of any shape: [*slots.shape, kv_heads, head_dim] each."""
         return [
             part.index_select(0, slots.flatten()).unflatten(0, slots.shape).to(dtype)
             for part in self._slots[layer_id]
         ]
 
     def scales(self, layer_id: int) -> Tensor | None:
-        """What a layer's keys and values are multiplied by when they are read; None: by nothing."""
+        """Return the factors of a layer's stored keys and values; None if they have none."""
         return None

@@ -21,7 +21,7 @@ class CacheHandle(Protocol):
         """Tokens of the prefix, a multiple of the page size."""
 
     def slots(self) -> IntArray:
-        """Slots that hold the prefix, int32 [cached_len]; RuntimeError if any was evicted."""
+        """Return the prefix's slots, int32 [cached_len]; raise RuntimeError if any was evicted."""
 
 
 class InsertResult(NamedTuple):
@@ -49,13 +49,13 @@ class PrefixCache(Protocol):
         """Cached tokens that a lock protects."""
 
     def match_prefix(self, ids: IntArray, salt: Salt = None) -> CacheHandle:
-        """Longest cached prefix of `ids` [n]; changes neither what is cached nor any size."""
+        """Find the longest cached prefix of `ids` [n]; change neither contents nor sizes."""
 
     def insert_prefix(self, ids: IntArray, slots: IntArray, salt: Salt = None) -> InsertResult:
-        """Hand over the slots [n] of the tokens `ids` [n]; what is cached already is left alone."""
+        """Insert the slots [n] of the tokens `ids` [n]; leave what is cached already as it is."""
 
     def pages(self) -> IntArray:
-        """Every page that the cache holds, int32, in any order."""
+        """Return every page that the cache holds, int32, in any order."""
 
     def lock(self, handle: CacheHandle) -> None:
         """Protect a prefix from eviction; locks add up."""
@@ -88,6 +88,6 @@ NO_SLOTS: IntArray = np.empty(0, np.int32)
 
 
 def page_bytes(ids: IntArray, page_size: int) -> bytes:
-    """The whole pages of `ids` [n] as raw bytes."""
+    """Return the whole pages of `ids` [n] as raw bytes."""
     tokens = np.asarray(ids, np.int32)
     return tokens[: len(tokens) // page_size * page_size].tobytes()

@@ -58,7 +58,7 @@ class RadixCache:
         self.evictable_tokens = self.protected_tokens = 0
 
     def page_key(self, tokens: bytes, start: int, salt: Salt) -> bytes:
-        """Key of the child that continues at byte `start`: a page, the first one after the salt."""
+        """Return the key of the child at byte `start`: a page; the first follows the salt."""
         page = tokens[start : start + self.page_bytes]
         return page if start or not page or salt is None else salt.encode() + page
 
@@ -102,7 +102,7 @@ class RadixCache:
             node = node.parent
 
     def match_prefix(self, ids: IntArray, salt: Salt = None) -> CacheHandle:
-        """Longest cached prefix of `ids` [n]; may split a node, changes nothing that is cached."""
+        """Find the longest cached prefix of `ids` [n]; may split a node, keeps cached contents."""
         node, length = self.walk(page_bytes(ids, self.page_size), salt)
         self.touch(node)
         return RadixHandle(node, length)
@@ -149,14 +149,14 @@ class RadixCache:
         return np.concatenate(freed)
 
     def nodes(self) -> list[Node]:
-        """All nodes, the root first and each parent before its children; walks the whole tree."""
+        """Return all nodes, each parent before its children; walks the whole tree."""
         found = [self.root]
         for node in found:
             found.extend(node.children.values())
         return found
 
     def pages(self) -> IntArray:
-        """Every page of the tree, int32."""
+        """Return every page of the tree, int32."""
         return np.concatenate([n.slots[:: self.page_size] for n in self.nodes()]) // self.page_size
 
     def lock(self, handle: CacheHandle) -> None:
@@ -188,7 +188,7 @@ class RadixCache:
 
 
 def common_prefix(a: IntArray, b: IntArray, page_size: int) -> int:
-    """Number of leading tokens that `a` and `b` share, rounded down to whole pages."""
+    """Count the leading tokens that `a` and `b` share, rounded down to whole pages."""
     shorter = min(len(a), len(b))
     differ = np.flatnonzero(a[:shorter] != b[:shorter])
     return (int(differ[0]) if len(differ) else shorter) // page_size * page_size
@@ -201,12 +201,12 @@ class RadixHandle(NamedTuple):
     cached_len: int
 
     def slots(self) -> IntArray:
-        """Slots of the prefix, int32 [cached_len]; RuntimeError if any was evicted."""
+        """Return the prefix's slots, int32 [cached_len]; raise RuntimeError if any was evicted."""
         return np.concatenate([NO_SLOTS, *(node.slots for node in reversed(path_of(self)))])
 
 
 def path_of(handle: CacheHandle) -> list[Node]:
-    """The nodes of a prefix, the last one first; RuntimeError if any of it was evicted."""
+    """Return a prefix's nodes, the last one first; raise RuntimeError if any was evicted."""
     if not isinstance(handle, RadixHandle):
         raise TypeError(f"handle: not from a radix cache: {handle!r}")
     path: list[Node] = []

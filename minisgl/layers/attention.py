@@ -22,7 +22,8 @@ class Attention(nn.Module):
     """Attention with grouped heads: x [n, hidden] to [n, hidden].
 
     Queries, keys and values handed to the plan are contiguous in their last two dimensions; rows
-    of the three lie at a larger stride, because they share one tensor.
+    of the three lie at a larger stride, because they share one tensor. Attributes: qkv_proj, whose
+    shards are q_proj, k_proj and v_proj; o_proj; qk_norm, or None.
     """
 
     def __init__(self, config: ModelConfig, layer_id: int, ctx: ParallelContext) -> None:

@@ -15,7 +15,8 @@ from minisgl.parallel.comm import ParallelContext
 class VocabParallelEmbedding(nn.Module):
     """Vectors of token ids: int64 [n] to [n, hidden]; each rank holds an equal range of ids.
 
-    The vocabulary is padded to a multiple of the number of ranks; padding rows are zero.
+    The vocabulary is padded to a multiple of the number of ranks; the loader zeroes padding rows.
+    Attributes: vocab_size, hidden, start and rows (of this rank's range), weight [rows, hidden].
     """
 
     def __init__(self, vocab_size: int, hidden: int, ctx: ParallelContext) -> None:
@@ -37,7 +38,8 @@ class VocabParallelEmbedding(nn.Module):
 class LMHead(VocabParallelEmbedding):
     """Logits: x [n, hidden] to [n, vocab_size] on every rank; `tied` lends its weight instead.
 
-    A single rank writes them to `out` [n, vocab_size], if it is given.
+    A single rank writes them to `out` [n, vocab_size], if it is given and `linear` is PyTorch's.
+    The attribute `tied` is True if the weight is borrowed.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class LMHead(VocabParallelEmbedding):
             self.weight = tied.weight
 
     def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        # A recorded step, chapter 07, wants its logits in a buffer of its own.
+        # A captured step, chapter 07, has a buffer for its logits.
         if out is not None and self.comm.size == 1 and self.linear is F.linear:
             return torch.mm(x, self.weight.T, out=out)
         logits = self.comm.all_gather(self.linear(x, self.weight))

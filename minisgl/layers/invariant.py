@@ -22,13 +22,13 @@ BLOCK = 16  # rows of every call: a compromise between one row of a decode and m
 def block_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [m, k] by weight [n, k], plus bias [n]: [m, n]; each library call has BLOCK rows."""
+    """Multiply x [m, k] by weight [n, k], plus bias: [m, n]; each library call has BLOCK rows."""
     padded = F.pad(x, (0, 0, 0, -len(x) % BLOCK)).contiguous()
     return torch.cat([F.linear(rows, weight, bias) for rows in padded.split(BLOCK)])[: len(x)]
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """x / (1 + exp(-x)) in float32, by operations whose vectors and remainders round alike."""
+    """Return x / (1 + exp(-x)) by float32 operations that round vectors and remainders alike."""
     wide = x.float()
     return (wide / (1 + (-wide).exp())).to(x.dtype)
 
@@ -40,7 +40,7 @@ class OrderedSum:
         self.comm = comm
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the group's own."""
+        """Return any other attribute of the wrapped group."""
         return getattr(self.comm, name)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,16 +53,16 @@ class OrderedSum:
 
 @cache
 def load_tiled_linear() -> Callable[..., torch.Tensor]:
-    """`minisgl.kernels.tiled_linear.tiled_linear`; imported here, because it needs Triton."""
+    """Import `minisgl.kernels.tiled_linear.tiled_linear`, on first use because it needs Triton."""
     found: Callable[..., torch.Tensor] = import_module("minisgl.kernels.tiled_linear").tiled_linear
     return found
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [m, k] by weight [n, k], plus bias [n]: [m, n], on either device."""
+    """Multiply x [m, k] by weight [n, k] and add bias [n]: [m, n], on either device."""
     return load_tiled_linear()(x, weight, bias) if x.is_cuda else block_linear(x, weight, bias)
 
 
 def make_invariant(ctx: ParallelContext) -> ParallelContext:
-    """The same context with functions and sums that do not depend on the batch."""
+    """Return the context with batch-invariant functions and sums."""
     return replace(ctx, comm=cast(Comm, OrderedSum(ctx.comm)), linear=linear, silu=silu)

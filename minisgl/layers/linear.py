@@ -25,7 +25,7 @@ class RowShard:
 
 
 def even_shard(name: str, full: int, comm: Comm) -> RowShard:
-    """This rank's equal share of `full` rows; ValueError if the ranks do not divide them."""
+    """Return this rank's equal share of `full` rows; ValueError if they do not divide evenly."""
     if full % comm.size:
         raise ValueError(f"{name}: {full} rows cannot be cut into {comm.size} equal parts")
     size = full // comm.size
@@ -33,7 +33,7 @@ def even_shard(name: str, full: int, comm: Comm) -> RowShard:
 
 
 def head_shard(name: str, heads: int, head_dim: int, comm: Comm) -> RowShard:
-    """This rank's heads, as rows; with fewer heads than ranks, neighbours share a copy of one."""
+    """Return this rank's heads as rows; if heads are fewer than ranks, neighbours share copies."""
     if heads % comm.size and comm.size % heads:
         raise ValueError(f"{name}: {heads} heads cannot be shared evenly by {comm.size} ranks")
     count, first = max(1, heads // comm.size), comm.rank * heads // comm.size
@@ -44,6 +44,7 @@ class MergedColumnParallelLinear(nn.Module):
     """Several projections of one input as a single GEMM; each rank holds rows of every one.
 
     forward: x [n, in_features] to [n, rows of this rank], the projections side by side.
+    Attributes: in_features, shards, weight [rows, in_features], bias [rows] or None.
     """
 
     def __init__(
@@ -61,7 +62,10 @@ class MergedColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """One projection cut by input: x [n, in_features / ranks] to the full [n, out_features]."""
+    """One projection cut by input: x [n, in_features / ranks] to the full [n, out_features].
+
+    Attributes: shard (of the columns), full_shape (out_features, in_features), weight.
+    """
 
     def __init__(self, in_features: int, out_features: int, ctx: ParallelContext) -> None:
         super().__init__()

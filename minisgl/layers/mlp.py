@@ -13,7 +13,10 @@ from minisgl.parallel.comm import ParallelContext
 
 
 class GatedMLP(nn.Module):
-    """silu(x gate) * (x up), then down: [n, hidden] to [n, hidden]."""
+    """silu(x gate) * (x up), then down: [n, hidden] to [n, hidden].
+
+    Attributes: gate_up_proj, whose shards are gate_proj and up_proj, and down_proj.
+    """
 
     def __init__(self, hidden: int, intermediate: int, ctx: ParallelContext) -> None:
         super().__init__()

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl.config.model import MoEConfig
-from minisgl.layers.fp8 import Fp8Weight
+from minisgl.fp8 import Fp8Weight
 from minisgl.layers.linear import even_shard
 from minisgl.parallel.comm import ParallelContext, SingleRank
 
 
 def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """The experts of each token: logits [n, experts] to ids and float32 weights, [n, top_k] each.
+    """Choose each token's experts: logits [n, experts] to ids, float32 weights, [n, top_k] each.
 
     normalize: scale the weights of a token to add up to 1.
     """
@@ -30,7 +30,7 @@ def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
 
 
 def sort_by_expert(ids: Tensor, num_experts: int, first: int = 0) -> tuple[Tensor, list[int]]:
-    """Pairs of `num_experts` experts from `first` on, and how many each has; ids [n, top_k].
+    """Sort the pairs of `num_experts` experts from `first` on, and count each's; ids [n, top_k].
 
     Pair `p` is choice `p % top_k` of token `p // top_k`; those of an expert keep their order.
     """
@@ -41,7 +41,7 @@ def sort_by_expert(ids: Tensor, num_experts: int, first: int = 0) -> tuple[Tenso
 
 
 def one_expert(weights: Tensor, expert: int, dtype: torch.dtype) -> Tensor:
-    """The weight of an expert, [n, k]; one of eight bits in `dtype`."""
+    """Return the weight of an expert, [n, k]; an FP8 weight is dequantized to `dtype`."""
     if isinstance(weights, Fp8Weight):
         return weights.dequantized(dtype, expert)
     return weights[expert]
@@ -52,11 +52,11 @@ def grouped_experts(
     linear: Callable[..., Tensor] = F.linear, silu: Callable[[Tensor], Tensor] = F.silu,
     first: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Weighted sums over the experts of each token: x [n, hidden] to [n, hidden].
+    """Compute weighted sums over the experts of each token: x [n, hidden] to [n, hidden].
 
     ids, weights: [n, top_k], by `route`. gate_up [experts, 2 width, hidden] and
     down [experts, hidden, width]: the weights of the experts from `first` on; others add nothing.
-    linear, silu: what they compute by.
+    linear, silu: the functions to compute with.
     """
     order, counts = sort_by_expert(ids, len(gate_up), first)
     blocks = x[order // ids.shape[1]].split(counts)
@@ -104,7 +104,7 @@ class MoE(nn.Module):
         return self.comm.all_reduce(y)
 
     def fuse(self) -> Any:
-        """The experts of this rank for the fused model of chapter 05e."""
+        """Return this rank's experts for the fused model of chapter 05e."""
         how = self.config.top_k, self.config.norm_topk_prob, self.experts.start
         done = torch.zeros(1, dtype=torch.int32, device=self.gate.device)
         kernels = import_module("minisgl.kernels.moe_row")
@@ -113,5 +113,5 @@ class MoE(nn.Module):
 
 @cache
 def load_kernels() -> Any:
-    """The kernels of chapter 11b; imported here, because they need Triton."""
+    """Import the kernels of chapter 11b, on first use because they need Triton."""
     return import_module("minisgl.kernels.moe")

@@ -16,7 +16,7 @@ class RMSNorm(nn.Module):
     """Divide each row by its root mean square and scale it: [n, size] to [n, size].
 
     forward(x, residual) first adds: it returns the norm of `x + residual`, and that sum, which is
-    the next residual. With no residual, `x` itself is the sum.
+    the next residual. With no residual, `x` itself is the sum. Attributes: shape (size,), weight.
     """
 
     def __init__(self, size: int, eps: float, ctx: ParallelContext) -> None:
@@ -36,6 +36,7 @@ class QKNorm(nn.Module):
     """RMS norm of each query and key head: [n, qo + kv heads, head_dim] to the same shape.
 
     weight: [qo + kv heads, head_dim], the one of queries, then the one of keys, for every head.
+    Other attributes: shape (head_dim,), num_qo_heads.
     """
 
     def __init__(

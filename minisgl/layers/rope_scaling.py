@@ -27,7 +27,7 @@ def llama3_frequencies(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Te
 
 
 def yarn_frequencies(config: RotaryConfig, scaling: RopeScaling) -> torch.Tensor:
-    """Like llama3, but the blend is linear in the plane's index: float32 [head_dim / 2]."""
+    """Blend frequencies as llama3 does, but linearly in the plane's index: [head_dim / 2]."""
 
     def plane_that_turns(times: float) -> float:
         wavelength = scaling.original_max_position / (times * 2 * math.pi)
@@ -45,7 +45,7 @@ def yarn_frequencies(config: RotaryConfig, scaling: RopeScaling) -> torch.Tensor
 
 
 def yarn_attention_factor(scaling: RopeScaling) -> float:
-    """What YaRN multiplies cos and sin by, so that attention over more tokens stays as sharp."""
+    """Return YaRN's factor on cos and sin, which keeps attention over more tokens as sharp."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 
@@ -58,7 +58,7 @@ def yarn_attention_factor(scaling: RopeScaling) -> float:
 
 
 def scaled_frequencies(config: RotaryConfig) -> tuple[torch.Tensor, float]:
-    """Frequencies [head_dim / 2] after scaling, and the factor on cos and sin."""
+    """Return the frequencies [head_dim / 2] after scaling, and the factor on cos and sin."""
     inv_freq, scaling = base_frequencies(config), config.scaling
     if scaling is None:
         return inv_freq, 1.0

@@ -17,13 +17,13 @@ Frequencies = Callable[[RotaryConfig], tuple[torch.Tensor, float]]
 
 
 def base_frequencies(config: RotaryConfig) -> torch.Tensor:
-    """Angle per position of each of the head_dim / 2 planes: base ** (-2 i / head_dim), float32."""
+    """Return each plane's angle per position: base ** (-2 i / head_dim), float32 [head_dim / 2]."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     return 1.0 / config.base**exponent
 
 
 def plain_frequencies(config: RotaryConfig) -> tuple[torch.Tensor, float]:
-    """The frequencies of a model that is not stretched; ValueError for one that is."""
+    """Return the unscaled frequencies; raise ValueError for a config with rope scaling."""
     if config.scaling is not None:
         raise ValueError(f"rope_scaling: {config.scaling.kind!r} needs its own frequencies")
     return base_frequencies(config), 1.0

@@ -19,7 +19,10 @@ from minisgl.parallel.comm import ParallelContext
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, a norm before each: (x, residual) [n, hidden] to (x, residual)."""
+    """Attention and MLP, a norm before each: (x, residual) [n, hidden] to (x, residual).
+
+    Attributes: input_layernorm, self_attn, post_attention_layernorm, mlp.
+    """
 
     def __init__(
         self, config: ModelConfig, layer_id: int, mlp: nn.Module, ctx: ParallelContext
@@ -41,7 +44,10 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm: a ForwardBatch to [rows wanted, hidden]."""
+    """Embedding, layers and final norm: a ForwardBatch to [rows wanted, hidden].
+
+    Attributes: embed_tokens, layers, norm, rotary; its table is on the CPU if parameters are meta.
+    """
 
     def __init__(
         self,
@@ -71,7 +77,7 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder and its head: ForwardBatch to logits [rows wanted, vocab_size] on every rank.
 
-    A family with another MLP overrides `make_mlp`.
+    A family with another MLP overrides `make_mlp`. Attributes: config, ctx, model, lm_head.
     """
 
     def __init__(
@@ -88,7 +94,7 @@ class CausalLM(nn.Module):
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, ctx, tied)
 
     def make_mlp(self, layer_id: int) -> nn.Module:
-        """The MLP of one layer."""
+        """Build the MLP of one layer."""
         return GatedMLP(self.config.hidden_size, self.config.intermediate_size, self.ctx)
 
     def forward(self, fb: ForwardBatch) -> torch.Tensor:

@@ -44,7 +44,7 @@ class FusedAttention:
     table: Tensor  # cosines and sines
 
     def attend(self, qkv: Tensor, fb: ForwardBatch, layer_id: int) -> Tensor:
-        """Attention of new tokens [n, (qo + 2 kv) d]: [n, qo d]."""
+        """Attend with new tokens' q, k and v [n, (qo + 2 kv) d]: [n, qo d]."""
         n, qo, kv = len(qkv), self.num_qo_heads, self.num_kv_heads
         plan = fb.attn
         if isinstance(plan, FusedPlan):
@@ -79,7 +79,7 @@ class FusedLayer:
         return own and takes_row(self.gate_up, norm=True, gated=True) and takes_row(self.down)
 
     def one_row(self, x: Tensor | DeferredNorm, norm: Tensor, fb: ForwardBatch, layer: int) -> Any:
-        """Kernels for one token, x [1, hidden] to the next norm; for a layer that `takes_row`."""
+        """Run the layer for one token, x [1, hidden] to the next norm; the layer `takes_row`."""
         attention, eps = self.attention, self.attention.eps
         if isinstance(x, Tensor):  # no product is in front of the first layer
             x = DeferredNorm(x, add_norm(None, x, self.first_norm, eps)[0])
@@ -93,7 +93,7 @@ class FusedLayer:
 
 
 def fuse_layer(layer: Any, eps: float, table: Tensor) -> FusedLayer:
-    """The weights of a `DecoderLayer`, for the kernels."""
+    """Collect a `DecoderLayer`'s weights for the kernels."""
     attention, norms = layer.self_attn, None
     if attention.qk_norm is not None:
         weight = attention.qk_norm.weight
@@ -112,7 +112,7 @@ def fuse_layer(layer: Any, eps: float, table: Tensor) -> FusedLayer:
 
 
 def can_fuse(model: Any) -> bool:
-    """True if the kernels compute this model: 16-bit weights, heads a power of two, tiles fit."""
+    """Return True if the kernels run this model: 16-bit weights, fitting head size, tiles fit."""
     weight, dim = model.model.embed_tokens.weight, model.config.head_dim
     if not weight.is_cuda or weight.dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -132,12 +132,12 @@ class FusedModel:
         self.takes_row = self.comm.size == 1 and all(layer.takes_row for layer in self.layers)
 
     def __call__(self, fb: ForwardBatch) -> Tensor:
-        """Logits, in `fb.logits` if that is given."""
+        """Return logits, in `fb.logits` if that is given."""
         logits: Tensor = self.model.lm_head(self.hidden(fb), fb.logits)
         return logits
 
     def hidden(self, fb: ForwardBatch) -> Tensor:
-        """What the head reads, [rows wanted, hidden]."""
+        """Return the input of the head, [rows wanted, hidden]."""
         embedding = self.model.model.embed_tokens
         x: Any = self.comm.all_reduce(embed(fb.input_ids, embedding.weight, embedding.start))
         if len(x) > 1 or not self.takes_row:
@@ -148,7 +148,7 @@ class FusedModel:
         return add_norm(None, x.total, self.final_norm, self.eps)[0]
 
     def all_rows(self, residual: Tensor, fb: ForwardBatch) -> Tensor:
-        """The layers over any number of tokens, and the final norm of the rows wanted."""
+        """Run the layers over any number of tokens, and the final norm of the rows wanted."""
         parts: Tensor | None = None
         for layer_id, layer in enumerate(self.layers):
             x, residual = self.add_norm(parts, residual, layer.first_norm, layer.attention.qkv)
@@ -168,7 +168,7 @@ class FusedModel:
     def add_norm(
         self, parts: Tensor | None, residual: Tensor, norm: Tensor, weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`add_norm` of parts [p, n, hidden], summed over ranks first, for a product by weight."""
+        """Apply `add_norm` to parts [p, n, hidden], all-reduced first, for a product by weight."""
         if parts is not None and self.comm.size > 1:
             fused = getattr(self.comm, "all_reduce_add_norm", None)  # of GPUs that share memory
             done = fused(parts, residual, norm, self.eps) if fused is not None else None

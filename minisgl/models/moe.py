@@ -19,14 +19,14 @@ class MoECausalLM(CausalLM):
     """A decoder with experts in all layers but `config.moe.dense_layers`."""
 
     def make_mlp(self, layer_id: int) -> nn.Module:
-        """Experts, or the MLP of a dense layer."""
+        """Build experts, or the MLP of a dense layer."""
         moe = self.config.moe
         if moe is None or layer_id in moe.dense_layers:
             return super().make_mlp(layer_id)
         return MoE(self.config.hidden_size, moe, self.ctx)
 
     def choose_layout(self, names: Collection[str]) -> None:
-        """Tell the experts how a checkpoint with tensors of these names stores them."""
+        """Set the experts' layout from the names of a checkpoint's tensors."""
         for path, layer in self.named_modules():
             if isinstance(layer, MoE):
                 if f"{path}.experts.gate_up_proj" in names:
@@ -41,7 +41,7 @@ NAMES = {"qwen": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", 
 
 @layer_shards.register
 def moe_shards(layer: MoE, path: str) -> Iterator[ShardSpec]:
-    """The router, and of each of its experts this rank's rows of gate and up, columns of down."""
+    """Yield the router, and for each expert this rank's rows of gate and up, columns of down."""
     if layer.layout == "mixtral":
         path = f"{path.rpartition('.')[0]}.block_sparse_moe"
     (experts, hidden), full, first = layer.gate.shape, layer.shard.full, layer.experts.start

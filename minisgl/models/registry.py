@@ -29,9 +29,9 @@ def build_model(
     deterministic: bool = False,
     expert_parallel: bool = False,
 ) -> nn.Module:
-    """The model of `config.architecture`, without values; ValueError for an unknown name.
+    """Build the model of `config.architecture`, without values; ValueError for an unknown name.
 
-    deterministic: what it computes for a token does not depend on the rest of the batch.
+    deterministic: a token's result does not depend on the rest of the batch.
     expert_parallel: a rank holds whole experts, not a slice of each.
     """
     if config.architecture not in MODELS:

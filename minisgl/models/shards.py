@@ -43,9 +43,9 @@ class ShardSpec:
 
 @singledispatch
 def layer_shards(layer: nn.Module, path: str) -> Iterator[ShardSpec]:
-    """The tensors that fill one layer, named `path` in the model; none for one without parameters.
+    """Yield the tensors that fill one layer, named `path` in the model; none if it has none.
 
-    TypeError for a layer that has parameters and no rule: it would stay empty.
+    Raise TypeError for a layer that has parameters and no rule: it would stay empty.
     """
     if next(layer.parameters(recurse=False), None) is not None:
         raise TypeError(f"{path}: no rule says what fills a {type(layer).__name__}")
@@ -54,13 +54,13 @@ def layer_shards(layer: nn.Module, path: str) -> Iterator[ShardSpec]:
 
 @layer_shards.register
 def norm_shards(layer: RMSNorm, path: str) -> Iterator[ShardSpec]:
-    """A norm is whole on every rank."""
+    """Yield the norm, whole on every rank."""
     yield ShardSpec(f"{path}.weight", layer.shape)
 
 
 @layer_shards.register
 def qk_norm_shards(layer: QKNorm, path: str) -> Iterator[ShardSpec]:
-    """One weight for all query heads, one for all key heads."""
+    """Yield one weight for all query heads, one for all key heads."""
     parent, split = path.rpartition(".")[0], layer.num_qo_heads
     yield ShardSpec(f"{parent}.q_norm.weight", layer.shape, (), (slice(None, split),))
     yield ShardSpec(f"{parent}.k_norm.weight", layer.shape, (), (slice(split, None),))
@@ -68,7 +68,7 @@ def qk_norm_shards(layer: QKNorm, path: str) -> Iterator[ShardSpec]:
 
 @layer_shards.register
 def merged_shards(layer: MergedColumnParallelLinear, path: str) -> Iterator[ShardSpec]:
-    """This rank's rows of every projection, one projection below the other."""
+    """Yield this rank's rows of every projection, one projection below the other."""
     parent, start = path.rpartition(".")[0], 0
     for shard in layer.shards:
         source = (slice(shard.start, shard.start + shard.size),)
@@ -82,14 +82,14 @@ def merged_shards(layer: MergedColumnParallelLinear, path: str) -> Iterator[Shar
 
 @layer_shards.register
 def row_parallel_shards(layer: RowParallelLinear, path: str) -> Iterator[ShardSpec]:
-    """This rank's columns."""
+    """Yield this rank's columns."""
     columns = slice(layer.shard.start, layer.shard.start + layer.shard.size)
     yield ShardSpec(f"{path}.weight", layer.full_shape, (slice(None), columns))
 
 
 @layer_shards.register
 def embedding_shards(layer: VocabParallelEmbedding, path: str) -> Iterator[ShardSpec]:
-    """This rank's range of ids, as far as it is real."""
+    """Yield this rank's range of ids, without padding."""
     stop = min(layer.start + layer.rows, layer.vocab_size)
     real = slice(min(layer.start, stop), stop)  # empty on a rank that holds padding alone
     target = (slice(0, real.stop - real.start),)
@@ -98,18 +98,18 @@ def embedding_shards(layer: VocabParallelEmbedding, path: str) -> Iterator[Shard
 
 @layer_shards.register
 def head_shards(layer: LMHead, path: str) -> Iterator[ShardSpec]:
-    """A tied head borrows the embedding."""
+    """Yield nothing for a tied head, which borrows the embedding."""
     return iter(()) if layer.tied else embedding_shards(layer, path)
 
 
 @singledispatch
 def parameter_shards(parameter: object, spec: ShardSpec) -> Iterator[ShardSpec]:
-    """The tensors behind a spec: for an ordinary parameter, the one that it names."""
+    """Yield the tensors behind a spec: for an ordinary parameter, the one that it names."""
     yield spec
 
 
 def model_shards(model: nn.Module) -> list[tuple[nn.Module, ShardSpec]]:
-    """Every tensor that the model reads, with the layer that it belongs to."""
+    """List every tensor that the model reads, with the layer that it belongs to."""
     return [
         (layer, part)
         for path, layer in model.named_modules()

@@ -32,13 +32,13 @@ class WeightError(ValueError):
 
 
 def some(names: Sequence[str]) -> str:
-    """At most five of the names, and how many more there are."""
+    """Join at most five of the names, and the number of the others."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint: those of the index, or the single one."""
+    """Return the files of a checkpoint: those of the index, or the single one."""
     if (folder / GGUF).exists():
         return [folder / GGUF]
     if (folder / INDEX).is_file():
@@ -77,7 +77,7 @@ class Checkpoint:
             self.file_of.update(dict.fromkeys(names, file))
 
     def misfit(self, spec: ShardSpec) -> str | None:
-        """What is wrong with the tensor of a spec, or None."""
+        """Describe what is wrong with the tensor of a spec; None if it fits."""
         found = self.file_of[spec.name].get_slice(spec.name)
         shape, dtype = tuple(found.get_shape()), found.get_dtype()
         if shape != spec.shape:
@@ -86,7 +86,7 @@ class Checkpoint:
         return None if dtype in spec.dtypes else f"{spec.name} has dtype {dtype}, not {known}"
 
     def read(self, spec: ShardSpec) -> torch.Tensor:
-        """This rank's part of a tensor; the rest of it stays on disk."""
+        """Read this rank's part of a tensor; the rest of it stays on disk."""
         whole = self.file_of[spec.name].get_slice(spec.name)
         part: torch.Tensor
         if spec.repeat == 1:
@@ -101,7 +101,7 @@ logger = logging.getLogger("minisgl.weights")
 
 
 def harmless(name: str, model: nn.Module) -> str | None:
-    """Why a tensor that the model does not read may be ignored; None if it may not."""
+    """Return why a tensor that the model does not read may be ignored; None if it may not."""
     if name.endswith(".inv_freq"):
         return "the rotary table is computed from the config"
     if name.endswith(("self_attn.k_scale", "self_attn.v_scale")):
@@ -131,7 +131,7 @@ def check_names(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def check_tied(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """A head that the config ties must not come with a weight of its own."""
+    """Raise WeightError if a tied head comes with a weight of its own."""
     name = "lm_head.weight"
     if name not in checkpoint.file_of or harmless(name, model) is None:
         return
@@ -150,7 +150,7 @@ Index = tuple[slice, ...]
 
 @singledispatch
 def new_like(old: nn.Parameter, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
-    """Zeros of the same shape on `device`; other kinds of parameters register their own."""
+    """Return zeros of the same shape on `device`; other kinds of parameters register their own."""
     return nn.Parameter(torch.zeros(old.shape, dtype=dtype, device=device), requires_grad=False)
 
 
@@ -162,12 +162,12 @@ def fill(parameter: torch.Tensor, target: Index, part: torch.Tensor) -> None:
 
 @singledispatch
 def fill_randomly(parameter: nn.Parameter, generator: torch.Generator) -> None:
-    """Small random numbers."""
+    """Fill a parameter with small random numbers."""
     parameter.normal_(0.0, 0.02, generator=generator)
 
 
 def materialize(model: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
-    """Give every parameter zeros on `device`; parameters that are shared stay shared."""
+    """Allocate zeros on `device` for every parameter; shared parameters stay shared."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module.named_parameters(recurse=False):
@@ -210,9 +210,9 @@ def load_weights(
 def load_dummy_weights(
     model: nn.Module, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0
 ) -> None:
-    """Small random weights, made on the device: the right sizes and speed, no meaning.
+    """Fill the model with small random weights on the device: the right sizes and speed.
 
-    Norms are one, so that nothing vanishes on the way.
+    Norms are one, so that activations do not vanish.
     """
     materialize(model, device, dtype)
     generator = torch.Generator(device=device).manual_seed(seed)

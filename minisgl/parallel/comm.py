@@ -1,4 +1,4 @@
-"""What layers ask of the other ranks, a group of one, and what each layer is told.
+"""The group of ranks that layers compute with, a group of one, and the context of each layer.
 
 Generated from notebooks/05_model.ipynb: edit there.
 """
@@ -27,7 +27,7 @@ class Comm(Protocol):
         """Sum of `x` over the ranks, equal on all of them; may overwrite `x`."""
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The ranks' `x`, equal in shape, side by side along `dim` in the order of the ranks."""
+        """Concatenate the ranks' `x`, equal in shape, along `dim` in the order of the ranks."""
 
     def barrier(self) -> None: ...  # this and the rest are for start-up and messages: chapter 10b
 
@@ -35,7 +35,7 @@ class Comm(Protocol):
         """Return the message of rank `src`, of type `kind`, on every rank."""
 
     def min_ints(self, values: Sequence[int]) -> list[int]:
-        """Element-wise minimum of `values` over the ranks."""
+        """Return the element-wise minimum of `values` over the ranks."""
 
 
 class SingleRank:
@@ -72,6 +72,6 @@ class ParallelContext:
     expert_parallel: bool = False  # whole experts on each rank: chapter 11
 
     def parameter(self, *shape: int) -> nn.Parameter:
-        """A parameter without values or gradient; on the `meta` device it takes no memory."""
+        """Make a parameter without values or gradient; on device `meta` it takes no memory."""
         empty = torch.empty(*shape, dtype=self.dtype, device=self.device)
         return nn.Parameter(empty, requires_grad=False)

@@ -27,7 +27,10 @@ class CommError(RuntimeError):
 
 
 def use_loopback() -> None:
-    """Connect ranks inside this machine only, unless the environment names an interface."""
+    """Connect ranks inside this machine only, unless the environment names an interface.
+
+    The variables are GLOO_SOCKET_IFNAME and, for chapter 10a, NCCL_SOCKET_IFNAME.
+    """
     names = {name for _, name in socket.if_nameindex()}
     if loopback := next((name for name in ("lo", "lo0") if name in names), None):
         for library in ("GLOO", "NCCL"):
@@ -48,7 +51,8 @@ class GlooComm:
 
     Operations on tensors give up after `timeout` seconds, because all ranks compute at the same
     pace. `broadcast_object` waits for ever; a death closes the connection and ends that wait too.
-    `on_failure` is called when an operation fails; it may raise a better error than CommError.
+    `on_failure()` is called when an operation fails; it may raise a better error than CommError.
+    A new rank has joined the group of `backend` and met all others when `__init__` returns.
     """
 
     backend = "gloo"
@@ -83,7 +87,7 @@ class GlooComm:
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The ranks' `x`, equal in shape and dtype, side by side along `dim`."""
+        """Concatenate the ranks' `x`, equal in shape and dtype, along `dim`."""
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
         with self.attempt("all_gather"):
@@ -91,7 +95,7 @@ class GlooComm:
         return torch.cat(parts, dim)
 
     def min_ints(self, values: Sequence[int]) -> list[int]:
-        """Element-wise minimum over the ranks; all pass equally many."""
+        """Return the element-wise minimum over the ranks; all pass equally many."""
         x = torch.tensor(list(values), dtype=torch.int64)
         with self.attempt("min_ints"):
             dist.all_reduce(x, op=dist.ReduceOp.MIN)
@@ -105,7 +109,8 @@ class GlooComm:
     def broadcast_object(self, obj: Any, src: int = 0, kind: Any = Any) -> Any:
         """Return the message of rank `src` on every rank, checked against `kind` where it arrives.
 
-        It is in MessagePack; a short one travels in a single packet, its length first.
+        It is in MessagePack; a short one travels in a single packet, its length first. Rank `src`
+        gets `obj` itself; another kind is a msgspec.ValidationError on the others.
         """
         content = msgspec.msgpack.encode(obj) if self.rank == src else b""
         start = bytearray(len(content).to_bytes(8, "little") + content[: PACKET - 8])

@@ -22,7 +22,7 @@ logger = logging.getLogger("minisgl.parallel")
 
 
 def map_buffers(mine: Tensor, comm: Comm) -> list[Tensor]:
-    """The buffers of all ranks in order, for this rank's GPU to write to; [] if that fails."""
+    """Map the buffers of all ranks, in order, into this rank's GPU; [] if that fails."""
     index, why = mine.device.index, None
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     torch.cuda.synchronize(mine.device)
@@ -76,9 +76,9 @@ class NcclComm(GlooComm):
         torch.cuda.synchronize(device)
 
     def peers_for(self, x: Tensor) -> Any:
-        """Shared memory for a sum of x [m, n], or None.
+        """Return the shared memory for an all-reduce of x [m, n], or None.
 
-        It is made at the first call, by all ranks: the first sum of a width must not be captured.
+        All ranks allocate it at the first call: the first sum of a width must not be captured.
         """
         few = x.is_cuda and x.ndim == 2 and 0 < len(x) <= self.kernels.MAX_ROWS
         usual = x.is_floating_point() and x.itemsize in self.kernels.BITS
@@ -90,7 +90,7 @@ class NcclComm(GlooComm):
         return self.peers[key]
 
     def share(self, width: int, dtype: torch.dtype) -> Any:
-        """Buffers for rows of one width, which all ranks map; None if they cannot."""
+        """Allocate buffers for rows of one width that all ranks map; None if they cannot."""
         rows, empty = self.kernels.MAX_ROWS, self.kernels.empty_entry(dtype)
         bits = torch.int16 if dtype.itemsize == 2 else torch.int32
         mine = torch.full((3, self.size, rows, width), empty, dtype=bits, device=self.device)
@@ -113,9 +113,9 @@ class NcclComm(GlooComm):
     def all_reduce_add_norm(
         self, parts: Tensor, residual: Tensor, norm: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        """(RMS norm of the sum, the sum) of all ranks' parts [p, m, n] and the residual [m, n].
+        """Return (RMSNorm of the sum, the sum) of all ranks' parts [p, m, n] and residual [m, n].
 
-        None if a kernel of our own cannot do it.
+        Return None if no kernel of ours supports the sizes.
         """
         peers = self.peers_for(residual)
         if peers is None:
@@ -139,7 +139,7 @@ class NcclComm(GlooComm):
                 threading.Thread(target=nccl.abort, daemon=True, name="abort NCCL").start()
 
     def close(self) -> None:
-        """Let go of the others' memory and leave the group; all ranks call this."""
+        """Unmap the other ranks' memory and leave the group; all ranks call this."""
         self.peers.clear()
         self.views.clear()
         GlooComm.close(self)

@@ -29,7 +29,7 @@ class Heartbeat:
         threading.Thread(target=count, daemon=True, name="heartbeat").start()
 
     def beat(self) -> None:
-        """The loop has come round. Takes well below a microsecond."""
+        """Count one round of the loop, in well below a microsecond."""
         self._counts[1] += 1
 
 
@@ -51,7 +51,7 @@ class Watchdog:
         self._silent: dict[tuple[str, int], float] = {}
 
     def check(self, heartbeats: Mapping[str, MutableSequence[int]]) -> str | None:
-        """What is wrong with a worker, if anything is; call it several times a second."""
+        """Describe what is wrong with a worker, or return None; call it several times a second."""
         now = self._clock()
         # More than half a second means that we slept ourselves: the others may have, too.
         awake = 0.0 if self._checked is None else min(now - self._checked, 0.5)
@@ -65,7 +65,7 @@ class Watchdog:
         return None
 
     def _silence(self, name: str, kind: int, count: int, awake: float) -> float:
-        """Seconds for which a count has not changed."""
+        """Return the seconds for which a count has not changed."""
         key = name, kind
         changed = self._seen.get(key) != count
         self._seen[key] = count

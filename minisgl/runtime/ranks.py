@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
 
 def join(store: Any, place: Place) -> GlooComm:
-    """This rank's communicator: NCCL carries the tensors if `device` is a GPU."""
+    """Join the group and return its communicator: NCCL if `device` is a GPU, else Gloo."""
     rank, size, device, timeout, _ = place
     store.set(f"here/{rank}", b"")  # processes start at very different speeds: meet first
     store.wait([f"here/{other}" for other in range(size)], timedelta(seconds=START_SECONDS))
@@ -60,7 +60,7 @@ def join(store: Any, place: Place) -> GlooComm:
 def rank_main(
     place: Place, entry: Callable[..., Any], args: tuple[Any, ...], context: WorkerContext
 ) -> Any:
-    """The life of a rank process: join, call `entry(comm, *args)`, return what it returns."""
+    """Run a rank process: join the group, call `entry(comm, *args)` and return its result."""
     # A rank has nothing to remove, and in a collective call no Python handler runs.
     signal.signal(LEAVE, signal.SIG_DFL)
     torch.set_num_threads(1)
@@ -109,12 +109,12 @@ class RankProcesses(Supervisor):
 
 
 def config_of_rank(config: SchedulerConfig, rank: int, size: int) -> SchedulerConfig:
-    """The same config for another rank of the group."""
+    """Return the config of another rank of the group."""
     return replace(config, tp=TPInfo(rank=rank, size=size))
 
 
 def tp_worker(comm: Comm, config: SchedulerConfig) -> None:
-    """The work of a rank other than 0: engine and scheduler, then what rank 0 passes on."""
+    """Run a rank other than 0: build engine and scheduler, then replay rank 0's messages."""
     config = config_of_rank(config, comm.rank, comm.size)
     channel = BroadcastChannel(None, comm)
     scheduler = build_scheduler(config, channel, comm)
@@ -126,7 +126,7 @@ def tp_worker(comm: Comm, config: SchedulerConfig) -> None:
 
 
 def devices_of(config: SchedulerConfig) -> list[str]:
-    """A device for each rank. Raises `ValueError` if the model or the GPUs do not allow so many."""
+    """Choose a device for each rank; raise ValueError if model or GPUs allow fewer ranks."""
     size = config.tp.size
     model = ModelConfig.from_path(resolve_model_path(config.model_path))
     model.check_tp(
@@ -197,7 +197,7 @@ class Ranks:
             met.set()
 
     def explain(self) -> None:
-        """Called when rank 0's part of an operation failed: WorkerFailed if a child says why."""
+        """Raise WorkerFailed if a rank's failure explains that an operation of rank 0 failed."""
         self.processes.listen(1.0)
         self.processes.check()
 
@@ -217,7 +217,7 @@ class Ranks:
         return LeadingChannel(outer, self)
 
     def alive(self) -> bool:
-        """True, or WorkerFailed: for a loop that waits, which would notice no death otherwise."""
+        """Return True, or raise WorkerFailed: a waiting loop would otherwise miss a death."""
         self.processes.check()
         return True
 

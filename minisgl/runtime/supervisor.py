@@ -64,7 +64,7 @@ class Ending(NamedTuple):
 
 
 def one_line(error: BaseException) -> str:
-    """An error for people: our own begin with the field at fault, others with their type."""
+    """Format an error as one line: ours begin with the field at fault, others with their type."""
     text = " ".join(str(error).split())
     return (
         text if isinstance(error, (ValueError, WorkerFailed)) else f"{type(error).__name__}: {text}"
@@ -91,7 +91,7 @@ LEAVE = signal.SIGUSR1  # by which the parent ends a worker
 
 
 def worker_main(worker: Worker, report: Connection, counts: Any, folder: Path | None) -> None:
-    """First code of every worker process: run its function, report how that ended."""
+    """Run a worker's function in its new process and report how it ended."""
     for sig in OF_THE_GROUP:
         signal.signal(sig, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_GROUP)  # since our start
@@ -218,14 +218,14 @@ class Supervisor:
                     self.grace = 5.0
 
     def _silent_end(self, name: str) -> str:
-        """Why a process ended that reported nothing: killed, or crashed below Python."""
+        """Describe why a process ended without a report: killed, or crashed below Python."""
         self.processes[name].join(1.0)
         code = self.processes[name].exitcode or 0
         how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
         return how if name in self.ready else f"{how}: it ended before it was ready"
 
     def check(self) -> None:
-        """WorkerFailed if a worker has failed: the one that was at fault, with its traceback."""
+        """Raise WorkerFailed with the traceback of the worker that failed first, if one did."""
         self.listen()
         deadline = time.monotonic() + 3.0  # others lose their connection first and report it first
         while True:
@@ -244,7 +244,7 @@ class Supervisor:
         return error
 
     def starting(self) -> bool:
-        """Whether a worker is not ready yet. WorkerFailed if one fails or takes too long."""
+        """Return True if a worker is not ready yet; raise WorkerFailed if one fails or is late."""
         self.check()
         late = sorted(self.processes.keys() - self.ready - self.ended.keys())
         if late and time.monotonic() > self._deadline:
@@ -252,7 +252,7 @@ class Supervisor:
         return bool(late)
 
     def broken(self) -> WorkerFailed | None:
-        """Which worker has ended or does not work on, once all were ready; ask often."""
+        """Return the error of a worker that died or hangs, once all were ready; poll often."""
         self.listen()
         for name, ending in self.ended.items():
             self.processes[name].join(1.0)
@@ -266,10 +266,10 @@ class Supervisor:
         return None if silent is None else WorkerFailed(silent)
 
     def ask_to_leave(self) -> None:
-        """Tell workers that are ready to end, in whatever way a subclass talks to them."""
+        """Send workers that are ready a request to end; subclasses choose the message."""
 
     def stop(self) -> None:
-        """Ask every worker to leave, then insist; no process and no socket file stays behind."""
+        """Stop every worker, by request and then by signal; leave no process or socket file."""
         with handling(signal.SIG_IGN, OF_THE_GROUP):
             started = [process for process in self.processes.values() if process.pid is not None]
             descendants = self._descendants(started)
@@ -297,7 +297,7 @@ class Supervisor:
         self.stop()
 
     def _descendants(self, workers: Sequence[BaseProcess]) -> list[psutil.Process]:
-        """Processes that our workers started: they leave with them, unless they are stopped."""
+        """List the processes that our workers started, to stop those that outlive them."""
         found: list[psutil.Process] = []
         for process in workers:
             with suppress(psutil.NoSuchProcess):

@@ -17,15 +17,15 @@ from minisgl.config.engine import SchedulerConfig
 from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.engine.engine import Engine, build_engine
-from minisgl.engine.prompt_logprobs import score_prompts
+from minisgl.engine.prompt_logprobs import make_scorer
 from minisgl.events import Emit
+from minisgl.guarded import guarded
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.naive_cache import NaiveCache
 from minisgl.kvcache.prefix_cache import PrefixCache
 from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.parallel.comm import Comm
 from minisgl.recording import Recorder
-from minisgl.runtime.guarded import guarded
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.executor import Executor
@@ -35,7 +35,7 @@ from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue, WaitingQueue, mixed_prefill_threshold
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.scheduler.speculative import SpeculativeScheduler, draft_limits
+from minisgl.scheduler.speculative import SpeculativeScheduler
 from minisgl.scheduler.validation import Limits
 from minisgl.tokenizer import load_tokenizer
 
@@ -108,8 +108,7 @@ def describe(config: SchedulerConfig, cache: CacheManager) -> dict[str, Any]:
 def build_scheduler(
     config: SchedulerConfig, channel: Channel, comm: Comm | None = None, *,
     observe: Emit | None = None, recorder: Recorder | None = None, progress: bool = False,
-    hold: CompilingInbox | None = None,
-    parts: Parts | None = None,
+    hold: CompilingInbox | None = None, parts: Parts | None = None,
 ) -> Scheduler:  # fmt: skip
     """Build an engine and everything that feeds it; each part is given what it works with.
 
@@ -123,16 +122,19 @@ def build_scheduler(
     grammars = load_grammars(folder, model.vocab_size, ends)
     if hold is not None:
         hold.start = grammars.start
-    engine = parts.engine(config, comm, progress=progress)
+    hooks = {"deferral": grammars, "make_scorer": make_scorer}
+    engine = parts.engine(config, comm, progress=progress, **hooks)
     limits, settled = limits_of(engine, ends), engine.config
     assert isinstance(settled, SchedulerConfig)
-    engine.deferral, engine.scorer = grammars, score_prompts(engine)
     emit = emitter(observe, recorder)
     prefill = build_prefill(settled, engine, parts, emit)
     if recorder is not None:
         guarded(recorder.begin)(describe(settled, prefill.cache))
-    drafts = draft_limits(settled, engine, progress) if settled.num_speculative_tokens else {}
-    return (parts.speculative_scheduler if drafts else parts.scheduler)(
+    make, drafts = parts.scheduler, {}
+    if most := settled.num_speculative_tokens:
+        make = parts.speculative_scheduler
+        drafts = {"num_speculative_tokens": most, "max_rows": engine.runners.max_draft_rows}
+    return make(
         engine, prefill.cache, prefill, prefill.decode,
         channel if comm is None else CompilingChannel(channel, grammars),
         make_req=partial(grammars.make_req, limits=limits),

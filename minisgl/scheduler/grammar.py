@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -230,13 +230,20 @@ class Matcher:
 
 
 class DeferredOutput(ForwardOutput):
-    """A step whose draw waits for the step before; `wait` draws, if nothing did so earlier."""
+    """A step whose sampling waits for the step before; `wait` samples if nothing did so earlier."""
 
-    def __init__(self, draw: Callable[[], ForwardOutput]) -> None:
-        self.draw = cache(draw)
+    def __init__(self, sample: Callable[[], ForwardOutput]) -> None:
+        self._sample = sample
+        self.output: ForwardOutput | None = None
+
+    def sample(self) -> ForwardOutput:
+        """Sample, once."""
+        if self.output is None:
+            self.output = self._sample()
+        return self.output
 
     def wait(self) -> SampledTokens:
-        return self.draw().wait()
+        return self.sample().wait()
 
 
 class Grammars:
@@ -250,7 +257,7 @@ class Grammars:
         """
         pool = ThreadPoolExecutor(1, "grammars")
         self.tokenizer = loaded = pool.submit(load)
-        self.waiting: DeferredOutput | None = None  # the last step, if it is not drawn yet
+        self.waiting: DeferredOutput | None = None  # the last step, if it is not sampled yet
         self.executor = LLExecutor(1)  # one call for a batch, in one thread
 
         def compile(field: str, text: str) -> Future[LLMatcher]:
@@ -298,26 +305,31 @@ class Grammars:
             if req.matcher is not None:
                 req.matcher.follow(req.output_ids)
                 todo.append((req.matcher.ll, index))
-        fill_next_token_bitmask_par(self.executor, todo, masks)
+        if todo:  # a tokenizer may have more tokens than the model has logits
+            tokenizer, words = self.tokenizer.result(), masks.shape[1]
+            assert isinstance(tokenizer, LLTokenizer)
+            wide = np.full((len(masks), max(words, -(-tokenizer.vocab_size // 32))), -1, np.int32)
+            fill_next_token_bitmask_par(self.executor, todo, wide)
+            indices = [index for _, index in todo]
+            masks[indices] = wide[indices, :words]
 
-    def defer(self, fi: ForwardInput, draw: Callable[[], ForwardOutput]) -> ForwardOutput:
-        """Keep a draw that needs masks; others are done at once."""
-        processed = fi.sampling is not None and fi.sampling.processing is not None
-        if not processed or all(req.matcher is None for req in fi.sampled):
-            return draw()
+    def defer(self, fi: ForwardInput, sample: Callable[[], ForwardOutput]) -> ForwardOutput:
+        """Keep a sampling that needs masks; do others at once."""
+        if all(req.matcher is None for req in fi.sampled):
+            return sample()
 
         def masked() -> ForwardOutput:
+            self.waiting = None
             self.fill_masks(fi)
-            return draw()
+            return sample()
 
         self.waiting = DeferredOutput(masked)
         return self.waiting
 
-    def draw(self) -> None:
-        """Fill the masks of the step that waits, if one does, and draw it."""
-        waiting, self.waiting = self.waiting, None
-        if waiting is not None:
-            waiting.draw()
+    def sample(self) -> None:
+        """Fill the masks of the step that is kept, if there is one, and sample it."""
+        if self.waiting is not None:
+            self.waiting.sample()
 
     def reset(self) -> None:
         """Drop the step that waits: its requests are gone."""
@@ -329,8 +341,11 @@ def load_grammars(folder: Path, vocab_size: int, eos_token_ids: Collection[int])
 
     def load() -> LLTokenizer | str:
         try:
-            text = (folder / "tokenizer.json").read_text("utf-8")
-            return LLTokenizer(text, n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+            about = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+            about |= {"truncation": None, "padding": None}  # of the training
+            ids = [token["id"] for token in about["added_tokens"]]
+            size = max(vocab_size, len(about["model"]["vocab"]), *(i + 1 for i in ids))
+            return LLTokenizer(json.dumps(about), n_vocab=size, eos_token=sorted(eos_token_ids))
         except (OSError, ValueError) as error:
             return f"the model's tokenizer cannot be used: {error}"
 

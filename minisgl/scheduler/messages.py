@@ -55,6 +55,7 @@ class TokenReply(msgspec.Struct, tag=True, kw_only=True):
     top_logprobs: list[tuple[int, float]] | None = None
     notice: str | None = None  # what the caller should know; with the first token, or an abort
     stop: tuple[str, ...] = ()  # the request's stop strings; with the first token only
+    spare_thoughts: bool = False  # they end no thought
     prompt_tail: tuple[int, ...] = ()  # the prompt's last tokens; with the first token only
     prompt_logprobs: list[PromptToken] = []  # if asked for; with the first token only
 

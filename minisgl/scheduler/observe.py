@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 
 from minisgl.events import Emit, Event, StageEnded, StageTimed, StepFinished, StepLaunched
+from minisgl.guarded import guarded
 from minisgl.kvcache.audit import check_integrity
-from minisgl.runtime.guarded import guarded
 from minisgl.scheduler.scheduler import Scheduler
 
 

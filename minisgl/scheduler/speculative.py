@@ -12,12 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from minisgl.attention.factory import create_backend, parts_of
 from minisgl.attention.metadata import AttentionMetadata, build_metadata
-from minisgl.config.engine import EngineConfig
 from minisgl.core import Batch, IntArray, Phase, Req
-from minisgl.engine.engine import Engine
-from minisgl.engine.graph import GraphRunner
+from minisgl.engine.runners import MAX_DRAFT_ROWS
 from minisgl.engine.step import SampledTokens
 from minisgl.events import StepLaunched
 from minisgl.scheduler.decode import pages_to_come
@@ -118,16 +115,13 @@ def count_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
     return len(drafts)
 
 
-MAX_ROWS = 32  # of a step with drafts: with more, a draft costs what it may save
-
-
 @dataclass(eq=False)
 class SpeculativeScheduler(Scheduler):
     """A scheduler that guesses tokens, and checks them in the step that draws the next one."""
 
     proposer: Proposer = field(default_factory=NGramProposer)
     num_speculative_tokens: int = 7  # drafts of one request, at most
-    max_rows: int = MAX_ROWS
+    max_rows: int = MAX_DRAFT_ROWS
     drafted: int = 0  # tokens since the start
     accepted: int = 0  # of these
 
@@ -257,30 +251,3 @@ def join_rows(meta: AttentionMetadata) -> AttentionMetadata:
         Phase.PREFILL, meta.table_idx[first], (last - first + 1).astype(np.int32),
         meta.seq_lens[last], meta.page_table, meta.page_size,
     )  # fmt: skip
-
-
-def record_verify(engine: Engine, progress: bool) -> None:
-    """Record small decode steps anew, for rows of one request, if the recorded ones would race."""
-    graph = engine.graph
-    if graph is None or parts_of(engine.config.attention_backend)[1] not in ("fused", "fi"):
-        return
-    backend = create_backend(
-        "store_first", pool=engine.pool, tables=engine.tables,
-        num_qo_heads=engine.model_config.num_qo_heads // engine.config.tp.size,
-    )  # fmt: skip
-    runner = GraphRunner(
-        forward=graph.forward, draw=graph.draw, backend=backend, tables=graph.tables,
-        sizes=[size for size in graph.sizes if size <= MAX_ROWS] or graph.sizes[:1],
-        vocab_size=graph.logits.shape[1], dtype=graph.logits.dtype, new_graph=graph.new_graph,
-    )  # fmt: skip
-    with engine.on_stream():
-        runner.capture(progress, pool=graph.pool)
-    engine.verify_graph = runner
-
-
-def draft_limits(config: EngineConfig, engine: Engine, progress: bool = False) -> dict[str, int]:
-    """Return the limits of a `SpeculativeScheduler`; capture steps with drafts where needed."""
-    record_verify(engine, progress)
-    recorded, rows = engine.verify_graph or engine.graph, MAX_ROWS
-    rows = rows if recorded is None else min(rows, recorded.sizes[-1])
-    return {"num_speculative_tokens": config.num_speculative_tokens, "max_rows": rows}

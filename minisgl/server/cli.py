@@ -20,8 +20,8 @@ from starlette.middleware import Middleware
 
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
+from minisgl.guarded import guarded
 from minisgl.recording import Observed
-from minisgl.runtime.guarded import guarded
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import OF_THE_GROUP, WorkerFailed, one_line
 from minisgl.server.frontend import Frontend, Observer

@@ -110,12 +110,9 @@ class Frontend:
     """
 
     def __init__(
-        self,
-        text_workers: Sequence[Outbox],
-        inbox: Inbox,
-        observers: Sequence[Observer] = (),
+        self, text_workers: Sequence[Outbox], inbox: Inbox, observers: Sequence[Observer] = (),
         max_waiting: int = 8192,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._text_workers, self._inbox = list(text_workers), inbox
         self._observers, self._max_waiting = list(observers), max_waiting
         self._failed: list[Observer] = []  # at least once
@@ -205,14 +202,9 @@ class Frontend:
             self._listener.join()
 
     async def generate(
-        self,
-        sampling_params: SamplingParams,
-        *,
-        request_id: str = "",
-        timeout: float | None = None,
-        client: str = "",
-        **prompt: Any,
-    ) -> AsyncGenerator[UserReply, None]:
+        self, sampling_params: SamplingParams, *, request_id: str = "",
+        timeout: float | None = None, client: str = "", **prompt: Any,
+    ) -> AsyncGenerator[UserReply, None]:  # fmt: skip
         """Replies to one prompt (`text=`, `messages=` or `input_ids=`) until it is finished.
 
         Leaving early aborts the request. Raises `RequestFailed` if it is refused, takes more than

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
-from minisgl.runtime.guarded import guarded
+from minisgl.guarded import guarded
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.grammar import CompilingInbox
 from minisgl.scheduler.messages import ExitMsg
 from minisgl.server.frontend import Frontend, Observer
 from minisgl.server.workers.channels import LocalQueue
 from minisgl.server.workers.scheduler_process import Reporter, SchedulerChannel
-from minisgl.server.workers.text_process import build_text_worker
+from minisgl.server.workers.text_process import PromptLanes, build_text_worker
 from minisgl.server.workers.text_worker import run_text_worker
 from minisgl.tokenizer import Tokenizer
 
@@ -38,10 +38,11 @@ class InProcessServer:
         tokenizer = Tokenizer(resolve_model_path(config.model_path))
         window = self.scheduler.engine.max_seq_len
         worker = build_text_worker(tokenizer, self.to_scheduler, to_frontend, window)
+        loop = (worker, self.to_text, lambda: None, PromptLanes())
         self.frontend = Frontend([self.to_text], to_frontend, observers)
         self._threads = [
             threading.Thread(target=self._run_scheduler, name="scheduler", daemon=True),
-            threading.Thread(target=run_text_worker, args=(worker, self.to_text), daemon=True),
+            threading.Thread(target=run_text_worker, args=loop, daemon=True),
         ]
 
     def _run_scheduler(self) -> None:

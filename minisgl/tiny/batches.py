@@ -38,14 +38,14 @@ SHORT_CURRICULUM = (Stage(until=1.0, row_tokens=256, most_pairs=4),)  # for a tr
 
 
 def join_row(row: list[Document], free: int) -> Document:
-    """The documents of a row end to end, and padding in its last `free` places."""
+    """Concatenate the documents of a row, with padding in its last `free` places."""
     padding = (np.full(free, PAD_ID, np.int32), np.zeros(free, np.bool_))
     ids, learnt = zip(*row, padding)
     return np.concatenate(ids), np.concatenate(learnt)
 
 
 def pack(documents: Iterable[Document], row_tokens: int, waiting: int = 24) -> Iterator[Document]:
-    """Rows of `row_tokens` + 1 tokens: put in the longest waiting document that still fits."""
+    """Pack rows of `row_tokens` + 1 tokens: add the longest waiting document that fits."""
     queue: list[Document] = []
     row: list[Document] = []
     free = row_tokens + 1

@@ -19,7 +19,7 @@ from minisgl.tiny.words import ADJECTIVES, CITIES, NAMES, PEOPLE, sentence
 
 
 def system_prompt(rng: Random) -> str:
-    """Instructions of up to about 500 tokens; the tasks are the same under all of them."""
+    """Write instructions of up to about 500 tokens; they do not change the tasks."""
     if rng.random() < 0.35:
         return rng.choice(TABLES["system"]["helpful"])
     parts = []
@@ -40,12 +40,12 @@ def system_prompt(rng: Random) -> str:
 
 
 def maybe_system(rng: Random, share: float) -> str:
-    """A system prompt in that share of the cases, else nothing."""
+    """Return a system prompt with probability `share`, else an empty text."""
     return system_prompt(rng) if rng.random() < share else ""
 
 
 def as_messages(turns: list[Turn], system: str = "") -> list[Message]:
-    """The messages of a conversation."""
+    """Build the messages of a conversation."""
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for turn in turns:
         messages.append({"role": "user", "content": turn.question})
@@ -54,7 +54,7 @@ def as_messages(turns: list[Turn], system: str = "") -> list[Message]:
 
 
 def any_turn(rng: Random) -> Turn:
-    """An exact task, JSON, small talk, or a request that the model cannot fulfil."""
+    """Sample an exact task, JSON, small talk, or a request that the model cannot fulfil."""
     kind = rng.random()
     if kind < 0.58:
         return draw_any(rng)
@@ -64,13 +64,13 @@ def any_turn(rng: Random) -> Turn:
 
 
 def task_chat(rng: Random) -> list[Message]:
-    """One to ten turns of any kind, with or without a system prompt."""
+    """Sample one to ten turns of any kind, with or without a system prompt."""
     count = rng.choice((1, 1, 2, 3, 4, 6, 8, 10))
     return as_messages([any_turn(rng) for _ in range(count)], maybe_system(rng, 0.4))
 
 
 def table_chat(rng: Random, most_pairs: int) -> list[Message]:
-    """A list of pairs, in the system prompt or in a message, and many questions about it."""
+    """Sample a list of pairs, in the system prompt or a message, and questions about it."""
     size = min(most_pairs, 2 + int(rng.expovariate(4 / most_pairs)))
     if rng.random() < 0.3:
         size = rng.randint(max(2, most_pairs // 2), most_pairs)
@@ -91,7 +91,7 @@ def table_chat(rng: Random, most_pairs: int) -> list[Message]:
 
 
 def toolless_turn(rng: Random, tools: list[Tool]) -> Turn:
-    """A turn that none of the tools is for: the model answers itself, or says that it cannot."""
+    """Sample a turn without a tool call: the model answers itself, or that it cannot."""
     topics = {tool.topic for tool in tools}
     if rng.random() < 0.25:  # what a tool would do that is not there
         missing = [tool for tool in some_tools(rng, 3) if tool.topic not in topics | {"arithmetic"}]
@@ -106,7 +106,7 @@ def toolless_turn(rng: Random, tools: list[Tool]) -> Turn:
 
 
 def tool_chat(rng: Random) -> list[Message]:
-    """One to four turns with tools at hand."""
+    """Sample one to four turns with tools."""
     tools = some_tools(rng, rng.choice((1, 1, 2, 2, 3, 4)))
     messages: list[Message] = [{"role": "tools", "tools": [tool.schema for tool in tools]}]
     messages += as_messages([], maybe_system(rng, 0.4))
@@ -119,7 +119,7 @@ def tool_chat(rng: Random) -> list[Message]:
 
 
 def plain_text(rng: Random) -> list[Message]:
-    """A question without any chat around it: what a bare prompt to the engine looks like."""
+    """Sample a question without any chat around it: what a bare prompt looks like."""
     turn = any_turn(rng)
     return [
         {"role": "plain", "content": turn.question + "\n"},
@@ -128,7 +128,7 @@ def plain_text(rng: Random) -> list[Message]:
 
 
 def conversation(rng: Random, most_pairs: int) -> list[Message]:
-    """One conversation of the training stream."""
+    """Sample one conversation of the training stream."""
     kind = rng.random()
     if kind < 0.22:
         return table_chat(rng, most_pairs)
@@ -138,7 +138,7 @@ def conversation(rng: Random, most_pairs: int) -> list[Message]:
 
 
 def stream(seed: int, most_pairs: int) -> Iterator[list[Message]]:
-    """Conversations without end; equal seeds give equal streams."""
+    """Yield conversations without end; equal seeds give equal streams."""
     rng = Random(seed)
     while True:
         yield conversation(rng, most_pairs)

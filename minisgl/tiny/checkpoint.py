@@ -20,7 +20,7 @@ ROPE_BASE = 100_000.0
 
 
 def model_config(hidden: int = 256, layers: int = 6, intermediate: int = 640) -> Qwen3Config:
-    """A Qwen3 small enough to ship: 8 query heads on 4 KV heads of 64, one tied embedding."""
+    """Make a Qwen3 config small enough to ship: 8 query heads, 4 KV heads of 64, tied embedding."""
     return Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden,
@@ -64,6 +64,6 @@ def save_model(model: Qwen3ForCausalLM, folder: Path, facts: dict[str, Any]) -> 
 
 
 def load_model(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
-    """Model and tokenizer through transformers; the stored weights are widened to float32."""
+    """Load model and tokenizer by transformers; the weights are widened to float32."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(folder)

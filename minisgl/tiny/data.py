@@ -58,13 +58,13 @@ Styler = Callable[[str], str]
 
 
 def pick_style(rng: Random) -> Styler:
-    """How the user types: as written, all lower case, or all upper case."""
+    """Choose how the user types: as written, all lower case, or all upper case."""
     kind = rng.random()
     return str if kind < 0.74 else str.lower if kind < 0.94 else str.upper
 
 
 def frame(rng: Random, name: str, phrasing: Phrasing = "known") -> str:
-    """A way to make the named request, with placeholders for its operands."""
+    """Choose a wording of the named request, with placeholders for its operands."""
     kind = KINDS.get(name, "")
     if phrasing == "new phrasing":
         text = expand(rng, rng.choice(NEW_PHRASINGS[name]))
@@ -73,24 +73,24 @@ def frame(rng: Random, name: str, phrasing: Phrasing = "known") -> str:
 
 
 def fill(rng: Random, text: str, style: Styler, *operands: str) -> str:
-    """A frame in the user's style, with its operands and sometimes with a slip of the pen."""
+    """Fill a frame in the user's style with its operands and sometimes a typo."""
     text = style(text)
     return (misspell(rng, text) if rng.random() < 0.04 else text).format(*operands)
 
 
 def ask(rng: Random, name: str, style: Styler, phrasing: Phrasing, *operands: str) -> str:
-    """The named request about these operands."""
+    """Write the named request about these operands."""
     return fill(rng, frame(rng, name, phrasing), style, *operands)
 
 
 def number(rng: Random, digits: Sequence[int] = (1, 2, 2, 3, 3, 3)) -> int:
-    """A number with one of the given numbers of digits, each length equally likely to be drawn."""
+    """Sample a number whose count of digits is one of `digits`, each equally likely."""
     size = rng.choice(digits)
     return rng.randint(0 if size == 1 else 10 ** (size - 1), 10**size - 1)
 
 
 def add(rng: Random, phrasing: Phrasing = "known") -> Turn:
-    """The sum of two numbers of up to four digits."""
+    """Sample a sum of two numbers of up to four digits."""
     digits = (1, 2, 2, 3, 3, 3) if rng.random() < 0.8 else (1, 2, 3, 4, 4, 4)
     x, y = number(rng, digits), number(rng, digits)
     key = f"add {min(x, y)} {max(x, y)}" if max(x, y) > 9 else ""  # the table of digits is learnt
@@ -103,14 +103,14 @@ def add(rng: Random, phrasing: Phrasing = "known") -> Turn:
 
 
 def listed(rng: Random, items: Sequence[str]) -> str:
-    """Items with commas, sometimes with a last "and"."""
+    """Join items with commas, sometimes with a last "and"."""
     if len(items) > 1 and rng.random() < 0.1:
         return ", ".join(items[:-1]) + rng.choice((" and ", ", and ")) + items[-1]
     return rng.choices((", ", ","), (3, 1))[0].join(items)
 
 
 def sort(rng: Random, phrasing: Phrasing = "known", name: str = "sort") -> Turn:
-    """Two to ten numbers in ascending order."""
+    """Sample two to ten numbers to sort in ascending order."""
     digits = rng.choice(((1, 2, 2), (2,), (1, 2, 3), (3,), (3,), (1, 2, 3, 4)))
     values = [number(rng, digits) for _ in range(rng.randint(2, 10))]
     shown = [str(value) for value in values]
@@ -123,12 +123,12 @@ def sort(rng: Random, phrasing: Phrasing = "known", name: str = "sort") -> Turn:
 
 
 def sort_down(rng: Random, phrasing: Phrasing = "known") -> Turn:
-    """Two to ten numbers in descending order."""
+    """Sample two to ten numbers to sort in descending order."""
     return sort(rng, phrasing, "sort down")
 
 
 def sort_words(rng: Random, phrasing: Phrasing = "known") -> Turn:
-    """Two to six words in alphabetical order."""
+    """Sample two to six words to sort alphabetically."""
     style, size = pick_style(rng), rng.randint(2, 6)
     pool = NAMES if rng.random() < 0.25 else ANIMALS + FRUITS + THINGS + COLORS
     items = rng.sample(pool, size)
@@ -141,7 +141,7 @@ def sort_words(rng: Random, phrasing: Phrasing = "known") -> Turn:
 
 
 def spellable(rng: Random) -> tuple[str, bool]:
-    """A word to take apart, and whether it is open: spelled in letters, so it may be held out."""
+    """Sample a word to take apart, and whether it is open: spelled in letters, may be held out."""
     kind = rng.random()
     if kind < 0.4:
         return rng.choice(KNOWN_WORDS), False
@@ -151,7 +151,7 @@ def spellable(rng: Random) -> tuple[str, bool]:
 
 
 def reverse_word(rng: Random, phrasing: Phrasing = "known") -> Turn:
-    """The letters of one word from last to first."""
+    """Sample a word to reverse."""
     style = pick_style(rng)
     word, is_open = spellable(rng)
     if rng.random() < 0.04:
@@ -162,7 +162,7 @@ def reverse_word(rng: Random, phrasing: Phrasing = "known") -> Turn:
 
 
 def list_items(rng: Random, size: int) -> list[str]:
-    """Distinct items of one kind: nouns, names, numbers, or any words."""
+    """Sample distinct items of one kind: nouns, names, numbers, or any words."""
     make = rng.choice((noun, noun, any_word, lambda r: r.choice(NAMES), lambda r: str(number(r))))
     items: dict[str, None] = {}
     while len(items) < size:
@@ -171,7 +171,7 @@ def list_items(rng: Random, size: int) -> list[str]:
 
 
 def reverse_list(rng: Random, phrasing: Phrasing = "known") -> Turn:
-    """Two to eight items from last to first."""
+    """Sample two to eight items to reverse."""
     style = pick_style(rng)
     items = [style(item) for item in list_items(rng, rng.randint(2, 8))]
     question = ask(rng, "reverse list", style, phrasing, listed(rng, items))
@@ -189,7 +189,7 @@ def walk(items: Sequence[str], wanted: str | None = None) -> str:
 
 
 def count_items(rng: Random, phrasing: Phrasing = "known") -> Turn:
-    """How many items a list has, one to sixteen."""
+    """Sample a list of one to sixteen items to count."""
     style = pick_style(rng)
     items = [style(item) for item in list_items(rng, rng.randint(1, rng.choice((8, 12, 16))))]
     if rng.random() < 0.2:
@@ -199,7 +199,7 @@ def count_items(rng: Random, phrasing: Phrasing = "known") -> Turn:
 
 
 def count_same(rng: Random, phrasing: Phrasing = "known") -> Turn:
-    """How often one item occurs in a list of up to sixteen."""
+    """Sample an item to count in a list of up to sixteen."""
     style, pool = pick_style(rng), [noun(rng) for _ in range(rng.randint(1, 5))]
     items = [style(rng.choice(pool)) for _ in range(rng.randint(1, rng.choice((8, 12, 16))))]
     wanted = style(rng.choice(pool) if rng.random() < 0.9 else noun(rng))
@@ -210,7 +210,7 @@ def count_same(rng: Random, phrasing: Phrasing = "known") -> Turn:
 
 
 def count_letters(rng: Random, phrasing: Phrasing = "known") -> Turn:
-    """How many letters a word has, or how often one of them occurs in it."""
+    """Sample a word whose letters, or one letter's occurrences, are to be counted."""
     style = pick_style(rng)
     word, is_open = spellable(rng)
     word, letter = style(word), style(rng.choice(word + "aest").lower())
@@ -221,7 +221,7 @@ def count_letters(rng: Random, phrasing: Phrasing = "known") -> Turn:
 
 
 def count_to(rng: Random, phrasing: Phrasing = "known") -> Turn:
-    """The numbers up to a limit, or down from one."""
+    """Sample a range of numbers to count up or down."""
     down, most = rng.random() < 0.3, rng.choice((10, 20, 40))
     text = frame(rng, "count down" if down else "count to", phrasing)
     low = 1 if ("{1}" if down else "{0}") not in text else rng.randint(0, 60)
@@ -234,7 +234,7 @@ def count_to(rng: Random, phrasing: Phrasing = "known") -> Turn:
 
 
 def passage(rng: Random, long: bool) -> str:
-    """Something to repeat: words, a sentence, numbers, signs, or several lines of them."""
+    """Sample a text to repeat: words, a sentence, numbers, signs, or several lines of them."""
     kind = rng.random()
     if long:
         separator = rng.choice((" ", " ", "\n"))
@@ -252,14 +252,14 @@ def passage(rng: Random, long: bool) -> str:
 
 
 def copy(rng: Random, phrasing: Phrasing = "known") -> Turn:
-    """The same text again."""
+    """Sample a text to copy."""
     style = pick_style(rng)
     text = style(passage(rng, long=rng.random() < 0.08))
     return Turn("copy", ask(rng, "copy", style, phrasing, text), text, f"copy {text}".lower())
 
 
 def tell_story(rng: Random, phrasing: Phrasing = "known") -> Turn:
-    """A story about a subject, short or, when asked, long."""
+    """Sample a request for a story about a subject, short or long."""
     style, subject, kind = pick_style(rng), topic(rng), rng.random()
     if kind < 0.08:
         subject = "a " + rng.choice(ANIMALS)
@@ -290,7 +290,7 @@ WEIGHTS = dict(zip(TASKS, (19, 10, 10, 10, 14, 8, 6, 9, 11, 7, 8, 4)))
 
 
 def draw(rng: Random, task: str, held_out: bool = False, phrasing: Phrasing = "known") -> Turn:
-    """A turn of `task` whose operands lie in the wanted split."""
+    """Sample a turn of `task` whose operands lie in the wanted split."""
     while True:
         turn = TASKS[task](rng, phrasing)
         if is_held_out(turn.key) == held_out:
@@ -298,5 +298,5 @@ def draw(rng: Random, task: str, held_out: bool = False, phrasing: Phrasing = "k
 
 
 def draw_any(rng: Random) -> Turn:
-    """A training turn of any exact task, by weight."""
+    """Sample a training turn of any exact task, by weight."""
     return draw(rng, rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0])

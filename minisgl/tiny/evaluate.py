@@ -45,19 +45,19 @@ class Case:
     turn: Turn
 
     def accepts(self, text: str) -> bool:
-        """Whether `text` equals the answer; a story must be whole and about its subject."""
+        """Return True if `text` equals the answer; a story must be whole and about its subject."""
         if self.turn.task == "story":
             return is_story(text, self.turn.key.removeprefix("story "))
         return text == self.turn.answer
 
 
 def case(name: str, turn: Turn, before: Sequence[Turn] = (), system: str = "") -> Case:
-    """A case that asks `turn` after some earlier turns."""
+    """Make a case that asks `turn` after some earlier turns."""
     return Case(name, as_messages([*before, turn], system)[:-1], turn)
 
 
 def drawn(make: Callable[[], Turn]) -> Turn:
-    """The first turn of the evaluation's half that `make` returns."""
+    """Return the first turn by `make` that belongs to the evaluation's split."""
     while True:
         turn = make()
         if is_held_out(turn.key) and not turn.given:
@@ -65,7 +65,7 @@ def drawn(make: Callable[[], Turn]) -> Turn:
 
 
 def task_cases(seed: int, per_task: int) -> Iterable[Case]:
-    """Held-out operands of each task, alone in a conversation."""
+    """Yield held-out operands of each task, alone in a conversation."""
     rng = Random(f"tasks {seed}")
     for _ in range(per_task):
         for task in TASKS:
@@ -76,7 +76,7 @@ def task_cases(seed: int, per_task: int) -> Iterable[Case]:
 
 
 def tool_cases(seed: int, per_task: int) -> Iterable[Case]:
-    """With tools at hand: call the right one, tell its result, or answer without."""
+    """Yield cases with tools: call the right one, report its result, or answer without."""
     rng = Random(f"tools {seed}")
     for _ in range(per_task):
         tools = some_tools(rng, rng.choice((1, 2, 3)))
@@ -92,7 +92,7 @@ def tool_cases(seed: int, per_task: int) -> Iterable[Case]:
 
 
 def context_cases(seed: int, per_task: int) -> Iterable[Case]:
-    """The same tasks behind a system prompt, and after earlier turns."""
+    """Yield the same tasks behind a system prompt, and after earlier turns."""
     rng = Random(f"context {seed}")
     names = list(TASKS)
     for index in range(per_task * 3):
@@ -105,7 +105,7 @@ def context_cases(seed: int, per_task: int) -> Iterable[Case]:
 
 
 def phrasing_cases(seed: int, per_task: int) -> Iterable[Case]:
-    """Held-out operands in phrasings that training never uses."""
+    """Yield held-out operands in phrasings that training never uses."""
     rng = Random(f"phrasings {seed}")
     for phrasing in NEW:
         for _ in range(per_task):
@@ -123,7 +123,7 @@ def phrasing_cases(seed: int, per_task: int) -> Iterable[Case]:
 
 
 def long_table(rng: Random, count_tokens: CountTokens, most_tokens: int) -> Table:
-    """A table of up to `most_tokens` tokens of pairs, cut from a longer one."""
+    """Sample a table of up to `most_tokens` tokens of pairs, cut from a longer one."""
     while True:
         table = make_table(rng, most_tokens // 4)
         tokens = count_tokens(table.text)
@@ -138,7 +138,7 @@ def long_table(rng: Random, count_tokens: CountTokens, most_tokens: int) -> Tabl
 
 
 def ask_table(rng: Random, name: str, table: Table, turn: Turn) -> Case:
-    """A case with one message: the table and the question of `turn`."""
+    """Make a case with one message: the table and the question of `turn`."""
     text = with_table(rng, table, turn.question)
     return case(name, Turn(turn.task, text, turn.answer, turn.key))
 
@@ -146,7 +146,7 @@ def ask_table(rng: Random, name: str, table: Table, turn: Turn) -> Case:
 def lookup_cases(
     seed: int, per_depth: int, count_tokens: CountTokens, most_tokens: int = 1500
 ) -> Iterable[Case]:
-    """Held-out pairs at each of ten depths of lists of up to `most_tokens` tokens."""
+    """Yield held-out pairs at each of ten depths of lists of up to `most_tokens` tokens."""
     rng = Random(f"look up {seed}")
     for depth in range(DEPTHS):
         done = 0
@@ -162,7 +162,7 @@ def lookup_cases(
 
 
 def short_lookup_cases(seed: int, count: int) -> Iterable[Case]:
-    """Held-out pairs in lists of two to thirty."""
+    """Yield held-out pairs in lists of two to thirty."""
     rng = Random(f"short look up {seed}")
     done = 0
     while done < count:
@@ -174,7 +174,7 @@ def short_lookup_cases(seed: int, count: int) -> Iterable[Case]:
 
 
 def all_cases(seed: int, per_task: int, count_tokens: CountTokens) -> list[Case]:
-    """Everything that the accuracy table reports."""
+    """List all cases of the accuracy table."""
     return [
         *task_cases(seed, per_task),
         *tool_cases(seed, per_task),
@@ -186,14 +186,14 @@ def all_cases(seed: int, per_task: int, count_tokens: CountTokens) -> list[Case]
 
 
 def token_counter(tokenizer: Any) -> CountTokens:
-    """A function that counts the tokens of a text."""
+    """Return a function that counts the tokens of a text."""
     return lambda text: len(tokenizer.backend_tokenizer.encode(text).ids)
 
 
 def evaluate(
     generate: Generate, tokenizer: Any, cases: Sequence[Case]
 ) -> tuple[dict[str, float], list[str]]:
-    """Accuracy by name of case, and a line for every wrong answer.
+    """Return accuracy by name of case, and a line for every wrong answer.
 
     `generate` maps prompts (token ids) to new tokens; the end token may be among them.
     `tokenizer` is what `transformers.AutoTokenizer` returns.
@@ -221,14 +221,14 @@ def evaluate(
 
 
 def report(scores: dict[str, float]) -> str:
-    """The accuracy table as text."""
+    """Format the accuracy table."""
     return "\n".join(f"{name:32s} {score:7.1%}" for name, score in scores.items())
 
 
 def transformers_generate(
     model: Any, tokenizer: Any, batch_size: int = 64, max_new_tokens: int = MAX_NEW_TOKENS
 ) -> Generate:
-    """Greedy generation by transformers, in batches of prompts of similar length."""
+    """Return a greedy generator by transformers, in batches of prompts of similar length."""
     end = tokenizer.eos_token_id
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
@@ -253,7 +253,7 @@ def transformers_generate(
 
 
 def engine_generate(folder: Path, device: str) -> Generate:
-    """Greedy generation by our own engine."""
+    """Return a greedy generator by our own engine."""
     from minisgl import LLM, SamplingParams
 
     llm = LLM(str(folder), device=device)

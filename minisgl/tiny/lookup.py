@@ -39,13 +39,13 @@ class Table:
 
 
 def code(rng: Random) -> str:
-    """A short code, such as "K47" or "QX-72"."""
+    """Sample a short code, such as "K47" or "QX-72"."""
     prefix = letters(rng, 1, 2).upper()
     return prefix + rng.choice(("", "", "-")) + str(number(rng, (2, 2, 3)))
 
 
 def full_name(rng: Random) -> str:
-    """A first and a last name."""
+    """Sample a first and a last name."""
     return f"{rng.choice(NAMES)} {rng.choice((rng.choice(NAMES), pseudo_word(rng).title()))}"
 
 
@@ -86,7 +86,7 @@ VALUE_KINDS: list[Maker] = [
 
 
 def make_keys(rng: Random, size: int) -> list[str]:
-    """Distinct keys of one kind; of two-part kinds when the simple ones run out."""
+    """Sample distinct keys of one kind; of two-part kinds when the simple ones run out."""
     make = rng.choice(KEY_KINDS)
     keys: dict[str, None] = {}
     for attempt in range(20 * size):
@@ -98,7 +98,7 @@ def make_keys(rng: Random, size: int) -> list[str]:
 
 
 def make_table(rng: Random, size: int) -> Table:
-    """A list of about `size` pairs in one of many formats."""
+    """Sample a list of about `size` pairs in one of many formats."""
     pair, before, between, after = rng.choice(LISTS["formats"])
     word = rng.choice(SUBJECTS) if rng.random() < 0.7 else noun(rng)
     make = rng.choice(VALUE_KINDS)
@@ -109,7 +109,7 @@ def make_table(rng: Random, size: int) -> Table:
 def query(
     rng: Random, table: Table, key: str, phrasing: Phrasing = "known", follow_up: bool = False
 ) -> Turn:
-    """A question about `key`; the answer is its pair, or that there is none."""
+    """Make a question about `key`; the answer is its pair, or that there is none."""
     style = pick_style(rng)
     style = str if style is str.upper else style
     if phrasing == "new phrasing":
@@ -124,7 +124,7 @@ def query(
 
 
 def with_table(rng: Random, table: Table, question: str) -> str:
-    """One message that holds the list and the question, in either order."""
+    """Write one message that holds the list and the question, in either order."""
     gap = rng.choice(("\n", "\n", " "))
     intro = expand(rng, rng.choice(LISTS["intros"]).replace("{w}", table.word))
     intro = intro.replace("{gap}", gap)
@@ -137,7 +137,7 @@ def with_table(rng: Random, table: Table, question: str) -> str:
 
 
 def absent_key(rng: Random, table: Table) -> str:
-    """A key that the table does not have."""
+    """Sample a key that the table does not have."""
     while True:
         for key in make_keys(rng, 3):
             if key.lower() not in {known.lower() for known in table.lines}:
@@ -145,7 +145,7 @@ def absent_key(rng: Random, table: Table) -> str:
 
 
 def queries(rng: Random, table: Table, count: int) -> list[Turn]:
-    """Training questions about one table, each about another key where it has enough."""
+    """Sample training questions about one table, about different keys while they last."""
     keys = rng.sample(list(table.lines), min(count, len(table.lines)))
     turns: list[Turn] = []
     for key in keys:

@@ -16,7 +16,7 @@ ALTERNATIVES = re.compile(r"\[([^\[\]]*)\]")
 
 
 def is_held_out(key: str) -> bool:
-    """Whether this text belongs to the evaluation: one in ten, by a hash that never changes."""
+    """Return True if this text is for evaluation: one in ten, by a hash that never changes."""
     return bool(key) and zlib.crc32(key.encode()) % 10 == 0
 
 
@@ -68,12 +68,12 @@ def place(rng: Random, sentence: str, kind: str) -> str:
 
 
 def lower_first(text: str) -> str:
-    """The text with a small first letter, but for the word "I"."""
+    """Return the text with a small first letter, except for the word "I"."""
     return text if text[:2] in ("I ", "I'") else text[:1].lower() + text[1:]
 
 
 def surround(rng: Random, text: str, kind: str) -> str:
-    """A request with other words before or behind it, where they cannot be taken for its data."""
+    """Add other words around a request, where they cannot be taken for its data."""
     around, begins, ends = rng.random(), text.lstrip('"')[:3] == "{0}", text.endswith(("{0}", ":"))
     if around < 0.22 and not (kind and begins):
         if around < 0.11:
@@ -91,7 +91,7 @@ def surround(rng: Random, text: str, kind: str) -> str:
 
 
 def compose(rng: Random, cores: Patterns, kind: str, held_out: bool = False) -> str:
-    """A request with the placeholder {0} for its `kind` of data, from a pair of the wanted half."""
+    """Write a request with the placeholder {0} for its `kind` of data, from the wanted split."""
     forms = [form for form, patterns in cores.items() for _ in patterns]
     while True:
         form = rng.choice(forms)

@@ -34,7 +34,7 @@ from minisgl.tiny.words import (
 
 
 def one_of(*pools: Sequence[str]) -> Callable[[Random], str]:
-    """A maker of words from these lists; one in seven is a made-up word."""
+    """Make a function that samples words from these lists; one in seven is invented."""
 
     def make(rng: Random) -> str:
         word = rng.choice(rng.choice(pools))
@@ -46,12 +46,12 @@ def one_of(*pools: Sequence[str]) -> Callable[[Random], str]:
 
 
 def decimal(rng: Random) -> float:
-    """A number with one or two digits behind its point."""
+    """Sample a number with one or two digits after its point."""
     return number(rng, (1, 2, 3)) + rng.randint(1, 99) / 100
 
 
 def iso_day(rng: Random) -> str:
-    """A date such as "2031-10-16"."""
+    """Sample a date such as "2031-10-16"."""
     return f"20{number(rng, (2,))}-{rng.randint(10, 12)}-{rng.randint(10, 28)}"
 
 
@@ -82,12 +82,12 @@ JSON_TYPES = {"int": "integer", "number": "number", "money": "number", "bool": "
 
 
 def as_json(value: Any) -> str:
-    """JSON as the grammar of the server writes it: one line, a space after comma and colon."""
+    """Encode JSON as the server's grammar does: one line, a space after comma and colon."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def said(value: Any) -> str:
-    """A value as a sentence says it."""
+    """Format a value for a sentence."""
     if isinstance(value, bool):
         return "" if value else "not "
     if isinstance(value, list):
@@ -96,14 +96,14 @@ def said(value: Any) -> str:
 
 
 def type_of(kind: str) -> dict[str, Any]:
-    """The JSON schema of a kind of value."""
+    """Return the JSON schema of a kind of value."""
     if kind == "names":
         return {"type": "array", "items": {"type": "string"}}
     return {"type": JSON_TYPES.get(kind, "string")}
 
 
 def object_schema(fields: dict[str, str], rng: Random) -> dict[str, Any]:
-    """A JSON schema of an object with these fields and kinds, as clients write it."""
+    """Make a JSON schema of an object with these fields and kinds, as clients write it."""
     titled = rng.random() < 0.3  # as pydantic does
     properties = {
         name: ({"title": name.title()} if titled else {}) | type_of(kind)
@@ -119,12 +119,12 @@ Facts = dict[str, tuple[str, Any]]  # name of a field: the kind of its value, an
 
 
 def first_choice(rng: Random, pattern: str) -> str:
-    """The first alternative: what a field is called where the request does not say."""
+    """Return the first alternative: a field's name where the request does not give one."""
     return pattern.strip("[]").split("|")[0]
 
 
 def make_text(rng: Random, named: Callable[[Random, str], str] = choose) -> tuple[str, Facts]:
-    """A text about a person, a product or an event, and what it says in fields so `named`."""
+    """Write a text about a person, product or event; return its facts by field too."""
     name, kind, head, fields = rng.choice(TABLES["texts"]["subjects"]).values()
     value = VALUES[kind](rng)
     facts: Facts = {named(rng, name): (kind, value)}
@@ -149,7 +149,7 @@ def make_text(rng: Random, named: Callable[[Random, str], str] = choose) -> tupl
 
 
 def keys_text(rng: Random, keys: Sequence[str]) -> str:
-    """The wanted keys as a user lists them."""
+    """List the wanted keys as a user would."""
     quote = rng.choice(("{}", "{}", "{}", '"{}"', "`{}`"))
     shown = [quote.format(key) for key in keys]
     article = "the " if rng.random() < 0.2 else ""
@@ -157,7 +157,7 @@ def keys_text(rng: Random, keys: Sequence[str]) -> str:
 
 
 def read_text(rng: Random, phrasing: Phrasing = "known") -> Turn:
-    """Facts from a text, as a JSON object with the keys that are asked for."""
+    """Sample a text whose facts go into a JSON object with the requested keys."""
     form = rng.random() if phrasing == "known" else 0.3
     text, facts = make_text(rng, first_choice if 0.6 <= form < 0.75 else choose)
     keys = list(facts)
@@ -180,12 +180,12 @@ def read_text(rng: Random, phrasing: Phrasing = "known") -> Turn:
 
 
 def number_or_text(text: str) -> Any:
-    """An integer for digits, else the text."""
+    """Convert digits to an integer; return any other text as it is."""
     return int(text) if text.isdigit() and (text == "0" or text[0] != "0") else text
 
 
 def json_list(rng: Random, phrasing: Phrasing = "known") -> Turn:
-    """A list of items as a JSON array."""
+    """Sample a list of items to write as a JSON array."""
     items = list_items(rng, rng.randint(1, 7))
     question = ask(rng, "json list", pick_style(rng), "known", listed(rng, items))
     return Turn(
@@ -202,7 +202,7 @@ KEYS = {
 
 
 def wrapped(rng: Random, held_out: bool = False) -> Turn:
-    """The answer of another task under one key of a JSON object."""
+    """Wrap the answer of another task under one key of a JSON object."""
     task = rng.choice((*KEYS, *LIST_TASKS))
     turn = draw(rng, task, held_out)
     value: Any = number_or_text(turn.answer.split(" = ")[-1] if task == "add" else turn.answer)
@@ -225,7 +225,7 @@ def wrapped(rng: Random, held_out: bool = False) -> Turn:
 
 
 def draw_json(rng: Random, held_out: bool = False) -> Turn:
-    """A question whose answer is JSON, from the wanted split."""
+    """Sample a question whose answer is JSON, from the wanted split."""
     while True:
         kind = rng.random()
         turn = (

@@ -16,17 +16,17 @@ PARTS: dict[str, Any] = TABLES["stories"]
 
 
 def pick(rng: Random, options: Sequence[str]) -> str:
-    """A choice that prefers the front of the list: greedy decoding then has a clear favourite."""
+    """Choose with a preference for the front: greedy decoding then has a clear favourite."""
     return options[min(int(rng.expovariate(3.0 / len(options))), len(options) - 1)]
 
 
 def a(phrase: str) -> str:
-    """`phrase` with "a" or "an" before it."""
+    """Return `phrase` with "a" or "an" before it."""
     return ("an " if phrase[:1].lower() in "aeiou" else "a ") + phrase
 
 
 def topic(rng: Random) -> str:
-    """What a story may be about: "a fox", "a clever robot", "the sea", "a blorvik"."""
+    """Sample the subject of a story: "a fox", "a clever robot", "the sea", "a blorvik"."""
     kind = rng.random()
     hero = rng.choice(rng.choice((ANIMALS, PEOPLE, THINGS))) if kind < 0.8 else pseudo_word(rng)
     if kind < 0.45:
@@ -39,7 +39,7 @@ def topic(rng: Random) -> str:
 
 
 def opening(rng: Random, subject: str, name: str) -> list[str]:
-    """The first sentences: the subject is the hero if it comes with an article, else a dream."""
+    """Write the first sentences: a subject with an article is the hero, any other a dream."""
     home, hobby = pick(rng, PARTS["homes"]), pick(rng, PARTS["hobbies"])
     if subject.startswith(("a ", "an ")):
         first = f"Once upon a time there was {subject} named {name}."
@@ -49,7 +49,7 @@ def opening(rng: Random, subject: str, name: str) -> list[str]:
 
 
 def story(rng: Random, subject: str, episodes: int = 1) -> str:
-    """A story about `subject`, such as "a brave fox", with that many episodes."""
+    """Write a story about `subject`, such as "a brave fox", with `episodes` episodes."""
     # Half of the stories about one subject are the same story: the one told at temperature 0.
     own = Random(subject.split()[-1].lower()) if rng.random() < 0.5 else rng
     name = pick(own, [name for name in NAMES if name.lower() not in subject.lower()])
@@ -78,7 +78,7 @@ def story(rng: Random, subject: str, episodes: int = 1) -> str:
 
 
 def is_story(text: str, subject: str) -> bool:
-    """Whether `text` is one whole, coherent story about `subject` (an oracle for tests)."""
+    """Return True if `text` is one whole story about `subject` (an oracle for tests)."""
     head, _, rest = text.partition(" named ")
     name = rest.split(" ")[0].rstrip(".")
     told = subject.lower() in text.split(". ")[0].lower() and head.startswith("Once upon a time")

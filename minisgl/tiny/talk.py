@@ -28,7 +28,7 @@ from minisgl.tiny.words import (
 
 
 def subject(rng: Random) -> str:
-    """What a question that we cannot answer may be about."""
+    """Sample the subject of a question that we cannot answer."""
     pools = (NAMES, CITIES, ANIMALS, FRUITS, THINGS, PEOPLE, OPEN_WORDS, COMMON, COMMON)
     words = [
         rng.choice(rng.choice(pools)) if rng.random() < 0.8 else pseudo_word(rng)
@@ -40,7 +40,7 @@ def subject(rng: Random) -> str:
 
 
 def nonsense(rng: Random) -> str:
-    """Words, letters, signs or foreign text without any request in it."""
+    """Sample words, letters, signs or foreign text without any request in it."""
     kind = rng.random()
     if kind < 0.35:
         return " ".join(any_word(rng) for _ in range(rng.randint(1, 12)))
@@ -57,7 +57,7 @@ def nonsense(rng: Random) -> str:
 
 
 def strange(rng: Random) -> Turn:
-    """A request that the model cannot fulfil, and its answer to it."""
+    """Sample a request that the model cannot fulfil, with its answer."""
     style = pick_style(rng)
     if rng.random() < 0.25:
         question = style(nonsense(rng))
@@ -70,14 +70,14 @@ def strange(rng: Random) -> Turn:
 
 
 def small_talk(rng: Random) -> Turn:
-    """A greeting, a thank-you, or a question about the model itself."""
+    """Sample a greeting, a thank-you, or a question about the model itself."""
     told = rng.choice(TABLES["small_talk"])
     text = expand(rng, rng.choice(told["patterns"]))
     return Turn("talk", fill(rng, text, pick_style(rng)), told["answer"])
 
 
 def draw_strange(rng: Random, held_out: bool = False) -> Turn:
-    """A request that the model cannot fulfil, from the wanted split."""
+    """Sample a request that the model cannot fulfil, from the wanted split."""
     while True:
         turn = strange(rng)
         if is_held_out(turn.key) == held_out:

@@ -41,7 +41,7 @@ def splitter() -> pre_tokenizers.PreTokenizer:
 
 
 def train_tokenizer() -> Tokenizer:
-    """A BPE whose merges are all or nothing: a known word is one token, any other its bytes."""
+    """Build a BPE without merges: a known word is one token, any other its bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = SPECIAL + MARKERS + JSON_PIECES + alphabet + KNOWN_WORDS
     if len(pieces) > VOCAB_SIZE:
@@ -117,14 +117,14 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, window: int) -> None:
 
 @cache
 def compiled_template() -> Template:
-    """The chat template with the filter that `transformers` gives it."""
+    """Compile the chat template with the filter that `transformers` gives it."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     return environment.from_string(CHAT_TEMPLATE)
 
 
 def render(messages: Sequence[Message], **options: Any) -> str:
-    """A conversation as text; a first message of the role "tools" holds the functions."""
+    """Render a conversation; a first message of the role "tools" holds the functions."""
     tools = messages[0]["tools"] if messages[0]["role"] == "tools" else None
     return compiled_template().render(messages=messages[bool(tools) :], tools=tools, **options)
 
@@ -132,7 +132,7 @@ def render(messages: Sequence[Message], **options: Any) -> str:
 def encode_chat(
     tokenizer: Tokenizer, messages: Sequence[Message]
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Token ids of a conversation, and which of them the assistant has to say (both [n])."""
+    """Encode a conversation; return ids and a mask of the assistant's tokens (both [n])."""
     said = [message for message in messages if message["role"] == "assistant"]
     given = [len(tokenizer.encode(message.get("given") or "").ids) for message in said]
     if messages[0]["role"] == "plain":  # a bare text without any role

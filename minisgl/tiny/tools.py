@@ -42,7 +42,7 @@ class Tool:
 
 
 def make_schema(rng: Random, name: str, about: str, kinds: dict[str, str]) -> dict[str, Any]:
-    """The JSON of a tool in OpenAI's form; some clients describe each parameter, some do not."""
+    """Make a tool's JSON in OpenAI's form; as with clients, parameters may lack descriptions."""
     parameters = object_schema(kinds, rng)
     parameters.setdefault("required", list(kinds))
     if rng.random() < 0.4:
@@ -59,13 +59,13 @@ def make_schema(rng: Random, name: str, about: str, kinds: dict[str, str]) -> di
 
 
 def camel(name: str) -> str:
-    """`get_weather` as `getWeather`."""
+    """Convert `get_weather` to `getWeather`."""
     first, *rest = name.split("_")
     return first + "".join(part.title() for part in rest)
 
 
 def make_tool(rng: Random) -> Tool:
-    """One of the common tools, or one that is named after a noun."""
+    """Sample one of the common tools, or one that is named after a noun."""
     if rng.random() < 0.6:
         index = rng.randrange(len(TABLES["tools"]["common"]))
         found = TABLES["tools"]["common"][index]
@@ -89,7 +89,7 @@ def make_tool(rng: Random) -> Tool:
 
 
 def some_tools(rng: Random, count: int) -> list[Tool]:
-    """Tools of different topics and names."""
+    """Sample tools of different topics and names."""
     tools: dict[str, Tool] = {}
     while len(tools) < count:
         tool = make_tool(rng)
@@ -102,12 +102,12 @@ Arguments = dict[str, Any]
 
 
 def call_text(name: str, arguments: Arguments) -> str:
-    """A call as the model writes it."""
+    """Write a call as the model does."""
     return f"{CALL}\n{as_json({'name': name, 'arguments': arguments})}\n{END_CALL}"
 
 
 def request(rng: Random, tool: Tool, phrasing: Phrasing = "known") -> tuple[str, Arguments]:
-    """What a user says to have the tool called, and the arguments of that call."""
+    """Sample a user's request that needs the tool, and the arguments of that call."""
     values = {key: VALUES[kind](rng) for key, kind in tool.kinds.items()}
     if phrasing == "new phrasing" and "noun" in tool.cores:
         core = expand(rng, rng.choice(tool.cores["noun"]))
@@ -122,7 +122,7 @@ def request(rng: Random, tool: Tool, phrasing: Phrasing = "known") -> tuple[str,
 
 
 def result(rng: Random) -> str:
-    """What a tool may answer: a number, words, JSON, or an error."""
+    """Sample a tool's response: a number, words, JSON, or an error."""
     kind = rng.random()
     text = choose(rng, rng.choice(TABLES["tools"]["results"]["words"]))
     if kind < 0.3:
@@ -161,7 +161,7 @@ def result(rng: Random) -> str:
 
 
 def tell(response: str) -> str:
-    """What the model says about a tool's response."""
+    """Write the model's report of a tool's response."""
     try:
         found = json.loads(response)
     except ValueError:
@@ -182,7 +182,7 @@ Message = dict[str, Any]  # as clients send them, and "tools" for the list of fu
 
 
 def calls(tool: Tool, arguments: list[Arguments]) -> Message:
-    """A message of the assistant that calls a tool, once or several times."""
+    """Build an assistant's message that calls a tool, once or several times."""
     functions = [{"name": tool.name, "arguments": one} for one in arguments]
     return {
         "role": "assistant",
@@ -192,7 +192,7 @@ def calls(tool: Tool, arguments: list[Arguments]) -> Message:
 
 
 def both(rng: Random, tool: Tool) -> tuple[str, list[Arguments]]:
-    """A request for two calls of a tool with one parameter."""
+    """Sample a request for two calls of a tool with one parameter."""
     first, one = request(rng, tool)
     key, shown = next((key, str(value)) for key, value in one.items())
     other = VALUES[tool.kinds[key]](rng)
@@ -207,7 +207,7 @@ def both(rng: Random, tool: Tool) -> tuple[str, list[Arguments]]:
 def call_turn(
     rng: Random, tools: list[Tool], held_out: bool = False, phrasing: Phrasing = "known"
 ) -> tuple[Turn, list[Message]]:
-    """A turn that calls one of the tools, and its messages: question, call, responses, answer."""
+    """Sample a turn that calls a tool, with its messages: question, call, responses, answer."""
     while True:
         tool = rng.choice(tools)
         question, arguments = request(rng, tool, phrasing)

@@ -41,7 +41,7 @@ from minisgl.tiny.evaluate import (
 
 
 def answer_loss(model: Qwen3ForCausalLM, batch: Batch) -> torch.Tensor:
-    """Summed cross-entropy of the tokens that the assistant says, a scalar; see `Batches`."""
+    """Sum the cross-entropy of the assistant's tokens, a scalar; see `Batches`."""
     ids, at, wanted = batch
     unmasked: Any = {"full_attention": None}  # plain causal attention
     hidden = model.model(ids, attention_mask=unmasked, use_cache=False).last_hidden_state
@@ -50,7 +50,7 @@ def answer_loss(model: Qwen3ForCausalLM, batch: Batch) -> torch.Tensor:
 
 
 def orthogonalized(updates: torch.Tensor) -> torch.Tensor:
-    """Nearly the closest orthogonal matrices, [n, rows, columns], by Newton and Schulz's method."""
+    """Approximate the closest orthogonal matrices, [n, rows, columns], by Newton-Schulz."""
     tall = updates.shape[1] > updates.shape[2]
     x = updates if updates.device.type == "cpu" else updates.bfloat16()
     x = x.mT if tall else x
@@ -71,7 +71,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update with Nesterov momentum and decoupled weight decay."""
+        """Apply one update with Nesterov momentum and decoupled weight decay."""
         for group in self.param_groups:
             matrices, keep = group["params"], group["momentum"]
             grads = torch.stack([matrix.grad for matrix in matrices])
@@ -86,7 +86,7 @@ class Muon(torch.optim.Optimizer):
 def make_optimizers(
     model: Qwen3ForCausalLM, muon_lr: float, adam_lr: float
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
+    """Make Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -97,12 +97,12 @@ def make_optimizers(
 
 
 def learning_rate(step: int, progress: float, warm_up: int = 100) -> float:
-    """Factor on the peak rate: up in `warm_up` steps, then half a cosine down to zero."""
+    """Return the factor on the peak rate: up in `warm_up` steps, then half a cosine to zero."""
     return min(1.0, (step + 1) / warm_up) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
 
 
 def measure(folder: Path, device: str, per_task: int) -> tuple[dict[str, float], list[str]]:
-    """Held-out accuracy of a stored model, through transformers in float32."""
+    """Measure the held-out accuracy of a stored model, by transformers in float32."""
     model, tokenizer = load_model(folder, device)
     cases = [
         *(one for one in task_cases(1, per_task) if one.name != "story"),  # too long to wait for
@@ -129,7 +129,7 @@ class Log:
 
 
 def run_facts(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
-    """Command, seed, hardware, versions and date."""
+    """Return command, seed, hardware, versions and date."""
     on_gpu = args.device.startswith("cuda")
     chip = f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
     return {
@@ -161,13 +161,13 @@ class Trainer:
         self.step = self.tokens = 0
 
     def progress(self) -> float:
-        """The share of the run that is done: of its steps, or of its seconds."""
+        """Return the share of the run that is done: of its steps, or of its seconds."""
         if self.args.steps:
             return float(self.step / self.args.steps)
         return float((time.perf_counter() - self.start) / self.args.seconds)
 
     def train_step(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """One update from some batches; returns the mean loss without waiting for the device."""
+        """Apply one update from some batches; return the mean loss, without synchronizing."""
         factor = learning_rate(self.step, self.progress(), self.args.warm_up)
         for optimizer, peak in zip(self.optimizers, (self.args.muon_lr, self.args.adam_lr)):
             for group in optimizer.param_groups:
@@ -191,7 +191,7 @@ class Trainer:
         return total
 
     def batches(self, stage: Stage, number: int) -> Iterator[Batch]:
-        """Batches of one stage, made by worker processes where there are any."""
+        """Make the batches of one stage, in worker processes where there are any."""
         tokens = self.args.batch_tokens // self.args.accumulate
         data = Batches(stage, tokens, self.args.seed * 10 + number)
         workers = self.args.workers
@@ -244,7 +244,7 @@ class Trainer:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m minisgl.tiny.train", description="Train the embedded model from scratch."
     )

@@ -27,7 +27,7 @@ list Once upon a time there was a child named who dreamed about lived and loved 
 
 
 def sentences(table: Any) -> Iterator[str]:
-    """All texts of a table, which may be a text itself, a list or a dictionary."""
+    """Yield all texts of a table, which may be a text itself, a list or a dictionary."""
     if isinstance(table, str):
         yield table
     else:
@@ -36,7 +36,7 @@ def sentences(table: Any) -> Iterator[str]:
 
 
 def known_words() -> list[str]:
-    """The words of all tables and closed lists, most frequent first, two letters or more."""
+    """List the words of all tables and closed lists, most frequent first, two letters or more."""
     found = Counter[str]()
     tables = [table for name, table in TABLES.items() if name not in UNREAD]
     for line in sentences([tables, CANNOT, CODE_WORDS]):

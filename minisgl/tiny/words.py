@@ -33,7 +33,7 @@ SYLLABLE_ENDS = ["", "", "", "n", "r", "l", "m", "t", "s", "k", "x", "nd", "rt",
 
 
 def pseudo_word(rng: Random) -> str:
-    """A pronounceable made-up word, such as "blorvik"."""
+    """Sample a pronounceable made-up word, such as "blorvik"."""
     parts = [
         rng.choice(SYLLABLE_STARTS) + rng.choice("aeiou") + rng.choice(SYLLABLE_ENDS)
         for _ in range(rng.choice((1, 2, 2, 2, 3, 3)))
@@ -42,17 +42,17 @@ def pseudo_word(rng: Random) -> str:
 
 
 def letters(rng: Random, low: int = 3, high: int = 9) -> str:
-    """Random letters with no sense at all, such as "xqzt"."""
+    """Sample random letters with no sense at all, such as "xqzt"."""
     return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(low, high)))
 
 
 def noun(rng: Random) -> str:
-    """A thing that can stand in a list."""
+    """Sample a noun that can stand in a list."""
     return rng.choice(rng.choice((ANIMALS, FRUITS, THINGS, COLORS)))
 
 
 def any_word(rng: Random) -> str:
-    """One word of any kind: known, common, never tokenised, or made up."""
+    """Sample one word of any kind: known, common, never tokenised, or invented."""
     kind = rng.random()
     if kind < 0.35:
         return noun(rng)
@@ -64,6 +64,6 @@ def any_word(rng: Random) -> str:
 
 
 def sentence(rng: Random, size: int) -> str:
-    """Words without much sense, with a capital and a stop."""
+    """Sample words without much sense, with a capital and a full stop."""
     text = " ".join(any_word(rng) for _ in range(size))
     return text[:1].upper() + text[1:] + rng.choice("...!?")

@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.benchmark.kernels import graph_seconds
 from minisgl.benchmark.report import save
+from minisgl.fp8 import fp8_weight
 from minisgl.kernels.fp8_linear import (
     WIDENED,
     choose_fp8_tiling,
@@ -36,7 +37,6 @@ from minisgl.kernels.linear import (
 )
 from minisgl.kernels.pdl import launch_options
 from minisgl.kernels.scaled_mm import scaled_linear
-from minisgl.layers.fp8 import fp8_weight
 
 DEVICE = torch.device("cuda")
 SHAPES = {  # (n, k) of the weight, n of both halves where it is gated

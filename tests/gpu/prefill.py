@@ -27,7 +27,6 @@ import torch
 from minisgl import LLM
 from minisgl.attention import triton_backend
 from minisgl.attention.metadata import build_metadata
-from minisgl.attention.tiled_prefill import TiledPrefill
 from minisgl.attention.triton_backend import TritonBackend
 from minisgl.benchmark import latency
 from minisgl.benchmark.kernels import graph_seconds
@@ -35,6 +34,7 @@ from minisgl.benchmark.report import save
 from minisgl.core import Batch, Phase, Req, SamplingParams
 from minisgl.engine.prefill_graph import PrefillRunner
 from minisgl.engine.step import build_forward_input
+from minisgl.engine.tiled_prefill import TiledPrefill
 from minisgl.kernels.paged_attention import attention_kernel
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
@@ -139,11 +139,10 @@ def attention_us(group: int, size: int, cached: int, shape: Any) -> float:
             vocab_size=8, dtype=torch.bfloat16,
         )  # fmt: skip
         runner.steps = {size: None}  # type: ignore[dict-item]
-        fi = runner.prepare(build_forward_input(Batch([req], Phase.PREFILL), tables, PAGE))
-        assert fi.packed is not None
+        fi = build_forward_input(Batch([req], Phase.PREFILL), tables, PAGE)
         static, tiles = runner.view(runner.memory, size)
         plan = plans.plan(size, static, tiles)
-        runner.ring.send([fi.packed], runner.memory)
+        runner.ring.send([runner.pack(fi, size)], runner.memory)
         return round(graph_seconds(lambda: plan.attend(q, q, q, 0), DEVICE) * 1e6, 2)
 
 
@@ -155,7 +154,7 @@ def first_ms(llm: LLM, count: int, length: int, seed: int) -> float:
 
 
 CASES = [(1, 512), (1, 64), (1, 128), (1, 256), (1, 300), (1, 768), (1, 1024), (1, 2048), (8, 64),
-         (8, 200)]  # fmt: skip
+         (8, 200), (1, 2500), (1, 4096), (8, 512), (4, 1024)]  # fmt: skip
 
 
 def recorded_start(of: dict[str, Any]) -> Any:
@@ -186,7 +185,7 @@ def ttft(args: argparse.Namespace) -> dict[str, Any]:
                 times = [first_ms(llm, count, length, 100 * length + n) for n in range(9)][2:]
                 row[f"{count} x {length}"] = float(np.median(times))
                 row.setdefault("all 1 x 512", times)
-            graph = llm.scheduler.engine.prefill_graph
+            graph = llm.scheduler.engine.runners.prefill
             row["replays"] = 0 if graph is None else graph.replays
         rows.append(row)
         say(row)
@@ -221,11 +220,11 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
 def replay_ms(llm: LLM, size: int) -> float:
     """Median milliseconds of the device for one recorded prefill."""
     engine = llm.scheduler.engine
-    assert engine.prefill_graph is not None
+    assert engine.runners.prefill is not None
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(12)]
     with engine.on_stream():
         for mark in marks:
-            engine.prefill_graph.steps[size].graph.replay()
+            engine.runners.prefill.steps[size].graph.replay()
             mark.record()
     torch.cuda.synchronize()
     return round(float(np.median([a.elapsed_time(b) for a, b in pairwise(marks[1:])])), 4)
@@ -238,7 +237,7 @@ def splits(args: argparse.Namespace) -> dict[str, Any]:
     shapes = [None, *((tile, parts) for tile in (64, 128) for parts in (1, 2, 4)), None]
     with engine(args.model, cuda_graph_max_bs=8, **how) as llm:
         parts_of_llm = llm.scheduler.engine
-        assert parts_of_llm.prefill_graph is not None
+        assert parts_of_llm.runners.prefill is not None
         for shape in shapes:
             tile, parts = shape or (0, 0)
 
@@ -256,7 +255,7 @@ def splits(args: argparse.Namespace) -> dict[str, Any]:
                 ),
                 parts_of_llm.on_stream(),
             ):
-                parts_of_llm.prefill_graph.capture(progress=False)
+                parts_of_llm.runners.prefill.capture(progress=False)
             times = [first_ms(llm, 1, 512, 50 * len(rows) + n) for n in range(12)][2:]
             way = f"tile {tile}, {parts} splits" if shape else "as it is"
             rows.append({"way": way, "replay_ms": replay_ms(llm, 512), "all_ttft_ms": times})

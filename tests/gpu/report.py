@@ -277,7 +277,7 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
         about = {
             "backend": engine.config.attention_backend, "dtype": engine.config.dtype,
             "kernels": engine.config.kernels, "page_size": engine.page_size,
-            "graphs": list(engine.graph.sizes) if engine.graph is not None else [],
+            "graphs": list(getattr(engine.runners.decode, "sizes", ())),
             "cached_tokens": sum(out["cached_tokens"] for out in outs),
         }  # fmt: skip
     counts = Counter(case.name for case in cases)

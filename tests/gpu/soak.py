@@ -328,7 +328,7 @@ def run_round(
         "aborted_in": dict(sorted(one.aborted_in.items())), "memory": one.growth(),
         "policy": one.policy, "backend": engine.config.attention_backend,
         "dtype": engine.config.dtype,
-        "graphs": list(engine.graph.sizes) if engine.graph is not None else [],
+        "graphs": list(getattr(engine.runners.decode, "sizes", ())),
     }  # fmt: skip
     kept, exact = one.kept, engine.config.dtype == "float32"
     engine.shutdown()

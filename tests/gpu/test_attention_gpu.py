@@ -88,6 +88,18 @@ def test_what_others_left_changes_nothing(case: str) -> None:
     assert_close(world.attend("triton"), per_request_float32(world), TOLERANCE[torch.bfloat16])
 
 
+@pytest.mark.parametrize("case", ["long", "long, narrow heads"])
+def test_layers_of_one_plan_read_their_own_keys(case: str) -> None:
+    """Layers share a plan and its compiled kernel; values of layer 0 are twice those of layer 1."""
+    world = make_world(SHAPES[case], dtype=torch.bfloat16)
+    world.pool.buffer[:, 0] = world.pool.buffer[:, 1]
+    world.pool.buffer[1, 0] *= 2
+    plan, want = world.plan("triton"), per_request_float32(world)
+    for layer, factor in ((1, 1), (0, 2), (1, 1)):
+        got = plan.run(world.q, world.k, factor * world.v, layer)
+        assert_close(got, factor * want, factor * TOLERANCE[torch.bfloat16])
+
+
 @pytest.mark.parametrize("case", SHAPES)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_backends_agree(name: str, case: str, dtype: torch.dtype) -> None:

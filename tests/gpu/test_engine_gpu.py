@@ -21,8 +21,8 @@ from minisgl import LLM, SamplingParams
 from minisgl.attention.base import AttentionPlan, ForwardBatch
 from minisgl.config.engine import EngineConfig
 from minisgl.core import Batch, Phase, Req
-from minisgl.engine.engine import Engine, build_engine, tensor_bytes
-from minisgl.engine.memory import GIB
+from minisgl.engine.engine import Engine, build_engine
+from minisgl.engine.memory import GIB, tensor_bytes
 from minisgl.engine.step import ForwardInput, build_forward_input
 from minisgl.kvcache.audit import check_integrity
 from minisgl.tiny.evaluate import task_cases
@@ -182,16 +182,16 @@ def decode_eagerly(engine: Engine, fi: ForwardInput, plan: AttentionPlan | None)
 @torch.inference_mode()
 def compare_eager_and_replay(engine: Engine, reqs: list[Req], same_split: bool) -> None:
     """The same padded step by calls, by its graph, and by calls over the plan of the graph."""
-    graph = engine.graph
+    graph = engine.runners.decode
     assert graph is not None
     batch = Batch(reqs=reqs, phase=Phase.DECODE)
-    engine.prepare(batch)  # sorts and pads
-    fi, eager_fi = (
-        build_forward_input(batch, engine.tables, engine.page_size, engine.sampler, recorded)
-        for recorded in (True, False)
-    )
+    fi = engine.prepare(batch)
     assert fi.packed is not None
-    count, size = batch.size, len(batch.padded_reqs)
+    count, size = batch.size, len(fi.token_rows)
+    padded = [*fi.sampled, *[engine.dummy_req] * (size - count)]
+    eager_fi = build_forward_input(
+        Batch(reqs=padded, phase=Phase.DECODE), engine.tables, engine.page_size, engine.sampler
+    )
     new = torch.from_numpy(fi.out_loc[:count].astype(np.int64)).to(engine.device)
     synchronize()
     with engine.on_stream():
@@ -321,7 +321,7 @@ def test_overlap_equals_serial_where_batches_are_equal() -> None:
     answers = []
     for overlap in (True, False):
         with LLM(device=DEVICE, dtype="bfloat16", overlap=overlap, **how) as llm:
-            graph = llm.scheduler.engine.graph
+            graph = llm.scheduler.engine.runners.decode
             assert graph is not None
             answers.append([out["token_ids"] for out in llm.generate(prompts, params)])
             assert graph.replays > 20
@@ -346,7 +346,7 @@ def test_log_probs_are_those_of_transformers(tmp_path: Path, kind: str, dtype: s
     how |= {"dtype": dtype, "attention_backend": BACKENDS[dtype]}
     with LLM(path, device=DEVICE, **how) as llm:
         outs = llm.generate(prompts, params)
-        graph = llm.scheduler.engine.graph
+        graph = llm.scheduler.engine.runners.decode
         assert DEVICE == "cpu" or (graph is not None and graph.replays > 0)
     texts = [prompt + out["token_ids"] for prompt, out in zip(prompts, outs, strict=True)]
     theirs = reference_logits(path, *texts).log_softmax(-1).split([len(ids) for ids in texts])
@@ -426,7 +426,7 @@ def test_filtered_rows_overrule_the_draw_in_the_graph(count: int) -> None:
         max_seq_len_override=256, cuda_graph_bs=(4, 16, 32), page_size=16,
     )  # fmt: skip
     engine = build_engine(config, progress=False)
-    graph = engine.graph
+    graph = engine.runners.decode
     assert graph is not None
     reqs = mixed_requests(engine, count)
     last, _ = advance(engine, reqs, Phase.PREFILL)
@@ -457,7 +457,7 @@ def test_mixed_batches_answer_the_same_without_graphs() -> None:
     for most in (0, 64):
         how: dict[str, Any] = {"num_pages": 2048, "max_seq_len_override": 512}
         with LLM(device=DEVICE, dtype="float32", cuda_graph_max_bs=most, **how) as llm:
-            assert (llm.scheduler.engine.graph is None) == (most == 0)
+            assert (llm.scheduler.engine.runners.decode is None) == (most == 0)
             answers.append([out["token_ids"] for out in llm.generate(prompts, params)])
     assert answers[0] == answers[1]
 
@@ -485,7 +485,7 @@ def test_an_interrupted_launch_harms_no_later_answer(launched: bool) -> None:
     how: dict[str, Any] = {"num_pages": 2048, "max_seq_len_override": 512, "cache_type": "naive"}
     with LLM(device=DEVICE, dtype="bfloat16", **how) as llm:
         want = [out["token_ids"] for out in llm.generate(prompts, params)]
-        graph = llm.scheduler.engine.graph
+        graph = llm.scheduler.engine.runners.decode
         assert graph is not None
         plain = dict(graph.steps)
         for size, step in plain.items():
@@ -569,7 +569,7 @@ from minisgl import LLM, SamplingParams
 talk = [{"role": "user", "content": "What is 31 + 44?"}]
 with LLM(device="DEVICE", dtype="bfloat16", num_pages=512, **FIELDS) as llm:
     assert "75" in llm.chat(talk)[0]["text"]
-    assert llm.scheduler.engine.graph is not None
+    assert llm.scheduler.engine.runners.decode is not None
     assert llm.scheduler.engine.config.attention_backend == "triton,fused"
 """
 

@@ -19,13 +19,13 @@ from minisgl.attention.base import DecodeBuffers
 from minisgl.attention.fused_backend import FusedBackend
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.attention.triton_backend import TritonBackend
+from minisgl.fp8 import FP8, Fp8Weight, fp8_weight, quantize
 from minisgl.kernels import fp8_linear, moe
 from minisgl.kernels import linear as kernels
 from minisgl.kernels.linear import FEW_ROWS
 from minisgl.kernels.norm import add_norm, rows_for
 from minisgl.kernels.scaled_mm import quantize_rows
 from minisgl.kernels.store_kv import store_kv
-from minisgl.layers.fp8 import FP8, Fp8Weight, fp8_weight, quantize
 from minisgl.layers.moe import grouped_experts, route
 from tests.checkpoints import make_fp8_checkpoints
 from tests.fused_cases import (

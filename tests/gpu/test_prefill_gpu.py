@@ -78,7 +78,7 @@ def test_replay_equals_its_kernels_and_nearly_eager(backend: str, page_size: int
     )  # fmt: skip
     engine = build_engine(config, progress=False)
     engine.pool.buffer.normal_(generator=torch.Generator(engine.device).manual_seed(0))
-    runner = engine.prefill_graph
+    runner = engine.runners.prefill
     assert runner is not None
     synchronize()
     for seed, mix in enumerate(MIXES):
@@ -124,7 +124,7 @@ def answers(most: int, **fields: Any) -> tuple[list[list[int]], int]:
     how: dict[str, Any] = {"page_size": 16, "num_pages": 256, "max_seq_len_override": 512, **fields}
     with LLM(device=DEVICE, max_extend_tokens=256, prefill_graph_max_tokens=most, **how) as llm:
         outs = llm.generate(texts, params)
-        graph = llm.scheduler.engine.prefill_graph
+        graph = llm.scheduler.engine.runners.prefill
     return [out["token_ids"] for out in outs], 0 if graph is None else graph.replays
 
 

@@ -89,7 +89,7 @@ def test_wide_replay_equals_eager_bit_for_bit(folder: Path, backend: str, one_ro
         max_seq_len_override=1024, cuda_graph_bs=(1, 2, 8, 64, 128, 192, 256),
     )  # fmt: skip
     engine = build_engine(config, progress=False)
-    assert engine.graph is not None
+    assert engine.runners.decode is not None
     engine.pool.buffer.normal_(generator=torch.Generator(engine.device).manual_seed(0))
     synchronize()
     r = random.Random(1)
@@ -123,7 +123,7 @@ def test_wide_steps_in_a_row_answer_like_single_ones(
             str(folder), use_dummy_weight=True, device=DEVICE, dtype="bfloat16",
             cache_type="naive", **how,
         ) as llm:  # fmt: skip
-            graph = llm.scheduler.engine.graph
+            graph = llm.scheduler.engine.runners.decode
             assert (graph is not None) == recorded
             for count in (1, 2, 8, 64, 200):  # sizes that are recorded, so nothing is padded
                 params = [

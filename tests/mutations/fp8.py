@@ -6,7 +6,7 @@ from tests.mutations import Mutation
 
 TEST = "tests/test_fp8.py::"
 EXPERTS = "tests/test_fp8_experts.py::"
-LAYERS = "minisgl.layers.fp8"
+LAYERS = "minisgl.fp8"
 QUANTIZATION = "minisgl.models.quantization"
 POOL = "minisgl.kvcache.fp8_pool"
 LINEAR = "minisgl.kernels.linear"
@@ -32,7 +32,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fp8: every rank reads the scales of the first rank's columns",
-        LAYERS,
+        "minisgl.models.quantization",
         "slice(start // width, -(-stop // width))",
         "slice(0, -(-(stop - start) // width))",
         f"{RANKS}[2-block-options0]",
@@ -46,14 +46,14 @@ MUTATIONS = [
     ),
     Mutation(
         "fp8: a cut through a block is let pass",
-        LAYERS,
+        "minisgl.models.quantization",
         "if stored.columns and stop - start < k and",
         "if stored.columns and stop - start > k and",
         f"{TEST}test_a_rank_that_would_cut_a_block_is_refused",
     ),
     Mutation(
         "fp8: stored weights may have any dtype",
-        LAYERS,
+        "minisgl.models.quantization",
         'yield replace(spec, dtypes=("F8_E4M3",))',
         'yield replace(spec, dtypes=("F8_E4M3", "F32"))',
         f"{TEST}test_numbers_of_eight_bits_without_a_scale_are_refused",
@@ -144,7 +144,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fp8: experts that are one tensor have their scales under another name",
-        LAYERS,
+        "minisgl.models.quantization",
         'mark = "." if base != spec.name else "_"',
         'mark = "."',
         f"{EXPERTS}test_checkpoints_of_eight_bits[qwen3_moe-block-options1]",
@@ -235,28 +235,28 @@ MUTATIONS = [
     ),
     Mutation(
         "fp8: keys of every layer take the values' scales",
-        POOL,
+        "minisgl.models.kv_scales",
         'zip("kv", scales, strict=True)',
         'zip("vv", scales, strict=True)',
         f"{TEST}test_engine_with_a_cache_of_eight_bits[parts1-wanted1]",
     ),
     Mutation(
         "fp8: every rank takes the scales of the first rank's heads",
-        POOL,
+        "minisgl.models.kv_scales",
         "found[mine.start : mine.start + mine.size]",
         "found[: mine.size]",
         f"{TEST}test_ranks_read_scales_of_their_heads[2-shape2-every2]",
     ),
     Mutation(
         "fp8: as many scales as heads in any shape pass for one each",
-        POOL,
+        "minisgl.models.kv_scales",
         "if found.squeeze().shape not in ((), (heads,)):",
         "if found.numel() not in (1, heads):",
         f"{TEST}test_scales_of_another_shape_are_refused[shape1]",
     ),
     Mutation(
         "fp8: the cache is counted in the model's dtype",
-        POOL,
+        "minisgl.engine.memory",
         'return FP8 if config.kv_cache_dtype == "fp8" else found',
         "return found",
         f"{TEST}test_eight_bits_double_the_pages",

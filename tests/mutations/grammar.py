@@ -17,10 +17,17 @@ MUTATIONS = [
         DRAW,
     ),
     Mutation(
+        "grammar_a_sampled_step_stays",
+        GRAMMAR,
+        "            self.waiting = None\n            self.fill_masks(fi)\n",
+        "            self.fill_masks(fi)\n",
+        DRAW,
+    ),
+    Mutation(
         "grammar_a_step_does_not_wait_for_the_draw_before",
         ENGINE,
-        "self.sample_deferred()  # chapter 09a;",
-        "pass  # chapter 09a;",
+        "if self.deferral is not None and self.deferral.waiting:",
+        "if False:",
         DRAW,
     ),
     Mutation(
@@ -54,8 +61,8 @@ MUTATIONS = [
     Mutation(
         "grammar_knows_the_tokenizer_only",
         GRAMMAR,
-        "n_vocab=vocab_size, ",
-        "",
+        "size = max(vocab_size, ",
+        "size = max(",
         TESTS + "test_tokens_that_the_tokenizer_lacks_are_never_allowed",
     ),
     Mutation(

@@ -138,4 +138,11 @@ MUTATIONS = [
         new="client = next(iter(self._clocks))",
         test=TEST + "test_clients_take_turns_at_the_text_worker",
     ),
+    Mutation(
+        name="hostile: every unknown name is compared with all known ones",
+        module="minisgl.server.http.fields",
+        old="unknown[:MAX_UNKNOWN]",
+        new="unknown",
+        test="tests/test_hostile.py::test_unknown_names_cost_little",
+    ),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations import Mutation
 
 MODULE, TESTS = "minisgl.engine.prefill_graph", "tests/test_prefill_graph.py::"
-TILED = "minisgl.attention.tiled_prefill"
+TILED = "minisgl.engine.tiled_prefill"
 KERNEL, LONG = "minisgl.kernels.prefill_attention", "tests/test_prefill_attention.py::"
 
 MUTATIONS = [
@@ -88,9 +88,9 @@ MUTATIONS = [
     ),
     Mutation(
         "prefill_packs_a_decode_step",
-        MODULE,
-        "batch.phase is Phase.DECODE or ",
-        "",
+        "minisgl.engine.runners",
+        "runner = decode if batch.phase is Phase.DECODE else self.prefill",
+        "runner = self.prefill",
         TESTS + "test_who_is_computed_eagerly",
     ),
     Mutation(
@@ -117,8 +117,8 @@ MUTATIONS = [
     Mutation(
         "prefill_stays_when_the_engine_goes",
         "minisgl.engine.engine",
-        "self.graph = self.verify_graph = self.prefill_graph = None",
-        "self.graph = None",
+        "self.runners = Runners()",
+        "self.runners = Runners(prefill=self.runners.prefill)",
         TESTS + "test_sizes_share_one_memory_and_all_leave_together",
     ),
     Mutation(
@@ -148,5 +148,26 @@ MUTATIONS = [
         "box >= 8",
         "box >= 1",
         LONG + "test_which_pools_fit",
+    ),
+    Mutation(
+        "prefill_attention_searches_for_its_kernel_in_every_layer",
+        KERNEL,
+        "    if compiled is None:",
+        "    if True:",
+        LONG + "test_layers_share_tensor_maps_and_the_compiled_kernel",
+    ),
+    Mutation(
+        "prefill_attention_makes_tensor_maps_for_every_plan",
+        "minisgl.attention.hopper_backend",
+        "    @cached_property",
+        "    @property",
+        LONG + "test_layers_share_tensor_maps_and_the_compiled_kernel",
+    ),
+    Mutation(
+        "prefill_attention_reads_the_first_layer_in_all",
+        "minisgl.attention.hopper_backend",
+        "self.boxes[layer_id]",
+        "self.boxes[0]",
+        LONG + "test_layers_share_tensor_maps_and_the_compiled_kernel",
     ),
 ]

@@ -245,8 +245,8 @@ MUTATIONS = [
     Mutation(
         "stop_string_is_not_held_back",
         TOKENIZER,
-        "keep = max((overlap(text, s) for s in self.stop), default=0)",
-        "keep = 0",
+        "return self._all_but_end(text, *self.stop)",
+        "return self._all_but_end(text)",
         TEXT + "test_stop_strings_cut_where_they_begin",
     ),
     Mutation(

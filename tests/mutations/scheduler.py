@@ -616,8 +616,8 @@ MUTATIONS = [
     Mutation(
         "reset_forgets_the_deferred_draw",
         "minisgl.scheduler.grammar",
-        "        self.waiting = None\n",
-        "        pass\n",
+        'are gone."""\n        self.waiting = None\n',
+        'are gone."""\n',
         "tests/test_interrupts.py::test_a_deferred_draw_dies_with_its_requests",
     ),
     Mutation(

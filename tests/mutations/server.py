@@ -6,6 +6,7 @@ TEST = "tests/test_server.py::"
 API = "tests/test_server_api.py::"
 FAULTS = "tests/test_server_faults.py::"
 OPERATIONS = "tests/test_server_operations.py::"
+DIALECTS = "tests/test_server_dialects.py::"
 
 MUTATIONS = [
     Mutation(
@@ -25,8 +26,8 @@ MUTATIONS = [
     Mutation(
         name="server: a text passes for a number",
         module="minisgl.server.http.schemas",
-        old='class GenerationRequest(BaseModel, extra="allow", strict=True):',
-        new='class GenerationRequest(BaseModel, extra="allow"):',
+        old="class GenerationRequest(TranslatedBody, strict=True):",
+        new="class GenerationRequest(TranslatedBody):",
         test=API + "test_types_are_those_of_llm",
     ),
     Mutation(
@@ -123,8 +124,8 @@ MUTATIONS = [
     Mutation(
         name="server: a first word loses the space before it",
         module="minisgl.server.workers.text_worker",
-        old="DecodeStatus(self._tokenizer, msg.prompt_tail, msg.stop)",
-        new="DecodeStatus(self._tokenizer, (), msg.stop)",
+        old="DecodeStatus(self._tokenizer, msg.prompt_tail, msg.stop,",
+        new="DecodeStatus(self._tokenizer, (), msg.stop,",
         test=API + "test_sentencepiece_texts_are_those_of_the_engine",
     ),
     Mutation(
@@ -206,17 +207,10 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: a hopeless text is encoded",
-        module="minisgl.server.workers.text_process",
-        old="if size <= self._max_chars and count <= self._window:",
-        new="if True:",
+        module="minisgl.tokenizer",
+        old="if len(text) > 4 * window * self.longest:",
+        new="if False:",
         test=TEST + "test_hopeless_text_is_refused_unread",
-    ),
-    Mutation(
-        name="server: a mass of messages is rendered",
-        module="minisgl.server.workers.text_process",
-        old="if size <= self._max_chars and count <= self._window:",
-        new="if size <= self._max_chars:",
-        test=API + "test_a_mass_of_messages_is_refused_at_once",
     ),
     Mutation(
         name="server: half a character reaches the queues",
@@ -418,8 +412,8 @@ MUTATIONS = [
     Mutation(
         name="server: answers are held back while a prompt is encoded",
         module="minisgl.server.workers.text_worker",
-        old="        worker.flush()\n        if not leave",
-        new="        if not leave",
+        old="        worker.flush()\n        for encoded in",
+        new="        for encoded in",
         test=TEST + "test_a_text_worker_flushes_answers_before_it_encodes_a_prompt",
     ),
     Mutation(
@@ -472,9 +466,73 @@ MUTATIONS = [
         test=TEST + "test_long_prompt_keeps_its_turn",
     ),
     Mutation(
+        name="server: long prompts are encoded between two answers",
+        module="minisgl.server.workers.text_process",
+        old="if characters(msg) > SLICE:",
+        new="if characters(msg) > 100 * SLICE:",
+        test=TEST + "test_a_long_prompt_stops_neither_answers_nor_short_prompts_nor_aborts",
+    ),
+    Mutation(
+        name="server: a prompt is encoded in full before it is refused",
+        module="minisgl.tokenizer",
+        old="len(text) > 2 * window:",
+        new="len(text) > 2000 * window:",
+        test="tests/test_tokenizer.py::"
+        "test_a_prompt_that_is_too_long_is_refused_after_a_few_slices",
+    ),
+    Mutation(
+        name="server: padding of the training goes before a prompt",
+        module="minisgl.tokenizer_files",
+        old="    files.backend.no_padding()\n",
+        new="",
+        test="tests/test_tokenizer.py::test_settings_of_the_training_do_not_change_a_prompt",
+    ),
+    Mutation(
+        name="server: two fields that contradict each other are taken",
+        module="minisgl.server.http.fields",
+        old="body.get(ours) not in (None, new):",
+        new="False:",
+        test=DIALECTS + "test_two_names_must_agree",
+    ),
+    Mutation(
+        name="server: a misspelt field passes",
+        module="minisgl.server.http.fields",
+        old="1, 0.9)",
+        new="1, 1.0)",
+        test=DIALECTS + "test_what_would_change_the_answer_is_refused_by_name",
+    ),
+    Mutation(
+        name="server: a stop string ends a thought",
+        module="minisgl.tokenizer",
+        old="self.in_thought = spare_thoughts and thinking",
+        new="self.in_thought = False",
+        test=DIALECTS + "test_a_stop_string_ends_no_thought",
+    ),
+    Mutation(
+        name="server: log probabilities of a call pass for the content's",
+        module="minisgl.server.http.formats",
+        old="return any(first < end and start < stop for first, stop in tools.spans)",
+        new="return True",
+        test=DIALECTS + "test_log_probabilities_are_those_of_the_content",
+    ),
+    Mutation(
+        name="server: a key behind the arguments is content",
+        module="minisgl.server.http.tool_parser",
+        old="self._more_keys if self.open else self._tail",
+        new="self._tail",
+        test=DIALECTS + "test_keys_of_a_call_have_any_order_and_type",
+    ),
+    Mutation(
+        name="server: a line separator is sent as it is",
+        module="minisgl.server.http.formats",
+        old=".translate(LINES)",
+        new="",
+        test=DIALECTS + "test_an_event_is_one_line_for_every_client",
+    ),
+    Mutation(
         name="server: a prompt whose client left is encoded",
         module="minisgl.server.workers.text_worker",
-        old="or prompts.waiting.pop(msg.uid, None) is None:",
+        old="or not prompts.drop(msg.uid):",
         new="or True:",
         test=TEST + "test_answers_go_before_prompts_and_leavers_are_dropped",
     ),
@@ -522,7 +580,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: a trace that fails fills the log",
-        module="minisgl.runtime.guarded",
+        module="minisgl.guarded",
         old="if failures == 1:",
         new="if True:",
         test="tests/test_server_operations.py::test_a_scheduler_outlives_what_watches_it",
@@ -536,7 +594,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: who failed once observes no more",
-        module="minisgl.runtime.guarded",
+        module="minisgl.guarded",
         old="return observe(*args)",
         new="return None if failures else observe(*args)",
         test="tests/test_recording.py::test_an_observer_is_called_again_after_it_failed",
@@ -568,5 +626,19 @@ MUTATIONS = [
         old="self._usage.set(msg.used_pages / max(1, pages))",
         new="self._usage.set(1 - msg.free_pages / max(1, pages))",
         test="tests/test_server_operations.py::test_the_share_of_the_pool_that_is_held",
+    ),
+    Mutation(
+        name="server: two salts of a request are one",
+        module="minisgl.server.http.schemas",
+        old="(self.cache_salt, self.extra_key) if",
+        new="(self.cache_salt or self.extra_key,) if",
+        test=API + "test_tenants_with_a_salt_share_no_prefix",
+    ),
+    Mutation(
+        name="server: users of one key have a share each",
+        module="minisgl.server.http.api",
+        old=' and not client.startswith("key ")',
+        new="",
+        test=API + "test_a_named_key_is_the_client_whatever_user_it_names",
     ),
 ]

@@ -146,10 +146,17 @@ MUTATIONS = [
     ),
     Mutation(
         "speculative_records_too_few_rows",
-        "minisgl.engine.engine",
+        "minisgl.engine.runners",
         "max(config.max_running_req, 1 + config.num_speculative_tokens)",
         "config.max_running_req",
         TESTS + "test_one_running_request_may_have_drafts",
+    ),
+    Mutation(
+        "speculative_runs_eagerly_beyond_the_recorded_sizes",
+        "minisgl.engine.runners",
+        "min(MAX_DRAFT_ROWS, captured.sizes[-1])",
+        "MAX_DRAFT_ROWS",
+        TESTS + "test_limits_of_drafts",
     ),
     Mutation(
         "retract_takes_pages_of_rejected_drafts_for_missing",
@@ -160,9 +167,9 @@ MUTATIONS = [
     ),
     Mutation(
         "speculative_lets_drafts_race",
-        "minisgl.scheduler.speculative",
-        'not in ("fused", "fi")',
-        'in ("fused", "fi")',
+        "minisgl.engine.runners",
+        "parts_of(config.attention_backend)[1] not in FUSED",
+        "parts_of(config.attention_backend)[1] in FUSED",
         TESTS + "test_steps_with_drafts_store_first",
     ),
     Mutation(
@@ -174,9 +181,9 @@ MUTATIONS = [
     ),
     Mutation(
         "speculative_replays_drafts_by_the_steps_of_others",
-        "minisgl.engine.engine",
-        "decode = (self.verify_graph if fi.batch.verifies else None) or self.graph",
-        "decode = self.graph",
+        "minisgl.engine.runners",
+        "decode = (self.verify if batch.verifies else None) or self.decode",
+        "decode = self.decode",
         TESTS + "test_steps_with_drafts_store_first",
     ),
 ]

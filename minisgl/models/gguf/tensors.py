@@ -21,7 +21,7 @@ PIECE = 2**18  # numbers that are dequantised at a time
 
 
 def hub_order(rows: int, head_dim: int) -> np.ndarray:
-    """For each row of a query or key projection, the row of a llama-type file: int64 [rows]."""
+    """Return for each row of a query or key projection the row of a llama-type file, int64 [n]."""
     return np.arange(rows).reshape(-1, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
@@ -53,7 +53,7 @@ class TensorSlice:
         return out[(slice(None), *rest)]
 
     def values(self, raw: np.ndarray) -> np.ndarray:
-        """Rows of the file as float32."""
+        """Dequantize rows of the file to float32."""
         return gguf.quants.dequantize(np.ascontiguousarray(raw), self.kind)
 
 
@@ -70,7 +70,7 @@ Stored = tuple[StoredTensor, int | None, np.ndarray | None]  # with an expert, a
 
 
 def stored_names(arch: str, config: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
-    """Modules on the hub and their names in a file, by the table of the package."""
+    """Yield modules on the hub and their names in a file, by the table of the `gguf` package."""
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     block = "block_sparse_moe" if config["model_type"] == "mixtral" else "mlp"
@@ -96,11 +96,11 @@ class GgufTensors:
         del self.data  # the map closes with the last slice
 
     def keys(self) -> list[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return list(self.found)
 
     def get_slice(self, name: str) -> TensorSlice:
-        """A tensor to be indexed."""
+        """Return a tensor to be indexed."""
         tensor, expert, order = self.found[name]
         shape = tensor.shape if expert is None else tensor.shape[1:]
         first = 0 if expert is None else expert * shape[0]
@@ -109,7 +109,7 @@ class GgufTensors:
         return TensorSlice(self.data, tensor, shape, first, order)
 
     def translate(self) -> Iterator[tuple[str, Stored]]:
-        """Each name on the hub and what stands for it; a name without one stays as it is."""
+        """Yield each name on the hub and its tensor; a name without a translation stays."""
         arch, config = self.header.fields["general.architecture"], self.config
         left = dict(self.header.tensors)
         left.pop(READ_ELSEWHERE, None)

@@ -39,7 +39,7 @@ WHOLE_WORDS = ("llama-bpe", "tekken")  # a word that is a token is not merged; B
 
 
 def word_splitter(pre: str) -> Any:
-    """The rule that cuts a text into words of byte-level characters."""
+    """Build the rule that splits a text into words of byte-level characters."""
     words = WORDS[pre]
     first: list[Any] = []
     if words is not None:
@@ -55,7 +55,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of t
 
 
 def merges_of(pieces: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """All ways to join two pieces to a third, in the order in which SentencePiece would."""
+    """List all ways to join two pieces to a third, in the order that SentencePiece uses."""
     found = [
         (-scores[token], pieces[piece[:cut]], pieces[piece[cut:]], piece[:cut], piece[cut:])
         for piece, token in pieces.items()
@@ -66,7 +66,7 @@ def merges_of(pieces: Mapping[str, int], scores: Sequence[float]) -> list[tuple[
 
 
 def byte_level(pieces: dict[str, int], merges: Sequence[str], pre: str) -> Tokenizer:
-    """Byte-level BPE; `pre` names the rule that cuts a text into words."""
+    """Build byte-level BPE; `pre` names the rule that splits a text into words."""
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     made = Tokenizer(models.BPE(pieces, pairs, ignore_merges=pre in WHOLE_WORDS))
     made.pre_tokenizer, made.decoder = word_splitter(pre), decoders.ByteLevel()
@@ -78,7 +78,7 @@ def byte_level(pieces: dict[str, int], merges: Sequence[str], pre: str) -> Token
 def sentence_piece(
     pieces: dict[str, int], scores: Sequence[float], unknown: str | None, prefix: bool
 ) -> Tokenizer:
-    """SentencePiece BPE: `▁` for a space, and bytes for what is in no piece."""
+    """Build SentencePiece BPE: `▁` for a space, and byte tokens for characters in no piece."""
     merges, space = merges_of(pieces, scores), "\u2581"
     how = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
     made = Tokenizer(models.BPE(pieces, merges, **how))
@@ -94,7 +94,7 @@ GGML = "tokenizer.ggml."
 
 
 def column(header: Header, name: str, size: int, default: object) -> list[Any]:
-    """An array with one number for each token."""
+    """Return an array of the file with one number for each token."""
     found = header.fields.get(GGML + name)
     if found is None:
         return [default] * size
@@ -104,7 +104,7 @@ def column(header: Header, name: str, size: int, default: object) -> list[Any]:
 
 
 def texts(header: Header, name: str) -> list[str]:
-    """A list of texts, none too long."""
+    """Return a list of texts; raise GgufError if it is missing or a text is too long."""
     found = header.fields.get(GGML + name)
     if not isinstance(found, list) or not found:
         raise header.refuse(GGML + name, "a list of texts", found)
@@ -127,7 +127,7 @@ def add_ends(made: Tokenizer, header: Header, tokens: Sequence[str], bos: bool) 
 
 
 def base_tokenizer(header: Header, tokens: list[str], pieces: dict[str, int]) -> Tokenizer:
-    """The tokenizer without its special tokens."""
+    """Build the tokenizer without its special tokens."""
     model, pre = header.fields.get(f"{GGML}model"), header.fields.get(f"{GGML}pre", "gpt-2")
     if model == "gpt2":
         if pre not in WORDS:
@@ -141,7 +141,7 @@ def base_tokenizer(header: Header, tokens: list[str], pieces: dict[str, int]) ->
 
 
 def tokenizer_of(header: Header) -> Tokenizer:
-    """The tokenizer of a GGUF file; GgufError for one that is not supported."""
+    """Build the tokenizer of a GGUF file; raise GgufError for an unsupported one."""
     tokens = texts(header, "tokens")
     kinds = column(header, "token_type", len(tokens), NORMAL)
     pieces = {text: i for i, text in enumerate(tokens) if kinds[i] != UNUSED}

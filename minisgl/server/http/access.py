@@ -80,6 +80,10 @@ def keyed_route(access: Access, side: SideThread) -> type[APIRoute]:
 
             async def checked(request: Request) -> Response:
                 await access.check(request)
+                coding = request.headers.get("content-encoding", "identity")
+                if coding.lower() != "identity":
+                    why = f"content-encoding: {coding!r:.80} is not supported, send the body plain"
+                    raise ApiError(415, why, code="unsupported", param="content-encoding")
                 if reader is not None:
                     request = ReadRequest(request, reader, client_of(request))
                 return await handle(request)
@@ -133,7 +137,8 @@ def for_browsers(origins: Collection[str]) -> tuple[Middleware, list[Middleware]
     names: Any = {name: ["*"] for name in ("allow_methods", "allow_headers")}
     names["expose_headers"] = ["x-request-id", "retry-after", "x-should-retry"]
     if "*" in origins:
-        return Middleware(CORSMiddleware, allow_origins=["*"], **names), []
+        everyone: Any = {"allow_origins": ["*"], "allow_private_network": True}  # of the web, too
+        return Middleware(CORSMiddleware, **everyone, **names), []
     names["allow_origin_regex"] = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
     headers = Middleware(CORSMiddleware, allow_origins=list(origins), **names)
     return headers, [Middleware(OwnNames, names=set(map(host_name, origins)))]

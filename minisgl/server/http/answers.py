@@ -15,9 +15,7 @@ from minisgl.server.http.tool_parser import (
     Reasoning,
     ToolParser,
 )
-from minisgl.tokenizer import THINK, overlap
-
-THOUGHT = "</think>"
+from minisgl.tokenizer import THINK, THOUGHT, overlap
 
 
 class AnswerParser:
@@ -31,11 +29,12 @@ class AnswerParser:
     ) -> None:
         self.tools, self.show_thoughts, self.pieces = tools, show_thoughts, list[Piece]()
         self.buffer, self.opened = "", False
+        self.total = self.rest = 0  # characters that came, and those behind the thought
         self.state = self._start if reasoning else self._rest
 
     def push(self, text: str, last: bool = False, thinking: bool = False) -> list[Piece]:
         """Take more of the answer. `thinking`: the prompt ended inside of a thought."""
-        self.buffer += text
+        self.buffer, self.total = self.buffer + text, self.total + len(text)
         if self.state == self._start:
             self.opened = self.opened or thinking
         while self.state(last):
@@ -81,6 +80,7 @@ class AnswerParser:
 
     def _rest(self, last: bool) -> bool:
         text, self.buffer = self.buffer, ""
+        self.rest += len(text)
         if self.tools is not None:
             self.pieces += self.tools.push(text, last)
         elif text:

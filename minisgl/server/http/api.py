@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.types import Receive, Scope, Send
@@ -27,7 +27,14 @@ from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.http.access import BEARER, Access, client_of, for_browsers, keyed_route
 from minisgl.server.http.bodies import SideThread, build, invalid
 from minisgl.server.http.errors import FAILED, ApiError, api_error
-from minisgl.server.http.formats import ChatFormatter, Completion, CompletionFormatter, sse, usage
+from minisgl.server.http.formats import (
+    ChatFormatter,
+    Completion,
+    CompletionFormatter,
+    Json,
+    sse,
+    usage,
+)
 from minisgl.server.http.limits import ConcurrencyLimiter
 from minisgl.server.http.schemas import (
     MAX_ANSWERS,
@@ -83,7 +90,7 @@ class RequestHandler:
 
     async def answers(self) -> list[Completion]:
         """All answers, whole. If one task fails or the client leaves, all are aborted."""
-        answers = [Completion() for _ in self.tasks]
+        answers = [self.formatter.answer() for _ in self.tasks]
         async with aclosing(self._replies()) as replies:
             async for task, reply in replies:
                 answers[task.index].add(reply)
@@ -136,15 +143,17 @@ class RequestHandler:
         """The answer as server-sent events."""
         head = {**self.head, "object": self.formatter.chunk}
         head |= {"usage": None} if include_usage else {}
-        answers = [Completion() for _ in self.tasks]
+        answers = [self.formatter.answer() for _ in self.tasks]
         async with aclosing(self._replies()) as replies:
             async for task, reply in replies:
                 answer = answers[task.index]
                 first = answer.completion_tokens == 0
                 answer.add(reply)
-                answer.text, answer.logprobs = "", []  # only counts are wanted here
-                for choice in self.formatter.deltas(task.index, reply, first):
+                if self.body.usage_in_chunks:
+                    head["usage"] = usage(answers, self.prompts)
+                for choice in self.formatter.deltas(task.index, answer, first):
                     yield sse({**head, "choices": [choice]})
+                answer.forget()
         if include_usage:
             yield sse({**head, "choices": [], "usage": usage(answers, self.prompts)})
         yield sse("[DONE]")
@@ -229,13 +238,13 @@ async def respond(request: Request, body: GenerationRequest, handler: RequestHan
         events = handler.events(body.include_usage)
         return await unless_gone(request, stream_response(events)) or Response(status_code=499)
     whole = await unless_gone(request, handler.whole())
-    return Response(status_code=499) if whole is None else JSONResponse(whole)
+    return Response(status_code=499) if whole is None else Json(whole)
 
 
 def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:
     """Every failure has one body, whichever layer it comes from."""
 
-    async def handle(request: Request, failure: Exception) -> JSONResponse:
+    async def handle(request: Request, failure: Exception) -> Json:
         if isinstance(failure, RequestValidationError):
             error = invalid(failure.errors())
         elif isinstance(failure, HTTPException) and not isinstance(failure, ApiError):
@@ -249,7 +258,7 @@ def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:
         request.scope["refused"] = error  # for the log
         frontend.notify("refused", error.status_code)
         shape = getattr(request.scope.get("route"), "error_body", ApiError.body)  # chapter 12db
-        return JSONResponse(shape(error), error.status_code, error.headers)
+        return Json(shape(error), error.status_code, error.headers)
 
     for kind in (RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
@@ -335,7 +344,7 @@ def add_generation_routes(keyed: APIRouter, service: Service) -> None:
         if body.stream is not False:
             return await unless_gone(request, stream_response(handler.texts())) or gone
         answers = await unless_gone(request, handler.answers())
-        return JSONResponse({"text": answers[0].text}) if answers else gone
+        return Json({"text": answers[0].text}) if answers else gone
 
 
 def add_info_routes(app: FastAPI, keyed: APIRouter, service: Service) -> None:
@@ -350,7 +359,7 @@ def add_info_routes(app: FastAPI, keyed: APIRouter, service: Service) -> None:
         reason = service.frontend.failure or service.limiter.reason
         if reason is not None:
             raise ApiError(503, reason, code="service_unavailable")
-        return JSONResponse({"status": "ok"})
+        return Json({"status": "ok"})
 
     @keyed.get("/v1/models")
     @keyed.get("/v1/models/", include_in_schema=False)

@@ -110,6 +110,8 @@ def parse(validator: SchemaValidator, body: bytes) -> Any:
     """Return the model that a body describes; an `ApiError` names the field at fault."""
     try:
         given = json.loads(str(body, "utf-8"))
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"body: not UTF-8 ({error})", code="invalid_json") from None
     except (ValueError, RecursionError) as error:
         why = getattr(error, "msg", None) or f"cannot be parsed, {error}"
         raise ApiError(400, f"body: invalid JSON ({why})", code="invalid_json") from None

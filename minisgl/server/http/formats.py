@@ -7,33 +7,85 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any
 
 import msgspec
+from fastapi.responses import JSONResponse
 from fastapi.sse import format_sse_event
 
 from minisgl.server.http.answers import AnswerParser, as_delta, as_message
+from minisgl.server.http.tool_parser import Piece
 from minisgl.server.workers.messages import TokenLogprob, UserReply
+from minisgl.tokenizer import THOUGHT
 
 
 @dataclass
 class Completion:
-    """A whole answer, collected."""
+    """An answer, collected; `text`, `pieces` and `logprobs` are what came since `forget`."""
 
+    parser: AnswerParser | None = None
     text: str = ""
+    pieces: list[Piece] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    thinking: bool = False
+    reasoning_tokens: int = 0
+    stop: str | None = None  # the stop string that ended it
+    undecided: list[TokenLogprob] = field(default_factory=list)
 
     def add(self, reply: UserReply) -> None:
         self.text += reply.text
-        self.finish_reason, self.thinking = reply.finish_reason, reply.thinking
+        self.finish_reason = reply.finish_reason
         self.prompt_tokens, self.cached_tokens = reply.prompt_tokens, reply.cached_tokens
-        self.completion_tokens = reply.completion_tokens
-        self.logprobs += reply.logprobs
+        self.completion_tokens, self.stop = reply.completion_tokens, reply.stop
+        if self.parser is None:
+            self.logprobs += reply.logprobs
+        else:
+            self._parse(self.parser, reply)
+
+    def forget(self) -> None:
+        """Drop what has been sent; the counts stay."""
+        self.text, self.pieces, self.logprobs = "", [], []
+
+    def _parse(self, parser: AnswerParser, reply: UserReply) -> None:
+        """Take a reply apart; count its thought; release the log probabilities of its content."""
+        before = parser.state
+        self.pieces += parser.push(reply.text, reply.finished, reply.thinking)
+        if parser.state == parser._thought:
+            self.reasoning_tokens = reply.completion_tokens
+        elif before in (parser._start, parser._thought) and parser.opened:
+            self.reasoning_tokens = reply.completion_tokens - after_thought(reply)
+        entries, self.undecided = self.undecided + reply.logprobs, []
+        for entry in entries:
+            content = is_content(parser, entry.offset, entry.offset + max(len(entry.text), 1))
+            if content:
+                self.logprobs.append(entry)
+            elif content is None and not reply.finished:
+                self.undecided.append(entry)
+
+
+def after_thought(reply: UserReply) -> int:
+    """How many of a reply's tokens follow the thought that ends in it, by their share of text."""
+    _, _, after = reply.text.partition(THOUGHT)
+    return round(len(reply.token_ids) * len(after) / max(len(reply.text), 1))
+
+
+def is_content(parser: AnswerParser, start: int, end: int) -> bool | None:
+    """Whether these characters of the answer are content; None while that is not certain."""
+    if parser.state != parser._rest:
+        return False if start < parser.total - len(parser.buffer) else None
+    start, end = start - parser.total + parser.rest, end - parser.total + parser.rest
+    tools = parser.tools
+    if tools is None:
+        return end > 0
+    held = len(tools.buffer) + len(tools.blank)
+    held += len(tools.marker) if tools.state == tools._head else 0
+    if start >= tools.total - held:
+        return None
+    return any(first < end and start < stop for first, stop in tools.spans)
 
 
 def usage(answers: list[Completion], prompts: int = 1) -> dict[str, Any]:
@@ -44,12 +96,16 @@ def usage(answers: list[Completion], prompts: int = 1) -> dict[str, Any]:
     cached = sum(answer.cached_tokens for answer in answers[::per_prompt])
     counts = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
     total, details = prompt_tokens + completion_tokens, {"cached_tokens": cached}
-    return {**counts, "total_tokens": total, "prompt_tokens_details": details}
+    found = {**counts, "total_tokens": total, "prompt_tokens_details": details}
+    if any(answer.parser for answer in answers):
+        thoughts = sum(answer.reasoning_tokens for answer in answers)
+        found["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+    return found
 
 
 def finite(logprob: float | None) -> float | None:
     """A number that JSON can hold, also for a token of probability zero."""
-    return None if logprob is None else max(logprob, -9999.0)
+    return None if logprob is None or isnan(logprob) else max(logprob, -9999.0)
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -87,20 +143,25 @@ class CompletionFormatter:
     def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return completion_logprobs(entries)
 
+    def answer(self) -> Completion:
+        """An answer before its first reply."""
+        return Completion()
+
     def choice(self, index: int, answer: Completion) -> dict[str, Any]:
         """A whole answer."""
-        return self._entry(index, {"text": answer.text}, answer, answer.finish_reason)
+        return self._entry(index, {"text": answer.text}, answer)
 
-    def deltas(self, index: int, reply: UserReply, first: bool) -> list[dict[str, Any]]:
-        """The chunks of a stream that a reply gives: none while a character is incomplete."""
-        if not (reply.text or reply.finished or reply.logprobs or first):
+    def deltas(self, index: int, answer: Completion, first: bool) -> list[dict[str, Any]]:
+        """The chunks of a stream for what is new: none while a character is incomplete."""
+        if not (answer.text or answer.finish_reason or answer.logprobs or first):
             return []
-        return [self._entry(index, {"text": reply.text}, reply, reply.finish_reason)]
+        return [self._entry(index, {"text": answer.text}, answer)]
 
-    def _entry(
-        self, index: int, content: dict[str, Any], part: Completion | UserReply, reason: str | None
-    ) -> dict[str, Any]:
-        logprobs = self.logprobs(part.logprobs) if self._logprobs else None
+    def _entry(self, index: int, content: dict[str, Any], answer: Completion) -> dict[str, Any]:
+        logprobs, reason = self.logprobs(answer.logprobs) if self._logprobs else None, None
+        if answer.finish_reason is not None:
+            reason = answer.finish_reason
+            reason = answer.parser.reason(reason) if answer.parser else reason
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
@@ -113,34 +174,46 @@ class ChatFormatter(CompletionFormatter):
         self, logprobs: bool = False, parser: Callable[[], AnswerParser] = AnswerParser
     ) -> None:
         super().__init__(logprobs)
-        self._parser, self._parsers = parser, dict[int, AnswerParser]()
+        self._parser = parser
+
+    def answer(self) -> Completion:
+        return Completion(self._parser())
 
     def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return chat_logprobs(entries)
 
     def choice(self, index: int, answer: Completion) -> dict[str, Any]:
-        parser = self._parser()
-        message = as_message(parser.push(answer.text, True, answer.thinking))
-        return self._entry(index, {"message": message}, answer, parser.reason(answer.finish_reason))
+        return self._entry(index, {"message": as_message(answer.pieces)}, answer)
 
-    def deltas(self, index: int, reply: UserReply, first: bool) -> list[dict[str, Any]]:
-        if first:
-            self._parsers[index] = self._parser()
-        parser = self._parsers[index]
-        pieces = parser.push(reply.text, reply.finished, reply.thinking)
-        found = [as_delta(piece) for piece in pieces]
+    def deltas(self, index: int, answer: Completion, first: bool) -> list[dict[str, Any]]:
+        finished = answer.finish_reason is not None
+        found = [as_delta(piece) for piece in answer.pieces]
         if first:
             found[:1] = [{"role": "assistant", **(found[0] if found else {"content": ""})}]
-        if (reply.finished and "tool_calls" in (found or [{}])[-1]) or not found:
+        if (finished and "tool_calls" in (found or [{}])[-1]) or not found:
             found.append({})
-        if not (found[0] or reply.finished or reply.logprobs):
+        if not (found[0] or finished or answer.logprobs):
             return []
         entries = [{"index": index, "delta": delta, "logprobs": None} for delta in found]
-        last = self._entry(index, {"delta": found[-1]}, reply, parser.reason(reply.finish_reason))
+        last = self._entry(index, {"delta": found[-1]}, answer)
         return [*({**entry, "finish_reason": None} for entry in entries[:-1]), last]
+
+
+LINES = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
+
+
+def as_json(payload: Any) -> str:
+    """JSON for the wire: one line for every client, numbers that JSON has no sign for as null."""
+    return msgspec.json.encode(payload).decode().translate(LINES)
+
+
+class Json(JSONResponse):
+    """A whole answer, encoded like the events of a stream."""
+
+    def render(self, content: Any) -> bytes:
+        return as_json(content).encode()
 
 
 def sse(payload: Mapping[str, Any] | str) -> bytes:
     """One server-sent event: text as it is, anything else as JSON."""
-    text = payload if isinstance(payload, str) else msgspec.json.encode(payload).decode()
-    return format_sse_event(data_str=text)
+    return format_sse_event(data_str=payload if isinstance(payload, str) else as_json(payload))

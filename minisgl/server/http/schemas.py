@@ -1,28 +1,40 @@
 """What a client may send: the OpenAI shapes that we honour, as pydantic models.
 
-Generated from notebooks/12c_http.ipynb: edit there.
+Generated from notebooks/12bb_fields.ipynb: edit there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    model_validator,
+)
+from pydantic.json_schema import SkipJsonSchema
 
 from minisgl.core import GRAMMARS, MAX_LOGPROBS, SamplingParams
+from minisgl.server.http.bodies import renamed_errors
 from minisgl.server.http.calls import ChatAbilities
 from minisgl.server.http.errors import ApiError
-from minisgl.server.http.fields import HARMLESS, template_variables
-from minisgl.server.http.tools import ChatMessage, ResponseFormat, Text, ToolFields
+from minisgl.server.http.fields import check_fields, template_variables, translate
+from minisgl.server.http.tools import ChatMessage, Text, ToolFields
+from minisgl.tokenizer import text_of
 
-Count = Annotated[int, Field(lt=2**63)]  # what a message can hold; ranges are checked later
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 Limit = Annotated[int, Field(gt=0, lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenKey = Annotated[TokenId, Field(strict=False)]  # the keys of a JSON object are strings
 StopText = Annotated[Text, Field(max_length=1024)]
 BadWord = Annotated[Text, Field(max_length=64)]  # the text worker spells each one twice
+BadIds = Annotated[list[TokenId], Field(min_length=1, max_length=64)]
+Salt = Annotated[Text, Field(min_length=1, max_length=1024)]
 MAX_ANSWERS = 1024  # of one HTTP request: prompts times n
 
 
@@ -31,36 +43,59 @@ def without_repeats(ids: list[int]) -> list[int]:
     return list(dict.fromkeys(ids))
 
 
-class StreamOptions(BaseModel, strict=True):
-    """What a stream tells beside its text."""
+class StreamOptions(BaseModel, strict=True, extra="forbid"):
+    """What a stream sends beside its text."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: usage in each chunk
+    include_obfuscation: Literal[False] | None = None  # OpenAI's padding
 
 
-class GenerationRequest(BaseModel, extra="allow", strict=True):
-    """What all requests share. Unknown fields are kept for `prepare`; null means the default."""
+class TranslatedBody(BaseModel, extra="allow"):
+    """A body in any dialect; its fields have our names."""
+
+    renamed: SkipJsonSchema[dict[str, str]] = {}  # what the client called our fields
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def enter(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Translate the body; errors name its fields as the client did."""
+        if not isinstance(given, Mapping):
+            return validate(given)
+        body, names = translate(given)
+        with renamed_errors(names):
+            return validate({**body, "renamed": names})
+
+
+def joined_text(content: str | Sequence[BaseModel] | None) -> str:
+    """Return the content of a message, as a text or as parts of one, as one text."""
+    parts = content if isinstance(content, str | None) else [one.model_dump() for one in content]
+    return text_of("content", parts)
+
+
+class GenerationRequest(TranslatedBody, strict=True):
+    """Fields of all requests. Unknown ones are kept for `prepare`; null means the default."""
 
     model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Count | None = None
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
     max_tokens: Limit | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     seed: int | None = None
     n: int | None = Field(default=None, ge=1, le=128)
-    ignore_eos: bool | None = None
-    cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    ignore_eos: Any = None
+    cache_salt: Salt | None = None
+    extra_key: Salt | None = None  # SGLang's name of it; given both, only both together match
+    min_p: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
     logit_bias: Annotated[dict[TokenKey, float], Field(max_length=1024)] | None = None
-    min_tokens: Count | None = None
-    bad_words: Annotated[list[BadWord], Field(max_length=256)] | None = None
+    min_tokens: Any = None
+    bad_words: Annotated[list[BadWord | BadIds], Field(max_length=256)] | None = None
     allowed_token_ids: Annotated[list[TokenId], AfterValidator(without_repeats)] | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None  # vLLM's
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # seconds
@@ -71,76 +106,56 @@ class GenerationRequest(BaseModel, extra="allow", strict=True):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def token_limit(self) -> int | None:
-        """New tokens asked for; None means up to the context window."""
-        return self.max_tokens
+    @property
+    def thoughts_apart(self) -> bool:
+        """True if thoughts are no part of the content."""
+        return False
+
+    @property
+    def usage_in_chunks(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def wanted_logprobs(self) -> int | None:
-        """How many likely tokens to tell beside each chosen one; None if nothing is asked for."""
+        """Number of likely tokens to return beside each chosen one; None for no log probability."""
         return None
 
     def prepare(self, can: ChatAbilities) -> None:
-        """Say no to what would change the answer; let pass what would not."""
-        best_of = ("best_of", self.n)
-        for name, value in (self.model_extra or {}).items():
-            harmless = HARMLESS.get(name)
-            if harmless is None or value is None or value in harmless or (name, value) == best_of:
-                continue
-            why = f"{name}: not supported, leave it out; got {value!r:.80}"
-            raise ApiError(400, why, code="unsupported", param=name)
+        """Refuse what would change the answer and is not honoured; pass what would not."""
+        check_fields(self.model_extra or {}, {*type(self).model_fields, *GRAMMARS}, self.n)
 
     def answer_form(self) -> dict[str, Any]:
-        """What the answer must look like, as fields of `SamplingParams`; ApiError if unknown."""
-        given, extra = self.response_format or ResponseFormat(), self.model_extra or {}
-        options = {name: extra.get(name) for name in [*FORMS, *GRAMMARS]}
-        options |= {f"guided_{name}": v for name, v in (self.structured_outputs or {}).items()}
-        form = {FORMS.get(k, k.removeprefix("guided_")): v for k, v in options.items() if v}
-        form |= given.asked()
-        for name, value in form.items():
-            if name not in GRAMMARS or value is None:
-                param = "structured_outputs" if value else "response_format"
-                why = f"{param}: {name!r:.80} is not supported, or empty"
-                raise ApiError(400, why, code="unsupported", param=param)
-        return form
+        """What the answer must look like, as fields of `SamplingParams`."""
+        extra = self.model_extra or {}
+        return {name: extra[name] for name in GRAMMARS if extra.get(name)}
 
     def client_name(self, ours: str | None) -> str | None:
         """What the client called one of our fields."""
-        if ours not in GRAMMARS:
-            return ours
-        names = [name for name in [*FORMS, ours] if FORMS.get(name, name) == ours]
-        given = [name for name in names if (self.model_extra or {}).get(name)]
-        return next(
-            iter(given), "structured_outputs" if self.structured_outputs else "response_format"
-        )
+        return self.renamed.get(ours or "", ours)
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """The engine's params: what the client set, else what the model advises, else ours."""
-        asked = self.model_dump(include={field.name for field in fields(SamplingParams)})
-        asked["max_tokens"], asked["logprobs"] = self.token_limit(), self.wanted_logprobs()
+        names = {field.name for field in fields(SamplingParams)} - set(GRAMMARS)
+        asked = self.model_dump(include=names)
+        asked["logprobs"], asked["spare_thoughts"] = self.wanted_logprobs(), self.thoughts_apart
         asked["seed"] = None if self.seed is None else self.seed % 2**63
+        salts = [salt for salt in (self.cache_salt, self.extra_key) if salt is not None]
+        asked["cache_salt"] = "\0".join(salts) or None
         asked["prompt_logprobs"] = (asked["logprobs"] or 0) if self.echo else None
-        asked["top_k"] = -1 if self.top_k == 0 else self.top_k  # many clients spell "off" so
         asked |= self.answer_form()
         chosen = {**defaults, **{name: value for name, value in asked.items() if value is not None}}
         try:
             return SamplingParams(**chosen)
         except (ValueError, TypeError) as error:
+            # Our messages begin with the field: "top_p: must be in (0, 1], got 3".
             ours, why = str(error).split(":", 1)
             param = self.client_name(ours)
             raise ApiError(400, f"{param}:{why}", code="invalid_value", param=param) from error
-
-
-FORMS = {  # other engines' names of our fields
-    "guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice",
-    "guided_grammar": "grammar", "ebnf": "grammar",
-}  # fmt: skip
 
 
 class ChatRequest(ToolFields, GenerationRequest):
     """Body of `POST /v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=16384)
-    max_completion_tokens: Limit | None = None
     chat_template_kwargs: Annotated[dict, AfterValidator(template_variables)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -150,9 +165,6 @@ class ChatRequest(ToolFields, GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
-    def token_limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -160,6 +172,7 @@ class ChatRequest(ToolFields, GenerationRequest):
         """The conversation and what its template reads beside it."""
         names = ("add_generation_prompt", "continue_final_message")
         given = self.model_dump(include={*names, "reasoning_effort", "enable_thinking"})
+        given["thinking"] = self.enable_thinking  # another name of the same variable
         variables = {name: value for name, value in given.items() if value is not None}
         if self.shown_tools:
             variables["tools"] = [tool.as_template_input() for tool in self.shown_tools]
@@ -184,6 +197,9 @@ class ChatRequest(ToolFields, GenerationRequest):
         return self._form or GenerationRequest.answer_form(self)
 
     def client_name(self, ours: str | None) -> str | None:
+        given = GenerationRequest.answer_form(self)
+        if ours == "structural_tag" and ours not in given:  # ours, made of what was asked for
+            ours = next(iter(given), ours)
         return "messages" if ours == "prompt" else GenerationRequest.client_name(self, ours)
 
 

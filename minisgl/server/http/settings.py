@@ -6,6 +6,7 @@ Generated from notebooks/12b_running.ipynb: edit there.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,11 +56,23 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
     return {"temperature": 1.0, **known}
 
 
+def served_name(model: str | None) -> str:
+    """The hub's id of a model, given or from the hub's cache, or else its folder's name."""
+    if model is None:
+        return "minisgl-tiny"
+    folder = Path(os.path.abspath(Path(model).expanduser()))  # follows no link
+    if not folder.is_dir():
+        return model
+    if folder.parent.name == "snapshots" and (cached := folder.parents[1].name) != "snapshots":
+        return cached.removeprefix("models--").replace("--", "/")
+    return folder.name
+
+
 def settings_for(
     config: ServerConfig, path: Path, request_timeout: float | None = None
 ) -> ApiSettings:
     """What the routes say of the model in the folder `path`."""
-    name = config.served_model_name or (path.name if config.model_path else "minisgl-tiny")
+    name = config.served_model_name or served_name(config.model_path)
     model, can = ModelConfig.from_path(path), chat_abilities(read_template(path))
     window = max_seq_len(config, model)
     if config.num_pages is not None:  # a KV cache smaller than the window

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from minisgl.server.http.calls import CallFormat
-from minisgl.tokenizer import overlap
+from minisgl.tokenizer import overlap, parsed
 
 
 class Reasoning(NamedTuple):
@@ -78,10 +78,9 @@ class ObjectEnd:
 ARGUMENTS = r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
 HEAD = re.compile(r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*' + ARGUMENTS)
 NAMED = re.compile(r"(?P<name>[\w.:/-]{1,64})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
-NO_HEAD = re.compile(  # a key that no call has, or no JSON object at all
-    r'\{\s*(?:[^\s"}]|"(?!(?:name|type|function|arguments|parameters)")[^"]*")'
-    r"|(?!\{|[\w.:/-]{1,64}(?:\[\w*\]?\w*)*\s*$)"
-)
+NO_OBJECT = re.compile(r'\{\s*[^\s"}]|(?!\{|[\w.:/-]{1,64}(?:\[\w*\]?\w*)*\s*$)')
+OTHER_KEY = r'|\{\s*"(?!(?:name|type|function|arguments|parameters|id)")[^"]*"'
+NO_HEAD = re.compile(NO_OBJECT.pattern + OTHER_KEY)  # without a marker: no call begins so
 
 
 class ToolParser:
@@ -93,26 +92,30 @@ class ToolParser:
     def __init__(self, form: CallFormat, names: Collection[str]) -> None:
         self.form, self.names = form, frozenset(names)
         self.buffer, self.blank, self.marker = "", "", ""
+        self.total, self.spans = 0, list[tuple[int, int]]()  # characters; where content is
         self.calls = 0
         self.pieces: list[Piece] = []
         self.state = self._content
 
     def push(self, text: str, last: bool = False) -> list[Piece]:
         """Take more of the answer; what has become certain. `last`: nothing follows."""
-        self.buffer += text
+        self.buffer, self.total = self.buffer + text, self.total + len(text)
         while self.state(last):
             pass
         if last and not self.calls and self.blank:
+            self.spans.append((self.total - len(self.blank), self.total))
             self.pieces.append(Content(self.blank))
         pieces, self.pieces = self.pieces, []
         return pieces
 
-    def _say(self, text: str) -> None:
-        """Content, but for white space at its end, which may stand before a call."""
+    def _say(self, text: str, behind: int) -> None:
+        """Content, but for white space at its end; `behind` it so many characters have come."""
         text = self.blank + text
         certain = text.rstrip()
         self.blank = text[len(certain) :]
         if certain:
+            end = self.total - behind - len(self.blank)
+            self.spans.append((end - len(certain), end))
             self.pieces.append(Content(certain))
 
     def _content(self, last: bool) -> bool:
@@ -121,12 +124,12 @@ class ToolParser:
         found = [(at, mark) for mark in self.form.markers if (at := text.find(mark)) >= 0]
         if found:
             at, mark = min(found)
-            self._say(text[:at])
+            self._say(text[:at], len(text) - at)
             self.marker = "" if mark.startswith("{") else mark  # a brace is a part of the call
             self.buffer = text[at + len(self.marker) :]
             return self._enter_head()
         held = 0 if last else max(overlap(text, mark) for mark in self.form.markers)
-        self._say(text[: len(text) - held])
+        self._say(text[: len(text) - held], held)
         self.buffer = text[len(text) - held :]
         return False
 
@@ -144,7 +147,8 @@ class ToolParser:
                 return self._give_up()
             self._begin(match["name"], match.end())
             self.object, self.state = ObjectEnd(), self._arguments
-            self.closing = ["}", *self.form.after] if match.re is HEAD else []
+            self.closing = self.form.after if match.re is HEAD else []
+            self.open = match.re is HEAD  # the object that holds the arguments
             return True
         if body.startswith("{"):
             end = self.object.find(body[self.seen :])
@@ -157,14 +161,15 @@ class ToolParser:
                 self.closing, self.state = self.form.after, self._tail
                 return True
             self.seen = len(body)
-        return self._give_up() if last or (body and NO_HEAD.match(body)) else False
+        no_head = NO_OBJECT if self.marker else NO_HEAD
+        return self._give_up() if last or (body and no_head.match(body)) else False
 
     def _give_up(self) -> bool:
         """No call: the marker, or else the first character, is content; look on behind it."""
         text = self.marker or self.buffer[:1]
         self.buffer = self.buffer[len(text) - len(self.marker) :]
         self.state = self._content
-        self._say(text)
+        self._say(text, len(self.buffer))
         return True
 
     def _begin(self, name: str, size: int) -> None:
@@ -178,8 +183,21 @@ class ToolParser:
         if text:
             self.pieces.append(CallArguments(self.calls - 1, text))
         self.buffer = self.buffer[len(text) :]
-        self.state = self._arguments if end < 0 else self._tail
+        if end >= 0:
+            self.object, self.state = ObjectEnd(), self._more_keys if self.open else self._tail
         return end >= 0
+
+    def _more_keys(self, last: bool) -> bool:
+        """Skip what else the object of a call holds, up to its closing brace."""
+        rest = self.buffer.lstrip()
+        if self.object.depth or rest[:1] in ("}", ","):
+            self.object.depth = self.object.depth or 1
+            end = self.object.find(rest)
+            self.buffer = rest[end:] if end >= 0 else ""
+            rest = rest if end >= 0 else ""
+        if rest or last:
+            self.state = self._tail
+        return bool(rest or last)
 
     def _tail(self, last: bool) -> bool:
         """What closes a call is no content; behind a separator the next one follows."""
@@ -205,7 +223,8 @@ def read_call(text: str) -> tuple[str, str] | None:
         return None
     given = given["function"] if isinstance(given.get("function"), dict) else given
     name = given.get("name", given.get("function"))
-    arguments = given.get("arguments", given.get("parameters", {}))
+    arguments = given.get("arguments", given.get("parameters"))
+    arguments = parsed({"function": {"arguments": arguments}})["function"]["arguments"]
     if not (isinstance(name, str) and isinstance(arguments, dict)):
         return None
     text = json.dumps(arguments, ensure_ascii=False)

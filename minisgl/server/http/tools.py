@@ -5,7 +5,6 @@ Generated from notebooks/12a_tools.ipynb: edit there.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, Self
@@ -13,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from msgspec.msgpack import encode
 from pydantic import AfterValidator, BaseModel, Field, PrivateAttr, model_validator
 
-from minisgl.core import MAX_GRAMMAR
+from minisgl.core import MAX_GRAMMAR, json_text
 from minisgl.server.http.answers import AnswerParser
 from minisgl.server.http.calls import (
     CallFormat,
@@ -48,16 +47,18 @@ class TextPart(BaseModel):
     text: Text
 
 
-def text_of(content: str | list[Any] | None) -> str:
-    """Content as one text, whether it is a string or parts that have a `text`."""
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+class RefusalPart(BaseModel):
+    """What an assistant said when it refused."""
+
+    type: Literal["refusal"]
+    refusal: Text
 
 
 class CalledFunction(BaseModel):
-    """What the model called, with its arguments as the text that it wrote."""
+    """What the model called, with its arguments as the text that it wrote, or as an object."""
 
     name: Text
-    arguments: Text | None = None
+    arguments: Text | Object | None = None
 
 
 class ToolCall(BaseModel):
@@ -72,8 +73,9 @@ class ChatMessage(BaseModel):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Text | list[TextPart | RefusalPart] | None = None
     reasoning_content: Text | None = None
+    reasoning: Text | None = None  # vLLM's name of the same
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: Text | None = None
     name: Text | None = None
@@ -89,14 +91,10 @@ class ChatMessage(BaseModel):
         return self
 
     def as_template_input(self) -> dict[str, Any]:
-        """Role and string, the shape that every chat template knows, and calls if there are any."""
-        names = {"reasoning_content", "tool_calls", "tool_call_id"}
-        names |= {"name"} if self.role == "tool" else set()
-        found = self.model_dump(include=names, exclude_none=True)
-        for call in found.get("tool_calls", ()):
-            call["function"].setdefault("arguments", "{}")
-        kept = {name: value for name, value in found.items() if value}
-        return {"role": self.role, "content": text_of(self.content), **kept}
+        """The message as `check_messages` of chapter 06b takes it."""
+        hidden = {"function_call"} | (set() if self.role == "tool" else {"name"})
+        found = self.model_dump(exclude=hidden, exclude_none=True)
+        return {"content": None, **{name: value for name, value in found.items() if value}}
 
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,64}$")]
@@ -197,7 +195,7 @@ class ToolRules:
 
 def as_tag(node: dict[str, Any], field: str) -> str:
     """A structural tag whose errors name the field that it was made of."""
-    text = json.dumps({"type": "structural_tag", "name": field, "format": node})
+    text = json_text({"type": "structural_tag", "name": field, "format": node})
     if len(text) > 4 * MAX_GRAMMAR:
         raise ValueError(f"{field}: at most {4 * MAX_GRAMMAR} characters of schemas can be kept to")
     return text
@@ -279,6 +277,10 @@ class ToolFields(BaseModel):
         """What the model is to see."""
         return self._rules.tools
 
+    @property
+    def thoughts_apart(self) -> bool:
+        return self._thinks and self.separate_reasoning is not False
+
     def decide(self, can: ChatAbilities, form: dict[str, Any]) -> None:
         """Settle what may be called, and what the answer must look like: `_form`.
 
@@ -298,5 +300,4 @@ class ToolFields(BaseModel):
         """What takes one answer apart."""
         rules = self._rules
         tools = None if rules.form is None else ToolParser(rules.form, rules.names)
-        thinks = self._thinks and self.separate_reasoning is not False
-        return AnswerParser(thinks, tools, show_thoughts=self.include_reasoning is not False)
+        return AnswerParser(self.thoughts_apart, tools, self.include_reasoning is not False)

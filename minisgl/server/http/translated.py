@@ -10,24 +10,22 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import aclosing
 from typing import Any, Protocol
 
-import msgspec
 from fastapi import Request
 from fastapi.sse import format_sse_event
 
 from minisgl.server.http.api import RequestHandler, Service
 from minisgl.server.http.bodies import renamed_errors
 from minisgl.server.http.errors import ApiError, api_error
-from minisgl.server.http.formats import ChatFormatter
+from minisgl.server.http.fields import refuse
+from minisgl.server.http.formats import ChatFormatter, Completion, as_json
 from minisgl.server.http.schemas import ChatRequest
-from minisgl.server.http.tool_parser import Piece
-from minisgl.server.workers.messages import UserReply
 
 Event = dict[str, Any]
 
 
 def event_bytes(event: Event) -> bytes:
     """Encode an event for the wire; its type stands beside the JSON, too."""
-    return format_sse_event(data_str=msgspec.json.encode(event).decode(), event=event["type"])
+    return format_sse_event(data_str=as_json(event), event=event["type"])
 
 
 class Builder(Protocol):
@@ -35,7 +33,7 @@ class Builder(Protocol):
 
     begun: bool
 
-    def add(self, pieces: Sequence[Piece], reply: UserReply) -> Iterator[Event]: ...
+    def add(self, answer: Completion) -> Iterator[Event]: ...
 
     def fail(self, error: ApiError) -> Event: ...
 
@@ -55,23 +53,26 @@ class TranslatedHandler(RequestHandler):
     ) -> None:
         with renamed_errors(self.names):
             self.chat = as_chat()
+            if self.chat.n not in (None, 1):
+                raise refuse(self.chat.client_name("n") or "n", self.chat.n, "one answer only here")
             self.chat.prepare(service.settings.can)
             super().__init__(service, request, self.chat, [self.chat.prompt()], ChatFormatter())
 
-    def finish(self, last: UserReply) -> Sequence[Event]:
-        """Complete the answer with its last reply; return the last events."""
+    def finish(self, answer: Completion) -> Sequence[Event]:
+        """Complete the answer; return the last events."""
         raise NotImplementedError
 
     async def changes(self) -> AsyncGenerator[Event, None]:
         """Yield all events; the answer is complete before its client learns of the end."""
-        parser = self.chat.parser()
+        answer = Completion(self.chat.parser())
         with renamed_errors(self.names):
             async with aclosing(self._replies()) as replies:
                 async for _, reply in replies:
-                    pieces = parser.push(reply.text, reply.finished, reply.thinking)
-                    for event in self.builder.add(pieces, reply):
+                    answer.add(reply)
+                    for event in self.builder.add(answer):
                         yield event
-        for event in self.finish(reply):
+                    answer.forget()
+        for event in self.finish(answer):
             yield event
 
     async def collected(self) -> None:

@@ -5,15 +5,15 @@ Generated from notebooks/12db_messages.ipynb: edit there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic_core import from_json
 
 from minisgl.server.http.errors import ApiError
-from minisgl.server.http.tool_parser import CallArguments, CallStart, Content, Piece, Reasoning
+from minisgl.server.http.formats import Completion
+from minisgl.server.http.tool_parser import CallArguments, CallStart, Content, Reasoning
 from minisgl.server.http.translated import Event
-from minisgl.server.workers.messages import UserReply
 
 KINDS = {Content: ("text", "text"), Reasoning: ("thinking", "thinking")}  # type, field
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -36,13 +36,13 @@ def as_input(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"arguments": text}
 
 
-def usage_of(reply: UserReply) -> dict[str, int]:
+def usage_of(answer: Completion) -> dict[str, int]:
     """Return token counts; those of the input leave out what the prefix cache had."""
     return {
-        "input_tokens": reply.prompt_tokens - reply.cached_tokens,
-        "cache_read_input_tokens": reply.cached_tokens,
+        "input_tokens": answer.prompt_tokens - answer.cached_tokens,
+        "cache_read_input_tokens": answer.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "output_tokens": reply.completion_tokens,
+        "output_tokens": answer.completion_tokens,
     }
 
 
@@ -85,14 +85,14 @@ class MessageBuilder:
         index = len(self.message["content"])
         return {"type": "content_block_delta", "index": index, "delta": {"type": kind, field: text}}
 
-    def add(self, pieces: Sequence[Piece], reply: UserReply) -> Iterator[Event]:
-        """Yield the events of the pieces that a reply completes."""
+    def add(self, answer: Completion) -> Iterator[Event]:
+        """Yield the events of the pieces that are new in an answer."""
         if not self.begun:
             self.begun = True
-            self.message = {**self.message, "usage": usage_of(reply)}
+            self.message = {**self.message, "usage": usage_of(answer)}
             yield {"type": "message_start", "message": self.message}
             yield {"type": "ping"}
-        for piece in pieces:
+        for piece in answer.pieces:
             match piece:
                 case CallStart(_, id, name):
                     yield from self._open({"type": "tool_use", "id": id, "name": name, "input": {}})
@@ -105,7 +105,7 @@ class MessageBuilder:
                         yield from self._open({"type": kind, field: "", **signed})
                     yield self._delta(f"{kind}_delta", field, piece.text)
 
-    def finish(self, last: UserReply) -> Iterator[Event]:
+    def finish(self, last: Completion) -> Iterator[Event]:
         """Yield the last events; `last` has the reason and the counts."""
         yield from self._close()
         called = any(block["type"] == "tool_use" for block in self.message["content"])

@@ -15,11 +15,12 @@ from fastapi.routing import APIRoute
 
 from minisgl.server.http.api import STREAMED, Service, check_model, respond
 from minisgl.server.http.bodies import build, renamed_errors
+from minisgl.server.http.fields import refuse_foreign
+from minisgl.server.http.formats import Completion
 from minisgl.server.http.tokens import converted
 from minisgl.server.http.translated import Event, TranslatedHandler
 from minisgl.server.messages.events import MessageBuilder, error_body
 from minisgl.server.messages.schemas import RENAMED, MessagesRequest, wrong
-from minisgl.server.workers.messages import UserReply
 
 
 class MessagesHandler(TranslatedHandler):
@@ -29,13 +30,13 @@ class MessagesHandler(TranslatedHandler):
     names = RENAMED
 
     def __init__(self, service: Service, request: Request, body: MessagesRequest) -> None:
-        body.refuse_unsupported()
+        refuse_foreign(body.model_extra or {}, RENAMED)
         super().__init__(service, request, body.as_chat)
         name = "msg_" + str(self.head["id"]).rpartition("-")[2]
         self.builder = MessageBuilder(name, str(self.head["model"]))
 
-    def finish(self, last: UserReply) -> Sequence[Event]:
-        return list(self.builder.finish(last))
+    def finish(self, answer: Completion) -> Sequence[Event]:
+        return list(self.builder.finish(answer))
 
     async def whole(self) -> dict[str, Any]:
         """The message in one piece."""
@@ -88,7 +89,7 @@ def add_messages_routes(keyed: APIRouter, service: Service) -> None:
             return chat.prompt()
 
         check_model(body.model, service.settings)
-        body.refuse_unsupported()
+        refuse_foreign(body.model_extra or {}, RENAMED)
         with renamed_errors(RENAMED):
             reply = await converted(service, request, **await build(request, prompt))
         return {"input_tokens": len(reply.token_ids)}

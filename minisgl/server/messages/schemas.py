@@ -13,8 +13,8 @@ from pydantic import BaseModel, Field
 
 from minisgl.server.http.bodies import validator_of
 from minisgl.server.http.errors import ApiError
-from minisgl.server.http.schemas import ChatRequest, Limit
-from minisgl.server.http.tools import FunctionSpec, Object, Text, text_of
+from minisgl.server.http.schemas import ChatRequest, Limit, joined_text
+from minisgl.server.http.tools import FunctionSpec, Object, Text
 
 
 class TextBlock(BaseModel):
@@ -71,7 +71,7 @@ def assistant_message(blocks: list[Any]) -> dict[str, Any]:
         if isinstance(b, ToolUseBlock)
     ]
     extra = {"reasoning_content": thoughts, "tool_calls": calls}
-    said = text_of([block for block in blocks if isinstance(block, TextBlock)])
+    said = joined_text([block for block in blocks if isinstance(block, TextBlock)])
     return {"role": "assistant", "content": said, **{k: v for k, v in extra.items() if v}}
 
 
@@ -95,10 +95,10 @@ def messages_of(turn: Turn) -> Iterator[dict[str, Any]]:
                 text.append(block)
                 continue
             if text:
-                yield {"role": turn.role, "content": text_of(text)}
+                yield {"role": turn.role, "content": joined_text(text)}
                 text = []
             if isinstance(block, ToolResultBlock):
-                content = "Error: " * bool(block.is_error) + text_of(block.content)
+                content = "Error: " * bool(block.is_error) + joined_text(block.content)
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
 
 
@@ -160,7 +160,6 @@ class Metadata(BaseModel):
 
 
 SAME = "model temperature top_p top_k max_tokens stream"  # as in a chat
-REFUSED = "container mcp_servers context_management fallbacks"  # services beside the model
 CHAT_NAMES = """
 stop_sequences=stop output_config=response_format output_config=json_schema
 output_config=reasoning_effort tool_choice=parallel_tool_calls metadata=user messages=prompt
@@ -187,18 +186,9 @@ class MessagesRequest(BaseModel, extra="allow", strict=True):
     output_config: OutputConfig | None = None
     metadata: Metadata | None = None
 
-    def refuse_unsupported(self) -> None:
-        """Refuse what is not there, and the names that a chat has for what is."""
-        for name, value in (self.model_extra or {}).items():
-            why = f"not supported, leave it out; got {value!r:.80}"
-            if name in RENAMED:
-                why = f"belongs to another route; use {RENAMED[name]} here"
-            if (name in RENAMED or name in REFUSED.split()) and value not in (None, False, [], {}):
-                raise wrong(f"{name}: {why}", name, "unsupported")
-
     def as_chat(self) -> ChatRequest:
         """Return the chat that asks for the same."""
-        system = [{"role": "system", "content": text_of(self.system)}] if self.system else []
+        system = [{"role": "system", "content": joined_text(self.system)}] if self.system else []
         said = [message for turn in self.messages for message in messages_of(turn)]
         choice, thinking = self.tool_choice, self.thinking
         options, form = self.output_config or OutputConfig(), None
@@ -212,7 +202,7 @@ class MessagesRequest(BaseModel, extra="allow", strict=True):
             "tools": [tool.as_chat() for tool in self.tools or ()] or None,
             "tool_choice": choice and choice.as_chat(),
             "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
-            "enable_thinking": None if thinking is None else thinking.type != "disabled",
+            "thinking": thinking and thinking.model_dump(include={"type"}),
             "include_reasoning": not (thinking and thinking.display == "omitted"),
             "reasoning_effort": options.effort,
             "response_format": form,

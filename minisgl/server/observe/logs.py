@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import threading
 import time
 import uuid
@@ -16,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.server.frontend import Observer, Prompt
@@ -164,7 +165,9 @@ class RequestLog(Observer):
 
 
 class LogRequests:
-    """ASGI middleware: an id for each HTTP request, in its headers and in its line of the log.
+    """ASGI middleware: an id for each HTTP request, in its headers and its line of the log.
+
+    It is that of the client or its proxy, if one came.
 
     `notify` is that of the frontend: it tells observers that the request has ended.
     """
@@ -176,7 +179,9 @@ class LogRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope["request_id"] = request_id = uuid.uuid4().hex
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if re.fullmatch(r"[!-~]{1,128}", given) else uuid.uuid4().hex
+        scope["request_id"] = request_id
         start, status = time.perf_counter(), 499  # if the client leaves before it gets one
 
         async def named(message: Message) -> None:

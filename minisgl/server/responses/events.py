@@ -6,15 +6,13 @@ Generated from notebooks/12d_responses.ipynb: edit there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from minisgl.server.http.answers import THOUGHT
 from minisgl.server.http.errors import ApiError
-from minisgl.server.http.formats import chat_logprobs
-from minisgl.server.http.tool_parser import CallArguments, CallStart, Content, Piece, Reasoning
+from minisgl.server.http.formats import Completion, chat_logprobs
+from minisgl.server.http.tool_parser import CallArguments, CallStart, Content, Reasoning
 from minisgl.server.http.translated import Event
-from minisgl.server.workers.messages import UserReply
 
 PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 
@@ -24,22 +22,16 @@ def item_id(kind: str, response_id: str, number: int) -> str:
     return f"{PREFIX[kind]}_{response_id.removeprefix('resp_')}_{number}"
 
 
-def usage_of(last: UserReply, thought: int) -> dict[str, Any]:
+def usage_of(answer: Completion) -> dict[str, Any]:
     """Token counts; what the prefix cache did not have was computed and is written to it."""
-    given, cached = last.prompt_tokens, last.cached_tokens
+    given, cached = answer.prompt_tokens, answer.cached_tokens
     return {
         "input_tokens": given,
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": given - cached},
-        "output_tokens": last.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": thought},
-        "total_tokens": given + last.completion_tokens,
+        "output_tokens": answer.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
+        "total_tokens": given + answer.completion_tokens,
     }
-
-
-def after_thought(reply: UserReply) -> int:
-    """How many of a reply's tokens follow the thought that ends in it, by their share of text."""
-    _, _, after = reply.text.partition(THOUGHT)
-    return round(len(reply.token_ids) * len(after) / max(len(reply.text), 1))
 
 
 NEW_ITEMS: dict[type, dict[str, Any]] = {
@@ -62,7 +54,6 @@ class ResponseBuilder:
         self._item: dict[str, Any] = {}  # what is being said
         self._text: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
-        self._thought = 0  # tokens
 
     def _event(self, kind: str, **fields: Any) -> Event:
         return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields}
@@ -89,14 +80,14 @@ class ResponseBuilder:
         more = {"annotations": [], "logprobs": self._logprobs} if kind == "output_text" else {}
         return {"type": kind, "text": text, **more}
 
-    def add(self, pieces: Sequence[Piece], reply: UserReply) -> Iterator[Event]:
-        """The pieces that a reply completes; its log probabilities go with a message's text."""
+    def add(self, answer: Completion) -> Iterator[Event]:
+        """What is new in an answer; its log probabilities go with a message's text."""
         if not self.begun:
             self.begun = True
             yield self._event("created", response=self.response)
             yield self._event("in_progress", response=self.response)
-        entries = chat_logprobs(reply.logprobs)["content"]
-        for piece in pieces:
+        entries = chat_logprobs(answer.logprobs)["content"]
+        for piece in answer.pieces:
             if isinstance(piece, CallStart):
                 call = {"call_id": piece.id, "name": piece.name, "arguments": ""}
                 yield from self._open({"type": "function_call", **call})
@@ -111,10 +102,7 @@ class ResponseBuilder:
                 self._logprobs += more["logprobs"]
             self._text.append(piece.text)
             yield self._part_event(f"{self._kind}.delta", delta=piece.text, **more)
-        if self._item.get("type") == "reasoning":
-            self._thought = reply.completion_tokens
-        elif any(isinstance(piece, Reasoning) for piece in pieces):
-            self._thought = reply.completion_tokens - after_thought(reply)
+        self._logprobs += entries  # of text that has gone out
 
     def _open(self, new: dict[str, Any]) -> Iterator[Event]:
         """The next item, empty; the one before is complete."""
@@ -141,7 +129,7 @@ class ResponseBuilder:
         self.response = {**self.response, "output": [*self.response["output"], self._item]}
         self._item = {}
 
-    def finish(self, last: UserReply, now: int) -> Iterator[Event]:
+    def finish(self, last: Completion, now: int) -> Iterator[Event]:
         """The end: `last` has the reason and the counts, `now` is in seconds since 1970."""
         cut = last.finish_reason == "length"
         status = "incomplete" if cut else "completed"
@@ -150,7 +138,7 @@ class ResponseBuilder:
         yield from self._close(status)
         why = {"reason": "max_output_tokens"} if cut else None
         end = {"status": status, "incomplete_details": why, "completed_at": None if cut else now}
-        usage = usage_of(last, self._thought)
+        usage = usage_of(last)
         self.response = {**self.response, **end, "usage": usage}
         yield self._event(status, response=self.response)
 

@@ -18,7 +18,8 @@ from fastapi.responses import Response
 from minisgl.server.http.api import STREAMED, RequestHandler, Service, respond
 from minisgl.server.http.bodies import build
 from minisgl.server.http.errors import ApiError
-from minisgl.server.http.formats import sse
+from minisgl.server.http.fields import refuse_foreign
+from minisgl.server.http.formats import Completion, sse
 from minisgl.server.http.translated import Event, TranslatedHandler
 from minisgl.server.responses.events import ResponseBuilder, item_id
 from minisgl.server.responses.schemas import (
@@ -30,7 +31,6 @@ from minisgl.server.responses.schemas import (
     read_items,
 )
 from minisgl.server.responses.store import ResponseStore, Turn
-from minisgl.server.workers.messages import UserReply
 
 
 @contextmanager
@@ -113,7 +113,7 @@ class ResponsesHandler(TranslatedHandler):
     def __init__(
         self, service: Service, request: Request, body: ResponsesRequest, store: ResponseStore
     ) -> None:
-        body.refuse_unsupported()
+        refuse_foreign(body.model_extra or {}, RENAMED)
         before, own = conversation(store, body)
         super().__init__(service, request, lambda: body.as_chat(before + own))
         response = empty_response(body, self)
@@ -121,9 +121,9 @@ class ResponsesHandler(TranslatedHandler):
         self._items = [as_stored(item, response["id"], n) for n, item in enumerate(own)]
         self.builder = ResponseBuilder(response, first=len(own))
 
-    def finish(self, last: UserReply) -> Sequence[Event]:
+    def finish(self, answer: Completion) -> Sequence[Event]:
         """Complete the response and keep it, if it is to be kept."""
-        events = list(self.builder.finish(last, int(time.time())))
+        events = list(self.builder.finish(answer, int(time.time())))
         if self.builder.response["store"]:
             self._store.put(Turn(self._items, self.builder.response))
         return events

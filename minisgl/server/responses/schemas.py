@@ -12,9 +12,8 @@ from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, model_valid
 
 from minisgl.core import MAX_LOGPROBS
 from minisgl.server.http.bodies import validator_of
-from minisgl.server.http.errors import ApiError
-from minisgl.server.http.schemas import ChatRequest, Limit
-from minisgl.server.http.tools import FunctionSpec, Object, Text, text_of
+from minisgl.server.http.schemas import ChatRequest, Limit, joined_text
+from minisgl.server.http.tools import FunctionSpec, Object, RefusalPart, Text
 
 
 class Part(BaseModel):
@@ -29,7 +28,7 @@ class Message(BaseModel):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Text | list[Part]
+    content: Text | list[Part | RefusalPart]
 
 
 class ReasoningItem(BaseModel):
@@ -84,17 +83,16 @@ def as_chat_message(item: Item) -> dict[str, Any]:
     """One item as a message of a chat."""
     match item:
         case Message():
-            role = "system" if item.role == "developer" else item.role
-            return {"role": role, "content": text_of(item.content)}
+            return {"role": item.role, "content": joined_text(item.content)}
         case ReasoningItem():
-            thoughts = text_of(item.content or item.summary)
+            thoughts = joined_text(item.content or item.summary)
             return {"role": "assistant", "reasoning_content": thoughts}
         case FunctionCall():
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             return {"role": "assistant", "tool_calls": [call]}
         case FunctionCallOutput():
-            content = text_of(item.output)
+            content = joined_text(item.output)
             return {"role": "tool", "tool_call_id": item.call_id, "content": content}
     raise TypeError(f"item: a reference must be looked up before, got {item!r:.80}")
 
@@ -217,15 +215,6 @@ class ResponsesRequest(Fields, extra="allow"):
     truncation: Literal["disabled"] = "disabled"
     background: Literal[False] = False
 
-    def refuse_unsupported(self) -> None:
-        """Say no to what is not there, and to other names of what is."""
-        for name, value in (self.model_extra or {}).items():
-            why = f"not supported, leave it out; got {value!r:.80}"
-            if name in RENAMED:
-                why = f"belongs to another route; say {RENAMED[name]} here"
-            if (name in RENAMED or name in REFUSED.split()) and value not in (False, [], {}):
-                raise ApiError(400, f"{name}: {why}", code="unsupported", param=name)
-
     def as_chat(self, items: Iterable[Item]) -> ChatRequest:
         """The chat that asks for the same, with these items as the conversation."""
         said = (
@@ -234,7 +223,6 @@ class ResponsesRequest(Fields, extra="allow"):
         form, effort, choice = self.text.format, self.reasoning.effort, self.tool_choice
         schema = form.content and {"schema": form.content}
         chat = {
-            "enable_thinking": False if effort == "none" else None,
             **(self.model_extra or {}),
             "reasoning_effort": effort,
             **self.model_dump(include=set(SAME.split())),
@@ -249,10 +237,6 @@ class ResponsesRequest(Fields, extra="allow"):
 
 
 SAME = "model temperature top_p top_logprobs stream user parallel_tool_calls"  # as in a chat
-REFUSED = """
-access_programs background_options context_management conversation enable_response_messages image
-moderation n previous_input_messages
-"""
 CHAT_NAMES = """
 include=logprobs input=messages input=prompt reasoning=reasoning_effort text=response_format
 text=json_object text=json_schema max_output_tokens=max_tokens

@@ -21,6 +21,7 @@ class HeldLogprobs:
         self.echoes = False  # the text begins with the prompt, and each token has its entry
         self._entries: list[TokenLogprob] = []
         self._ends: list[int] = []  # where their text ends, as far as it is known
+        self._silent = False  # the last one is a special token, which has no text
 
     def _offset(self) -> int:
         """Characters of the answer so far, those that are held back included."""
@@ -37,6 +38,7 @@ class HeldLogprobs:
             return
         top = [(*self._named(other), logprob) for other, logprob in reply.top_logprobs or []]
         entry = TokenLogprob(*self._named(token), logprob=value, offset=self._offset(), top=top)
+        self._silent = not self._status.stream.decode([token])
         self._entries.append(entry)
 
     def echo(self, length: int) -> None:
@@ -54,7 +56,7 @@ class HeldLogprobs:
             end = self._offset()
             if len(self._entries) > len(self._ends) and "\ufffd" not in self._entries[-1].text:
                 # Bytes before it may have become U+FFFD by now: count from the end.
-                self._entries[-1].offset = end - len(self._entries[-1].text)
+                self._entries[-1].offset = end - len(self._entries[-1].text) * (not self._silent)
             self._ends += [end] * (len(self._entries) - len(self._ends))
         ready = len(self._entries) if finished else sum(end <= self._sent for end in self._ends)
         taken, self._entries = self._entries[:ready], self._entries[ready:]

@@ -14,9 +14,9 @@ from pathlib import Path
 from minisgl.config.engine import ServerConfig
 from minisgl.engine.heap import frozen_heap
 from minisgl.events import StageTimed
+from minisgl.guarded import guarded
 from minisgl.parallel.comm import Comm
 from minisgl.recording import Observed
-from minisgl.runtime.guarded import guarded
 from minisgl.runtime.supervisor import WorkerContext, WorkerFailed
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from minisgl.config.engine import ServerConfig, max_seq_len
@@ -14,33 +16,55 @@ from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.engine.heap import frozen_heap
 from minisgl.runtime.supervisor import WorkerContext
-from minisgl.scheduler.messages import ErrorReply
 from minisgl.server.workers.channels import Outbox, ZmqInbox, ZmqOutbox
 from minisgl.server.workers.echo import EchoWorker
 from minisgl.server.workers.logprobs import HeldLogprobs
-from minisgl.server.workers.messages import TokenizeMsg
+from minisgl.server.workers.messages import Message, TokenizeMsg
 from minisgl.server.workers.processes import address
-from minisgl.server.workers.text_worker import TextWorker, characters, run_text_worker
+from minisgl.server.workers.text_worker import (
+    Encode,
+    PromptQueue,
+    TextWorker,
+    characters,
+    run_text_worker,
+)
 from minisgl.token_bytes import TokenBytes
-from minisgl.tokenizer import Tokenizer
+from minisgl.tokenizer import SLICE, Tokenizer
 
 
-class PromptLimit:
-    """Refuses a text that cannot fit a window of so many tokens, without encoding it."""
+class PromptLanes(PromptQueue):
+    """Prompts to encode: short ones in the loop of the text worker, long ones in a thread."""
 
-    def __init__(self, tokenizer: Tokenizer, window: int) -> None:
-        longest = max(map(len, tokenizer.backend.get_vocab()), default=1)
-        self._window, self._max_chars = window, 4 * window * longest
+    def __init__(self) -> None:
+        super().__init__()
+        self._long, self._pool = PromptQueue(), ThreadPoolExecutor(1, "prompts")
+        self._job: tuple[int | None, Future[Message]] | None = None  # uid of the thread's prompt
 
-    def __call__(self, msg: TokenizeMsg) -> ErrorReply | None:
-        size, what, count = characters(msg), "characters", len(msg.messages or [])
-        if size <= self._max_chars and count <= self._window:
-            return None
-        if count > self._window:  # each message takes a token or more
-            size, what = count, "messages"
-        param = "prompt" if msg.messages is None else "messages"
-        why = f"{param}: {size} {what} are too many for a window of {self._window} tokens"
-        return ErrorReply(uid=msg.uid, message=why, code="context_length_exceeded", param=param)
+    @property
+    def patience(self) -> float:
+        busy = self._job is not None or self._long.waiting
+        return min(super().patience, 0.002 if busy else 0.5)
+
+    def add(self, msg: TokenizeMsg) -> None:
+        if characters(msg) > SLICE:
+            self._long.add(msg)
+        else:
+            super().add(msg)
+
+    def drop(self, uid: int) -> bool:
+        if self._job is not None and self._job[0] == uid:
+            self._job = (None, self._job[1])  # its result will be dropped
+            return True
+        return super().drop(uid) or self._long.drop(uid)
+
+    def take(self, encode: Encode) -> list[Message]:
+        done = super().take(encode)
+        if self._job is not None and self._job[1].done():
+            (uid, result), self._job = self._job, None
+            done += [] if uid is None else [result.result()]
+        if self._job is None and (prompt := self._long.pop()) is not None:
+            self._job = (prompt.uid, self._pool.submit(encode, prompt))
+        return done
 
 
 def build_text_worker(
@@ -48,8 +72,8 @@ def build_text_worker(
 ) -> TextWorker:
     """A text worker that refuses what cannot fit `window` tokens and keeps log probabilities."""
     spell = TokenBytes(tokenizer)
-    limit, held = PromptLimit(tokenizer, window), lambda status: HeldLogprobs(status, spell)
-    return EchoWorker(tokenizer, to_scheduler, to_frontend, limit, held)
+    held = partial(HeldLogprobs, spell=spell)
+    return EchoWorker(tokenizer, to_scheduler, to_frontend, window, held)
 
 
 def text_process(config: ServerConfig, folder: Path, part: str, context: WorkerContext) -> None:
@@ -64,6 +88,6 @@ def text_process(config: ServerConfig, folder: Path, part: str, context: WorkerC
     worker = build_text_worker(Tokenizer(path), to_scheduler, to_frontend, window)
     with frozen_heap():
         context.ready()
-        run_text_worker(worker, inbox, context.beat)
+        run_text_worker(worker, inbox, context.beat, PromptLanes())
     for box in (inbox, to_scheduler, to_frontend):
         box.close()

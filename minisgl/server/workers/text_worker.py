@@ -6,6 +6,7 @@ Generated from notebooks/12_server.ipynb: edit there.
 from __future__ import annotations
 
 import heapq
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +18,7 @@ from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply
 from minisgl.server.workers.channels import Inbox, Outbox
 from minisgl.server.workers.conversion import convert
 from minisgl.server.workers.messages import (
+    Converted,
     ConvertMsg,
     Message,
     StatsMsg,
@@ -24,7 +26,7 @@ from minisgl.server.workers.messages import (
     TokenLogprob,
     UserReply,
 )
-from minisgl.tokenizer import DecodeStatus, Tokenizer, text_size
+from minisgl.tokenizer import DecodeStatus, PromptTooLong, Tokenizer, text_size
 
 
 class LogprobBuffer(Protocol):
@@ -44,8 +46,8 @@ class OpenText:
     completion_tokens: int = 0
 
 
-class LastPrompt:
-    """The last prompt in token ids: the next answer may be one to the same."""
+class LastPrompt(threading.local):
+    """The last prompt of a thread in token ids: the next answer may be one to the same."""
 
     prompt: TokenizeMsg | None = None
     ids: list[int]
@@ -62,18 +64,15 @@ class LastPrompt:
 class TextWorker:
     """Text to token ids on the way in, token ids to text on the way out.
 
-    `check` says why a prompt is refused before it is encoded, or None.
+    A prompt of more than `window` tokens is refused.
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        to_scheduler: Outbox,
-        to_frontend: Outbox,
-        check: Callable[[TokenizeMsg], ErrorReply | None] = lambda msg: None,
+        self, tokenizer: Tokenizer, to_scheduler: Outbox, to_frontend: Outbox,
+        window: int | None = None,
         logprobs: Callable[[DecodeStatus], LogprobBuffer] | None = None,
-    ) -> None:
-        self._tokenizer, self._check, self._logprobs = tokenizer, check, logprobs
+    ) -> None:  # fmt: skip
+        self._tokenizer, self._window, self._logprobs = tokenizer, window, logprobs
         self._outboxes = (to_scheduler, to_frontend)
         self._scheduler, self._frontend = list[Message](), list[Message]()  # for the next flush
         self._open: dict[int, OpenText] = {}
@@ -90,12 +89,12 @@ class TextWorker:
         """React to one message; a bad one is an error for its own caller alone."""
         match msg:
             case TokenizeMsg():
-                self._tokenize(msg)
+                self.handle(self.encode(msg))
             case TokenReply():
                 self._detokenize(msg)
-            case AbortMsg():
+            case UserMsg() | AbortMsg():
                 self._scheduler.append(msg)
-            case StatsMsg() | StageTimed():
+            case StatsMsg() | StageTimed() | Converted():
                 self._frontend.append(msg)
             case ErrorReply():
                 self._open.pop(msg.uid, None)
@@ -103,41 +102,43 @@ class TextWorker:
             case _:
                 raise TypeError(f"message: a text worker does not take {type(msg).__name__}")
 
-    def _tokenize(self, msg: TokenizeMsg) -> None:
-        """One request to token ids, or an error to its caller."""
-        if (refusal := self._check(msg)) is not None:
-            self._frontend.append(refusal)
-            return
+    def encode(self, msg: TokenizeMsg) -> UserMsg | Converted | ErrorReply:
+        """Return a request as token ids, or the error for its caller. Any thread may call this."""
+        last, param = self._last, "stop"
         try:
-            if isinstance(msg, ConvertMsg):
-                self._frontend.append(convert(self._tokenizer, msg))
-                return
-            if not self._last.has_prompt_of(msg):
-                self._last.ids = self._encode(msg)
-                self._last.prompt = msg
-            if not self._last.has_params_of(msg):
-                self._last.params = self._tokenizer.encode_bad_words(msg.sampling_params)
-                self._last.given = msg.sampling_params
-        except Exception as error:  # a chat template can raise anything
+            if not last.has_params_of(msg):
+                last.given, last.params = None, self._tokenizer.encode_params(msg.sampling_params)
+                last.given = msg.sampling_params
             param = "prompt" if msg.messages is None else "messages"
-            self._frontend.append(ErrorReply(uid=msg.uid, message=f"{param}: {error}", param=param))
-            return
-        params = with_seed(self._last.params, msg.sampling_params.seed)
-        self._scheduler.append(UserMsg(msg.uid, self._last.ids, params, msg.client))
+            if isinstance(msg, ConvertMsg):
+                return convert(self._tokenizer, msg)
+            if not last.has_prompt_of(msg):
+                last.prompt, last.ids = None, self._encode(msg)
+                last.prompt = msg
+        except Exception as error:  # a chat template can raise anything
+            why = f"{param}: {str(error).removeprefix(f'{param}: ')}"
+            code = error.code if isinstance(error, PromptTooLong) else "invalid_request"
+            return ErrorReply(uid=msg.uid, message=why, code=code, param=param)
+        params = with_seed(last.params, msg.sampling_params.seed)
+        return UserMsg(msg.uid, last.ids, params, msg.client)
 
     def _encode(self, msg: TokenizeMsg) -> list[int]:
         """Token ids of a prompt in any of its forms."""
+        text, encode = msg.text, self._tokenizer.encode
         if msg.messages is not None:
-            return self._tokenizer.apply_chat(msg.messages, **msg.template_kwargs).tolist()
-        if msg.text is not None:
-            return self._tokenizer.encode(msg.text).tolist()
-        return list(msg.input_ids or [])
+            text = self._tokenizer.render_chat(msg.messages, **msg.template_kwargs)
+            return encode(text, add_special_tokens=False, window=self._window).tolist()
+        return (
+            list(msg.input_ids or [])
+            if text is None
+            else encode(text, window=self._window).tolist()
+        )
 
     def _detokenize(self, msg: TokenReply) -> None:
         """One token to the text that it completes; a stop string ends the request from here."""
         entry = self._open.get(msg.uid)
         if entry is None:
-            status = DecodeStatus(self._tokenizer, msg.prompt_tail, msg.stop)
+            status = DecodeStatus(self._tokenizer, msg.prompt_tail, msg.stop, msg.spare_thoughts)
             entry = OpenText(status, self._logprobs(status) if self._logprobs else None)
             self._open[msg.uid] = entry
         if msg.finished:
@@ -174,14 +175,22 @@ def characters(msg: TokenizeMsg) -> int:
     return max(1, text_size([msg.text, msg.messages, msg.template_kwargs]))
 
 
+Encode = Callable[[TokenizeMsg], Message]
+
+
 class PromptQueue:
-    """Prompts to encode: of the client that had least, short before long; none waits for ever."""
+    """Prompts to encode, of the client that had least, short before long; none starves."""
 
     def __init__(self) -> None:
         self.waiting: dict[int, TokenizeMsg] = {}
         self._heaps: dict[str, list[tuple[int, int, int]]] = {}  # tag, uid, size
         self._clocks: dict[str, int] = {}  # characters encoded so far
         self._last: tuple[TokenizeMsg | None, int] = (None, 0)
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which the loop may wait for messages."""
+        return 0.0 if self.waiting else 0.5
 
     def add(self, msg: TokenizeMsg) -> None:
         before, size = self._last
@@ -193,8 +202,17 @@ class PromptQueue:
             self._clocks[msg.client] = min(self._clocks.values(), default=0)
         heapq.heappush(self._heaps[msg.client], (self._clocks[msg.client] + size, msg.uid, size))
 
+    def drop(self, uid: int) -> bool:
+        """Remove the prompt of a client that left; False if it is not here."""
+        return self.waiting.pop(uid, None) is not None
+
+    def take(self, encode: Encode) -> list[Message]:
+        """Encode the next prompt; return what has been encoded since the last call."""
+        prompt = self.pop()
+        return [] if prompt is None else [encode(prompt)]
+
     def pop(self) -> TokenizeMsg | None:
-        """The next prompt that is still wanted, if there is one."""
+        """Return the next prompt that is still wanted, if there is one."""
         while self._heaps:
             client = min(self._clocks, key=self._clocks.__getitem__)
             _, uid, size = heapq.heappop(self._heaps[client])
@@ -208,22 +226,23 @@ class PromptQueue:
 
 
 def run_text_worker(
-    worker: TextWorker, inbox: Inbox, beat: Callable[[], object] = lambda: None
-) -> None:
+    worker: TextWorker, inbox: Inbox, beat: Callable[[], object] = lambda: None,
+    prompts: PromptQueue | None = None,
+) -> None:  # fmt: skip
     """Handle messages, answers before prompts, until an `ExitMsg` comes; `beat` after each."""
-    prompts, leave = PromptQueue(), False
+    prompts, leave = PromptQueue() if prompts is None else prompts, False
     while not leave:
         beat()
-        for msg in inbox.get_all(timeout=0.0 if prompts.waiting else 0.5):
+        for msg in inbox.get_all(prompts.patience):
             if isinstance(msg, ExitMsg):
                 leave = True
                 break
             if isinstance(msg, TokenizeMsg):
                 prompts.add(msg)
-            elif not isinstance(msg, AbortMsg) or prompts.waiting.pop(msg.uid, None) is None:
+            elif not isinstance(msg, AbortMsg) or not prompts.drop(msg.uid):
                 worker.handle(msg)
             beat()
         worker.flush()
-        if not leave and (prompt := prompts.pop()) is not None:
-            worker.handle(prompt)
+        for encoded in [] if leave else prompts.take(worker.encode):
+            worker.handle(encoded)
             worker.flush()

@@ -19,21 +19,21 @@ class TiledPrefill:
     """Query tiles against the pool, whatever the lengths of the requests."""
 
     def __init__(self, backend: TritonBackend, dtype: torch.dtype) -> None:
-        """`dtype` is that of queries and answers."""
+        """Plan captured prefills on `backend`; `dtype` is that of queries and outputs."""
         self.backend, self.dtype, self.group = backend, dtype, backend.group
 
     def programs(self, size: int, tile_q: int) -> int:
-        """Programs with work, of a single prompt whose keys are not split."""
+        """Count the thread blocks with work for one prompt whose keys are not split."""
         return -(-size * self.group // tile_q) * self.backend.pool.num_kv_heads
 
     def tile_rows(self, size: int) -> int:
-        """Large tiles where they are enough for half of the multiprocessors."""
+        """Return the rows of a tile: large if such tiles occupy half of the SMs."""
         widest = self.backend.query_rows(128)
         enough = 2 * self.programs(size, widest) >= self.backend.num_sms
         return widest if enough else min(64, widest)
 
     def plan(self, size: int, static: StepBuffers, tiles: Tiles) -> AttentionPlan:
-        """Few tokens may stand behind many cached ones: then keys are split."""
+        """Plan a prefill of `size` tokens for capture; few tokens behind many split the keys."""
         backend, tile_q = self.backend, self.tile_rows(size)
         programs = self.programs(size, tile_q)
         splits = max(1, min(MOST_SPLITS, backend.num_sms // programs))
