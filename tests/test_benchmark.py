@@ -563,13 +563,14 @@ def test_every_engine_flag_reaches_the_config() -> None:
     argv = ["offline", "--attn", "fi,triton", "--page-size", "64", "--cuda-graph-max-bs", "0"]
     argv += ["--max-running-req", "7", "--memory-ratio", "0.5"]
     argv += ["--dtype", "bfloat16", "--num-pages", "9", "--disable-overlap", "--dummy-weight"]
-    argv += ["--kernels", "torch"]
+    argv += ["--kernels", "torch", "--seed", "4"]
     fields = engine_fields(options.build_parser().parse_args(argv))
     assert fields == {
         "attention_backend": "fi,triton", "page_size": 64, "cuda_graph_max_bs": 0,
         "max_running_req": 7, "memory_ratio": 0.5,
         "dtype": "bfloat16", "num_pages": 9, "overlap": False,
         "use_dummy_weight": True, "device": "auto", "kernels": "torch",
+        "seed": 4,
     }  # fmt: skip
 
 

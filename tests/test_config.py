@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, dataclass, replace
@@ -604,6 +605,16 @@ def test_hub_offline_is_one_clear_sentence(tmp_path: Path) -> None:
     assert last.endswith("got 'Qwen/Qwen3-0.6B'")
 
 
+def test_every_config_has_a_seed_of_its_own_and_keeps_it() -> None:
+    """Copies have it, too: those of `resolve` and of other processes, which are other ranks."""
+    one, other = EngineConfig(device="cpu"), EngineConfig(device="cpu")
+    assert one.seed != other.seed and EngineConfig(seed=5).seed == 5
+    resolved = resolve(one, ModelConfig.from_hf(QWEN3_8B))
+    for copied in (resolved, replace(one, tp=TPInfo(1, 2)), pickle.loads(pickle.dumps(one))):
+        assert copied.seed == one.seed
+    assert refused(EngineConfig, seed=-1).startswith("seed: must be")
+
+
 def test_importing_the_config_does_not_import_torch() -> None:
     code = "import sys, minisgl.config.engine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -614,9 +625,9 @@ def test_importing_the_config_does_not_import_torch() -> None:
 
 def test_resolve_settles_everything_on_a_cpu() -> None:
     model = ModelConfig.from_hf(QWEN3_8B)
-    wish = ServerConfig(device="cpu", port=0)
+    wish = ServerConfig(device="cpu", port=0, seed=0)
     config = resolve(wish, model)
-    assert type(config) is ServerConfig and wish == ServerConfig(device="cpu", port=0)
+    assert type(config) is ServerConfig and wish == ServerConfig(device="cpu", port=0, seed=0)
     assert (config.device, config.dtype, config.page_size) == ("cpu", "float32", 16)
     assert (config.attention_backend, config.kernels) == ("torch", "torch")
     assert resolve(config, model) == config

@@ -466,6 +466,17 @@ def test_no_gpu_is_said(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error")
+def test_draws_without_a_seed_differ_between_engines_unless_their_seed_is_fixed(
+    folder: Path,
+) -> None:
+    params, texts = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True), []
+    for fixed in (dict[str, Any](), {}, {"seed": 3}, {"seed": 3}):
+        with LLM(folder, device="cpu", num_pages=64, **fixed) as llm:
+            texts.append([out["token_ids"] for out in llm.generate([[5, 6]] * 2, params)])
+    assert texts[0] != texts[1] and texts[2] == texts[3]
+    assert all(one != other for one, other in texts)  # nor do two requests draw alike
+
+
 def test_any_temperature_above_a_million_is_flat(llm: LLM) -> None:
     answers = [
         llm.generate([[5, 6]], SamplingParams(temperature=t, seed=1, max_tokens=6))[0]["token_ids"]

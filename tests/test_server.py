@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -284,19 +284,20 @@ def test_a_long_prompt_stops_neither_answers_nor_short_prompts_nor_aborts(
         return UserMsg(msg.uid, [1], msg.sampling_params)
 
     class Scripted:
-        """All messages at once; then the end, once the long prompt has gone on."""
+        """Long prompts, then all others; the end, once a long one has gone on."""
 
         def get_all(self, timeout: float) -> list[Any]:
             sent.extend(bench.sent())
-            if not self.told:
-                self.told = True
-                return [text_of(0, SLICE + 1), text_of(1, SLICE + 2), text_of(2, 20), text_of(3, 9)]
+            self.turns += 1
+            if self.turns < 3:
+                long = [text_of(0, SLICE + 1), text_of(1, SLICE + 2)]
+                return long if self.turns == 1 else [text_of(2, 20), text_of(3, 9)]
             if len(sent) == 2 and not others_are_done.is_set():
                 others_are_done.set()
                 return [TokenReply(uid=8, token=5), AbortMsg(uid=7), AbortMsg(uid=1)]
             return [ExitMsg()] if len(sent) == 4 else []
 
-        told = False
+        turns = 0
 
     bench.worker.encode = slow  # type: ignore[method-assign]
     run_text_worker(bench.worker, Scripted(), prompts=PromptLanes())
@@ -416,6 +417,7 @@ SPOKEN = st.lists(
     ),
     ENDS,
 )
+@example(1, [], [0, "hello"], [], "length")  # a space behind a special token
 @settings(max_examples=150, deadline=None)
 def test_served_text_is_that_of_llm(
     tokenizers: list[Tokenizer], kind: int, asked: list[str | int], said: list[str | int],
@@ -682,6 +684,13 @@ def test_fault_of_ours_ends_a_stream(live: Live, monkeypatch: pytest.MonkeyPatch
     for n in (1, 2):  # several answers go through a queue
         response = chat(live, stream=True, n=n)
         assert response.status_code == 500 and "too large" in response.json()["error"]["message"]
+
+    async def failing(*_: Any, **__: Any) -> AsyncGenerator[Any, None]:
+        broken()
+        yield
+
+    monkeypatch.setattr(live.server.frontend, "generate", failing)
+    assert chat(live, stream=True, n=2).status_code == 500
 
     async def events() -> AsyncGenerator[bytes, None]:
         broken()

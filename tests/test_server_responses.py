@@ -692,6 +692,7 @@ def test_log_probabilities_and_counts_of_a_thoughtful_answer() -> None:
         reply = UserReply(uid=0, text=text, token_ids=[1], logprobs=entries, **counts)
         answer.add(msgspec.structs.replace(reply, finished=text == "!"))
         list(builder.add(answer))
+        assert text != "hm" or answer.reasoning_tokens == 3  # if it were cut here
         answer.forget()
         offset += len(text)
     list(builder.finish(answer, now=7))

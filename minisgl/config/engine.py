@@ -5,7 +5,9 @@ Generated from notebooks/01b_configuration.ipynb: edit there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import secrets
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -63,6 +65,7 @@ class EngineConfig(Validated):
     `memory_trial_tokens` above 0 a trial prefill of so many tokens says what a step needs besides.
     `kernels` "torch" keeps to plain PyTorch, "triton" takes fused kernels where they fit.
     `deterministic`: same bits in every batch, see chapter 05f. "fp8": eight bits, see chapter 05g.
+    `seed` serves requests without one; by default it comes from the operating system.
     """
 
     model_path: PathText | None = None
@@ -87,7 +90,7 @@ class EngineConfig(Validated):
     deterministic: bool = False
     quantization: Literal["none", "fp8"] = "none"
     kv_cache_dtype: Literal["model", "fp8"] = "model"
-    seed: Count = 0
+    seed: Count = field(default_factory=partial(secrets.randbits, 62))
 
 
 @dataclass(frozen=True, kw_only=True)

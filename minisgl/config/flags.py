@@ -74,7 +74,7 @@ ENGINE_FLAGS = (
          {"action": "store_const", "const": False}),
 )  # fmt: skip
 
-ENGINE_FIELDS = ("dtype", "device", *(flag.field for flag in ENGINE_FLAGS))
+ENGINE_FIELDS = ("dtype", "device", "seed", *(flag.field for flag in ENGINE_FLAGS))
 
 
 def add_model_flags(group: Group, which: str) -> None:
@@ -88,11 +88,11 @@ def add_model_flags(group: Group, which: str) -> None:
 
 def add_engine_flags(group: Group, defaults: SchedulerConfig) -> None:
     """Add the engine's flags; their help shows the values of `defaults`."""
-    for names, field, what, more in ENGINE_FLAGS:
-        value = getattr(defaults, field)
-        text = what if value is None or field in ("overlap", "tp") else f"{what} (default: {value})"
-        how = more if "action" in more or "type" in more else argument_options(field)
-        group.add_argument(*names.split(), dest=field, default=argparse.SUPPRESS, help=text, **how)
+    for names, name, what, more in ENGINE_FLAGS:
+        value = getattr(defaults, name)
+        text = what if value is None or name in ("overlap", "tp") else f"{what} (default: {value})"
+        how = more if "action" in more or "type" in more else argument_options(name)
+        group.add_argument(*names.split(), dest=name, default=argparse.SUPPRESS, help=text, **how)
 
 
 def engine_fields(args: argparse.Namespace) -> dict[str, Any]:

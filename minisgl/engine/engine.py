@@ -242,7 +242,7 @@ def load_model(
                         expert_parallel=config.expert_parallel)  # fmt: skip
     quantize_model(model, config.quantization, path, device)
     if config.use_dummy_weight:
-        load_dummy_weights(model, device=device, dtype=dtype, seed=config.seed)
+        load_dummy_weights(model, device=device, dtype=dtype)
     else:
         load_weights(model, path, comm, device=device, dtype=dtype, progress=progress)
     return model.eval()

@@ -42,6 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
     flags.add_model_flags(model, MODELS)
     flags.add_engine_flags(parser.add_argument_group("engine"), ServerConfig())
     server = parser.add_argument_group("server")
+    what = "seed of requests that give none (default: a new one at each start)"
+    server.add_argument("--seed", type=int, metavar="N", default=argparse.SUPPRESS, help=what)
     add_settings(server, SERVER_FLAGS, ServerConfig())
     flags.add_key_flag(server, "refuse requests without this bearer token")
     server.add_argument("--shell", action="store_true", help="chat in this terminal, do not serve")
@@ -146,7 +148,7 @@ def operations_from(args: argparse.Namespace) -> Operations:
 
 FLAG_OF = {"model_path": "--model", "use_dummy_weight": "--dummy-weight", "dtype": "--dtype",
            "device": "--device", "tp_size": "--tensor-parallel-size"}  # fmt: skip
-FLAG_OF |= {"api_key": "--api-key"}
+FLAG_OF |= {"api_key": "--api-key", "seed": "--seed"}
 FLAG_OF |= {flag.field: flag.names.split()[0] for flag in flags.ENGINE_FLAGS}
 FLAG_OF |= {name: f"--{name.replace('_', '-')}" for name, *_ in SERVER_FLAGS + OPERATION_FLAGS}
 

@@ -284,4 +284,20 @@ MUTATIONS = [
         "return before",
         TEXT + "test_an_open_end_is_where_transformers_cuts",
     ),
+    Mutation(
+        "every_start_draws_the_same",
+        "minisgl.config.engine",
+        "field(default_factory=partial(secrets.randbits, 62))",
+        "0",
+        "tests/test_llm.py::"
+        "test_draws_without_a_seed_differ_between_engines_unless_their_seed_is_fixed",
+    ),
+    Mutation(
+        "the_seed_of_an_engine_is_not_used",
+        "minisgl.engine.engine",
+        "self.device, config.seed, kernel",
+        "self.device, 0, kernel",
+        "tests/test_llm.py::"
+        "test_draws_without_a_seed_differ_between_engines_unless_their_seed_is_fixed",
+    ),
 ]
