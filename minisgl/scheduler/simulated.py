@@ -135,7 +135,7 @@ class SimulatedExecutor:
     def sample_deferred(self) -> None:
         """Sample the step that waits for its masks."""
         if self.grammars is not None:
-            self.grammars.draw()
+            self.grammars.sample()
 
     def reset(self) -> None:
         """Drop the step that waits for its masks."""
