@@ -24,7 +24,7 @@ from minisgl.scheduler.messages import AbortMsg
 from minisgl.server.http.access import Access
 from minisgl.server.observe.viewer import add_viewer_route
 from minisgl.viewer.__main__ import main
-from minisgl.viewer.page import SOURCES, Viewer, page_of
+from minisgl.viewer.page import SOURCES, Viewer, page_of, pair_of
 from tests.fakes import Driver
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,6 +84,17 @@ def test_frame_holds_the_page_escaped(tmp_path: Path) -> None:
     assert html.count("<iframe") == 1 and "<script" not in html and "height:300px" in html
     with pytest.raises(ValueError, match="height: must be"):
         Viewer(tmp_path / "run", height=0)
+
+
+def test_a_pair_takes_two_recordings(tmp_path: Path) -> None:
+    one = record(tmp_path / "one.jsonl", 3, 5)
+    page = pair_of({"a <b>": one, "its fix": one})
+    assert page.count("<iframe") == 2 and "a &lt;b&gt;" in page and "a <b>" not in page
+    assert "http://" not in page and "https://" not in page
+    with pytest.raises(ValueError, match="runs: must be two recordings"):
+        pair_of({"alone": one})
+    assert main([str(one), "--beside", str(one), "-o", str(tmp_path / "pair.html")]) == 0
+    assert (tmp_path / "pair.html").read_text().count("<iframe") == 2
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -343,6 +354,48 @@ def test_page_works_in_a_frame(browser: Any, recording: Path, tmp_path: Path) ->
     frame.locator("#next").click()
     assert "step" in frame.locator("#where").inner_text()
     outer.close()
+
+
+def test_two_runs_have_one_clock_and_one_selection(browser: Any, tmp_path: Path) -> None:
+    """Whichever of them is moved; the shorter one stays at its end."""
+    runs = {"long": record(tmp_path / "long", 20, 60), "short": record(tmp_path / "short", 9, 20)}
+    (tmp_path / "pair.html").write_text(pair_of(runs), encoding="utf-8")
+    outer = browser.new_page(viewport={"width": 1300, "height": 900})
+    errors: list[str] = []
+    outer.on("pageerror", lambda error: errors.append(str(error)))
+    outer.goto(f"file://{tmp_path / 'pair.html'}")
+    for index in range(2):
+        outer.frame_locator("iframe").nth(index).locator("body.ready").wait_for(timeout=120_000)
+    left, right = outer.frames[1:]
+    for mover, other, frame in ((left, right, 7), (right, left, 3)):
+        mover.evaluate(f"seek({frame})")
+        other.wait_for_function(f"now.frame === {frame}")
+        mover.evaluate("select('page', 5)")
+        other.wait_for_function("now.selected?.id === 5")
+        mover.evaluate("select(null)")
+        other.wait_for_function("now.selected === null")
+    left.evaluate("seek(run.frames.length - 1)")
+    right.wait_for_function("now.frame === run.frames.length - 1")
+    assert left.evaluate("now.frame") > right.evaluate("now.frame")
+    left.evaluate("window.parent.postMessage(1, '*'); window.postMessage({frame: 'x'}, '*')")
+    assert errors == []
+    outer.close()
+
+
+@pytest.mark.parametrize("motion", ["reduce", "no-preference"])
+def test_a_page_plays_by_itself_where_motion_is_welcome(
+    browser: Any, recording: Path, motion: str
+) -> None:
+    file = recording.with_suffix(".html")
+    file.write_text(page_of(recording), encoding="utf-8")
+    page = browser.new_page(reduced_motion=motion)
+    page.goto(f"file://{file}#loop")
+    page.wait_for_selector("body.ready", timeout=120_000)
+    assert (page.evaluate("now.playing") is None) == (motion == "reduce")
+    if motion != "reduce":
+        page.evaluate("seek(run.frames.length - 1)")
+        page.wait_for_function("now.frame < run.frames.length - 1")  # and begins again
+    page.close()
 
 
 def test_kinds_of_events_are_all_described(page: Page) -> None:

@@ -195,7 +195,7 @@ def prefill_tokens(config: EngineConfig, model: ModelConfig) -> int:
             met -= model.expert_parameters * (moe.num_experts - moe.top_k) // moe.num_experts
         seconds = LAYER_SECONDS + (SUMS_SECONDS if config.tp.size > 1 else 0)
         break_even = seconds * FLOPS / 2 / (met / config.tp.size / model.num_layers)
-        most = min(2048, 1 << int(break_even).bit_length() - 1)
+        most = min(4096, 1 << int(break_even).bit_length() - 1)
     if isinstance(config, SchedulerConfig) and config.max_extend_tokens is not None:
         most = min(most, config.max_extend_tokens)
     return most

@@ -57,31 +57,54 @@ def words_of(recording: Recording) -> dict[int, str]:
     return {} if tokenizer is None else {token: tokenizer.decode([token]) for token in tokens}
 
 
-def page_of(path: Path, *, book: str = "", frame: int = 0) -> str:
+def source(name: str) -> str:
+    """Return a file of the page's own code."""
+    return (resources.files("minisgl.viewer") / name).read_text("utf-8")
+
+
+def page_of(path: Path, *, book: str = "", frame: int = 0, pair: bool = False) -> str:
     """Return a recording as one self-contained HTML page.
 
     book: address of the book's chapters, for links to them. frame: the step shown first.
+    pair: follow the clock of a second run in the page around this one.
     """
-    data: dict[str, Any] = {"book": book, "frame": frame, "sources": SOURCES}
+    data: dict[str, Any] = {"book": book, "frame": frame, "pair": pair, "sources": SOURCES}
     data["words"] = words_of(read_recording(path))
     text = path.read_bytes().rpartition(b"\n")[0]  # the last line may be half written
     data["recording"] = b64encode(gzip.compress(text, mtime=0)).decode()
-    parts = {name: (resources.files("minisgl.viewer") / name).read_text("utf-8")
-             for name in ("viewer.html", "viewer.css", "replay.js", "viewer.js")}  # fmt: skip
-    page = parts["viewer.html"].replace("/* STYLE */", parts["viewer.css"])
-    page = page.replace("/* REPLAY */", parts["replay.js"])
-    page = page.replace("/* VIEWER */", parts["viewer.js"])
+    page = source("viewer.html").replace("/* STYLE */", source("viewer.css"))
+    page = page.replace("/* REPLAY */", source("replay.js"))
+    page = page.replace("/* VIEWER */", source("viewer.js"))
     return page.replace("/* DATA */", json.dumps(data).replace("<", "\\u003c"))
 
 
-class Viewer:
-    """A recording, shown inline by Jupyter."""
+def pair_of(runs: dict[str, Path], *, book: str = "", frame: int = 0) -> str:
+    """Return two recordings, by their titles, side by side in one HTML page with one clock."""
+    if len(runs) != 2:
+        raise refuse("runs", "two recordings by their titles", list(runs))
+    frames = ""
+    for title, path in runs.items():
+        page = html.escape(page_of(path, book=book, frame=frame, pair=True), quote=True)
+        name = html.escape(title, quote=True)
+        frames += f'<section><h1>{name}</h1><iframe title="{name}" srcdoc="{page}"></iframe>'
+        frames += "</section>"
+    return source("pair.html").replace("/* RUNS */", frames)
 
-    def __init__(self, path: str | Path, *, frame: int = 0, height: int = 720) -> None:
+
+class Viewer:
+    """A recording, or two by their titles, shown inline by Jupyter."""
+
+    def __init__(
+        self, run: str | Path | dict[str, Path], *, frame: int = 0, height: int = 720
+    ) -> None:
         """`height` is that of the frame, in pixels."""
         if height < 1:
             raise refuse("height", "a positive number of pixels", height)
-        self.page, self.height = page_of(Path(path), frame=frame), height
+        if isinstance(run, dict):
+            self.page = pair_of(run, frame=frame)
+        else:
+            self.page = page_of(Path(run), frame=frame)
+        self.height = height
 
     def _repr_html_(self) -> str:
         """Return a frame that holds the page."""

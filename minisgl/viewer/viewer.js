@@ -42,6 +42,7 @@ function select(kind, id) {
   const wanted = kind === null ? null : { kind, id };
   now.selected = sameSelection(now.selected, wanted) ? null : wanted;
   draw();
+  tell({ selected: now.selected });
   if (now.selected) $("say").textContent = `${describeSelection()} selected`;
 }
 
@@ -84,10 +85,17 @@ function describeSelection() {
 
 // -------------------------------------------------------------------------------------- canvas
 
+// Widths of the boxes around the canvases, read together: a read between writes costs a layout.
+const widths = {};
+
+function measure() {
+  for (const id of ["overview", "lanes", "pages", "table"]) widths[id] = $(id).parentElement.clientWidth;
+}
+
 // Size a canvas for its box and the screen's density; its context draws in CSS pixels.
 function canvas(id, height) {
   const element = $(id);
-  const width = element.parentElement.clientWidth;
+  const width = widths[id];
   const ratio = window.devicePixelRatio || 1;
   if (element.width !== Math.round(width * ratio) || element.height !== Math.round(height * ratio)) {
     element.width = Math.round(width * ratio);
@@ -266,7 +274,7 @@ function lockedPages() {
 
 function drawPages(lit, locked) {
   const count = state.owner.length;
-  const width = $("pages").parentElement.clientWidth;
+  const width = widths.pages;
   grid.size = count > 4000 ? 7 : count > 1500 ? 9 : count > 500 ? 12 : count > 120 ? 18 : count > 40 ? 26 : 36;
   grid.columns = Math.max(1, Math.floor(width / grid.size));
   const rows = Math.ceil(count / grid.columns);
@@ -328,7 +336,7 @@ function drawTable(lit, locked) {
   const size = 18;
   const label = 58;
   const widest = Math.max(1, ...shown.map((req) => req.pages.length));
-  const width = $("table").parentElement.clientWidth;
+  const width = widths.table;
   const cell = Math.max(3, Math.min(30, (width - label) / widest));
   const { context, element } = canvas("table", Math.max(1, shown.length) * size + 4);
   shown.forEach((req, index) => {
@@ -366,7 +374,7 @@ let table = { shown: [] };
 
 // ---------------------------------------------------------------------------------- radix tree
 
-const TREE_NODES = 100; // more would not be read
+const TREE_NODES = 60; // more would not be read
 
 function drawTree(lit) {
   const children = new Map();
@@ -539,7 +547,25 @@ function draw() {
 function seek(frame) {
   now.frame = Math.max(0, Math.min(run.frames.length - 1, frame));
   draw();
+  tell({ frame: now.frame });
 }
+
+// Of two runs in one page each follows the other's clock and selection.
+function tell(change) {
+  if (!data.pair) return;
+  for (let index = 0; index < window.parent.length; index++) {
+    if (window.parent[index] !== window) window.parent[index].postMessage(change, "*");
+  }
+}
+
+function follow({ data: change }) {
+  if (!data.pair || !run || typeof change !== "object") return;
+  if (Number.isInteger(change.frame)) now.frame = Math.max(0, Math.min(run.frames.length - 1, change.frame));
+  if ("selected" in change) now.selected = change.selected;
+  draw();
+}
+
+const LOOP = location.hash === "#loop"; // the page begins to play by itself, again and again
 
 function play(wanted = now.playing === null) {
   clearInterval(now.playing);
@@ -547,8 +573,9 @@ function play(wanted = now.playing === null) {
   if (wanted) {
     if (now.frame >= run.frames.length - 1) seek(0);
     now.playing = setInterval(() => {
-      if (now.frame >= run.frames.length - 1) play(false);
-      else seek(now.frame + 1);
+      if (now.frame < run.frames.length - 1) seek(now.frame + 1);
+      else if (LOOP) seek(0);
+      else play(false);
     }, 1000 / now.speed);
   }
   $("play").textContent = wanted ? "❚❚" : "▶";
@@ -658,6 +685,7 @@ function connect() {
     if (node) select("node", Number(node.dataset.node));
   };
   document.addEventListener("keydown", onKey);
+  window.addEventListener("message", follow);
   new ResizeObserver(repaint).observe(document.body);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 }
@@ -669,6 +697,7 @@ const dark = () => {
 
 function repaint() {
   readColors();
+  measure();
   drawOverview();
   draw();
 }
@@ -709,6 +738,7 @@ async function start() {
   now.frame = Math.min(data.frame ?? 0, run.frames.length - 1);
   repaint();
   document.body.classList.add("ready");
+  if (LOOP && !matchMedia("(prefers-reduced-motion: reduce)").matches) play(true);
 }
 
 start().catch((error) => {

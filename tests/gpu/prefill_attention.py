@@ -64,6 +64,14 @@ ABLATIONS: dict[str, Change] = {
         ("first_tile(q,", "first_tile(held,"),
         ("fold_tiles(state, q,", "fold_tiles(state, held,"),
     ],
+    "sums rescaled only when a maximum grows 256-fold": [
+        ("    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)\n",
+         "    m_top = gl.maximum(m, gl.max(s, 1) * scale_log2)\n"
+         "    m_new = gl.where(m_top - m > 8.0, m_top, m)\n"),
+        ("        acc = acc * gl.convert_layout(rescale,",
+         "        if gl.min(rescale, 0) < 1.0:\n"
+         "            acc = acc * gl.convert_layout(rescale,"),
+    ],
     "tiles of 64 keys, six stages": [
         ("STAGES = gl.constexpr(3)", "STAGES = gl.constexpr(6)"),
         ("TILE_KV = gl.constexpr(128)", "TILE_KV = gl.constexpr(64)"),
