@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class StepBuffers(NamedTuple):
-    """Static inputs of a recorded step of `size` requests: views of one memory."""
+    """Static inputs of a captured step of `size` requests: views of one memory."""
 
     gather: Tensor  # int64 [size]: where in the flat token pool each input token is
     scatter: Tensor  # int64 [size]: where each sampled token goes there
@@ -221,7 +221,7 @@ class GraphRunner:
 
     @torch.inference_mode()
     def replay(self, packed: NDArray[np.int64]) -> Tensor:
-        """Start a recorded step on the current stream: ids int64 [size], valid until the next one.
+        """Start a captured step on the current stream: ids int64 [size], valid until the next one.
 
         packed [7, size] is from `pack`. ValueError for a size that was not captured.
         """
