@@ -619,13 +619,13 @@ def export(root: Path, wanted: Sequence[str]) -> int:
 
 
 def code_of(source: str) -> str:
-    """Return what a cell runs: its source without comments and without functions' docstrings."""
+    """Return what a cell runs: its source without comments and docstrings."""
     try:
         tree = ast.parse(source)
     except SyntaxError:  # a magic or a draft: compare it as it stands
         return source
     for node in ast.walk(tree):
-        if isinstance(node, FUNCTION) and ast.get_docstring(node) is not None:
+        if isinstance(node, DEFINITION) and ast.get_docstring(node) is not None:
             node.body[0] = ast.Pass()
     return ast.dump(tree)
 

@@ -19,7 +19,7 @@ from minisgl.kvcache.pool import KVPool
 
 
 class PairBackend:
-    """One backend for prefill, another for decode, and one for recorded decode steps."""
+    """One backend for prefill, another for decode, and one for captured decode steps."""
 
     def __init__(
         self,

@@ -89,7 +89,7 @@ class StoreFirstPlan(AttentionPlan):
 
 
 class StoreFirstBackend(FusedBackend):
-    """The fused kernel behind a launch that stores, in recorded steps too."""
+    """The fused kernel behind a launch that stores, in captured steps too."""
 
     name = "store_first"
     plan_type = StoreFirstPlan

@@ -85,7 +85,7 @@ class InvariantTorchPlan(AttentionPlan):
 
 
 class InvariantTorchBackend(TorchBackend):
-    """One way to compute a position, for prefill, decode and recorded steps."""
+    """One way to compute a position, for prefill, decode and captured steps."""
 
     def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> AttentionPlan:
         """Cut each request's new tokens at multiples of TILE_Q; the longest blocks come first."""

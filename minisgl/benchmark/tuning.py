@@ -103,7 +103,7 @@ def rows_choices(
             stage = (2 * bm + itemsize * bn * halves) * bk
             stages = min(stages, limits.shared_memory // stage)
             if n % bn or k % bk or stages < 2 or (itemsize == 1 and bk > 128):
-                continue  # weights of eight bits may have a scale for each 128 columns
+                continue  # FP8 weights may have a scale for each 128 columns
             programs = n // bn * -(-rows // bm)
             for splits in (1, 2, 4, 8) if kind == "split" else (1,):
                 if splits == 1 or (programs * splits <= 3 * limits.sms and k >= splits * bk):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class StepBuffers(NamedTuple):
-    """Static inputs of a recorded step of `size` requests: views of one memory."""
+    """Static inputs of a captured step of `size` requests: views of one memory."""
 
     gather: Tensor  # int64 [size]: where in the flat token pool each input token is
     scatter: Tensor  # int64 [size]: where each sampled token goes there
@@ -66,7 +66,7 @@ def pack(
     """A padded decode step as one array [7, size], as `view_buffers` reads it on the device.
 
     The token pool is `width` wide. The first `count` requests are real; padding writes over its
-    own input. `sampling` None: all greedy.
+    own input, greedily. `sampling` is of the real ones; None: all greedy.
     """
     packed = np.zeros((NUM_FIELDS, len(rows)), np.int64)
     to: Any = view_buffers(packed.reshape(-1), len(rows))
@@ -151,7 +151,10 @@ class GraphRunner:
         self.replays = 0
 
     def run_step(self, static: StepBuffers, plan: AttentionPlan) -> None:
-        """What a graph holds: gather, forward, draw, scatter."""
+        """Run what a graph holds: gather, forward, draw, scatter.
+
+        Logits and ids end in memory of the runner, even if a model ignores `fb.logits`.
+        """
         tokens, size = self.tables.token_pool.view(-1), len(static.scatter)
         logits = self.logits[:size]
         fb = ForwardBatch(
@@ -221,7 +224,7 @@ class GraphRunner:
 
     @torch.inference_mode()
     def replay(self, packed: NDArray[np.int64]) -> Tensor:
-        """Start a recorded step on the current stream: ids int64 [size], valid until the next one.
+        """Start a captured step on the current stream: ids int64 [size], valid until the next one.
 
         packed [7, size] is from `pack`. ValueError for a size that was not captured.
         """

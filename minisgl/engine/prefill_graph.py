@@ -74,7 +74,7 @@ def view_prefill(memory: Tensor, size: int, tiles: int) -> tuple[StepBuffers, Ti
 
 
 class PrefillPlans(Protocol):
-    """Attention for recorded prefill."""
+    """Attention for captured prefill."""
 
     group: int  # query heads of a KV head: rows of a token in a tile
 
@@ -204,7 +204,7 @@ def prefill_tokens(config: EngineConfig, model: ModelConfig) -> int:
 def prefill_plans(
     config: EngineConfig, model: ModelConfig, pool: KVPool, tables: TableManager
 ) -> PrefillPlans | None:
-    """Attention for recorded prefill, near to that of eager prefill; None where there is none."""
+    """Attention for captured prefill, near to that of eager prefill; None where there is none."""
     torch_alone = parts_of(config.attention_backend)[0] == "torch"
     if torch_alone != (config.device == "cpu"):
         return None

@@ -104,7 +104,7 @@ class SampledTokens:
 def to_host(part: Tensor) -> Tensor:
     """Start a copy into fresh pinned memory; torch does not reuse it before the copy ends."""
     if part.device.type != "cuda":
-        return part.clone()  # a recorded step leaves its result where the next one writes
+        return part.clone()  # a captured step leaves its result where the next one writes
     host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
     return host.copy_(part, non_blocking=True)
 

@@ -239,7 +239,7 @@ TILINGS = (
     (48, Tiling(64, 64, 64, 4, 4, False), Tiling(64, 64, 64, 4, 4, False)),
     (float("inf"), Tiling(128, 128, 64, 8, 3, False), Tiling(128, 256, 64, 8, 3, False)),
 )
-# The same for weights of eight bits, which are widened: `choose_fp8_tiling` says why two warps.
+# The same for FP8 weights, which are widened: `choose_fp8_tiling` says why two warps.
 SMALL = Tiling(16, 64, 128, 2, 4, True)
 FP8_TILINGS = (
     (2, Tiling(16, 32, 128, 2, 6, True), SMALL),

@@ -32,7 +32,7 @@ LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=10_000,
     max_lexer_states=10_000, max_grammar_size=20_000, verbose_errors=False,
 )  # fmt: skip
-ONE_LINE: Any = {  # else a model may answer with spaces for ever
+ONE_LINE: Any = {  # else a model may answer with spaces indefinitely
     "whitespace_flexible": False, "item_separator": ",[ ]?", "key_separator": ":[ ]?",
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import math
 import multiprocessing
+import shlex
 import statistics
 import sys
 import tempfile
@@ -219,7 +220,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                for way, ms in found.items()}  # fmt: skip
         rows.append({"tokens": name, "ways": row})
         print(name, *(f"{way}: {one['tflops']:.0f}" for way, one in row.items()), sep="\n  ")
-    command = f"python3 -m tests.gpu.prefill_attention --out {args.out.name}"
+    given = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    command = shlex.join(["python3", "-m", "tests.gpu.prefill_attention", *given])
     save(args.out, {"rows": rows, "wrong": {k: v for k, v in wrong.items() if v}}, command)
 
 
