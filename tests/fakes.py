@@ -68,7 +68,7 @@ def expected(prompt: Sequence[int], max_tokens: int, ignore_eos: bool = False) -
 
 @dataclass
 class Step:
-    """What one step was asked to do, for a test to look at."""
+    """Input of one step, for a test to look at."""
 
     phase: str
     uids: list[int]
