@@ -38,7 +38,7 @@ from minisgl.tokenizer import DecodeStatus, Tokenizer, load_tokenizer
 
 
 class OutputBuilder:
-    """What one request has been answered so far; text only if there is a tokenizer."""
+    """Output of one request so far; text only if there is a tokenizer."""
 
     def __init__(
         self, prompt_ids: IntArray, params: SamplingParams, tokenizer: Tokenizer | None

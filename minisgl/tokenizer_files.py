@@ -24,7 +24,7 @@ from minisgl.template_files import chat_templates, read_json
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What the files of a folder define, whoever reads them."""
+    """Definitions in the files of a folder, with either reader."""
 
     backend: Any  # a `tokenizers.Tokenizer`
     special_tokens: Mapping[str, str]  # by name: bos_token, eos_token, …

@@ -29,7 +29,7 @@ SKIP = 4  # decode steps before the batch counts as steady
 
 
 class Timeline(NamedTuple):
-    """When tokens reached the host: seconds since the start, and how many they were."""
+    """Arrival of tokens on the host: seconds since the start, and their numbers."""
 
     seconds: list[float]
     tokens: list[int]

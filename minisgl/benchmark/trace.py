@@ -108,7 +108,7 @@ def reusable_tokens(lines: Sequence[TraceLine]) -> list[int]:
 
 @plain_dataclass(frozen=True)
 class TraceShape:
-    """What synthetic chats look like; lengths in tokens, times in seconds, both ends included."""
+    """Shape of synthetic chats; lengths in tokens, times in seconds, both ends included."""
 
     sessions: int = 16
     rate: float = 1.0  # sessions a second

@@ -39,7 +39,7 @@ class TunedTiles(dict[str, list[Any]]):
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What a GPU has."""
+    """Resources of a GPU."""
 
     sms: int  # multiprocessors
     shared_memory: int  # bytes that a program may use; an SM has `RESERVED` more

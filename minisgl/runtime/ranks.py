@@ -38,7 +38,7 @@ START_SECONDS = 600.0  # for a process to start and import torch on a busy machi
 
 
 class Place(NamedTuple):
-    """Where a rank stands."""
+    """Position of a rank in its group."""
 
     rank: int
     size: int

@@ -47,7 +47,7 @@ def limits_of(engine: Executor, eos_token_ids: Collection[int]) -> Limits:
 
 
 def end_tokens(folder: Path, model: ModelConfig) -> Collection[int]:
-    """What ends an answer: tokens that the model's config names, or else its tokenizer's."""
+    """Return the tokens that end an output: the model config's, or else its tokenizer's."""
     if model.eos_token_ids:
         return model.eos_token_ids
     tokenizer = load_tokenizer(folder)

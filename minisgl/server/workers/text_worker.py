@@ -39,11 +39,10 @@ class LogprobBuffer(Protocol):
 
 @dataclass
 class OpenText:
-    """What the text worker keeps for one request."""
+    """State of the text worker for one request."""
 
     status: DecodeStatus
     logprobs: LogprobBuffer | None
-    completion_tokens: int = 0
 
 
 class LastPrompt(threading.local):
@@ -123,7 +122,7 @@ class TextWorker:
         return UserMsg(msg.uid, last.ids, params, msg.client)
 
     def _encode(self, msg: TokenizeMsg) -> list[int]:
-        """Token ids of a prompt in any of its forms."""
+        """Encode a prompt in any of its forms."""
         text, encode = msg.text, self._tokenizer.encode
         if msg.messages is not None:
             text = self._tokenizer.render_chat(msg.messages, **msg.template_kwargs)
@@ -135,7 +134,7 @@ class TextWorker:
         )
 
     def _detokenize(self, msg: TokenReply) -> None:
-        """One token to the text that it completes; a stop string ends the request from here."""
+        """Detokenize one token; a stop string ends the request."""
         entry = self._open.get(msg.uid)
         if entry is None:
             status = DecodeStatus(self._tokenizer, msg.prompt_tail, msg.stop, msg.spare_thoughts)
@@ -145,7 +144,6 @@ class TextWorker:
             del self._open[msg.uid]
         if entry.status.stopped:  # the frontend knows its end
             return
-        entry.completion_tokens += msg.token is not None
         if entry.logprobs is not None and msg.finish_reason != "stop":  # an end token is not text
             entry.logprobs.add(msg)
         text = entry.status.take(msg.token, msg.finish_reason)
@@ -165,13 +163,14 @@ class TextWorker:
             thinking=status.thinking,
             prompt_tokens=msg.prompt_tokens,
             cached_tokens=msg.cached_tokens,
-            completion_tokens=entry.completion_tokens,
+            completion_tokens=entry.status.num_tokens,
+            thought_tokens=entry.status.thought_tokens,
             logprobs=[] if entry.logprobs is None else entry.logprobs.take(text, finished),
         )
 
 
 def characters(msg: TokenizeMsg) -> int:
-    """How much text there is to encode."""
+    """Count the characters to encode."""
     return max(1, text_size([msg.text, msg.messages, msg.template_kwargs]))
 
 
