@@ -115,7 +115,7 @@ class Req:
 
     @property
     def scores_prompt(self) -> bool:
-        """Return True while `prompt_logprobs` are wanted and the host knows no new token (08a).
+        """Return True while `prompt_logprobs` are wanted and the host has no new token (08a).
 
         Until then its prompt is computed in full.
         """
@@ -128,7 +128,7 @@ class Req:
         return f"Req(uid={self.uid}, row={self.table_idx}, lengths=({lengths}))"
 
     def restart(self) -> None:
-        """Return to the start: all tokens that the host knows are computed again.
+        """Return to the start: all tokens on the host are computed again.
 
         Row, handle and `retracted` are the caller's to change.
         """
@@ -153,7 +153,7 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """Requests that want a token."""
+        """Requests that get a token in this step."""
         return len(self.reqs)
 
 

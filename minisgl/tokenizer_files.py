@@ -165,7 +165,7 @@ class ChatTemplates:
         if "default" not in self.texts:
             raise ValueError(f"messages: no default among the templates {', '.join(self.texts)}")
         if tools and "tools" not in self.texts["default"]:
-            raise ValueError("tools: this model's chat template does not know any")
+            raise ValueError("tools: this model's chat template has none")
         return "default"
 
     def render(

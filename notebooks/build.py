@@ -546,7 +546,7 @@ def format_files(root: Path, package: Package) -> None:
 
 
 def run_ruff(root: Path, target: Path) -> None:
-    """Sort imports and format; say what ruff said when it fails."""
+    """Sort imports and format; raise BuildError with ruff's message if that fails."""
     config = root / "pyproject.toml"
     common = ["--quiet", "--no-cache", *(["--config", str(config)] if config.exists() else [])]
     sort_imports = ["check", "--select", "I", "--fix", "--exit-zero"]
@@ -872,7 +872,7 @@ class Measure:
 
     @property
     def minutes(self) -> int:
-        """What the chapter says that it takes: up to the next five minutes."""
+        """The reading time stated in the chapter: rounded up to five minutes."""
         return 5 * math.ceil(self.exact_minutes / 5)
 
     @property

@@ -44,7 +44,7 @@ NUM_FIELDS = 7
 
 
 def view_buffers(memory: Any, size: int) -> StepBuffers:
-    """The buffers of a step of `size` requests at the start of a flat memory, int64.
+    """View the start of a flat memory, int64, as the buffers of a step of `size` requests.
 
     They are tensors, or arrays if `memory` is one.
     """
@@ -193,7 +193,7 @@ class GraphRunner:
 
     @torch.inference_mode()
     def capture(self, progress: bool = True, pool: Any = None) -> None:
-        """Capture all sizes, on the current stream; CUDA wants another one than the default.
+        """Capture all sizes, on the current stream, which must not be CUDA's default one.
 
         `pool` is the memory of other graphs, to be shared; None: a new one.
         """

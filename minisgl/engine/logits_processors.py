@@ -47,7 +47,7 @@ class LogitsParams:
 
     @property
     def penalizes(self) -> bool:
-        """True if a token's logit depends on how often it was said."""
+        """True if a token's logit depends on how often it was generated."""
         return (self.repetition, self.frequency, self.presence) != (1.0, 0.0, 0.0)
 
 
@@ -127,7 +127,7 @@ def tokens_before(ban: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class LogitsProcessors:
-    """Changes the logits of rows whose requests have `logits_params`; knows no request."""
+    """Changes of the logits of rows whose requests have `logits_params`."""
 
     def __init__(self, vocab_size: int, token_pool: Tensor) -> None:
         """Read output tokens from `token_pool`, int64 [rows, width], on the logits' device."""

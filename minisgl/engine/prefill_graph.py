@@ -204,7 +204,7 @@ def prefill_tokens(config: EngineConfig, model: ModelConfig) -> int:
 def prefill_plans(
     config: EngineConfig, model: ModelConfig, pool: KVPool, tables: TableManager
 ) -> PrefillPlans | None:
-    """Attention for captured prefill, near to that of eager prefill; None where there is none."""
+    """Return the attention of captured prefill, close to eager prefill's; None if unsupported."""
     torch_alone = parts_of(config.attention_backend)[0] == "torch"
     if torch_alone != (config.device == "cpu"):
         return None

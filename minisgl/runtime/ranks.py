@@ -222,7 +222,7 @@ class Ranks:
         return True
 
     def close(self) -> None:
-        """Leave with the other ranks, as an `ExitMsg` told them; insist if one does not."""
+        """Leave with the other ranks after an `ExitMsg`; terminate one that does not."""
         try:
             self.comm.close()
         finally:

@@ -92,7 +92,7 @@ def build_prefill(
 
 
 def describe(config: SchedulerConfig, cache: CacheManager) -> dict[str, Any]:
-    """Return what a reader of a recording needs to know of the engine."""
+    """Describe the engine for a reader of the recording."""
     folder = resolve_model_path(config.model_path)
     return {
         "model": None if folder == resolve_model_path(None) else str(folder),

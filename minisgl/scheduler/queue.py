@@ -16,7 +16,7 @@ from minisgl.core import Batch, Phase, Req
 
 
 class WaitingQueue(Protocol):
-    """Requests that wait for admission; only what was said and computed decides their order."""
+    """Requests that wait for admission, in an order that depends on messages and costs alone."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Req]: ...

@@ -44,7 +44,7 @@ def lookup(ids: IntArray, at_least: int, most: int) -> IntArray:
 
 
 class Proposer(Protocol):
-    """Guesses how texts go on, and hears what became of its guesses."""
+    """Source of drafts, which gets the number of accepted ones back."""
 
     def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[IntArray]:
         """Propose up to `limit` tokens that may follow each request's `input_ids`."""
@@ -64,7 +64,7 @@ class Proposer(Protocol):
 
 
 class NGramProposer:
-    """Guesses that a text goes on as it did before; each miss raises the match that it wants."""
+    """Drafts by the text's own repetitions; each miss raises the length of match required."""
 
     def __init__(self) -> None:
         self.misses: dict[Req, int] = {}  # steps in a row of which no draft was right

@@ -81,7 +81,7 @@ Prompt = Mapping[str, Any]  # text=…, input_ids=… or messages=…, the other
 
 
 class Observer:
-    """Told, on the event loop, what happens to requests."""
+    """Observer callbacks, which run on the event loop."""
 
     def opened(self, uid: int, request_id: str, prompt: Prompt) -> None:
         """Record the start of a request; `request_id` is the caller's name for it."""
@@ -259,7 +259,7 @@ class Frontend:
             self._send(error.uid, AbortMsg(uid=error.uid))
 
     def _forget(self, uid: int, outcome: str) -> None:
-        """Close a stream; tell the engine unless it knows that the request is over."""
+        """Close a stream; send an abort unless the request is over."""
         stream = self._streams.pop(uid)
         if stream.timer is not None:
             stream.timer.cancel()

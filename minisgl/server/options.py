@@ -22,7 +22,7 @@ MODELS = "folder in Hugging Face layout, or a hub id; none: the small model in t
 
 
 class Parser(argparse.ArgumentParser):
-    """Complains in one line and exits with status 2. Flags are written out."""
+    """A parser whose errors are one line and status 2. Flags must be written out."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(allow_abbrev=False, **fields)

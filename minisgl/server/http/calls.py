@@ -61,7 +61,7 @@ class ChatAbilities:
 
     reasoning: bool = False
     calls: CallFormat | None = None
-    refusal: str = "this model's chat template does not know any"  # why there are no calls
+    refusal: str = "this model's chat template has none"  # why there are no calls
 
 
 def call_format(template: str) -> CallFormat | None:

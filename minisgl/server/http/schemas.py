@@ -223,7 +223,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class GenerateRequest(GenerationRequest):
-    """Body of `POST /generate`: one prompt as text or as token ids; streamed unless told not to."""
+    """Body of `POST /generate`: one prompt as text or as token ids; streamed by default."""
 
     prompt: Text | list[TokenId]
     n: Literal[1] | None = None

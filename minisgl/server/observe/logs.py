@@ -169,7 +169,7 @@ class LogRequests:
 
     It is that of the client or its proxy, if one came.
 
-    `notify` is that of the frontend: it tells observers that the request has ended.
+    `notify` is that of the frontend, here called at the end of a request.
     """
 
     def __init__(self, app: ASGIApp, notify: Callable[..., None]) -> None:

@@ -24,7 +24,7 @@ class Part(BaseModel):
 
 
 class Message(BaseModel):
-    """Something said."""
+    """A message of the conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
