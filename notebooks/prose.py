@@ -92,10 +92,14 @@ def search(path: str, text: str, line: int) -> Iterator[Hit]:
     for pattern, write in RULES:
         for found in pattern.finditer(plain):
             start, end = found.span()
-            around = " ".join(text[max(0, start - 40) : end + 40].split())
-            if not any(words in around for words in EXCEPTIONS):
-                words = " ".join(text[start:end].split())
-                yield Hit(path, line + text.count("\n", 0, start), words, write)
+            if not any(is_excepted(text, start, end, words) for words in EXCEPTIONS):
+                hit = " ".join(text[start:end].split())
+                yield Hit(path, line + text.count("\n", 0, start), hit, write)
+
+
+def is_excepted(text: str, start: int, end: int, words: str) -> bool:
+    """Return True if text[start:end] lies in, or beside, these words of an exception."""
+    return words in " ".join(text[max(0, start - len(words)) : end + len(words)].split())
 
 
 def blanked(text: str) -> str:
