@@ -176,7 +176,7 @@ class LLM:
     def encode(
         self, index: int, prompt: Prompt, params: SamplingParams
     ) -> tuple[IntArray, SamplingParams]:
-        """Return prompt number `index` and its parameters in token ids; raise ValueError if wrong."""
+        """Return prompt number `index` and its parameters in ids; raise ValueError if invalid."""
         try:
             if self.tokenizer is None and (isinstance(prompt, str) or params.stop):
                 what = "text" if isinstance(prompt, str) else "stop strings"
