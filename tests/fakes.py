@@ -126,7 +126,7 @@ class FakeEngine:
         return {}
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Hold nothing."""
 
 
 fits: Executor = FakeEngine()  # for type checkers: it has all that a scheduler uses

@@ -231,7 +231,7 @@ class Frontend:
             self.notify("closed", uid, outcome)
 
     async def convert(self, client: str = "", **prompt: Any) -> Converted:
-        """Convert a prompt (`text=`, `messages=`) to tokens, or `input_ids=` to text; unobserved"""
+        """Convert `text=` or `messages=` to tokens, or `input_ids=` to text, without observers."""
         uid, outcome = next(self._uids), "left"
         stream = self._open(uid, None)
         try:
