@@ -96,7 +96,7 @@ def conversation(
 
 
 def as_stored(item: Item, response_id: str, number: int) -> dict[str, Any]:
-    """An item of the input as the API shows it."""
+    """Format an item of the input as the API shows it."""
     shown = item.model_dump(exclude_none=True)
     if isinstance(item, Message):
         kind = "output_text" if item.role == "assistant" else "input_text"
@@ -111,7 +111,7 @@ SAMPLING = "temperature top_p presence_penalty frequency_penalty"  # shown as it
 
 
 def empty_response(body: ResponsesRequest, handler: RequestHandler) -> dict[str, Any]:
-    """A response that says nothing yet: what was asked for, as it was understood."""
+    """Make a response without output, which echoes the request as it was understood."""
     params, form = handler.tasks[0].params, body.text.format
     echoed = ResponsesRequest.model_fields.keys() - {"input", "include", "stream", "stream_options"}
     return {
@@ -155,13 +155,13 @@ class ResponsesHandler(TranslatedHandler):
         return events
 
     async def whole(self) -> dict[str, Any]:
-        """The response in one piece."""
+        """Return the response in one piece."""
         await self.collected()
         return self.builder.response
 
 
 def page(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
-    """At most `limit` of these, from the one behind `after`, as OpenAI hands out lists."""
+    """Return at most `limit` items after the item `after`, as OpenAI pages lists."""
     places = {item["id"]: place for place, item in enumerate(items)}
     start = 0 if after is None else places[after] + 1
     data = items[start : start + limit]

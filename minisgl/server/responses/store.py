@@ -117,7 +117,7 @@ class ResponseStore:
             return found[0].data
 
     def get(self, client: str, response_id: str) -> Turn:
-        """Return one turn."""
+        """Return one turn; raise `KeyError` if it is not stored."""
         return decode(self.read(client, response_id))
 
     def conversation(self, client: str, response_id: str | None) -> list[Turn]:
