@@ -79,7 +79,7 @@ class References:
 def conversation(
     store: ResponseStore, client: str, body: ResponsesRequest
 ) -> tuple[list[Item], list[Item]]:
-    """The items before this request, and its own."""
+    """Return the items before this request, and its own."""
     with looking_up("previous_response_id"):
         turns = store.conversation(client, body.previous_response_id)
     before, references = (
