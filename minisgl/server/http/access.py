@@ -52,7 +52,7 @@ class Access:
         request.scope[KEY_NAME] = fits
 
     def lock(self, route: Any) -> None:
-        """Ask for a key before a route that needs none answers."""
+        """Require a key on a route that otherwise needs none."""
         open_app = route.app
 
         async def keyed(scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,7 +63,7 @@ class Access:
 
 
 def client_of(request: Request) -> str:
-    """To whom the cost of a request counts: its named key, or else the address of its peer."""
+    """Return who pays for a request: its named key, or else the address of its peer."""
     if name := request.scope.get(KEY_NAME):
         return f"key {name}"
     return "" if request.client is None else f"address {request.client.host}"
@@ -107,7 +107,7 @@ class OwnNames:
         self._app, self._names = app, frozenset(names)
 
     def foreign(self, headers: Headers) -> ApiError | None:
-        """The refusal of a request whose `Host` or `Origin` is not ours."""
+        """Return the error for a request whose `Host` or `Origin` is not ours, or None."""
         for name, given in (("host", headers.get("host")), ("origin", headers.get("origin"))):
             host = host_name(given or "")
             known = is_loopback(host) or host in self._names
@@ -133,7 +133,7 @@ def secured(settings: ApiSettings, host: str, keys: str | None, pages: str | Non
 
 
 def for_browsers(origins: Collection[str]) -> tuple[Middleware, list[Middleware]]:
-    """What tells browsers which pages may use the server, and what enforces it; "*": any may."""
+    """Return the CORS middleware and the checks behind it; "*": any page may use the server."""
     names: Any = {name: ["*"] for name in ("allow_methods", "allow_headers")}
     names["expose_headers"] = ["x-request-id", "retry-after", "x-should-retry"]
     if "*" in origins:

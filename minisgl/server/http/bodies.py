@@ -97,7 +97,7 @@ class Short(reprlib.Repr):
 
 
 def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What pydantic found wrong, as one sentence that begins with the field."""
+    """Convert pydantic's errors to one sentence that begins with the field."""
     # Of two that went equally far, the one that found the right type; a place names types, too.
     first = max(errors, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
     place = [p for p in map(str, first["loc"]) if p not in ("body", "str") and "[" not in p]

@@ -29,7 +29,7 @@ def event_bytes(event: Event) -> bytes:
 
 
 class Builder(Protocol):
-    """An answer under construction; its methods yield the events that tell how it grows."""
+    """An answer under construction; its methods yield the events of its growth."""
 
     begun: bool
 

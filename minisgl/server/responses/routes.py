@@ -46,7 +46,7 @@ def looking_up(param: str) -> Iterator[None]:
 
 
 def find_item(store: ResponseStore, wanted: str) -> Item:
-    """The stored item of this id, which names its response, too."""
+    """Find the stored item of this id, which also names its response."""
     response_id = "resp_" + wanted.partition("_")[2].partition("_")[0]
     with suppress(KeyError):  # of the response, which the caller did not name
         for item in store.get(response_id).all_items:
@@ -56,7 +56,7 @@ def find_item(store: ResponseStore, wanted: str) -> Item:
 
 
 def conversation(store: ResponseStore, body: ResponsesRequest) -> tuple[list[Item], list[Item]]:
-    """The items before this request, and its own."""
+    """Return the items before this request, and its own."""
     with looking_up("previous_response_id"):
         turns = store.conversation(body.previous_response_id)
     before = read_items([item for turn in turns for item in turn.all_items])
@@ -70,7 +70,7 @@ def conversation(store: ResponseStore, body: ResponsesRequest) -> tuple[list[Ite
 
 
 def as_stored(item: Item, response_id: str, number: int) -> dict[str, Any]:
-    """An item of the input as the API shows it."""
+    """Format an item of the input as the API shows it."""
     shown = item.model_dump(exclude_none=True)
     if isinstance(item, Message):
         kind = "output_text" if item.role == "assistant" else "input_text"
@@ -85,7 +85,7 @@ SAMPLING = "temperature top_p presence_penalty frequency_penalty"  # shown as it
 
 
 def empty_response(body: ResponsesRequest, handler: RequestHandler) -> dict[str, Any]:
-    """A response that says nothing yet: what was asked for, as it was understood."""
+    """Make a response without output, which echoes the request as it was understood."""
     params, form = handler.tasks[0].params, body.text.format
     echoed = ResponsesRequest.model_fields.keys() - {"input", "include", "stream", "stream_options"}
     return {
@@ -129,13 +129,13 @@ class ResponsesHandler(TranslatedHandler):
         return events
 
     async def whole(self) -> dict[str, Any]:
-        """The response in one piece."""
+        """Return the response in one piece."""
         await self.collected()
         return self.builder.response
 
 
 def page(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
-    """At most `limit` of these, from the one behind `after`, as OpenAI hands out lists."""
+    """Return at most `limit` items after the item `after`, as OpenAI pages lists."""
     places = {item["id"]: place for place, item in enumerate(items)}
     start = 0 if after is None else places[after] + 1
     data = items[start : start + limit]

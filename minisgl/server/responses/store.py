@@ -56,7 +56,7 @@ class ResponseStore:
         self.size = 0  # bytes
 
     def _use(self, response_id: str | None) -> list[Entry]:
-        """A turn and those before it, now marked as used; drops what is too old or too much."""
+        """Return a turn and those before it, marked as used; drop what is too old or too much."""
         found, now = list[Entry](), self._clock()
         while (entry := self._entries.get(response_id or "")) and entry.expires > now:
             entry.expires = now + self._seconds
@@ -79,13 +79,13 @@ class ResponseStore:
         self._use(name)
 
     def get(self, response_id: str) -> Turn:
-        """One turn."""
+        """Return one turn; raise `KeyError` if it is not stored."""
         if not (found := self._use(response_id)):
             raise KeyError(response_id)
         return decode(found[0].data)
 
     def conversation(self, response_id: str | None) -> list[Turn]:
-        """All turns up to a response, the first one first; None has none."""
+        """Return all turns up to a response, the first one first; None has none."""
         found = self._use(response_id)
         missing = found[-1].previous if found else response_id
         if missing is not None:
