@@ -72,7 +72,7 @@ class Recorder:
 
 
 class Observed(NamedTuple):
-    """What is observed of a scheduler's run."""
+    """The observers of a scheduler's run."""
 
     traced: bool = False  # times of its stages, for a trace
     record: str | None = None  # a file for its events
@@ -95,7 +95,7 @@ Line = tuple[int, events.AnyEvent]
 
 @dataclass
 class Recording:
-    """What a file holds: a description of the engine, and events behind their times in µs."""
+    """Contents of a file: a description of the engine, and events behind their times in µs."""
 
     about: dict[str, Any]
     lines: list[Line]
@@ -117,7 +117,7 @@ def read_recording(path: Path) -> Recording:
 
 @dataclass
 class ReplayedRequest:
-    """A request as far as events tell."""
+    """The state of a request according to the events."""
 
     uid: int
     prompt_len: int
