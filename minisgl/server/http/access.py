@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.config.flags import KEY_VARIABLE
-from minisgl.server.http.bodies import BodyReader, ReadRequest, SideThread
+from minisgl.server.http.bodies import SIDE, BodyReader, ReadRequest, SideThread
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.hosts import host_name, is_address, is_loopback
 from minisgl.server.http.keys import read_keys
@@ -76,16 +77,17 @@ def keyed_route(access: Access, side: SideThread) -> type[APIRoute]:
         def get_route_handler(self) -> Callable[[Request], Coroutine[None, None, Response]]:
             handle, field = super().get_route_handler(), self.body_field
             model: Any = field.field_info.annotation if field else None
-            reader = BodyReader(model, side) if model else None
+            reader = BodyReader(model) if model else None
 
             async def checked(request: Request) -> Response:
                 await access.check(request)
+                request.scope[SIDE] = partial(side.run, client_of(request))
                 coding = request.headers.get("content-encoding", "identity")
                 if coding.lower() != "identity":
                     why = f"content-encoding: {coding!r:.80} is not supported, send the body plain"
                     raise ApiError(415, why, code="unsupported", param="content-encoding")
                 if reader is not None:
-                    request = ReadRequest(request, reader, client_of(request))
+                    request = ReadRequest(request, reader)
                 return await handle(request)
 
             return checked

@@ -215,6 +215,13 @@ class ResponsesRequest(Fields, extra="allow"):
     truncation: Literal["disabled"] = "disabled"
     background: Literal[False] = False
 
+    @property
+    def reads_stored_turns(self) -> bool:
+        """True for a request that continues a response, or refers to an item of one."""
+        items = () if isinstance(self.input, str) else self.input
+        named = any(isinstance(item, ItemReference) for item in items)
+        return self.previous_response_id is not None or named
+
     def as_chat(self, items: Iterable[Item]) -> ChatRequest:
         """Make the equivalent chat, with these items as the conversation."""
         said = (
