@@ -34,6 +34,7 @@ from minisgl.server.http.bodies import BodyReader, SideThread, check_count, inva
 from minisgl.server.http.calls import ChatAbilities
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import MAX_UNKNOWN
+from minisgl.server.http.formats import Completion, CompletionFormatter
 from minisgl.server.http.hosts import network_of
 from minisgl.server.http.keys import check_key, read_keys
 from minisgl.server.http.limits import MAX_HEAD, BodyLimit, ConcurrencyLimiter, Shares
@@ -580,6 +581,33 @@ def test_clients_take_turns_at_the_text_worker() -> None:
     order = [queue.pop() for _ in range(50)]
     assert [msg.uid for msg in order if msg].index(99) <= 1
     assert queue.pop() is None
+
+
+# Answers
+
+
+def test_large_answers_are_formatted_beside_the_event_loop(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of many choices, and those of many log probabilities."""
+    threads: list[str] = []
+    choice = CompletionFormatter.choice
+
+    def noted(self: CompletionFormatter, index: int, answer: Completion) -> dict[str, Any]:
+        threads.append(threading.current_thread().name)
+        return choice(self, index, answer)
+
+    monkeypatch.setattr(CompletionFormatter, "choice", noted)
+    for fields, aside in (
+        ({"n": 2}, False),
+        ({"n": 65}, True),
+        ({"n": 30, "logprobs": 1, "max_tokens": 10}, True),
+    ):
+        body = {"prompt": "x", "max_tokens": 1, "ignore_eos": True, **fields}
+        answer = httpx.post(f"{live.url}/v1/completions", json=body, timeout=300)
+        assert len(answer.json()["choices"]) == fields["n"] == len(threads), answer.text[:500]
+        assert all(name.startswith("bodies") == aside for name in threads)
+        threads.clear()
 
 
 # All of it at random

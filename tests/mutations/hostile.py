@@ -173,4 +173,11 @@ MUTATIONS = [
         new="False",
         test="tests/test_model.py::test_index_that_names_a_file_outside_is_refused",
     ),
+    Mutation(
+        name="answers: large ones are formatted on the event loop",
+        module="minisgl.server.http.api",
+        old="choices = await build(self.request, formatted, large)",
+        new="choices = formatted()",
+        test=TEST + "test_large_answers_are_formatted_beside_the_event_loop",
+    ),
 ]

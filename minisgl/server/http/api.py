@@ -14,6 +14,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import APIRouter, FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
@@ -32,6 +33,7 @@ from minisgl.server.http.formats import (
     Completion,
     CompletionFormatter,
     Json,
+    encoded,
     sse,
     usage,
 )
@@ -76,7 +78,7 @@ class RequestHandler:
         check_model(body.model, settings)
         self.service, self.formatter, self.prompts = service, formatter, len(prompts)
         self.body, self.limiter = body, service.limiter
-        self.client = client_of(request)
+        self.request, self.client = request, client_of(request)
         namespace = self.client if settings.isolate_prefixes else None
         self.tasks = tasks_for(body, prompts, settings.sampling_defaults, namespace)
         name = request.scope.get("request_id") or uuid.uuid4().hex
@@ -100,7 +102,13 @@ class RequestHandler:
     async def whole(self) -> dict[str, Any]:
         """Return the answer in one piece."""
         answers = await self.answers()
-        choices = [self.formatter.choice(index, answer) for index, answer in enumerate(answers)]
+        large = len(answers) > 64 or sum(len(answer.logprobs) for answer in answers) > 256
+
+        def formatted() -> list[msgspec.Raw]:
+            choices = (self.formatter.choice(n, answer) for n, answer in enumerate(answers))
+            return [msgspec.Raw(encoded(choice)) for choice in choices]
+
+        choices = await build(self.request, formatted, large)
         head = {**self.head, "object": self.formatter.whole}
         return {**head, "choices": choices, "usage": usage(answers, self.prompts)}
 

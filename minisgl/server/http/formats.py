@@ -192,19 +192,27 @@ class ChatFormatter(CompletionFormatter):
         return [*({**entry, "finish_reason": None} for entry in entries[:-1]), last]
 
 
-LINES = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
+LINES = [(char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029"]
+
+
+def encoded(payload: Any) -> bytes:
+    """Encode JSON on one line for every client; numbers that JSON lacks become null."""
+    data = msgspec.json.encode(payload)
+    for line_end, escape in LINES:
+        data = data.replace(line_end, escape)
+    return data
 
 
 def as_json(payload: Any) -> str:
-    """Encode JSON on one line for every client; numbers that JSON lacks become null."""
-    return msgspec.json.encode(payload).decode().translate(LINES)
+    """Encode JSON as text."""
+    return encoded(payload).decode()
 
 
 class Json(JSONResponse):
     """A whole answer, encoded like the events of a stream."""
 
     def render(self, content: Any) -> bytes:
-        return as_json(content).encode()
+        return encoded(content)
 
 
 def sse(payload: Mapping[str, Any] | str) -> bytes:
