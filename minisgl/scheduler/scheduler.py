@@ -18,7 +18,7 @@ from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.executor import Executor, StepOutput
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, InvalidRequestError, UserMsg
 from minisgl.scheduler.prefill import PrefillManager
-from minisgl.scheduler.replies import abort_reply, finish_reason, token_reply
+from minisgl.scheduler.requests import abort_reply, finish_reason, token_reply
 
 
 class Launched(NamedTuple):
@@ -102,7 +102,9 @@ class Scheduler:
 
     def decode_step(self) -> Batch | None:
         """One token for each running request, once there are pages for all of them."""
-        if self.make_room is not None:
+        pages = self.cache.available_tokens // self.cache.page_size
+        enough = len(self.decode.running) <= pages and self.prefill.chunked_req is None
+        if self.make_room is not None and not enough:
             self.make_room(self)
         return self.decode.schedule()
 

@@ -67,7 +67,7 @@ MUTATIONS = [
     ),
     Mutation(
         "grammar_failures_end_as_if_all_were_well",
-        "minisgl.scheduler.replies",
+        "minisgl.scheduler.requests",
         "if req.matcher is not None and req.matcher.error:",
         "if False:",
         TESTS + "test_a_grammar_that_fails_on_the_way_ends_its_request_and_says_why",
@@ -87,11 +87,25 @@ MUTATIONS = [
         TESTS + "test_a_slow_grammar_delays_its_own_request_alone",
     ),
     Mutation(
+        "grammar_queue_is_passed_by",
+        "minisgl.server.workers.scheduler_process",
+        "(waits or any(each.is_constrained for each in params))",
+        "waits",
+        TESTS + "test_requests_wait_in_their_queue_and_come_in_order",
+    ),
+    Mutation(
+        "grammar_queue_is_asked_about_new_messages_alone",
+        "minisgl.server.workers.scheduler_process",
+        "(waits or any(each.is_constrained for each in params))",
+        "any(each.is_constrained for each in params)",
+        TESTS + "test_requests_wait_in_their_queue_and_come_in_order",
+    ),
+    Mutation(
         "grammar_of_one_who_left_is_asked_for_all_the_same",
         GRAMMAR,
         "self.held.pop(msg.uid, None)",
         "pass",
-        TESTS + "test_requests_wait_in_their_box_and_come_in_order",
+        TESTS + "test_requests_wait_in_their_queue_and_come_in_order",
     ),
     Mutation(
         "grammar_tokenizer_is_loaded_before_all_else",

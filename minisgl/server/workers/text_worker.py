@@ -14,7 +14,14 @@ from typing import Protocol
 from minisgl.core import SamplingParams
 from minisgl.events import StageTimed
 from minisgl.scheduler.frames import same_but_seed, with_seed
-from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
+from minisgl.scheduler.messages import (
+    AbortMsg,
+    ErrorReply,
+    ExitMsg,
+    PromptToken,
+    TokenReply,
+    UserMsg,
+)
 from minisgl.server.workers.channels import Inbox, Outbox
 from minisgl.server.workers.conversion import convert
 from minisgl.server.workers.messages import (
@@ -26,7 +33,7 @@ from minisgl.server.workers.messages import (
     TokenLogprob,
     UserReply,
 )
-from minisgl.tokenizer import DecodeStatus, PromptTooLong, Tokenizer, text_size
+from minisgl.tokenizer import SLICE, DecodeStatus, PromptTooLong, Tokenizer, text_size
 
 
 class LogprobBuffer(Protocol):
@@ -35,6 +42,8 @@ class LogprobBuffer(Protocol):
     def add(self, reply: TokenReply) -> None: ...
 
     def take(self, text: str, finished: bool) -> list[TokenLogprob]: ...
+
+    def echo(self, prompt: list[PromptToken]) -> tuple[str, list[TokenLogprob]]: ...
 
 
 @dataclass
@@ -119,7 +128,9 @@ class TextWorker:
             why = f"{param}: {str(error).removeprefix(f'{param}: ')}"
             code = error.code if isinstance(error, PromptTooLong) else "invalid_request"
             return ErrorReply(uid=msg.uid, message=why, code=code, param=param)
-        params = with_seed(last.params, msg.sampling_params.seed)
+        params, seed = last.params, msg.sampling_params.seed
+        if params.seed != seed:
+            params = with_seed(params, seed)
         return UserMsg(msg.uid, last.ids, params, msg.client)
 
     def _encode(self, msg: TokenizeMsg) -> list[int]:
@@ -139,19 +150,25 @@ class TextWorker:
         entry = self._open.get(msg.uid)
         if entry is None:
             status = DecodeStatus(self._tokenizer, msg.prompt_tail, msg.stop, msg.spare_thoughts)
-            entry = OpenText(status, self._logprobs(status) if self._logprobs else None)
+            asked = msg.logprob is not None or bool(msg.prompt_logprobs)
+            entry = OpenText(status, self._logprobs(status) if self._logprobs and asked else None)
             self._open[msg.uid] = entry
         if msg.finished:
             del self._open[msg.uid]
         if entry.status.stopped:  # the frontend knows its end
             return
         entry.completion_tokens += msg.token is not None
-        if entry.logprobs is not None and msg.finish_reason != "stop":  # an end token is not text
+        prompt, entries = "", list[TokenLogprob]()
+        if entry.logprobs is not None:
+            if msg.prompt_logprobs:
+                prompt, entries = entry.logprobs.echo(msg.prompt_logprobs)
             entry.logprobs.add(msg)
         text = entry.status.take(msg.token, msg.finish_reason)
         if entry.status.stopped and not msg.finished:
             self._scheduler.append(AbortMsg(uid=msg.uid))
-        self._frontend.append(self._reply(msg, entry, text))
+        reply = self._reply(msg, entry, text)
+        reply.text, reply.logprobs = prompt + reply.text, entries + reply.logprobs
+        self._frontend.append(reply)
 
     def _reply(self, msg: TokenReply, entry: OpenText, text: str) -> UserReply:
         status, finished = entry.status, msg.finished or entry.status.stopped
@@ -178,10 +195,26 @@ def characters(msg: TokenizeMsg) -> int:
 Encode = Callable[[TokenizeMsg], Message]
 
 
-class PromptQueue:
-    """Prompts to encode, of the client that had least, short before long; none starves."""
+class Aside(Protocol):
+    """Encodes long prompts beside the loop (chapter 12b)."""
 
-    def __init__(self) -> None:
+    busy: bool  # it has prompts that are not encoded yet
+
+    def add(self, msg: TokenizeMsg) -> None: ...
+
+    def drop(self, uid: int) -> bool: ...
+
+    def take(self, encode: Encode) -> list[Message]: ...
+
+
+class PromptQueue:
+    """Prompts to encode, of the client that had least, short before long; none starves.
+
+    Those of more than `SLICE` characters go to `aside`, if it is given.
+    """
+
+    def __init__(self, aside: Aside | None = None) -> None:
+        self.aside = aside
         self.waiting: dict[int, TokenizeMsg] = {}
         self._heaps: dict[str, list[tuple[int, int, int]]] = {}  # tag, uid, size
         self._clocks: dict[str, int] = {}  # characters encoded so far
@@ -190,13 +223,18 @@ class PromptQueue:
     @property
     def patience(self) -> float:
         """Seconds for which the loop may wait for messages."""
-        return 0.0 if self.waiting else 0.5
+        busy = self.aside is not None and self.aside.busy
+        return 0.0 if self.waiting else 0.002 if busy else 0.5
 
     def add(self, msg: TokenizeMsg) -> None:
         before, size = self._last
         if before is None or not before.same_prompt(msg):
             size = characters(msg)
-        self._last, self.waiting[msg.uid] = (msg, size), msg
+        self._last = (msg, size)
+        if self.aside is not None and size > SLICE:
+            self.aside.add(msg)
+            return
+        self.waiting[msg.uid] = msg
         if msg.client not in self._heaps:  # no credit for the time in which it wanted nothing
             self._heaps[msg.client] = []
             self._clocks[msg.client] = min(self._clocks.values(), default=0)
@@ -204,12 +242,16 @@ class PromptQueue:
 
     def drop(self, uid: int) -> bool:
         """Remove the prompt of a client that left; False if it is not here."""
-        return self.waiting.pop(uid, None) is not None
+        here = self.waiting.pop(uid, None) is not None
+        return here or (self.aside is not None and self.aside.drop(uid))
 
     def take(self, encode: Encode) -> list[Message]:
         """Encode the next prompt; return what has been encoded since the last call."""
         prompt = self.pop()
-        return [] if prompt is None else [encode(prompt)]
+        done = [] if prompt is None else [encode(prompt)]
+        if self.aside is not None and self.aside.busy:
+            done += self.aside.take(encode)
+        return done
 
     def pop(self) -> TokenizeMsg | None:
         """Return the next prompt that is still wanted, if there is one."""
