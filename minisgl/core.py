@@ -47,7 +47,10 @@ class Req:
         self, *, uid: int, input_ids: IntArray, sampling_params: SamplingParams,
         max_new_tokens: int, table_idx: int = -1, cache_handle: Any = None, client: str = "",
     ) -> None:  # fmt: skip
-        """Copy `input_ids`, the prompt, [prompt_len] token ids; ValueError if it is empty."""
+        """Copy `input_ids`, the prompt, [prompt_len] token ids; ValueError if it is empty.
+
+        `retracted` is False, `scores` is empty, `logits_params` and `matcher` are None.
+        """
         prompt = np.asarray(input_ids)
         if prompt.ndim != 1 or prompt.size == 0:
             raise refuse("input_ids", "a list of one token id or more", prompt.tolist())
@@ -75,7 +78,7 @@ class Req:
         return self._ids[self.prompt_len : self.host_len]
 
     def append(self, token: int) -> None:
-        """Append one output token on the host."""
+        """Append one output token on the host; AssertionError beyond `max_device_len`."""
         assert self.host_len < self.max_device_len, (self.host_len, self.max_device_len)
         self._ids[self.host_len] = token
         self.host_len += 1
@@ -112,7 +115,10 @@ class Req:
 
     @property
     def scores_prompt(self) -> bool:
-        """True while its prompt has to be computed in full, for its log probabilities (08a)."""
+        """Return True while `prompt_logprobs` are wanted and the host knows no new token (08a).
+
+        Until then its prompt is computed in full.
+        """
         asked = self.sampling_params.prompt_logprobs is not None
         return asked and self.host_len == self.prompt_len
 
@@ -122,7 +128,10 @@ class Req:
         return f"Req(uid={self.uid}, row={self.table_idx}, lengths=({lengths}))"
 
     def restart(self) -> None:
-        """Back in the queue, nothing cached: all that the host knows is to be computed again."""
+        """Return to the start: all tokens that the host knows are computed again.
+
+        Row, handle and `retracted` are the caller's to change.
+        """
         self.cached_len = 0
         self.prefill_len = self.device_len = self.host_len
 
@@ -177,13 +186,19 @@ BadWords = Annotated[Sequence[str | Sequence[int]], tuple_of(BadWord, max_length
 
 
 def json_text(value: Any) -> str:
-    """Encode a value as JSON with non-ASCII characters kept; a lone surrogate is escaped."""
+    """Encode a value as JSON with non-ASCII characters kept; a lone surrogate is escaped.
+
+    NaN and infinity are a ValueError.
+    """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text.encode(errors="backslashreplace").decode()
 
 
 def schema_text(value: Any) -> str | None:
-    """Return a JSON schema, given as text or dict, as text; its order is kept."""
+    """Return a JSON schema, given as text or dict, as text; its order is kept.
+
+    ValueError for what is no JSON. Text is parsed and written anew, so its spaces do not count.
+    """
     try:
         schema = json.loads(value) if isinstance(value, str) else value
         return None if value is None else json_text(schema)
@@ -225,7 +240,11 @@ class SamplingParams(Validated):
     spare_thoughts: bool = False  # stop strings end no thought
 
     def __post_init__(self) -> None:
-        """Check all fields, then that a grammar stands alone."""
+        """Check all fields, then that a grammar is short and stands alone.
+
+        It has MAX_GRAMMAR characters at most, the items of `choice` together. `max_tokens` 0 needs
+        `prompt_logprobs`.
+        """
         Validated.__post_init__(self)
         given = [name for name in GRAMMARS if getattr(self, name)]
         if given and not self.json_object:
@@ -240,7 +259,7 @@ class SamplingParams(Validated):
 
     @property
     def is_greedy(self) -> bool:
-        """True if the most likely token is taken, so that no random number is needed."""
+        """Return True if temperature is 0, top_k 1 or top_p 0: no random number is needed."""
         return self.temperature == 0.0 or self.top_k == 1 or self.top_p == 0.0
 
     @property

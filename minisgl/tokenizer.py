@@ -354,6 +354,8 @@ class DecodeStatus:
         self.stream = IncrementalDetokenizer(tokenizer, prompt_ids)
         self.thinking = self.stream.prefix_text.rstrip().endswith(THINK)  # since the prompt
         self.filter = StopFilter(stop, spare_thoughts, self.thinking)
+        self.num_tokens = self.thought_tokens = 0  # the latter: up to the end of the first thought
+        self.tail = ""  # the last characters
 
     @property
     def stopped(self) -> bool:
@@ -375,5 +377,10 @@ class DecodeStatus:
 
     def take(self, token_id: int | None, reason: str | None) -> str:
         """Return the text that one reply completes; a `reason` marks the last reply."""
+        self.num_tokens += token_id is not None
         new = "" if token_id is None or reason == "stop" else self.push(token_id)  # an end token
-        return new if reason is None or self.stopped else new + self.finish()
+        new = new if reason is None or self.stopped else new + self.finish()
+        if not self.thought_tokens and THOUGHT in self.tail + new:
+            self.thought_tokens = self.num_tokens
+        self.tail = (self.tail + new)[1 - len(THOUGHT) :]
+        return new

@@ -36,7 +36,15 @@ WALL_SECONDS = 60  # likewise, for one that waits
 
 # pytest's arguments: tests of a chapter's modules that take seconds, and none of whole servers.
 TESTS: dict[str, list[str]] = {
-    "01": ["tests/test_core.py"],
+    "01": [
+        "tests/test_core.py",
+        "tests/test_config.py::test_a_count_is_an_interval",
+        "tests/test_config.py::test_only_finite_numbers_pass",
+        "tests/test_config.py::test_numpy_numbers_become_pythons_own",
+        "tests/test_config.py::test_endless_integers_are_refused",
+        "tests/test_config.py::test_check_positive",
+        "tests/test_config.py::test_good_values_take_their_final_form",
+    ],
     "02": ["tests/test_kvcache.py"],
     "03": ["tests/test_prefix_cache.py", "tests/test_cache_manager.py"],
     "04": ["tests/test_attention.py"],

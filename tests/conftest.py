@@ -67,6 +67,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         f"which parts of large products to run: all, none, or those of one day of {DAYS} "
         "(default: today)",
     )  # fmt: skip
+    parser.addoption(
+        "--adversary", type=int, default=40_000, metavar="TURNS",
+        help="turns of the loop that the adversary of the scheduler takes, of fresh seeds",
+    )  # fmt: skip
 
 
 def settle_rotation(choice: str, day: int, selected: bool) -> str:

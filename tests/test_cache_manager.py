@@ -55,9 +55,8 @@ class World:
             self.cache.unlock(handle)
             return None
         self.uid += 1
-        req.cache_handle, req.table_idx = handle, self.tables.allocate()
-        req.cached_len = req.matched_len = handle.cached_len
-        self.tables.write(req.table_idx, 0, handle.slots())
+        req.cached_len = handle.cached_len
+        self.cache.admit(req, handle)
         self.truth[req] = ids.tolist()
         return req
 
@@ -438,6 +437,30 @@ def test_allocation_names_a_request_that_is_not_ready() -> None:
     with pytest.raises(ValueError, match=r"^req 7.*(19|20)"):
         world.cache.allocate_paged([req])
     assert world.cache.available_tokens == 24
+
+
+def test_admission_fills_a_row_and_counts_the_first_match() -> None:
+    world = World(10, 4)
+    world.finish(world.prefilled(range(9)))
+    req = world.admit(range(9))
+    assert req is not None and req.matched_len == req.cache_handle.cached_len == 8
+    row = req.table_idx
+    assert world.tables.page_table[row, :8].tolist() == req.cache_handle.slots().tolist()
+    assert world.tables.token_pool[row, :9].tolist() == list(range(9))
+    world.finish(req)
+    req.retracted = True  # it comes back, and finds nothing: its first match is what counts
+    req.cached_len = 0
+    world.cache.reset()
+    world.cache.admit(req, world.cache.match_req(req))
+    assert (req.matched_len, req.cache_handle.cached_len) == (8, 0)
+
+
+def test_a_prompt_that_is_scored_is_computed_in_full() -> None:
+    world = World(10, 4)
+    world.finish(world.prefilled(range(9)))
+    for params, found in ((SamplingParams(), 8), (SamplingParams(prompt_logprobs=0), 0)):
+        req = Req(uid=7, input_ids=np.arange(9), sampling_params=params, max_new_tokens=1)
+        assert world.cache.match_req(req).cached_len == found
 
 
 def test_only_computed_tokens_are_cached() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minisgl.config.rules import file_of, refuse, shown
 from minisgl.core import Req, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
@@ -34,27 +37,31 @@ def lengths(req: Req) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "values"),
+    ("name", "wrong"),
     [
-        ("temperature", [-0.1, NAN, INF, True, "1", None]),
-        ("top_k", [-2, 1.0, True, NAN, "5", None, ENDLESS]),
-        ("top_p", [-0.5, 1.01, NAN, INF, True, None]),
-        ("max_tokens", [0, -1, 1.5, True, NAN, "9", 2**63, ENDLESS]),
-        ("min_tokens", [ENDLESS]),
-        ("logit_bias", [{ENDLESS: 1.0}, {1: ENDLESS}]),
-        ("allowed_token_ids", [[ENDLESS]]),
-        ("bad_words", [[[ENDLESS]], [[True]], [[]], [""], [1.5]]),
-        ("ignore_eos", [0, 1, "yes", None]),
-        ("stop", ["", [""], ["a", 1], 1, {"a"}, [None]]),
-        ("stop_token_ids", ["12", [-1], [1.0], [True], 3, [ENDLESS]]),
-        ("seed", [-1, 2**63, 1.0, True, NAN]),
-        ("logprobs", [-1, 21, True, 1.0]),
+        (name, wrong)
+        for name, values in (
+            ("temperature", [-0.1, NAN, INF, True, "1", None]),
+            ("top_k", [-2, 1.0, True, NAN, "5", None, ENDLESS]),
+            ("top_p", [-0.5, 1.01, NAN, INF, True, None]),
+            ("max_tokens", [0, -1, 1.5, True, NAN, "9", 2**63, ENDLESS]),
+            ("min_tokens", [ENDLESS]),
+            ("logit_bias", [{ENDLESS: 1.0}, {1: ENDLESS}]),
+            ("allowed_token_ids", [[ENDLESS]]),
+            ("bad_words", [[[ENDLESS]], [[True]], [[]], [""], [1.5]]),
+            ("ignore_eos", [0, 1, "yes", None]),
+            ("stop", ["", [""], ["a", 1], 1, {"a"}, [None]]),
+            ("stop_token_ids", ["12", [-1], [1.0], [True], 3, [ENDLESS]]),
+            ("seed", [-1, 2**63, 1.0, True, NAN]),
+            ("logprobs", [-1, 21, True, 1.0]),
+        )
+        for wrong in values
     ],
+    ids=lambda value: shown(value)[:30],
 )
-def test_pitfall_12_wrong_sampling_params_are_named(name: str, values: list[Any]) -> None:
-    for wrong in values:
-        with pytest.raises(ValueError, match=f"^{name}: must .*got "):
-            SamplingParams(**{name: wrong})
+def test_pitfall_12_wrong_sampling_params_are_named(name: str, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: must .*got "):
+        SamplingParams(**{name: wrong})
 
 
 def test_a_bad_word_is_refused_for_what_is_wrong_with_its_form() -> None:
@@ -84,8 +91,49 @@ def test_what_arrives_by_wire_is_validated(fields: dict[str, Any]) -> None:
         msgspec.msgpack.decode(wire, type=SamplingParams)
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"regex": "a", "choice": ["b"]}, "choice: must be .*regex"),
+        ({"regex": "a" * 20_000}, "regex: must .*16384"),
+        ({"choice": ["a" * 99] * 999}, "choice: must .*16384"),
+        ({"choice": ["a"] * 1025}, "choice: .*at most 1024"),
+        ({"json_schema": {"enum": ["a"] * 9999}}, "json_schema: must .*16384"),
+        ({"structural_tag": {"format": "a" * 70_000}}, "structural_tag: must .*65536"),
+        ({"json_object": True, "grammar": "b"}, "json_object: must be .*grammar"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos: must be .*regex"),
+        ({"regex": "a", "min_tokens": 2}, "min_tokens: must be .*regex"),
+        ({"regex": "a", "allowed_token_ids": [2]}, "allowed_token_ids: must be .*regex"),
+        ({"json_schema": "{"}, "json_schema: must be "),
+        ({"json_schema": {"const": float("nan")}}, "json_schema: must be "),
+        ({"json_schema": {"const": {1, 2}}}, "json_schema: must be "),
+        ({"regex": "a", "bad_words": [[2]]}, "bad_words: must be .*regex"),
+        ({"regex": "\ud800"}, "regex: must be a valid string"),
+        ({"regex": ""}, "regex: must have at least 1 character"),
+        ({"choice": [""]}, "choice: must have at least 1 character"),
+        ({"choice": [1]}, "choice: must be a valid string"),
+        ({"grammar": 5}, "grammar: must be a valid string"),
+    ],
+)
+def test_parameters_that_contradict_each_other_or_are_too_long_are_refused(
+    fields: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{reason}"):
+        SamplingParams(**fields)
+
+
+def test_a_schema_is_text_with_its_characters_and_its_order() -> None:
+    schema = {"type": "object", "properties": {"b": {"const": "é"}, "a": {"const": "\ud800"}}}
+    for schema_in in (schema, json.dumps(schema), json.dumps(schema, indent=4)):
+        text = SamplingParams(json_schema=schema_in).json_schema or ""
+        assert json.loads(text) == schema and list(json.loads(text)["properties"]) == ["b", "a"]
+        assert "é" in text and "\\ud800" in text and len(text.encode()) == len(text) + 1
+    assert SamplingParams(json_schema=None).json_schema is None
+
+
 def test_greedy() -> None:
     assert SamplingParams().is_greedy and SamplingParams(temperature=1, top_k=1).is_greedy
+    assert SamplingParams(temperature=1, top_p=0).is_greedy
     assert not SamplingParams(temperature=0.7).is_greedy
     with pytest.raises(FrozenInstanceError):
         SamplingParams().temperature = 1.0  # type: ignore[misc]
@@ -215,6 +263,51 @@ def test_random_lives_against_lists(
             req.append(1000 + passes)
         assert req.cached_len == len(with_kv) and req.input_ids.tolist() == tokens
     assert not req.can_decode and len(req.output_ids) == max_new
+
+
+def test_a_restart_leaves_row_and_handle_to_its_caller() -> None:
+    req = make()
+    req.table_idx, req.cache_handle = 3, "handle"
+    for token in (11, 12):
+        req.advance()
+        req.append(token)
+    req.restart()
+    assert lengths(req) == (0, 7, 8) and (req.prefill_len, req.prompt_len) == (7, 5)
+    assert (req.table_idx, req.cache_handle, req.retracted) == (3, "handle", False)
+
+
+def test_a_prompt_is_scored_until_the_host_knows_a_new_token() -> None:
+    assert not make().scores_prompt
+    req = make()
+    req.sampling_params = SamplingParams(prompt_logprobs=0)
+    req.schedule(3)
+    req.advance()
+    assert req.scores_prompt  # a chunk
+    req.schedule(5)
+    req.advance()
+    assert req.scores_prompt  # computed; the host has not seen it
+    req.append(11)
+    assert not req.scores_prompt
+
+
+# -------------------------------------------------------------------------------------- messages
+
+
+def test_any_value_can_be_shown() -> None:
+    assert shown("a") == "'a'" and shown([1] * 1000) == repr([1] * 1000)[:300]
+    assert str(refuse("size", "even", 3)) == "size: must be even, got 3"
+    assert len(shown(ENDLESS)) < 300 and str(refuse("size", "small", ENDLESS))
+
+
+@pytest.mark.parametrize("error", [OSError(2, "No such file"), UnicodeError("no utf-8")])
+def test_trouble_with_a_file_names_field_path_and_reason(error: Exception) -> None:
+    with (
+        pytest.raises(ValueError, match=r"^model: .*/a/b.*No such file|^model: .*/a/b.*no utf-8"),
+        file_of("model", Path("/a/b")),
+    ):
+        raise error
+    with pytest.raises(KeyError), file_of("model", Path("/a/b")):
+        raise KeyError("not about the file")
 
 
 # ---------------------------------------------------------------------------------------- Batch

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from minisgl import events
 from minisgl.kvcache.audit import IntegrityError, check_cache, check_tree
 from minisgl.kvcache.prefix_cache import NotEvictable, PrefixCache
 from minisgl.kvcache.radix_cache import Node, RadixCache, common_prefix
@@ -23,7 +24,7 @@ from tests.turns import in_turns
 
 PAGE_SIZES = [1, 4, 16]
 PROMPTS = st.tuples(st.lists(st.integers(0, 3), max_size=7), st.integers(0, 15))
-SALTS = (None, "a", "aa", "tenant")  # the oracle knows them as other tokens
+SALTS = (None, "", "a", "aa", "tenant")  # the oracle knows them as other tokens
 KINDS = list(CACHES)
 
 
@@ -138,7 +139,7 @@ def test_a_long_random_walk_agrees_with_a_dict_of_prefixes(kind: str, page_size:
     machine.start()
     for _ in range(250):
         drawn = rng.integers(0, 4, rng.integers(0, 8)).tolist(), int(rng.integers(0, 16))
-        salt = SALTS[rng.integers(0, 2)]
+        salt = SALTS[rng.integers(0, 3)]
         action = rng.integers(0, 10)
         if action < 4:
             machine.insert(drawn, salt)
@@ -218,7 +219,38 @@ def test_a_salt_is_no_page() -> None:
     put(cache, ids(5, 7), 20)  # splits the run of 5, 6
     assert cache.match_prefix(ids(5, 6)).slots().tolist() == [10, 11]
     assert cache.match_prefix(ids(5, 6), "abcd").cached_len == 0
+    assert cache.match_prefix(ids(5, 6), "").cached_len == 0
     check_tree(cache, [])
+
+
+def test_a_lock_of_nothing_has_no_effect() -> None:
+    cache = RadixCache(4)
+    empty = put(cache, np.arange(3), 0).handle
+    cache.unlock(empty)
+    cache.lock(empty)
+    cache.unlock(put(cache, np.arange(8), 0).handle._replace(node=cache.root, cached_len=0))
+    assert (cache.evictable_tokens, cache.protected_tokens) == (8, 0)
+    assert empty.slots().dtype == np.int32 and empty.slots().size == 0
+    check_tree(cache, [])
+
+
+def test_a_tree_reports_its_changes_locks_and_uses() -> None:
+    cache, seen = RadixCache(4), []
+    cache.emit = seen.append
+    first = put(cache, np.arange(8), 0).handle
+    put(cache, np.r_[0:4, 9, 9, 9, 9], 2)
+    cache.lock(first)
+    cache.unlock(first)
+    cache.match_prefix(ids(7))
+    cache.evict(4)
+    assert seen == [
+        events.NodeAdded(-1, [0, 1]), events.NodeUsed(0),
+        events.NodeSplit(0, 1), events.NodeAdded(0, [3]), events.NodeUsed(3),
+        events.NodeLocked(1, 1),
+        events.NodeLocked(1, -1), events.NodeUsed(1),
+        events.NodeUsed(-1),
+        events.NodeEvicted(3, 1),
+    ]  # fmt: skip
 
 
 def test_locks_add_up_and_must_balance() -> None:

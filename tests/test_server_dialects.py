@@ -329,6 +329,18 @@ def test_a_completion_stops_wherever_the_text_says_so(thoughtful: Live) -> None:
     assert answer.json()["choices"][0]["text"] == "\nThey ask: "
 
 
+def test_tokens_of_a_thought_are_counted_where_it_ends(tmp_path: Path) -> None:
+    """Exactly, however the marker is cut, and whatever comes with its last token."""
+    save_scripted(tmp_path, ["hm ", "</th", "ink>So", "!", "</think>"])
+    tokenizer = Tokenizer(tmp_path)
+    status = DecodeStatus(tokenizer)
+    found = []
+    for text in ("hm ", "</th", "ink>So", "!", "</think>"):
+        status.take(int(tokenizer.backend.token_to_id(text)), None)
+        found.append((status.num_tokens, status.thought_tokens))
+    assert found == [(1, 0), (2, 0), (3, 3), (4, 3), (5, 3)]
+
+
 def test_thoughts_are_counted_on_every_route(thoughtful: Live) -> None:
     chat = post(thoughtful, "chat/completions", **ASK).json()["usage"]
     assert chat["completion_tokens_details"] == {"reasoning_tokens": 4}

@@ -672,7 +672,12 @@ def test_tokens_of_a_thought_are_counted_in_a_reply_that_holds_it_whole() -> Non
     answer = Completion(AnswerParser(True))
     answer.add(
         UserReply(
-            uid=0, text="hm.</think>So!", token_ids=[1] * 14, completion_tokens=20, thinking=True
+            uid=0,
+            text="hm.</think>So!",
+            token_ids=[1] * 14,
+            completion_tokens=20,
+            thought_tokens=17,
+            thinking=True,
         )
     )
     assert answer.pieces == [Reasoning("hm."), Content("So!")] and answer.reasoning_tokens == 17
@@ -689,6 +694,7 @@ def test_log_probabilities_and_counts_of_a_thoughtful_answer() -> None:
     for text, tokens in told:
         entries = [TokenLogprob(text, text.encode(), -0.5, offset)]
         counts = {"completion_tokens": tokens, "prompt_tokens": 5, "cached_tokens": 2}
+        counts["thought_tokens"] = 0 if tokens < 4 else 4
         reply = UserReply(uid=0, text=text, token_ids=[1], logprobs=entries, **counts)
         answer.add(msgspec.structs.replace(reply, finished=text == "!"))
         list(builder.add(answer))

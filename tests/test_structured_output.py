@@ -341,37 +341,6 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(
     assert not llm.scheduler.has_work
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"regex": "a", "choice": ["b"]}, "choice: must be left out beside regex"),
-        ({"regex": "a" * 20_000}, "regex: must have at most 16384 characters, got 20000"),
-        ({"choice": ["a" * 99] * 999}, "choice: must have at most 16384 characters, got 98901"),
-        ({"choice": ["a"] * 1025}, "choice: .*at most 1024"),
-        ({"json_schema": {"enum": ["a"] * 9999}}, "json_schema: must have at most 16384 char"),
-        ({"structural_tag": {"format": "a" * 70_000}}, "structural_tag: must have at most 65536"),
-        ({"json_object": True, "grammar": "b"}, "json_object: must be left out beside grammar"),
-        ({"regex": "a", "ignore_eos": True}, "ignore_eos: must be left out beside regex"),
-        ({"regex": "a", "min_tokens": 2}, "min_tokens: must be left out beside regex"),
-        ({"regex": "a", "allowed_token_ids": [2]}, "allowed_token_ids: must be left out"),
-        ({"json_schema": "{"}, "json_schema: must be a JSON schema"),
-        ({"json_schema": {"const": float("nan")}}, "json_schema: must be a JSON schema"),
-        ({"json_schema": {"const": {1, 2}}}, "json_schema: must be a JSON schema"),
-        ({"regex": "a", "bad_words": [[2]]}, "bad_words: must be left out beside regex"),
-        ({"regex": "\ud800"}, "regex: must be a valid string"),
-        ({"regex": ""}, "regex: must have at least 1 character"),
-        ({"choice": [""]}, "choice: must have at least 1 character"),
-        ({"choice": [1]}, "choice: must be a valid string"),
-        ({"grammar": 5}, "grammar: must be a valid string"),
-    ],
-)
-def test_parameters_that_contradict_each_other_or_are_too_long_are_refused(
-    fields: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(ValueError, match=f"^{reason}"):
-        SamplingParams(**fields)
-
-
 def test_parameters_travel_and_can_be_hashed() -> None:
     schema = {"type": "object", "properties": {"b": {}, "a": {}}}
     for fields in ({"json_schema": schema}, {"choice": ["b", "a"]}, {"json_object": True}):

@@ -26,7 +26,10 @@ from pydantic import (
 
 
 def shown(value: object) -> str:
-    """Format a value for a message, cut after 300 characters."""
+    """Format a value for a message, cut after 300 characters.
+
+    An integer that Python refuses to print becomes "a number too long to print".
+    """
     try:
         return f"{value!r:.300}"
     except ValueError:  # Python prints no integer of more than 4,300 digits
@@ -47,7 +50,7 @@ def check_positive(**sizes: object) -> None:
 
 @contextmanager
 def file_of(field: str, path: Path) -> Iterator[None]:
-    """Whatever goes wrong with a file in the block is a ValueError that names the field."""
+    """Turn OSError and UnicodeError in the block into a ValueError: field, path and reason."""
     try:
         yield
     except (OSError, UnicodeError) as error:

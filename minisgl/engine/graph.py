@@ -66,7 +66,7 @@ def pack(
     """A padded decode step as one array [7, size], as `view_buffers` reads it on the device.
 
     The token pool is `width` wide. The first `count` requests are real; padding writes over its
-    own input. `sampling` None: all greedy.
+    own input, greedily. `sampling` is of the real ones; None: all greedy.
     """
     packed = np.zeros((NUM_FIELDS, len(rows)), np.int64)
     to: Any = view_buffers(packed.reshape(-1), len(rows))
@@ -151,7 +151,10 @@ class GraphRunner:
         self.replays = 0
 
     def run_step(self, static: StepBuffers, plan: AttentionPlan) -> None:
-        """What a graph holds: gather, forward, draw, scatter."""
+        """Run what a graph holds: gather, forward, draw, scatter.
+
+        Logits and ids end in memory of the runner, even if a model ignores `fb.logits`.
+        """
         tokens, size = self.tables.token_pool.view(-1), len(static.scatter)
         logits = self.logits[:size]
         fb = ForwardBatch(

@@ -16,7 +16,7 @@ from minisgl.kvcache.prefix_cache import CacheHandle, PrefixCache
 
 
 class CacheManager:
-    """Knows the owner of every page: the free list, the prefix cache, or one request."""
+    """Owners of all pages; `lock`, `unlock` and `emit` are shared with the prefix cache."""
 
     def __init__(
         self, num_pages: int, tables: TableManager, prefix_cache: PrefixCache,
@@ -42,7 +42,7 @@ class CacheManager:
         return self.prefix_cache.match_prefix(ids, req.sampling_params.cache_salt)
 
     def admit(self, req: Req, handle: CacheHandle) -> None:
-        """Write a request's locked prefix, its slots and tokens, into a row that it now owns."""
+        """Give a request its locked prefix and a filled row; keep its first `matched_len`."""
         req.cache_handle, req.table_idx = handle, self.tables.allocate()
         if not req.retracted:  # what one that comes back finds, it may have computed itself
             req.matched_len = handle.cached_len

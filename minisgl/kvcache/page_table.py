@@ -34,7 +34,7 @@ class PageAllocator:
         self.free_pages = self.num_pages
 
     def allocate(self, n: int) -> IntArray:
-        """Take `n` pages, [n] int32; raises OutOfPages and takes none when fewer are free."""
+        """Take `n` >= 0 pages, [n] int32; raises OutOfPages and takes none when fewer are free."""
         if n < 0:
             raise refuse("allocate", "a non-negative number of pages", n)
         if n > self.free_pages:
@@ -46,7 +46,10 @@ class PageAllocator:
         return pages
 
     def free(self, pages: IntArray) -> None:
-        """Free pages [n]; raise ValueError, and free none, if one is unknown or already free."""
+        """Free pages [n]; raise ValueError, and free none, if one is unknown or already free.
+
+        The next `allocate(n)` returns them in the same order.
+        """
         returned = np.asarray(pages, dtype=np.int64).reshape(-1)
         unknown = returned[(returned < 0) | (returned >= self.num_pages)]
         if unknown.size:
@@ -114,7 +117,9 @@ class OutOfRows(RuntimeError):
 class TableManager:
     """One row for each running request: `[row, position]` to slot, and to token id.
 
-    The last row, `dummy_row`, is for padding and names only slots of the dummy page.
+    The last row, `dummy_row`, is for padding and names only slots of the dummy page. Slots are in
+    `page_table` on the host and in `device_page_table`, token ids on the device in `token_pool`.
+    A row has `width` positions: `max_len`, rounded up to whole pages.
     """
 
     def __init__(

@@ -16,7 +16,10 @@ from minisgl.config.rules import check_positive
 
 
 def kv_bytes_per_token(model: ModelConfig, itemsize: int, tp_size: int = 1) -> int:
-    """Return the bytes of K and V of one token on one rank, in all layers; `itemsize` in bytes."""
+    """Return the bytes of K and V of one token on one rank, in all layers; `itemsize` in bytes.
+
+    Raise ValueError unless `tp_size` divides the KV heads or is a multiple of them.
+    """
     check_positive(itemsize=itemsize)
     kv = model.num_kv_heads
     if isinstance(tp_size, bool) or tp_size < 1 or (kv % tp_size and tp_size % kv):
@@ -26,16 +29,20 @@ def kv_bytes_per_token(model: ModelConfig, itemsize: int, tp_size: int = 1) -> i
 
 
 def mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, mmap.mmap]:
-    """Return zeros that take memory only where they are written, and the mapping behind them."""
+    """Return zeros of any dtype that take memory only where they are written, and their mapping.
+
+    The mapping is anonymous and private: `madvise` can give its memory back.
+    """
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     fresh = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, private)
     return torch.frombuffer(fresh, dtype=torch.uint8).view(dtype).view(shape), fresh
 
 
 class KVPool:
-    """K and V of one rank: [2, layers, pages + 1, page_size, kv_heads, head_dim].
+    """K and V of one rank: `buffer`, [2, layers, pages + 1, page_size, kv_heads, head_dim].
 
-    The extra page, `dummy_page`, has no owner: padding writes there and masked reads find it.
+    The extra page, `dummy_page`, has no owner: padding writes there and masked reads find it. Its
+    first slot is `dummy_slot`. The sizes are attributes, too; `num_slots` leaves that page out.
     """
 
     quantized = False  # see chapter 05g
@@ -78,7 +85,10 @@ class KVPool:
             self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def store_kv(self, k: Tensor, v: Tensor, out_loc: Tensor, layer_id: int) -> None:
-        """Write k, v [n, kv_heads, head_dim] of one layer into the slots `out_loc` [n], int64."""
+        """Write k, v [n, kv_heads, head_dim] of one layer into the slots `out_loc` [n], int64.
+
+        Both have the pool's dtype.
+        """
         keys, values = self._slots[layer_id]
         keys.index_copy_(0, out_loc, k)
         values.index_copy_(0, out_loc, v)

@@ -65,7 +65,7 @@ class RadixCache:
     def page_key(self, tokens: bytes, start: int, salt: Salt) -> bytes:
         """Return the key of the child at byte `start`: a page; the first follows the salt."""
         page = tokens[start : start + self.page_bytes]
-        return page if start or not page or salt is None else salt.encode() + page
+        return page if start or not page or salt is None else b":" + salt.encode() + page
 
     def walk(self, tokens: bytes, salt: Salt) -> tuple[Node, int]:
         """Follow whole pages of `tokens` down; returns the last node and the matched length."""
@@ -211,7 +211,7 @@ class RadixHandle(NamedTuple):
 
 
 def path_of(handle: CacheHandle) -> list[Node]:
-    """Return a prefix's nodes, the last one first; raise RuntimeError if any was evicted."""
+    """Return a prefix's nodes but the root, the last one first; RuntimeError if one was evicted."""
     if not isinstance(handle, RadixHandle):
         raise TypeError(f"handle: not from a radix cache: {handle!r}")
     path: list[Node] = []

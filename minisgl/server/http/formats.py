@@ -17,7 +17,6 @@ from fastapi.sse import format_sse_event
 from minisgl.server.http.answers import AnswerParser, as_delta, as_message
 from minisgl.server.http.tool_parser import Piece
 from minisgl.server.workers.messages import TokenLogprob, UserReply
-from minisgl.tokenizer import THOUGHT
 
 
 @dataclass
@@ -57,7 +56,7 @@ class Completion:
         if parser.state == parser._thought:
             self.reasoning_tokens = reply.completion_tokens
         elif before in (parser._start, parser._thought) and parser.opened:
-            self.reasoning_tokens = reply.completion_tokens - after_thought(reply)
+            self.reasoning_tokens = reply.thought_tokens
         entries, self.undecided = self.undecided + reply.logprobs, []
         for entry in entries:
             content = is_content(parser, entry.offset, entry.offset + max(len(entry.text), 1))
@@ -65,12 +64,6 @@ class Completion:
                 self.logprobs.append(entry)
             elif content is None and not reply.finished:
                 self.undecided.append(entry)
-
-
-def after_thought(reply: UserReply) -> int:
-    """How many of a reply's tokens follow the thought that ends in it, by their share of text."""
-    _, _, after = reply.text.partition(THOUGHT)
-    return round(len(reply.token_ids) * len(after) / max(len(reply.text), 1))
 
 
 def is_content(parser: AnswerParser, start: int, end: int) -> bool | None:

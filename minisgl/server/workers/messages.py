@@ -57,6 +57,7 @@ class UserReply(msgspec.Struct, tag=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    thought_tokens: int = 0  # those up to the first `</think>`, once it has come
     logprobs: list[TokenLogprob] = []
 
 

@@ -1,0 +1,772 @@
+"""Deterministic simulation: a seeded adversary against the real scheduler, queue and caches.
+
+A seed makes a `Script`: the sizes of an engine and what happens to it. `play` runs a script over
+`SimulatedExecutor` and checks everything after every step. `shrink` makes a failing script short.
+
+    python -m tests.adversary 17                 reproduce seed 17, shrink it, print it
+    python -m tests.adversary --steps 100000     fresh seeds until so many steps were taken
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import secrets
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+from minisgl import events
+from minisgl.config.paths import resolve_model_path
+from minisgl.core import Batch, Phase, SamplingParams
+from minisgl.engine.step import ForwardInput, SampledTokens
+from minisgl.kvcache.audit import check_integrity
+from minisgl.kvcache.cache_manager import CacheManager
+from minisgl.kvcache.naive_cache import NaiveCache
+from minisgl.kvcache.radix_cache import RadixCache
+from minisgl.scheduler.decode import DecodeManager
+from minisgl.scheduler.executor import StepOutput
+from minisgl.scheduler.grammar import Grammars, load_grammars
+from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, Msg, Reply, UserMsg
+from minisgl.scheduler.observe import IdleAudit
+from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
+from minisgl.scheduler.queue import ArrivalOrder, FairQueue
+from minisgl.scheduler.retraction import DelayedPrefill, make_room
+from minisgl.scheduler.scheduler import Scheduler
+from minisgl.scheduler.simulated import SimulatedExecutor, salt_hash
+from minisgl.scheduler.speculative import SpeculativeScheduler
+from minisgl.scheduler.validation import Limits
+
+VOCAB = 2240  # of the embedded model, whose tokenizer the grammars need
+ENDS = frozenset([0])
+
+
+class Ask(NamedTuple):
+    """A request: `length` tokens of a text that others may share, then `tail` tokens of its own."""
+
+    uid: int
+    text: int
+    length: int
+    tail: int = 0
+    max_tokens: int | None = 4
+    client: str = ""
+    options: tuple[tuple[str, Any], ...] = ()  # further fields of SamplingParams
+
+    @property
+    def prompt(self) -> list[int]:
+        shared = [(self.text * 5 + i * (i + self.text)) % 23 + 1 for i in range(self.length)]
+        return shared + [1000 + self.uid % 1000] * self.tail
+
+
+class Abort(NamedTuple):
+    """The client of a request has left, or sends this once more."""
+
+    uid: int
+
+
+class Turn(NamedTuple):
+    """So many steps of the scheduler's loop."""
+
+    count: int = 1
+
+
+class Again(NamedTuple):
+    """The last message but `back` is delivered once more."""
+
+    back: int = 0
+
+
+class Swap(NamedTuple):
+    """The messages that wait are delivered in another order."""
+
+    seed: int = 0
+
+
+class Fail(NamedTuple):
+    """The call of the executor that comes after `skip` others of its name raises."""
+
+    call: str
+    skip: int = 0
+    after: bool = False
+
+
+class Jump(NamedTuple):
+    """The clock jumps ahead."""
+
+    seconds: float
+
+
+class Exit(NamedTuple):
+    """The loop is told to end, and starts again."""
+
+
+Op = Ask | Abort | Turn | Again | Swap | Fail | Jump | Exit
+
+
+def short(op: Op) -> str:
+    """An event without what is as usual."""
+    usual = op._field_defaults
+    given = [f"{name}={value!r}" for name, value in op._asdict().items()
+             if name not in usual or value != usual[name]]  # fmt: skip
+    return f"{type(op).__name__}({', '.join(given)})"
+
+
+@dataclass(frozen=True)
+class Script:
+    """An engine's sizes, and what happens to it."""
+
+    ops: tuple[Op, ...]
+    page_size: int = 4
+    num_pages: int = 16
+    rows: int = 4
+    window: int = 64
+    budget: int = 32
+    cache: str = "radix"
+    policy: str = "fcfs"
+    overlap: bool = True
+    drafts: int = 0
+    reserve: int | None = None
+    min_shared: int = 0
+    mirrored: bool = False
+    grammars: bool = False
+
+    def __str__(self) -> str:
+        plain = Script(())
+        fields = [f"    {name}={value!r}," for name, value in vars(self).items()
+                  if name != "ops" and value != getattr(plain, name)]  # fmt: skip
+        ops = [f"        {short(op)}," for op in self.ops]
+        return "\n".join(["Script(", "    ops=(", *ops, "    ),", *fields, ")"])
+
+
+REGEXES = ("[a-z ]{3,9}", "(yes|no), [0-9]{2,4}!", "a*")
+
+
+def make_script(seed: int) -> Script:
+    """Draw sizes, then weights of all kinds of events, then events: each seed is another mix."""
+    rng = random.Random(seed)
+    pick = rng.choice
+    page_size = pick((1, 2, 4, 8))
+    sizes: dict[str, Any] = {
+        "page_size": page_size, "num_pages": rng.randint(3, 96 // page_size),
+        "rows": rng.randint(1, 6), "window": rng.randint(16, 64), "budget": rng.randint(1, 40),
+        "cache": pick(("radix", "radix", "naive")), "policy": pick(("fcfs", "fair")),
+        "overlap": rng.random() < 0.7, "drafts": pick((0, 0, 3, 7)),
+        "reserve": pick((None, None, 0, 1, 4)), "min_shared": pick((0, 1, 8)),
+        "mirrored": rng.random() < 0.2, "grammars": rng.random() < 0.3,
+    }  # fmt: skip
+    weights = {Ask: 1.0, Turn: pick((1, 2, 5)), Abort: pick((0, 0.1, 0.5)),
+               Again: pick((0, 0.1)), Swap: pick((0, 0.2)), Fail: pick((0, 0, 0.05)),
+               Jump: pick((0, 0.1)), Exit: pick((0, 0, 0.02))}  # fmt: skip
+    longest, answers = rng.randint(1, sizes["window"] + 2), pick((1, 4, 20, 60))
+    texts, ops, uid = rng.randint(1, 4), list[Op](), 0
+    for kind in rng.choices(list(weights), list(weights.values()), k=150):
+        if kind is Ask:
+            uid += 1
+            ops.append(make_ask(rng, uid, texts, longest, answers, sizes["grammars"]))
+        elif kind is Abort:
+            ops.append(Abort(max(0, uid - rng.randint(0, 6))))
+        elif kind is Turn:
+            ops.append(Turn(rng.randint(1, 6)))
+        elif kind is Again:
+            ops.append(Again(rng.randint(0, 3)))
+        elif kind is Swap:
+            ops.append(Swap(rng.randint(0, 9)))
+        elif kind is Fail:
+            ops.append(Fail(pick(CALLS), rng.randint(0, 4), rng.random() < 0.5))
+        elif kind is Jump:
+            ops.append(Jump(pick((0.001, 2.0, 1e6))))
+        else:
+            ops.append(Exit())
+    return Script(tuple(ops), **sizes)
+
+
+def make_ask(
+    rng: random.Random, uid: int, texts: int, longest: int, answers: int, grammars: bool
+) -> Ask:
+    """Draw a request; few of them are refused."""
+    options: dict[str, Any] = {}
+    if grammars and rng.random() < 0.4:
+        options["regex"] = rng.choice(REGEXES)
+    else:
+        options["ignore_eos"] = rng.random() < 0.7
+    if rng.random() < 0.1:
+        options["cache_salt"] = rng.choice("ab")
+    if rng.random() < 0.1:
+        options["stop_token_ids"] = (rng.randint(1, 23),)
+    if rng.random() < 0.1:
+        options["logprobs"] = rng.randint(0, 1)
+    most = None if rng.random() < 0.05 else rng.randint(1, answers)
+    if rng.random() < 0.05:
+        options["prompt_logprobs"] = 0
+        most = rng.choice((0, most))
+    tail = rng.choice((0, 0, 1, 3))
+    length = rng.randint(0 if rng.random() < 0.05 else 1, longest)
+    given = tuple(item for item in options.items() if item[1] is not False)
+    return Ask(uid, rng.randint(1, texts), length, tail, most, rng.choice("abc"), given)
+
+
+class Fault(BaseException):
+    """What the adversary raises inside of the executor."""
+
+
+CALLS = ("prepare", "step", "wait", "sample_deferred", "reset")
+
+
+class Executor(SimulatedExecutor):
+    """An executor that fails on demand, and checks what it is asked to do."""
+
+    def __init__(self, world: World, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.world, self.failing = world, dict[str, Fail]()
+
+    def prepare(self, batch: Batch) -> ForwardInput:
+        """Check the batch, too."""
+        self.world.check_batch(batch)
+        return self.perhaps_fail("prepare", lambda: SimulatedExecutor.prepare(self, batch))
+
+    def step(self, inputs: ForwardInput) -> StepOutput:
+        """Check that what the device reads is what the host wrote."""
+
+        def real() -> StepOutput:
+            writes = inputs.out_loc
+            assert len(set(writes.tolist())) == len(writes), "two tokens of a step share a slot"
+            assert writes.max() < self.num_pages * self.page_size, "a step writes the dummy page"
+            output = SimulatedExecutor.step(self, inputs)
+            for req in inputs.batch.reqs:
+                row = self.token_pool[req.table_idx, : req.host_len]
+                assert row.tolist() == req.input_ids.tolist(), f"{req}: wrong tokens in its row"
+            self.world.trace.append((inputs.batch.phase.value, writes.tolist()))
+            return Waiting(self, output)
+
+        return self.perhaps_fail("step", real)
+
+    def sample_deferred(self) -> None:
+        self.perhaps_fail("sample_deferred", lambda: SimulatedExecutor.sample_deferred(self))
+
+    def reset(self) -> None:
+        self.perhaps_fail("reset", lambda: SimulatedExecutor.reset(self))
+
+    def perhaps_fail(self, name: str, real: Callable[[], Any]) -> Any:
+        """Call, and raise before or after that if it is this call's turn."""
+        plan = self.failing.pop(name, None)
+        if plan is not None and plan.skip > 0:
+            self.failing[name], plan = plan._replace(skip=plan.skip - 1), None
+        if plan is not None and not plan.after:
+            raise Fault(name)
+        result = real()
+        if plan is not None:
+            raise Fault(name)
+        return result
+
+
+class Waiting(NamedTuple):
+    """The output of a step, which may fail when it is waited for."""
+
+    executor: Executor
+    output: StepOutput
+
+    def wait(self) -> SampledTokens:
+        tokens: SampledTokens = self.executor.perhaps_fail("wait", self.output.wait)
+        return tokens
+
+
+@cache
+def compiled() -> Grammars:
+    """Grammars for the embedded model; what is compiled once serves all worlds."""
+    return load_grammars(resolve_model_path(None), VOCAB, ENDS)
+
+
+@lru_cache(4096)
+def params_of(ask: Ask) -> SamplingParams:
+    """The parameters of a request."""
+    return SamplingParams(max_tokens=ask.max_tokens, **dict(ask.options))
+
+
+class Told(NamedTuple):
+    """What one token must be."""
+
+    token: int | None
+    score: float
+    reason: str | None
+
+
+def answer(prompt: Sequence[int], params: SamplingParams, room: int) -> Iterator[Told]:
+    """The tokens of a request that is alone: by the same rules as the executor's, one by one."""
+    executor, bits = reference(), 2**64 - 1
+    matcher = None
+    if params.regex is not None:
+        matcher = compiled().compile("regex", params.regex).result().deep_copy()
+    tokens = list(prompt)
+    total = salt_hash(params.cache_salt)
+    for at, token in enumerate(tokens):
+        total += executor[0][token] * executor[1][at]
+    most = room if params.max_tokens is None else max(1, min(room, params.max_tokens))
+    for number in range(1, most + 1):
+        x = total & bits
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & bits
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & bits
+        x ^= x >> 31
+        period = SimulatedExecutor.PERIOD
+        repeats = x % 4 and len(tokens) >= period
+        token = tokens[-period] if repeats else (x >> 8) % SimulatedExecutor.ALPHABET
+        if matcher is not None:
+            mask = int.from_bytes(matcher.compute_bitmask(), "little")
+            allowed = [i for i in range(VOCAB) if mask >> i & 1]
+            token = allowed[x % len(allowed)]
+            matcher.consume_token(token)
+        ends = (token in ENDS and not params.ignore_eos) or token in params.stop_token_ids
+        reason = "stop" if ends else "length" if number == most else None
+        score = -float(x % 997)
+        yield Told(token, score, reason) if params.max_tokens != 0 else Told(None, score, "length")
+        total += executor[0][token] * executor[1][len(tokens)]
+        tokens.append(token)
+
+
+@cache
+def reference() -> tuple[list[int], list[int]]:
+    """The factors of all tokens and positions, as Python's integers."""
+    executor = SimulatedExecutor(
+        num_pages=1, page_size=1, max_seq_len=256, max_running_req=1, vocab_size=VOCAB
+    )
+    return executor.of_token.tolist(), executor.of_position.tolist()
+
+
+@dataclass
+class Live:
+    """A request that is owed replies."""
+
+    prompt: list[int]
+    params: SamplingParams
+    answer: Iterator[Told]
+    clamped: bool
+    heard: int = 0
+
+
+class World:
+    """A scheduler with all its parts, its clients, and what both should be doing."""
+
+    def __init__(self, script: Script) -> None:
+        self.script, self.now = script, 0.0
+        self.pending: list[Msg] = []  # messages on their way to the scheduler
+        self.sent: list[Msg] = []
+        self.live: dict[int, Live] = {}  # by uid
+        self.due: deque[tuple[int, str]] = deque()  # replies that must come next: uid, kind
+        self.waiting: deque[int] = deque()  # uids in the order of admission, if that is by arrival
+        self.back: set[int] = set()  # those of them that were retracted
+        self.joined: dict[int, int] = {}  # by the step that made them running
+        self.half_done = -1  # the request whose prompt was half done before this turn
+        self.last_prefill = -1  # the last turn that launched a prefill step
+        self.audited = self.exiting = False
+        self.steps, self.trace = 0, list[Any]()  # turns of the loop; steps of the executor
+        self.scheduler = self.build()
+        self.limits = Limits(script.window, script.num_pages * script.page_size, VOCAB, ENDS)
+
+    def build(self) -> Scheduler:
+        """The real parts over the simulated executor."""
+        s = self.script
+        limits = Limits(s.window, s.num_pages * s.page_size, VOCAB, ENDS)
+        grammars = copy(compiled())  # no world sees the deferred sample of another one
+        self.executor = Executor(
+            self, num_pages=s.num_pages, page_size=s.page_size, max_seq_len=s.window,
+            max_running_req=s.rows, vocab_size=VOCAB, share_memory=not s.mirrored,
+            grammars=grammars if s.grammars else None,
+        )  # fmt: skip
+        prefixes = RadixCache(s.page_size) if s.cache == "radix" else NaiveCache(s.page_size)
+        self.cache = CacheManager(s.num_pages, self.executor.tables, prefixes, self.observe)
+        decode, fair = DecodeManager(s.reserve), s.policy == "fair"
+        prefill = PrefillLimits(s.budget, s.min_shared, max(1, s.budget // 4) if fair else None)
+        queue = FairQueue(s.budget) if fair else ArrivalOrder()
+        manager = (PrefillManager if fair else DelayedPrefill)(self.cache, decode, prefill, queue)
+        if isinstance(manager, DelayedPrefill):
+            manager.share, manager.most = 2, 4
+        audit = IdleAudit(every=1.0, clock=lambda: self.now)
+
+        def audited(scheduler: Scheduler) -> None:
+            self.audited = True
+            audit(scheduler)
+
+        kind, drafts = Scheduler, dict[str, Any]()
+        if s.drafts:
+            kind, drafts = SpeculativeScheduler, {"num_speculative_tokens": s.drafts, "max_rows": 8}
+        return kind(
+            self.executor, self.cache, manager, decode, self,
+            make_req=lambda msg: grammars.make_req(msg, limits), make_room=make_room,
+            audit=audited, eos_token_ids=ENDS, overlap=s.overlap, interleave=fair,
+            emit=self.observe, **drafts,
+        )  # fmt: skip
+
+    # -------------------------------------------------------------- the scheduler's two ends
+
+    def recv(self, block: bool) -> list[Msg]:
+        """Deliver what is pending; note what must be replied at once. Each turn begins here."""
+        self.steps += 1
+        self.now += 0.01
+        chunked = self.scheduler.prefill.chunked_req
+        self.half_done = -1 if chunked is None else chunked.uid
+        if block:
+            assert not self.scheduler.has_work, "the loop waits for input although it has work"
+            assert self.audited, "an idle loop is not audited"
+        self.audited = False
+        messages, self.pending = self.pending, []
+        for msg in messages:
+            if isinstance(msg, UserMsg):
+                self.expect(msg)
+            elif isinstance(msg, AbortMsg) and self.live.pop(msg.uid, None):
+                self.due.append((msg.uid, "abort"))
+        return messages
+
+    def expect(self, msg: UserMsg) -> None:
+        """Note what a request must be answered."""
+        size, total, params = len(msg.input_ids), self.limits.total, msg.sampling_params
+        if msg.uid in self.live or not 0 < size < total:
+            self.due.append((msg.uid, "error"))
+            return
+        room = total - size
+        self.live[msg.uid] = Live(
+            msg.input_ids, params, answer(msg.input_ids, params, room),
+            clamped=params.max_tokens is not None and params.max_tokens > room,
+        )  # fmt: skip
+
+    def send(self, replies: Sequence[Reply]) -> None:
+        """Check every reply."""
+        for reply in replies:
+            self.hear(reply)
+
+    def hear(self, reply: Reply) -> None:
+        """Check one reply against what it must be."""
+        uid = reply.uid
+        if self.due:
+            kind = "error" if isinstance(reply, ErrorReply) else reply.finish_reason
+            assert (uid, kind) == self.due.popleft(), f"another reply was due: {reply}"
+            return
+        assert not isinstance(reply, ErrorReply), f"nothing was wrong: {reply}"
+        live = self.live.get(uid)
+        assert live is not None, f"request {uid} hears more after its end: {reply}"
+        if self.exiting and reply.finish_reason == "abort":
+            del self.live[uid]
+            return
+        want = next(live.answer)
+        live.heard += 1
+        got = reply.token, reply.finish_reason, reply.finished
+        expected = want.token, want.reason, want.reason is not None
+        assert got == expected, f"request {uid}, token {live.heard}: got {got}, not {expected}"
+        if live.params.logprobs is not None and want.token is not None:
+            assert reply.logprob == want.score, f"request {uid}: log probability of another token"
+            tops = [(want.token, want.score)][: live.params.logprobs]
+            assert (reply.top_logprobs or []) == tops, f"request {uid}: {reply.top_logprobs}"
+        assert (reply.notice is not None) == (live.clamped and live.heard == 1), reply
+        assert reply.prompt_tokens == len(live.prompt), reply
+        assert reply.cached_tokens < len(live.prompt), reply
+        assert reply.cached_tokens % self.script.page_size == 0, reply
+        if reply.finished:
+            del self.live[uid]
+
+    def observe(self, event: events.Event) -> None:
+        """Follow the queue: retracted requests first, then those that never ran, as they came."""
+        match event:
+            case events.RequestAdded(uid=uid):
+                self.waiting.append(uid)
+            case events.RequestRetracted(uid=uid):
+                self.check_retracted(uid)
+                self.waiting.appendleft(uid)
+                self.back.add(uid)
+            case events.RequestAdmitted(uid=uid):
+                first = self.waiting[0]
+                if self.script.policy == "fcfs" or first in self.back:
+                    assert uid == first, f"request {uid} overtakes {first}"
+                self.waiting.remove(uid)
+                self.back.discard(uid)
+            case events.RequestReleased(uid=uid):
+                if uid in self.waiting:
+                    self.waiting.remove(uid)
+                self.back.discard(uid)
+                self.joined.pop(uid, None)
+            case events.StepLaunched(step=step):
+                for place, uid in enumerate(self.scheduler.decode.running):
+                    self.joined.setdefault(uid, 1000 * step + place)
+            case events.SchedulerReset():
+                for part in (self.waiting, self.back, self.joined):
+                    part.clear()
+
+    # -------------------------------------------------------------- checks
+
+    def check_retracted(self, uid: int) -> None:
+        """The last resort, and the youngest request."""
+        scheduler = self.scheduler
+        assert self.script.reserve is not None, "retraction although all is promised"
+        assert scheduler.in_flight is None, "retraction although a step may end a request"
+        assert scheduler.prefill.chunked_req is None, "retraction spares a half-done prompt"
+        own = self.joined.pop(uid, 1 << 60)
+        older = [self.joined[other] for other in scheduler.decode.running]
+        assert all(turn < own for turn in older), f"request {uid} is not the youngest"
+
+    def check_batch(self, batch: Batch) -> None:
+        """Who may be in one step, and in which order."""
+        uids = [req.uid for req in batch.reqs]
+        assert set(uids) <= self.live.keys(), f"a step for requests that are over: {uids}"
+        fair = self.script.policy == "fair"
+        if batch.phase is Phase.PREFILL:
+            assert len(set(uids)) == len(uids), uids
+            tokens = sum(req.extend_len for req in batch.reqs)
+            assert tokens <= self.script.budget, f"{tokens} tokens in a step"
+            assert sum(req.is_chunked for req in batch.reqs) <= 1, "two prompts are cut"
+            first = fair or self.half_done not in self.live or uids[0] == self.half_done
+            assert first, f"{uids}, but the prompt of {self.half_done} is half done"
+            twice = fair and self.last_prefill == self.steps - 1
+            assert not (twice and self.scheduler.decode.running), "two prefill steps in a row"
+            self.last_prefill = self.steps
+        else:
+            assert len(uids) <= max(8, self.script.rows), "too many drafts"
+            turns = [self.joined[uid] for uid in uids]
+            assert turns == sorted(turns), f"{uids} are not in the order of joining"
+
+    def check(self) -> None:
+        """Every page has one owner, every request one place, and nothing else is left."""
+        scheduler, queue = self.scheduler, self.scheduler.prefill.waiting
+        assert not self.due, f"no reply came: {self.due}"
+        reqs = scheduler.reqs
+        assert reqs.keys() == self.live.keys(), f"{list(reqs)} live, not {list(self.live)}"
+        holders = [req for req in reqs.values() if req.table_idx >= 0]
+        check_integrity(self.cache, holders)
+        held = self.script.rows - self.executor.tables.free_rows
+        assert held == len(holders), f"{held} rows are taken, {len(holders)} requests have one"
+        chunked, running = scheduler.prefill.chunked_req, scheduler.decode.running
+        flight = scheduler.in_flight.inputs.sampled if scheduler.in_flight is not None else ()
+        waits = list(queue)
+        for req in reqs.values():
+            places = (req in waits) + (req is chunked) + (running.get(req.uid) is req)
+            last = places == 0 and req in flight and not req.can_decode
+            assert places == 1 or last, f"{req} is in {places} places"
+            assert (req in waits) == (req.table_idx < 0), f"{req}: a row while it waits"
+        strangers = {*waits, *running.values(), *([chunked] if chunked else [])} - {*reqs.values()}
+        assert not strangers, f"{strangers} are over, but not forgotten"
+        if not scheduler.has_work:
+            self.check_idle()
+
+    def check_idle(self) -> None:
+        """Whoever keeps something for requests has nothing left."""
+        scheduler = self.scheduler
+        parts = [scheduler.decode, scheduler.prefill.waiting, getattr(scheduler, "proposer", None)]
+        for part in parts:
+            for name, value in vars(part).items() if hasattr(part, "__dict__") else ():
+                assert not isinstance(value, dict | deque | list) or not value, (name, value)
+        assert not scheduler.prefill.waiting and not self.cache.allocated_len
+        whole = self.script.num_pages * self.script.page_size
+        assert self.cache.available_tokens == whole, f"{self.cache.available_tokens} of {whole}"
+
+    # -------------------------------------------------------------- what happens
+
+    def turn(self) -> None:
+        """One step of the loop; whatever it raises on demand is answered by a reset."""
+        scheduler = self.scheduler
+        try:
+            (scheduler.step_overlap if self.script.overlap else scheduler.step)(block=True)
+        except Fault:
+            self.recover()
+        self.check()
+
+    def recover(self) -> None:
+        """Reset; a reset that fails is done again."""
+        try:
+            self.scheduler.reset()
+        except Fault:
+            self.scheduler.reset()
+        self.live.clear()
+        self.due.clear()
+        if self.executor.grammars is not None:
+            assert self.executor.grammars.waiting is None, "a deferred sample survived"
+        assert not self.scheduler.has_work, "a request or a step survived the reset"
+
+    def leave(self) -> None:
+        """Run the loop until it has taken its leave."""
+        self.exiting = True
+        self.pending.append(ExitMsg())
+        try:
+            self.scheduler.run()
+        except Fault:
+            self.recover()
+        assert not self.live, f"no last reply at the exit: {list(self.live)}"
+        self.check()
+        self.exiting = self.scheduler.exiting = False
+
+    def put(self, msg: Msg) -> None:
+        """A message on its way."""
+        self.pending.append(msg)
+        self.sent.append(msg)
+
+    def do(self, op: Op) -> None:
+        """Let one thing happen."""
+        match op:
+            case Ask():
+                self.put(UserMsg(op.uid, op.prompt, params_of(op), op.client))
+            case Abort(uid=uid):
+                self.put(AbortMsg(uid))
+            case Turn(count=count):
+                for _ in range(count):
+                    self.turn()
+            case Again(back=back):
+                self.put(self.sent[-1 - back]) if len(self.sent) > back else None
+            case Swap(seed=seed):
+                random.Random(seed).shuffle(self.pending)
+            case Fail(call=call):
+                self.executor.failing[call] = op
+            case Jump(seconds=seconds):
+                self.now += seconds
+            case Exit():
+                self.leave()
+
+    def play(self) -> None:
+        """The whole script, then turns until nothing is left to do."""
+        for op in self.script.ops:
+            self.do(op)
+        self.executor.failing.clear()
+        work = sum(20 + len(live.prompt) + 60 for live in self.live.values())
+        limit = 100 + work + 200 * len(self.pending)
+        while self.pending or self.scheduler.has_work:
+            self.turn()
+            limit -= 1
+            assert limit > 0, f"never idle: {list(self.live)} get nothing"
+        self.turn()
+
+
+def play(script: Script) -> World:
+    """Run a script; an exception if anything is wrong."""
+    world = World(script)
+    world.play()
+    return world
+
+
+def failure(script: Script) -> str:
+    """What goes wrong in a script, numbers left out; empty if nothing does."""
+    try:
+        play(script)
+    except Exception as error:
+        return re.sub(r"[\d, \[\]]+", " ", f"{type(error).__name__}: {error}")[:40]
+    return ""
+
+
+PLAIN: dict[str, Any] = {
+    "mirrored": False, "grammars": False, "drafts": 0, "min_shared": 0, "policy": "fcfs",
+    "cache": "naive", "reserve": None, "overlap": False,
+}  # fmt: skip
+
+
+def simpler(script: Script) -> Iterator[Script]:
+    """Scripts that are a little simpler, the largest steps first."""
+    ops, count = script.ops, len(script.ops)
+    size = count
+    while size > 0:
+        for start in range(0, count, size):
+            yield replace(script, ops=ops[:start] + ops[start + size :])
+        size //= 2
+    for name, value in PLAIN.items():
+        if getattr(script, name) != value:
+            yield replace(script, **{name: value})
+    for index, op in enumerate(ops):
+        for other in simpler_op(op):
+            yield replace(script, ops=(*ops[:index], other, *ops[index + 1 :]))
+
+
+def simpler_op(op: Op) -> Iterator[Op]:
+    """The same event with less in it."""
+    if isinstance(op, Turn) and op.count > 1:
+        yield from (Turn(1), Turn(op.count - 1))
+    if isinstance(op, Fail) and op.skip > 0:
+        yield op._replace(skip=op.skip - 1)
+    if not isinstance(op, Ask):
+        return
+    if op.options:
+        yield op._replace(options=())
+        yield from (op._replace(options=(item,)) for item in op.options if len(op.options) > 1)
+    for name, values in {
+        "client": ("",), "tail": (0, op.tail - 1), "text": (1,),
+        "length": (1, op.length // 2, op.length - 1),
+        "max_tokens": (1, (op.max_tokens or 40) // 2, (op.max_tokens or 40) - 1),
+    }.items():  # fmt: skip
+        old = getattr(op, name)
+        for value in values:
+            if value != old and (isinstance(value, str) or 0 <= value < (old or 99)):
+                yield op._replace(**{name: value})
+
+
+def shrink(script: Script, tries: int = 3000) -> Script:
+    """A script that fails with the same kind of error, and of which nothing can be left out."""
+    kind = failure(script)
+    found = True
+    while found and tries > 0:
+        found = False
+        for other in simpler(script):
+            tries -= 1
+            if tries <= 0:
+                break
+            if failure(other) == kind:
+                script, found = other, True
+                break
+    return script
+
+
+def report(seed: int) -> str:
+    """How a seed fails: its shortest script, the error, and how to see it again."""
+    script = shrink(make_script(seed))
+    try:
+        play(script)
+        trace = "nothing goes wrong any more\n"
+    except Exception:
+        trace = traceback.format_exc(limit=-3)
+    return f"{script}\n{trace}\nreproduce: python -m tests.adversary {seed}"
+
+
+def search(seeds: Iterator[int], steps: int) -> tuple[int, int | None]:
+    """Play seeds until so many steps were taken or one fails: steps, and that seed."""
+    taken = 0
+    for seed in seeds:
+        script = make_script(seed)
+        world = World(script)
+        try:
+            world.play()
+        except Exception:
+            return taken + world.steps, seed
+        taken += world.steps
+        if taken >= steps:
+            break
+    return taken, None
+
+
+def fresh_seeds(first: int) -> Iterator[int]:
+    """Seeds from one on."""
+    while True:
+        yield first
+        first += 1
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """The command line: one seed, or many."""
+    parser = argparse.ArgumentParser("python -m tests.adversary")
+    parser.add_argument("seed", type=int, nargs="?", help="play this one; default: fresh ones")
+    parser.add_argument("--steps", type=int, default=100_000, help="of the scheduler's loop")
+    given = parser.parse_args(args)
+    if given.seed is not None and not failure(make_script(given.seed)):
+        print(f"seed {given.seed} passes")
+        return 0
+    failed = given.seed
+    if failed is None:
+        first = secrets.randbelow(10**9)
+        start = time.process_time()
+        print(f"seeds from {first} on", flush=True)
+        taken, failed = search(fresh_seeds(first), given.steps)
+        seconds = time.process_time() - start
+        print(f"{taken} steps in {seconds:.1f} s of CPU: {60 * taken / seconds:,.0f} a minute")
+    if failed is not None:
+        print(report(failed))
+    return failed is not None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
