@@ -52,7 +52,6 @@ class OpenText:
 
     status: DecodeStatus
     logprobs: LogprobBuffer | None
-    completion_tokens: int = 0
 
 
 class LastPrompt(threading.local):
@@ -157,7 +156,6 @@ class TextWorker:
             del self._open[msg.uid]
         if entry.status.stopped:  # the frontend knows its end
             return
-        entry.completion_tokens += msg.token is not None
         prompt, entries = "", list[TokenLogprob]()
         if entry.logprobs is not None:
             if msg.prompt_logprobs:
@@ -182,7 +180,8 @@ class TextWorker:
             thinking=status.thinking,
             prompt_tokens=msg.prompt_tokens,
             cached_tokens=msg.cached_tokens,
-            completion_tokens=entry.completion_tokens,
+            completion_tokens=entry.status.num_tokens,
+            thought_tokens=entry.status.thought_tokens,
             logprobs=[] if entry.logprobs is None else entry.logprobs.take(text, finished),
         )
 
