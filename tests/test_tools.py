@@ -21,7 +21,6 @@ from minisgl.core import GRAMMARS
 from minisgl.scheduler.grammar import load_grammars
 from minisgl.scheduler.messages import InvalidRequestError, UserMsg
 from minisgl.scheduler.requests import Limits, make_req
-from minisgl.server.http.answers import AnswerParser, as_message
 from minisgl.server.http.calls import (
     HERMES,
     LLAMA,
@@ -33,6 +32,7 @@ from minisgl.server.http.calls import (
     constraint,
     read_template,
 )
+from minisgl.server.http.chats import AnswerParser, as_message
 from minisgl.server.http.tool_parser import (
     CallArguments,
     CallStart,
