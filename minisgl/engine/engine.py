@@ -198,8 +198,7 @@ class Engine:
 
     def counts(self) -> dict[str, int]:
         """Counters for `/metrics`, by name."""
-        decode = self.runners.decode
-        return {"graph_replays": 0 if decode is None else decode.replays}
+        return {"graph_replays": self.runners.decode.replays if self.runners.decode else 0}
 
     def reset(self) -> None:
         """Wait for the device and forget the deferred draw; see `Scheduler.reset`."""

@@ -102,9 +102,8 @@ class Scheduler:
 
     def decode_step(self) -> Batch | None:
         """One token for each running request, once there are pages for all of them."""
-        pages = self.cache.available_tokens // self.cache.page_size
-        enough = len(self.decode.running) <= pages and self.prefill.chunked_req is None
-        if self.make_room is not None and not enough:
+        rows, pages = len(self.decode.running), self.cache.available_tokens // self.cache.page_size
+        if self.make_room is not None and (rows > pages or self.prefill.chunked_req is not None):
             self.make_room(self)
         return self.decode.schedule()
 

@@ -5,7 +5,7 @@ Generated from notebooks/12b_running.ipynb: edit there.
 
 from __future__ import annotations
 
-from minisgl.scheduler.messages import PromptToken, TokenReply
+from minisgl.scheduler.messages import TokenReply
 from minisgl.server.workers.messages import TokenLogprob
 from minisgl.token_bytes import TokenBytes
 from minisgl.tokenizer import DecodeStatus, Tokenizer
@@ -57,12 +57,12 @@ class HeldLogprobs:
         self._ends = self._ends[ready:]
         return taken
 
-    def echo(self, prompt: list[PromptToken]) -> tuple[str, list[TokenLogprob]]:
-        """Return a prompt's text and an entry for each of its tokens; the answer follows it."""
+    def echo(self, reply: TokenReply) -> tuple[str, list[TokenLogprob]]:
+        """Return the prompt's text and an entry for each of its tokens; the answer follows it."""
         status, text, entries = DecodeStatus(self._tokenizer), "", list[TokenLogprob]()
         held = HeldLogprobs(status, self._tokenizer, self._spell)
         held.echoes = self.echoes = True
-        for token, logprob, top in prompt:
+        for token, logprob, top in reply.prompt_logprobs:
             held.add(TokenReply(uid=0, token=token, logprob=logprob or 0.0, top_logprobs=top))
             text += (piece := status.push(token))
             entries += held.take(piece, False)

@@ -18,7 +18,7 @@ from minisgl.engine.heap import frozen_heap
 from minisgl.runtime.supervisor import WorkerContext
 from minisgl.server.workers.channels import Outbox, ZmqInbox, ZmqOutbox
 from minisgl.server.workers.logprobs import HeldLogprobs
-from minisgl.server.workers.messages import Message, TokenizeMsg
+from minisgl.server.workers.messages import Message
 from minisgl.server.workers.processes import address
 from minisgl.server.workers.text_worker import (
     Encode,
@@ -30,32 +30,22 @@ from minisgl.token_bytes import TokenBytes
 from minisgl.tokenizer import Tokenizer
 
 
-class PromptThread:
-    """Encodes long prompts in a thread, while the loop of the text worker goes on."""
+class PromptThread(PromptQueue):
+    """Long prompts, encoded in a thread while the loop of the text worker goes on."""
 
     def __init__(self) -> None:
-        self._long, self._pool = PromptQueue(), ThreadPoolExecutor(1, "prompts")
-        self._job: tuple[int | None, Future[Message]] | None = None  # uid of the thread's prompt
-        self.busy = False
-
-    def add(self, msg: TokenizeMsg) -> None:
-        self._long.add(msg)
-        self.busy = True
-
-    def drop(self, uid: int) -> bool:
-        if self._job is not None and self._job[0] == uid:
-            self._job = (None, self._job[1])  # its result will be dropped
-            return True
-        return self._long.drop(uid)
+        super().__init__()
+        self._pool = ThreadPoolExecutor(1, "prompts")
+        self._job: tuple[int, Future[Message]] | None = None  # uid of the thread's prompt
 
     def take(self, encode: Encode) -> list[Message]:
         done = list[Message]()
         if self._job is not None and self._job[1].done():
             (uid, result), self._job = self._job, None
-            done += [] if uid is None else [result.result()]
-        if self._job is None and (prompt := self._long.pop()) is not None:
+            done += [result.result()] if self.drop(uid) else []  # else its client has left
+        if self._job is None and (prompt := self.pop()) is not None:
+            self.waiting[prompt.uid] = prompt  # until it is encoded
             self._job = (prompt.uid, self._pool.submit(encode, prompt))
-        self.busy = self._job is not None
         return done
 
 

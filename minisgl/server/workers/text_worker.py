@@ -14,14 +14,7 @@ from typing import Protocol
 from minisgl.core import SamplingParams
 from minisgl.events import StageTimed
 from minisgl.scheduler.frames import same_but_seed, with_seed
-from minisgl.scheduler.messages import (
-    AbortMsg,
-    ErrorReply,
-    ExitMsg,
-    PromptToken,
-    TokenReply,
-    UserMsg,
-)
+from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
 from minisgl.server.workers.channels import Inbox, Outbox
 from minisgl.server.workers.conversion import convert
 from minisgl.server.workers.messages import (
@@ -43,7 +36,7 @@ class LogprobBuffer(Protocol):
 
     def take(self, text: str, finished: bool) -> list[TokenLogprob]: ...
 
-    def echo(self, prompt: list[PromptToken]) -> tuple[str, list[TokenLogprob]]: ...
+    def echo(self, reply: TokenReply) -> tuple[str, list[TokenLogprob]]: ...
 
 
 @dataclass
@@ -159,7 +152,7 @@ class TextWorker:
         prompt, entries = "", list[TokenLogprob]()
         if entry.logprobs is not None:
             if msg.prompt_logprobs:
-                prompt, entries = entry.logprobs.echo(msg.prompt_logprobs)
+                prompt, entries = entry.logprobs.echo(msg)
             entry.logprobs.add(msg)
         text = entry.status.take(msg.token, msg.finish_reason)
         if entry.status.stopped and not msg.finished:
@@ -194,27 +187,16 @@ def characters(msg: TokenizeMsg) -> int:
 Encode = Callable[[TokenizeMsg], Message]
 
 
-class Aside(Protocol):
-    """Encodes long prompts beside the loop (chapter 12b)."""
-
-    busy: bool  # it has prompts that are not encoded yet
-
-    def add(self, msg: TokenizeMsg) -> None: ...
-
-    def drop(self, uid: int) -> bool: ...
-
-    def take(self, encode: Encode) -> list[Message]: ...
-
-
 class PromptQueue:
     """Prompts to encode, of the client that had least, short before long; none starves.
 
     Those of more than `SLICE` characters go to `aside`, if it is given.
     """
 
-    def __init__(self, aside: Aside | None = None) -> None:
-        self.aside = aside
-        self.waiting: dict[int, TokenizeMsg] = {}
+    waiting: dict[int, TokenizeMsg]  # by uid
+
+    def __init__(self, aside: PromptQueue | None = None) -> None:
+        self.aside, self.waiting = aside, {}
         self._heaps: dict[str, list[tuple[int, int, int]]] = {}  # tag, uid, size
         self._clocks: dict[str, int] = {}  # characters encoded so far
         self._last: tuple[TokenizeMsg | None, int] = (None, 0)
@@ -222,8 +204,8 @@ class PromptQueue:
     @property
     def patience(self) -> float:
         """Seconds for which the loop may wait for messages."""
-        busy = self.aside is not None and self.aside.busy
-        return 0.0 if self.waiting else 0.002 if busy else 0.5
+        aside = self.aside is not None and self.aside.waiting
+        return 0.0 if self.waiting else 0.002 if aside else 0.5
 
     def add(self, msg: TokenizeMsg) -> None:
         before, size = self._last
@@ -248,9 +230,7 @@ class PromptQueue:
         """Encode the next prompt; return what has been encoded since the last call."""
         prompt = self.pop()
         done = [] if prompt is None else [encode(prompt)]
-        if self.aside is not None and self.aside.busy:
-            done += self.aside.take(encode)
-        return done
+        return done + (self.aside.take(encode) if self.aside and self.aside.waiting else [])
 
     def pop(self) -> TokenizeMsg | None:
         """Return the next prompt that is still wanted, if there is one."""
@@ -270,7 +250,7 @@ def run_text_worker(
     worker: TextWorker, inbox: Inbox, beat: Callable[[], object] = lambda: None,
     prompts: PromptQueue | None = None,
 ) -> None:  # fmt: skip
-    """Handle messages, answers before prompts, until an `ExitMsg` comes; `beat` after each."""
+    """Handle answers, then one prompt, until an `ExitMsg`; `beat` at each read and each message."""
     prompts, leave = PromptQueue() if prompts is None else prompts, False
     while not leave:
         beat()
