@@ -40,8 +40,8 @@ class Runners:
     @property
     def max_draft_rows(self) -> int:
         """Rows of a step with drafts: an eager one would cost more than drafts save."""
-        sizes = () if self.decode is None else self.decode.sizes
-        return min(MAX_DRAFT_ROWS, *sizes[-1:])
+        captured = MAX_DRAFT_ROWS if self.decode is None else self.decode.sizes[-1]
+        return min(MAX_DRAFT_ROWS, captured)
 
 
 def capture_runners(

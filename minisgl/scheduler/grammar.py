@@ -285,7 +285,7 @@ class Grammars:
     def begin(self, matcher: Matcher, prompt: IntArray) -> None:
         """Accept the `<think>` with which a prompt ends, if the grammar begins so too."""
         tokenizer = self.tokenizer.result()
-        assert isinstance(tokenizer, LLTokenizer)
+        assert not isinstance(tokenizer, str)
         for length in range(1, 9):  # tokens that a marker may take where it is no special one
             tail = prompt[-length:].tolist()
             if tokenizer.decode_str(tail).strip() == THINK:
@@ -305,7 +305,7 @@ class Grammars:
                 todo.append((req.matcher.ll, index))
         if todo:  # a tokenizer may have more tokens than the model has logits
             tokenizer, words = self.tokenizer.result(), masks.shape[1]
-            assert isinstance(tokenizer, LLTokenizer)
+            assert not isinstance(tokenizer, str)
             wide = np.full((len(masks), max(words, -(-tokenizer.vocab_size // 32))), -1, np.int32)
             fill_next_token_bitmask_par(self.executor, todo, wide)
             indices = [index for _, index in todo]

@@ -6,6 +6,7 @@ from tests.mutations import Mutation
 
 GRAMMAR, ENGINE = "minisgl.scheduler.grammar", "minisgl.engine.engine"
 TESTS = "tests/test_structured_output.py::"
+PATH = "tests/test_request_path.py"
 DRAW = TESTS + "test_a_draw_waits_for_its_masks_and_the_next_step_waits_for_the_draw"
 
 MUTATIONS = [
@@ -85,6 +86,27 @@ MUTATIONS = [
         "if job is None or job.done():",
         "if True:",
         TESTS + "test_a_slow_grammar_delays_its_own_request_alone",
+    ),
+    Mutation(
+        "plain_requests_meet_the_logits_processors",
+        "minisgl.engine.sampler",
+        "and any(req.logits_params for req in reqs)",
+        "",
+        PATH,
+    ),
+    Mutation(
+        "plain_requests_meet_retraction",
+        "minisgl.scheduler.scheduler",
+        " and (rows > pages or self.prefill.chunked_req is not None)",
+        "",
+        PATH,
+    ),
+    Mutation(
+        "retraction_forgets_a_half_done_prompt",
+        "minisgl.scheduler.scheduler",
+        "(rows > pages or self.prefill.chunked_req is not None)",
+        "rows > pages",
+        "tests/test_scheduler.py",
     ),
     Mutation(
         "grammar_queue_is_passed_by",

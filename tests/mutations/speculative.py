@@ -154,7 +154,7 @@ MUTATIONS = [
     Mutation(
         "speculative_runs_eagerly_beyond_the_recorded_sizes",
         "minisgl.engine.runners",
-        "min(MAX_DRAFT_ROWS, *sizes[-1:])",
+        "min(MAX_DRAFT_ROWS, captured)",
         "MAX_DRAFT_ROWS",
         TESTS + "test_limits_of_drafts",
     ),
