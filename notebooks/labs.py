@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +64,7 @@ TESTS: dict[str, list[str]] = {
 
 
 class LabError(Exception):
-    """A lab cannot be made or graded; the message says why and what to do."""
+    """A lab cannot be made or graded; the message has the reason and the remedy."""
 
 
 # --------------------------------------------------------------------------- from chapter to lab
@@ -80,12 +80,12 @@ def qualified(stmt: ast.stmt) -> str:
 
 
 def body_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.stmt]:
-    """Statements of a function below its docstring."""
+    """Return the statements of a function below its docstring."""
     return function.body[ast.get_docstring(function, clean=False) is not None :]
 
 
 def is_written(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """True for a function that does something: members of a protocol do not."""
+    """Return True for a function with a body; members of a protocol have none."""
     body = body_of(function)
     return bool(body) and not all(
         isinstance(one, ast.Pass) or ast.unparse(one) == "..." for one in body
@@ -104,7 +104,7 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.Asy
 
 
 def called_at_import(sources: Iterable[str]) -> set[str]:
-    """Names that a module's own statements call while it is imported: those cannot be stubs."""
+    """Return names that a module's own statements call at import: these cannot be stubs."""
     names: set[str] = set()
     for source in sources:
         for stmt in ast.parse(source).body:
@@ -142,7 +142,7 @@ def stubbed(source: str, number: int, kept: set[str]) -> tuple[str, list[str], l
 
 
 def folded(title: str, text: str) -> str:
-    """Markdown that a click opens."""
+    """Return Markdown that a click opens."""
     return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
 
 
@@ -154,7 +154,7 @@ def directives_of(source: str) -> tuple[str, str]:
 
 
 def is_exported(cell: NotebookNode) -> bool:
-    """True for a code cell that goes to the package."""
+    """Return True for a code cell that goes to the package."""
     marks = directives_of(cell.source)[0]
     return cell.cell_type == "code" and re.search(r"^#\| export\b", marks, re.M) is not None
 
@@ -278,6 +278,25 @@ def explain(item: pytest.Item, error: BaseException, place: str) -> str:
     return f"{checks}{with_case}: {kind}{message or 'failed'} ({place}){inputs}"
 
 
+def not_raised(path: Path, line: int, values: Mapping[str, object]) -> str:
+    """Return the block under the `with pytest.raises` of a line, and the plain values it names."""
+    tree = ast.parse(path.read_text("utf-8"))
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.With) and n.lineno == line]
+    body = [stmt for block in blocks for stmt in block.body]
+    names = {n.id for stmt in body for n in ast.walk(stmt) if isinstance(n, ast.Name)}
+    short = {name: scalar(values[name]) for name in sorted(names & values.keys())}
+    given = ", ".join(f"{name} = {text}" for name, text in short.items() if text)
+    source = "; ".join(ast.unparse(stmt) for stmt in body)[:200]
+    return f": `{source}`{f' with {given}' if given else ''}" if body else ""
+
+
+def scalar(value: object) -> str:
+    """Return a number or a string for a sentence; nothing for a larger object."""
+    if isinstance(value, int) and abs(value) >= 2**64:  # Python may refuse to print it
+        return "a very large integer"
+    return f"{value!r:.80}" if isinstance(value, str | int | float) else ""
+
+
 def outcome_of(item: pytest.Item, call: pytest.CallInfo[Any]) -> Outcome:
     """Return what a finished test shows."""
     if call.excinfo is None:
@@ -296,6 +315,8 @@ def outcome_of(item: pytest.Item, call: pytest.CallInfo[Any]) -> Outcome:
     place = f"{Path(str(entry.path)).name}:{entry.lineno + 1}"
     flaky = any(type(error).__name__.startswith("Flaky") for error in errors)
     text, cause = explain(item, errors[0], place), f"{type(errors[0]).__name__}: {errors[0]}"
+    if "DID NOT RAISE" in cause:
+        text += not_raised(Path(str(entry.path)), entry.lineno + 1, entry.locals)
     return Outcome(item.nodeid, False, text=text, cause=cause, flaky=flaky)
 
 

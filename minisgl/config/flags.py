@@ -56,7 +56,7 @@ ENGINE_FLAGS = (
     Flag("--num-pages", "num_pages", "KV pages (default: what memory allows)"),
     Flag("--memory-ratio", "memory_ratio", "share of memory for weights and KV"),
     Flag("--memory-trial-tokens", "memory_trial_tokens",
-         "size the KV cache by a trial prefill of so many tokens; 0: by the share alone"),
+         "size the KV cache by a trial prefill of N tokens; 0: by the share alone"),
     Flag("--max-seq-len-override", "max_seq_len_override", "window (default: the model's)"),
     Flag("--max-running-requests --max-running-req", "max_running_req", "requests in one batch"),
     Flag("--max-prefill-length", "max_extend_tokens", "prompt tokens a step (8192; CPU: 1024)"),

@@ -32,7 +32,7 @@ class Runners:
     prefill: PrefillRunner | None = None
 
     def choose(self, batch: Batch) -> tuple[GraphRunner | None, int]:
-        """The runner for a batch and the size that it pads to; None, 0: the batch runs eagerly."""
+        """Return a batch's runner and the size it pads to; None, 0 if the batch runs eagerly."""
         runner = self.decode if batch.phase is Phase.DECODE else self.prefill
         size = None if runner is None else runner.size_for(batch)
         return (None, 0) if size is None else (runner, size)

@@ -47,12 +47,12 @@ class AnswerParser:
         return pieces
 
     def reason(self, finish_reason: str | None) -> str | None:
-        """Why the answer ended, in OpenAI's words."""
+        """Return why the answer ended, in OpenAI's words."""
         called = self.tools is not None and self.tools.calls > 0
         return "tool_calls" if called and finish_reason == "stop" else finish_reason
 
     def _start(self, last: bool) -> bool:
-        """White space and the marker, if they are there, are no part of the thought."""
+        """Skip white space and the marker that opens a thought, if they are there."""
         body = self.buffer.lstrip()
         if body.startswith(THINK):
             self.buffer, self.opened = body[len(THINK) :], True
@@ -65,7 +65,7 @@ class AnswerParser:
         return True
 
     def _thought(self, last: bool) -> bool:
-        """Up to its end marker, without the white space before that."""
+        """Parse a thought up to its end marker, without trailing white space."""
         text, end = self.buffer, self.buffer.find(THOUGHT)
         certain = (
             text[:end] if end >= 0 else text[: len(text) - (not last) * overlap(text, THOUGHT)]
@@ -77,7 +77,7 @@ class AnswerParser:
         return end >= 0
 
     def _gap(self, last: bool) -> bool:
-        """White space between thought and answer."""
+        """Skip white space between thought and answer."""
         self.buffer = self.buffer.lstrip()
         self.state = self._rest if self.buffer or last else self._gap
         return self.state == self._rest
@@ -93,7 +93,7 @@ class AnswerParser:
 
 
 def as_delta(piece: Piece) -> dict[str, Any]:
-    """One piece as the delta of a chunk."""
+    """Format one piece as the delta of a chunk."""
     match piece:
         case CallStart(index, id, name):
             function = {"name": name, "arguments": ""}
@@ -108,7 +108,7 @@ def as_delta(piece: Piece) -> dict[str, Any]:
 
 
 def as_message(pieces: list[Piece]) -> dict[str, Any]:
-    """All pieces of an answer as a message."""
+    """Format all pieces of an answer as a message."""
     texts: dict[type, str] = {Content: "", Reasoning: ""}
     calls: list[dict[str, Any]] = []
     for piece in pieces:
@@ -133,14 +133,14 @@ class TextPart(BaseModel):
 
 
 class RefusalPart(BaseModel):
-    """What an assistant said when it refused."""
+    """An assistant's text when it refused."""
 
     type: Literal["refusal"]
     refusal: Text
 
 
 class CalledFunction(BaseModel):
-    """What the model called, with its arguments as the text that it wrote, or as an object."""
+    """A call by the model, with its arguments as the text that it wrote, or as an object."""
 
     name: Text
     arguments: Text | Object | None = None
@@ -168,7 +168,7 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="after")
     def check_role(self) -> Self:
-        """Only an assistant calls, and a result says which call it answers."""
+        """Check that only an assistant calls, and that a result names its call."""
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls: only an assistant has some, not role {self.role!r}")
         if self.role == "tool" and not self.tool_call_id:
@@ -176,14 +176,14 @@ class ChatMessage(BaseModel):
         return self
 
     def as_template_input(self) -> dict[str, Any]:
-        """The message as `check_messages` of chapter 06b takes it."""
+        """Return the message as `check_messages` of chapter 06b takes it."""
         hidden = {"function_call"} | (set() if self.role == "tool" else {"name"})
         found = self.model_dump(exclude=hidden, exclude_none=True)
         return {"content": None, **{name: value for name, value in found.items() if value}}
 
 
 class ToolFields(BaseModel):
-    """What a chat asks of the calls and the thoughts in its answer."""
+    """Fields of a chat for the calls and the thoughts in its answer."""
 
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
@@ -222,7 +222,7 @@ class ToolFields(BaseModel):
         self._thinks = can.reasoning and not self._form.keys() - {"structural_tag"}
 
     def parser(self) -> AnswerParser:
-        """What takes one answer apart."""
+        """Make the parser of one answer."""
         rules = self._rules
         tools = None if rules.form is None else ToolParser(rules.form, rules.names)
         return AnswerParser(self.thoughts_apart, tools, self.include_reasoning is not False)

@@ -27,7 +27,7 @@ Text = Annotated[str, AfterValidator(partial(check_unicode, "text"))]
 
 
 def sendable(given: dict[str, Any]) -> dict[str, Any]:
-    """The same, or ValueError: any JSON can come from a client, not all of it can go on."""
+    """Return `given`, or raise ValueError if our messages cannot encode it."""
     try:
         encode(given)
     except (ValueError, OverflowError, RecursionError) as error:
@@ -42,7 +42,7 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def object_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Arguments are an object, whatever a schema leaves open."""
+    """Complete a schema of arguments, which are always an object."""
     if schema.get("type", "object") != "object":
         raise ValueError(f"must describe an object, got type {schema['type']!r:.80}")
     return {**schema, **ANY_OBJECT}
@@ -64,7 +64,7 @@ class Tool(BaseModel):
     function: FunctionSpec
 
     def as_template_input(self) -> dict[str, Any]:
-        """As models have seen tools in training: name, description, parameters."""
+        """Return the tool as models see it in training: name, description, parameters."""
         about = self.function.model_dump(exclude_none=True, exclude={"strict"})
         about.setdefault("parameters", {**ANY_OBJECT, "properties": {}})
         return {"type": "function", "function": about}
@@ -98,7 +98,7 @@ ToolChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedChoic
 
 @dataclass(frozen=True)
 class ToolRules:
-    """What an answer may call. `tools` are shown to the model, `callable` may be called."""
+    """Rules for calls. `tools` are shown to the model, `callable` may be called."""
 
     form: CallFormat | None = None
     tools: tuple[Tool, ...] = ()
@@ -111,7 +111,7 @@ class ToolRules:
         return [tool.function.name for tool in self.callable]
 
     def structural_tag(self, reasoning: bool, answer: dict[str, Any] | None = None) -> str | None:
-        """A grammar that keeps what was promised; None if nothing was.
+        """Return a grammar that guarantees the rules; None if there is nothing to guarantee.
 
         `answer` is the schema of an answer that calls nothing, if it must have one.
         """
@@ -134,7 +134,7 @@ class ToolRules:
 
 
 def as_tag(node: dict[str, Any], field: str) -> str:
-    """A structural tag whose errors name the field that it was made of."""
+    """Make a structural tag whose errors name the field that it was made of."""
     text = json_text({"type": "structural_tag", "name": field, "format": node})
     if len(text) > 4 * MAX_GRAMMAR:
         raise ValueError(f"{field}: at most {4 * MAX_GRAMMAR} characters of schemas can be kept to")
@@ -142,7 +142,7 @@ def as_tag(node: dict[str, Any], field: str) -> str:
 
 
 def choose(choice: ToolChoice | None, tools: list[Tool]) -> tuple[list[Tool], bool, bool]:
-    """Which tools may be called, whether one must be, and whether only one may."""
+    """Return the callable tools, whether a call is required, and whether only one may be."""
     if isinstance(choice, str | None):
         return tools, choice == "required", False
     named = isinstance(choice, FunctionChoice)
@@ -160,7 +160,7 @@ MAX_TOOL_BYTES = 256 * 1024  # of all tools of a request together
 def tool_rules(
     tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None, can: ChatAbilities
 ) -> ToolRules:
-    """The rules of one request. Raises `ValueError` that begins with the field at fault."""
+    """Make the rules of one request; raise `ValueError` that begins with the field at fault."""
     if not tools and choice not in (None, "none", "auto"):
         raise ValueError("tool_choice: needs tools, and none are given")
     if not tools:
@@ -193,7 +193,7 @@ class ResponseFormat(BaseModel, extra="forbid"):
     content: Object | None = Field(default=None, alias="schema")  # llama.cpp's place for it
 
     def asked(self) -> dict[str, Any]:
-        """The same as fields of `SamplingParams`; a schema counts, whatever the type says."""
+        """Return the fields of `SamplingParams`; a schema counts, whatever the type is."""
         schema = self.content if self.json_schema is None else self.json_schema.content
         if schema is not None or self.type == "json_schema":
             return {"json_schema": schema}

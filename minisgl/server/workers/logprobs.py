@@ -23,7 +23,7 @@ class HeldLogprobs:
         self._silent = False  # the last one is a special token, which has no text
 
     def _offset(self) -> int:
-        """Characters of the answer so far, those that are held back included."""
+        """Count the answer's characters so far, those that are held back included."""
         return self._sent + len(self._status.filter.held)
 
     def _named(self, token: int) -> tuple[str, bytes]:
@@ -31,7 +31,7 @@ class HeldLogprobs:
         return data.decode(errors="replace"), data
 
     def add(self, reply: TokenReply) -> None:
-        """A token that is about to be detokenized; end tokens have no entry, except for an echo."""
+        """Add a token's entry before it is detokenized; end tokens have one only in an echo."""
         token, value = reply.token, reply.logprob
         ends = token in self._status.skipped or reply.finish_reason == "stop"
         if value is None or token is None or (ends and not self.echoes):
@@ -42,7 +42,7 @@ class HeldLogprobs:
         self._entries.append(entry)
 
     def take(self, text: str, finished: bool) -> list[TokenLogprob]:
-        """The entries whose text has gone out with `text`, the next piece of the answer."""
+        """Return the entries whose text has gone out with `text`, the answer's next piece."""
         self._sent += len(text)
         if self._status.stopped:
             finished = False

@@ -30,7 +30,7 @@ from minisgl.server.workers.processes import address
 
 
 class SchedulerChannel:
-    """The scheduler's channel over two boxes; `alive` says whether to go on waiting.
+    """The scheduler's channel over two boxes; `alive` returns False to end waiting.
 
     `beat` is called in each turn and while it waits, `report`, for observers, twice a second.
     Constrained requests wait in `hold`."""
@@ -47,7 +47,7 @@ class SchedulerChannel:
         self._report_at = 0.0  # time of the next one
 
     def recv(self, block: bool) -> list[Msg]:
-        """All messages that wait; with `block`, wait for one, or leave when `alive` says no."""
+        """Return the waiting messages; with `block`, wait for one, or leave if `alive` is False."""
         self._beat()
         messages = self._take(timeout=0.0)
         if block and not messages:
@@ -58,7 +58,7 @@ class SchedulerChannel:
         return [ExitMsg()] if block and not messages else messages
 
     def _take(self, timeout: float) -> list[Msg]:
-        """Messages that may go on; a constrained request waits until its grammar is compiled."""
+        """Return messages that may go on; a constrained request waits for its grammar."""
         hold = self._hold
         waits = hold is not None and bool(hold.held)
         messages = self._inbox.get_all(min(timeout, 0.005) if waits else timeout)
@@ -80,7 +80,7 @@ class SchedulerChannel:
 
 
 def stats_of(scheduler: Scheduler) -> StatsMsg:
-    """Requests and pages of a scheduler, between two of its turns."""
+    """Count the requests and pages of a scheduler, between two of its turns."""
     cache, engine = scheduler.cache, scheduler.engine
     running = sum(req.table_idx >= 0 for req in scheduler.reqs.values())
     free, kept = cache.allocator.free_pages, cache.prefix_cache.evictable_tokens // cache.page_size
@@ -111,7 +111,7 @@ class Reporter:
 def scheduler_process(
     config: ServerConfig, folder: Path, observed: Observed, context: WorkerContext
 ) -> None:
-    """The only rank, or rank 0, which starts the others, leads them, and alone reports."""
+    """Run the only rank, or rank 0, which starts the others, leads them, and alone reports."""
     inbox, outbox = ZmqInbox(address(folder, "scheduler")), ZmqOutbox(address(folder, "text"))
     hold = GrammarQueue(announce=config.tp.size > 1)
     outer = SchedulerChannel(inbox, outbox, beat=context.beat, hold=hold)
