@@ -270,7 +270,7 @@ class Grammars:
         return None if asked is None else self.compile(*asked)
 
     def constrain(self, req: Req, vocab_size: int) -> None:
-        """Give a constrained request its matcher and mask, or raise `InvalidRequestError`."""
+        """Set the matcher and mask of a constrained request, or raise `InvalidRequestError`."""
         asked = asked_for(req.sampling_params)
         assert asked is not None
         job = self.compile(*asked)
