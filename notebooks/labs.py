@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,6 +278,25 @@ def explain(item: pytest.Item, error: BaseException, place: str) -> str:
     return f"{checks}{with_case}: {kind}{message or 'failed'} ({place}){inputs}"
 
 
+def not_raised(path: Path, line: int, values: Mapping[str, object]) -> str:
+    """Return the block under the `with pytest.raises` of a line, and the plain values it names."""
+    tree = ast.parse(path.read_text("utf-8"))
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.With) and n.lineno == line]
+    body = [stmt for block in blocks for stmt in block.body]
+    names = {n.id for stmt in body for n in ast.walk(stmt) if isinstance(n, ast.Name)}
+    short = {name: scalar(values[name]) for name in sorted(names & values.keys())}
+    given = ", ".join(f"{name} = {text}" for name, text in short.items() if text)
+    source = "; ".join(ast.unparse(stmt) for stmt in body)[:200]
+    return f": `{source}`{f' with {given}' if given else ''}" if body else ""
+
+
+def scalar(value: object) -> str:
+    """Return a number or a string for a sentence; nothing for a larger object."""
+    if isinstance(value, int) and abs(value) >= 2**64:  # Python may refuse to print it
+        return "a very large integer"
+    return f"{value!r:.80}" if isinstance(value, str | int | float) else ""
+
+
 def outcome_of(item: pytest.Item, call: pytest.CallInfo[Any]) -> Outcome:
     """Return what a finished test shows."""
     if call.excinfo is None:
@@ -296,6 +315,8 @@ def outcome_of(item: pytest.Item, call: pytest.CallInfo[Any]) -> Outcome:
     place = f"{Path(str(entry.path)).name}:{entry.lineno + 1}"
     flaky = any(type(error).__name__.startswith("Flaky") for error in errors)
     text, cause = explain(item, errors[0], place), f"{type(errors[0]).__name__}: {errors[0]}"
+    if "DID NOT RAISE" in cause:
+        text += not_raised(Path(str(entry.path)), entry.lineno + 1, entry.locals)
     return Outcome(item.nodeid, False, text=text, cause=cause, flaky=flaky)
 
 

@@ -298,7 +298,7 @@ def test_only_real_rows_are_sampled(folder: Path, monkeypatch: pytest.MonkeyPatc
     run(engine, reqs[:2], Phase.DECODE)
     reqs[2].schedule(6)
     assert run(engine, reqs[2:], Phase.PREFILL) == []
-    assert shapes == [(2, 64), (0, 64)]  # the decode step was recorded, and drew by itself
+    assert [shape for shape in shapes if shape[0]] == [(2, 64)]  # the captured step drew itself
     padded = engine.prepare(Batch(reqs=reqs[:2], phase=Phase.DECODE))
     assert padded.packed is not None and len(padded.token_rows) == 4
     assert padded.out_loc[2:].tolist() == [engine.pool.dummy_slot] * 2

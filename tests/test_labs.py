@@ -120,6 +120,18 @@ def test_a_verdict_is_one_sentence() -> None:
     )  # fmt: skip
 
 
+def test_a_call_that_should_have_failed_is_shown_with_its_values(tmp_path: Path) -> None:
+    path = tmp_path / "test_x.py"
+    path.write_text(
+        "def test_x():\n    for size in (0, 3):\n        with pytest.raises(\n"
+        "            ValueError\n        ):\n            pages(pool, size, name='a')\n"
+    )
+    values = {"size": 3, "pool": object(), "other": 7}
+    assert labs.not_raised(path, 3, values) == ": `pages(pool, size, name='a')` with size = 3"
+    assert "size = a very large integer" in labs.not_raised(path, 3, {"size": 10**5000})
+    assert labs.not_raised(path, 1, values) == ""
+
+
 def test_functions_called_at_import_are_kept() -> None:
     sources = ["def name():\n    return 'x'\n\nNAME = name()\n", "def other():\n    return 1\n"]
     kept = labs.called_at_import(sources)

@@ -371,6 +371,28 @@ def test_a_beginning_that_is_being_computed_is_waited_for() -> None:
     assert [d.replies[uid][-1].cached_tokens for uid in range(9)] == [0] + [40] * 7 + [0]
 
 
+@pytest.mark.parametrize("budget", [20, 30, 41])
+def test_a_beginning_is_waited_for_until_its_last_chunk(budget: int) -> None:
+    """The second step has room for another prompt, whose beginning is not cached yet."""
+    d = Driver(budget=budget, num_pages=200, max_running_req=16)
+    for uid in range(3):
+        d.ask(uid, [5] * 40 + [uid] * 3, max_tokens=2)
+    d.drain()
+    prefills = [step for step in d.engine.steps if step.phase == "prefill"]
+    assert sum(sum(step.extend) for step in prefills) == 43 + 3 + 3
+    assert [step.uids for step in prefills][-1] == [1, 2]
+
+
+def test_prompts_that_are_scored_wait_for_no_beginning() -> None:
+    d = Driver(budget=500, num_pages=200, max_running_req=16)
+    for uid in range(3):
+        d.ask(uid, [5] * 43, max_tokens=2, prompt_logprobs=0)
+    d.ask(3, [5] * 43, max_tokens=2)
+    d.scheduler.receive(False)
+    batch = d.scheduler.prefill.schedule()
+    assert batch is not None and [req.uid for req in batch.reqs] == [0, 1, 2]
+
+
 @LOOPS
 def test_requests_share_prefixes_of_their_salt_alone(overlap: bool) -> None:
     """Neither the cache nor a prompt of the same step is shared between salts, and salts share."""

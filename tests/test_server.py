@@ -34,6 +34,8 @@ from minisgl.server.http.settings import ApiSettings, sampling_defaults, setting
 from minisgl.server.in_process import InProcessServer
 from minisgl.server.workers.channels import LocalQueue, ZmqInbox, ZmqOutbox
 from minisgl.server.workers.messages import (
+    Converted,
+    ConvertMsg,
     StatsMsg,
     TokenizeMsg,
     TokenLogprob,
@@ -680,7 +682,7 @@ def test_fault_of_ours_ends_a_stream(live: Live, monkeypatch: pytest.MonkeyPatch
     def broken(*_: Any, **__: Any) -> Any:
         raise OverflowError("a number too large")
 
-    monkeypatch.setattr(live.server.frontend._text_workers[0], "put", broken)
+    monkeypatch.setattr(live.server.to_text, "put", broken)
     for n in (1, 2):  # several answers go through a queue
         response = chat(live, stream=True, n=n)
         assert response.status_code == 500 and "too large" in response.json()["error"]["message"]
@@ -913,6 +915,42 @@ def test_an_observer_that_fails_harms_no_request() -> None:
 
     assert asyncio.run(run()) == "yes" and broken.calls == 2  # and goes on being called
     assert [type(msg) for msg in outbox.get_all(0.0)] == [TokenizeMsg, AbortMsg] * 2
+
+
+def test_bytes_that_are_no_message_end_every_stream() -> None:
+    """Whose reply they were is unknown, and the listener cannot go on: nobody may wait for it."""
+
+    class Inbox:
+        def get_all(self, timeout: float) -> list[Any]:
+            return decode(b"")
+
+    async def run() -> None:
+        frontend = Frontend([LocalQueue()], Inbox())
+        waiting = asyncio.ensure_future(anext(frontend.generate(SamplingParams(), text="x")))
+        await asyncio.sleep(0)
+        await frontend.start()
+        with pytest.raises(RequestFailed, match="inbox") as failure:
+            await asyncio.wait_for(waiting, timeout=60)
+        assert failure.value.code == "service_unavailable" and frontend.failure
+        await asyncio.to_thread(frontend.close)
+
+    asyncio.run(run())
+
+
+def test_a_conversion_whose_caller_left_is_not_encoded() -> None:
+    async def run() -> list[Any]:
+        outbox = LocalQueue()
+        frontend = Frontend([outbox], LocalQueue())
+        for reply in (None, Converted(uid=1, text="", token_ids=[5])):
+            task = asyncio.ensure_future(frontend.convert(text="x"))
+            await asyncio.sleep(0)
+            frontend._dispatch([] if reply is None else [reply])
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return outbox.get_all(0.0)
+
+    assert [type(msg) for msg in asyncio.run(run())] == [ConvertMsg, AbortMsg, ConvertMsg]
 
 
 def test_defaults_come_from_the_model(tmp_path: Path) -> None:

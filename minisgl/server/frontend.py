@@ -10,6 +10,7 @@ import itertools
 import logging
 import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -77,7 +78,7 @@ class RequestFailed(Exception):
         self.code, self.param = code, param
 
 
-Prompt = Mapping[str, Any]  # text=…, input_ids=… or messages=…, the others None
+Prompt = Mapping[str, Any]  # text=…, input_ids=… or messages=…; others missing or None
 
 
 class Observer:
@@ -109,6 +110,9 @@ class Frontend:
     stream with more than `max_waiting` replies, because it is not read, is cut.
     """
 
+    loop: asyncio.AbstractEventLoop | None = None  # the one that serves, once started
+    failure: str | None = None  # why no request is taken any more
+
     def __init__(
         self, text_workers: Sequence[Outbox], inbox: Inbox, observers: Sequence[Observer] = (),
         max_waiting: int = 8192,
@@ -120,8 +124,6 @@ class Frontend:
         self._unsent: list[list[TokenizeMsg | AbortMsg]] = [[] for _ in self._text_workers]
         self._uids, self._stopping = itertools.count(), threading.Event()
         self._listener: threading.Thread | None = None
-        self.loop: asyncio.AbstractEventLoop | None = None  # the one that serves, once started
-        self.failure: str | None = None
 
     def _send(self, uid: int, msg: TokenizeMsg | AbortMsg) -> None:
         """Send a prompt with the others of this turn of the loop, an abort at once."""
@@ -153,13 +155,14 @@ class Frontend:
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         """The listening thread: one callback on the loop for all replies that came together."""
-        while not self._stopping.is_set():
-            replies = self._inbox.get_all(timeout=0.2)
-            if replies:
-                try:
-                    loop.call_soon_threadsafe(self._dispatch, replies)
-                except RuntimeError:  # the loop was closed while we waited: there is no reader left
-                    return
+        call = loop.call_soon_threadsafe
+        with suppress(RuntimeError):  # the loop was closed while we waited: there is no reader left
+            try:
+                while not self._stopping.is_set():
+                    if replies := self._inbox.get_all(timeout=0.2):
+                        call(self._dispatch, replies)
+            except Exception as error:  # replies are lost, and whose they were is unknown
+                call(self.fail_all, f"the frontend cannot read its inbox: {error!r}")
 
     def _dispatch(self, replies: list[UserReply | ErrorReply | StatsEvent]) -> None:
         for reply in replies:
@@ -225,16 +228,18 @@ class Frontend:
                 yield reply
         finally:
             self._forget(uid, outcome)
+            self.notify("closed", uid, outcome)
 
     async def convert(self, client: str = "", **prompt: Any) -> Converted:
         """Tokens of a prompt (`text=`, `messages=`), or text of `input_ids=`; unobserved."""
-        uid = next(self._uids)
+        uid, outcome = next(self._uids), "left"
         stream = self._open(uid, None)
         try:
             self._send(uid, ConvertMsg(uid=uid, client=client, **prompt))
             reply = await stream.get()
+            outcome = "converted"
         finally:
-            del self._streams[uid]
+            self._forget(uid, outcome)
         if isinstance(reply, ErrorReply):
             raise RequestFailed(reply.message, reply.code, reply.param)
         assert isinstance(reply, Converted)
@@ -265,4 +270,3 @@ class Frontend:
             stream.timer.cancel()
         if outcome == "left" and stream.error is None:
             self._send(uid, AbortMsg(uid=uid))
-        self.notify("closed", uid, outcome)

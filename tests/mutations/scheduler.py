@@ -419,6 +419,20 @@ MUTATIONS = [
         TESTS + "test_abort_in_mid_prefill_keeps_the_prefix",
     ),
     Mutation(
+        "prefill_forgets_a_beginning_after_its_first_chunk",
+        PREFILL,
+        "self.prefixes.add(self.prefix_key(req, req.matched_len))",
+        "self.prefixes.add(self.prefix_key(req, req.cached_len))",
+        TESTS + "test_a_beginning_is_waited_for_until_its_last_chunk",
+    ),
+    Mutation(
+        "prefill_lets_scored_prompts_wait",
+        PREFILL,
+        "rest = 0 if req.scores_prompt else",
+        "rest =",
+        TESTS + "test_prompts_that_are_scored_wait_for_no_beginning",
+    ),
+    Mutation(
         "prefill_computes_a_common_beginning_many_times",
         PREFILL,
         "return rest >= self.min_shared > 0 and",

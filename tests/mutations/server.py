@@ -59,6 +59,20 @@ MUTATIONS = [
         test=TEST + "test_uids_are_spread_but_a_request_keeps_its_worker",
     ),
     Mutation(
+        name="server: a conversion whose caller left is encoded all the same",
+        module="minisgl.server.frontend",
+        old='uid, outcome = next(self._uids), "left"\n        stream = self._open(uid, None)',
+        new='uid, outcome = next(self._uids), "gone"\n        stream = self._open(uid, None)',
+        test=TEST + "test_a_conversion_whose_caller_left_is_not_encoded",
+    ),
+    Mutation(
+        name="server: bytes that are no message end the listener in silence",
+        module="minisgl.server.frontend",
+        old='call(self.fail_all, f"the frontend cannot',
+        new='str(f"the frontend cannot',
+        test=TEST + "test_bytes_that_are_no_message_end_every_stream",
+    ),
+    Mutation(
         name="server: an abort goes through another worker than its prompt",
         module="minisgl.server.frontend",
         old="self._unsent[place].append(msg)",

@@ -90,4 +90,4 @@ Message = Msg | Reply | TokenizeMsg | ConvertMsg | UserReply | Converted | Stats
 
 CODEC = Codec(Message)
 encode = CODEC.encode
-decode = CODEC.decode  # or raises `msgspec.ValidationError`
+decode = CODEC.decode  # or raises `msgspec.DecodeError`

@@ -180,8 +180,10 @@ Encode = Callable[[TokenizeMsg], Message]
 class PromptQueue:
     """Prompts to encode, of the client that had least, short before long; none starves."""
 
+    waiting: dict[int, TokenizeMsg]  # by uid
+
     def __init__(self) -> None:
-        self.waiting: dict[int, TokenizeMsg] = {}
+        self.waiting = {}
         self._heaps: dict[str, list[tuple[int, int, int]]] = {}  # tag, uid, size
         self._clocks: dict[str, int] = {}  # characters encoded so far
         self._last: tuple[TokenizeMsg | None, int] = (None, 0)
@@ -228,7 +230,7 @@ def run_text_worker(
     worker: TextWorker, inbox: Inbox, beat: Callable[[], object] = lambda: None,
     prompts: PromptQueue | None = None,
 ) -> None:  # fmt: skip
-    """Handle messages, answers before prompts, until an `ExitMsg` comes; `beat` after each."""
+    """Handle answers, then one prompt, until an `ExitMsg`; `beat` at each read and each message."""
     prompts, leave = PromptQueue() if prompts is None else prompts, False
     while not leave:
         beat()
