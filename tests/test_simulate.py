@@ -139,6 +139,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     replicas = stored["load"]["replicas"]
     assert replicas > 1 and stored["ms"]["tpot"]["p99"] <= 8 < 1000 * stored["cost_per_million"]
     assert stored["cached_tokens"] >= 30 * 64
-    assert f"{replicas} replicas, {replicas} GPUs" in capsys.readouterr().out
+    assert f"{replicas} replicas, {replicas} GPUs; one" in capsys.readouterr().out
     assert main(["simulate", "--sessions", "8", "--router", "prefix", "--replicas", "2"]) == 0
     assert main(["simulate", "--model", "no-such-model"]) == 2

@@ -19,20 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from minisgl.benchmark import (
-    compare_hf,
-    kernels,
-    latency,
-    load,
-    offline,
-    options,
-    overhead,
-    simulate,
-    trace,
-)
+from minisgl.benchmark import compare_hf, kernels, latency, load, offline, options, overhead, trace
 from minisgl.benchmark.report import save
 from minisgl.benchmark.roofline import Roofline
 from minisgl.benchmark.serving import flags_of, served
+from minisgl.benchmark.simulate import simulate_flags
 from minisgl.benchmark.summary import summarize, table
 from minisgl.benchmark.workload import RandomRequest, chat_workload, random_workload
 from minisgl.config import flags
@@ -302,54 +293,15 @@ def run_overhead(args: argparse.Namespace) -> Result:
     return {**about, "workload": chosen(args, *names), **row}, 0
 
 
-def simulated_load(args: argparse.Namespace, replicas: int) -> list[RandomRequest]:
-    """Return what one of `replicas` gets of the load that the flags describe."""
-    if args.trace is not None or args.sessions is not None:
-        rate = args.rate if math.isfinite(args.rate) else 1.0
-        shape = trace.TraceShape(sessions=args.sessions or 1, rate=rate)
-        recorded = None if args.trace is None else trace.read_trace(args.trace)
-        lines = recorded or trace.synthesize(shape, args.seed)
-        return simulate.share_of(trace.requests_of(lines), replicas, args.router, args.seed)
-    lengths = tuple(args.input_len), tuple(args.output_len)
-    requests = load.online_workload(args.requests, *lengths, args.seed)
-    shared = np.arange(args.shared, dtype=np.int32) % load.SAFE_VOCAB
-    due = np.zeros(args.requests)
-    if math.isfinite(args.rate):
-        due = simulate.replica_arrivals(args.requests, args.rate, replicas, args.router, args.seed)
-    return [
-        RandomRequest(np.concatenate([shared, r.input_ids]), r.output_len, float(when))
-        for r, when in zip(requests, due)
-    ]
-
-
 def run_simulate(args: argparse.Namespace) -> Result:
     """Simulate one replica of as many as there are, or of as many as a target needs."""
     with options.model_folder(args.model, True) as folder:
-        model = ModelConfig.from_path(folder)
-    gpu, targets = simulate.GPUS[args.gpu], {"ttft": args.ttft_ms, "tpot": args.tpot_ms}
-    config = SchedulerConfig(
-        device="cpu", max_running_req=args.max_running_req, schedule_policy=args.schedule_policy,
-        max_extend_tokens=args.max_prefill_length,
-    )  # fmt: skip
-
-    def run(replicas: int) -> dict[str, Any]:
-        found = simulate.simulate(model, gpu, simulated_load(args, replicas), config=config,
-                                  tp=args.tp, clients=args.concurrency)  # fmt: skip
-        return simulate.summary_of(found, gpu, args.tp, args.price)
-
-    def meets(replicas: int) -> bool:
-        times = run(replicas)["ms"]
-        return all(limit is None or times[name]["p99"] <= limit for name, limit in targets.items())
-
-    asked = any(limit is not None for limit in targets.values())
-    replicas = simulate.fewest(meets) if asked else args.replicas
-    summary = run(replicas)
-    about = chosen(args, "rate", "concurrency", "requests", "input_len", "output_len", "gpu", "tp")
-    print(f"{replicas} replicas, {replicas * args.tp} GPUs, of which one replica is simulated:")
-    print(table(summary))
-    for name in ("busy", "joules_per_token", "cost_per_million"):
-        print(f"{name.replace('_', ' ')} {summary[name]}")
-    about |= {"model": options.named_model(args.model), "replicas": replicas, "targets": targets}
+        replicas, summary = simulate_flags(ModelConfig.from_path(folder), args)
+    print(f"{replicas} replicas, {replicas * args.tp} GPUs; one replica:\n{table(summary)}")
+    extra = ("busy", "joules_per_token", "cost_per_million")
+    print(named({name: summary[name] for name in extra}))
+    names = ("rate", "concurrency", "requests", "input_len", "output_len", "gpu", "tp", "router")
+    about = chosen(args, *names) | {"model": options.named_model(args.model), "replicas": replicas}
     return {"load": about, **summary}, 0
 
 

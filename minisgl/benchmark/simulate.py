@@ -5,6 +5,7 @@ Generated from notebooks/13da_simulator.ipynb: edit there.
 
 from __future__ import annotations
 
+import argparse
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,9 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minisgl.benchmark.kernels import Ceilings
-from minisgl.benchmark.load import LoadRun, Record
+from minisgl.benchmark.load import SAFE_VOCAB, LoadRun, Record, online_workload
 from minisgl.benchmark.step_cost import FITTED, StepCost, Times, seconds_of
 from minisgl.benchmark.summary import summarize
+from minisgl.benchmark.trace import TraceShape, read_trace, requests_of, synthesize
 from minisgl.benchmark.workload import RandomRequest
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.model import ModelConfig
@@ -233,3 +235,45 @@ def summary_of(found: Simulated, gpu: Gpu, tp: int, price: float | None) -> dict
     per_token = None if price is None else price * tp * summary["seconds"] / 3600 / tokens
     summary["cost_per_million"] = None if per_token is None else round(1e6 * per_token, 4)
     return summary
+
+
+def load_of(args: argparse.Namespace, replicas: int) -> list[RandomRequest]:
+    """Return what one of `replicas` gets of the load that the flags describe."""
+    finite = bool(np.isfinite(args.rate))
+    if args.trace is not None or args.sessions is not None:
+        shape = TraceShape(sessions=args.sessions or 1, rate=args.rate if finite else 1.0)
+        recorded = None if args.trace is None else read_trace(args.trace)
+        lines = recorded or synthesize(shape, args.seed)
+        return share_of(requests_of(lines), replicas, args.router, args.seed)
+    lengths = tuple(args.input_len), tuple(args.output_len)
+    requests = online_workload(args.requests, *lengths, args.seed)
+    shared = np.arange(args.shared, dtype=np.int32) % SAFE_VOCAB
+    due = np.zeros(args.requests)
+    if finite:
+        due = replica_arrivals(args.requests, args.rate, replicas, args.router, args.seed)
+    return [
+        RandomRequest(np.concatenate([shared, r.input_ids]), r.output_len, float(when))
+        for r, when in zip(requests, due)
+    ]
+
+
+def simulate_flags(model: ModelConfig, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Return replicas and the summary of one: as many as are asked for, or as a target needs."""
+    gpu, limits = GPUS[args.gpu], {"ttft": args.ttft_ms, "tpot": args.tpot_ms}
+    config = SchedulerConfig(
+        device="cpu", max_running_req=args.max_running_req, schedule_policy=args.schedule_policy,
+        max_extend_tokens=args.max_prefill_length,
+    )  # fmt: skip
+
+    def run(replicas: int) -> dict[str, Any]:
+        found = simulate(model, gpu, load_of(args, replicas), config=config, tp=args.tp,
+                         clients=args.concurrency)  # fmt: skip
+        return summary_of(found, gpu, args.tp, args.price)
+
+    def meets(replicas: int) -> bool:
+        times = run(replicas)["ms"]
+        return all(limit is None or times[name]["p99"] <= limit for name, limit in limits.items())
+
+    asked = any(limit is not None for limit in limits.values())
+    replicas = fewest(meets) if asked else args.replicas
+    return replicas, run(replicas)
