@@ -298,8 +298,7 @@ def run_simulate(args: argparse.Namespace) -> Result:
     with options.model_folder(args.model, True) as folder:
         replicas, summary = simulate_flags(ModelConfig.from_path(folder), args)
     print(f"{replicas} replicas, {replicas * args.tp} GPUs; one replica:\n{table(summary)}")
-    extra = ("busy", "joules_per_token", "cost_per_million")
-    print(named({name: summary[name] for name in extra}))
+    print(named({n: summary[n] for n in ("busy", "joules_per_token", "cost_per_million")}))
     names = ("rate", "concurrency", "requests", "input_len", "output_len", "gpu", "tp", "router")
     about = chosen(args, *names) | {"model": options.named_model(args.model), "replicas": replicas}
     return {"load": about, **summary}, 0
