@@ -69,12 +69,12 @@ class Req:
 
     @property
     def input_ids(self) -> IntArray:
-        """Every token the host knows, prompt and answer: a view [host_len], int32."""
+        """All tokens on the host, prompt and answer: a view [host_len], int32."""
         return self._ids[: self.host_len]
 
     @property
     def output_ids(self) -> IntArray:
-        """The answer as far as the host knows it: a view [host_len - prompt_len], int32."""
+        """The part of the answer on the host: a view [host_len - prompt_len], int32."""
         return self._ids[self.prompt_len : self.host_len]
 
     def append(self, token: int) -> None:
@@ -115,7 +115,7 @@ class Req:
 
     @property
     def scores_prompt(self) -> bool:
-        """Return True while `prompt_logprobs` are wanted and the host knows no new token (08a).
+        """Return True while `prompt_logprobs` are wanted and the host has no new token (08a).
 
         Until then its prompt is computed in full.
         """
@@ -128,7 +128,7 @@ class Req:
         return f"Req(uid={self.uid}, row={self.table_idx}, lengths=({lengths}))"
 
     def restart(self) -> None:
-        """Return to the start: all tokens that the host knows are computed again.
+        """Return to the start: all tokens on the host are computed again.
 
         Row, handle and `retracted` are the caller's to change.
         """
@@ -153,7 +153,7 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """Requests that want a token."""
+        """Requests that get a token in this step."""
         return len(self.reqs)
 
 
@@ -209,7 +209,7 @@ def schema_text(value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class SamplingParams(Validated):
-    """How one request chooses its tokens and when it stops.
+    """Parameters of sampling, and of where an answer stops.
 
     temperature 0 is greedy; top_k -1 and top_p 1 are off; logprobs n adds n likely tokens."""
 

@@ -28,7 +28,7 @@ def quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 class Stored(NamedTuple):
-    """How a checkpoint stores scales: the end of their names, and the block that shares one."""
+    """Format of a checkpoint's scales: the end of their names, and the block that shares one."""
 
     suffix: str
     rows: int

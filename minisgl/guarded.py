@@ -11,7 +11,7 @@ from typing import Any
 
 
 def guarded(observe: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, but None where it raises; the log reports the first exception."""
+    """Wrap a function to return None where it raises, and log its first exception."""
     name = getattr(observe, "__qualname__", type(observe).__name__)
     failures = 0
 

@@ -38,7 +38,7 @@ from minisgl.tokenizer import DecodeStatus, Tokenizer, load_tokenizer
 
 
 class OutputBuilder:
-    """What one request has been answered so far; text only if there is a tokenizer."""
+    """Output of one request so far; text only if there is a tokenizer."""
 
     def __init__(
         self, prompt_ids: IntArray, params: SamplingParams, tokenizer: Tokenizer | None
@@ -176,7 +176,7 @@ class LLM:
     def encode(
         self, index: int, prompt: Prompt, params: SamplingParams
     ) -> tuple[IntArray, SamplingParams]:
-        """Prompt number `index` and its parameters in token ids; ValueError says what is wrong."""
+        """Return prompt number `index` and its parameters in ids; raise ValueError if invalid."""
         try:
             if self.tokenizer is None and (isinstance(prompt, str) or params.stop):
                 what = "text" if isinstance(prompt, str) else "stop strings"

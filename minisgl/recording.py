@@ -18,9 +18,10 @@ import msgspec
 
 from minisgl import events
 from minisgl.config.rules import file_of
-from minisgl.events import Event
+from minisgl.events import Event, RequestAdded
 
 FORMAT = 1  # of a recording
+BUFFER = 1 << 16  # bytes
 
 
 class Recorder:
@@ -32,39 +33,46 @@ class Recorder:
     ) -> None:  # fmt: skip
         """Open the file; with `text` also record prompts."""
         with file_of("record", path):
-            self.file = path.open("wb", buffering=1 << 16)
+            self.file = path.open("wb")
         self.text, self.left, self.clock = text, max_bytes, clock
         self.start = self.flushed = clock()  # of the run: `begin` sets it again
-        self.encode = msgspec.json.Encoder().encode
+        self.append, self.buffer = msgspec.json.Encoder().encode_into, bytearray()
 
     def begin(self, about: dict[str, Any]) -> None:
         """Start the clock and write the first line, which describes the engine."""
         self.start = self.flushed = self.clock()
-        self.write(self.encode({"minisgl": FORMAT, "text": self.text, **about}) + b"\n")
-
-    def write(self, line: bytes) -> None:
-        """Append a line while there is room for it."""
-        self.left -= len(line)
-        if self.left >= 0:
-            self.file.write(line)
+        self.append({"minisgl": FORMAT, "text": self.text, **about}, self.buffer, -1)
+        self.buffer += b"\n"
 
     def __call__(self, event: Event) -> None:
-        """Record an event; twice a second the buffer goes to the file."""
+        """Record an event; when it is full, and twice a second, the buffer goes to the file."""
         now = self.clock()
-        if not self.text and isinstance(event, events.RequestAdded):
-            event = events.RequestAdded(event.uid, event.prompt_len, event.max_len)
-        self.write(b"[%d,%b]\n" % (1e6 * (now - self.start), self.encode(event)))
-        if now > self.flushed + 0.5:
-            self.file.flush()
+        if type(event) is RequestAdded and not self.text:
+            event = RequestAdded(event.uid, event.prompt_len, event.max_len)
+        self.append((int(1e6 * (now - self.start)), event), buffer := self.buffer, -1)
+        buffer += b"\n"
+        if len(buffer) > BUFFER or now > self.flushed + 0.5:
+            self.flush()
             self.flushed = now
+
+    def flush(self) -> None:
+        """Write the buffer, or as many of its lines as there is room for."""
+        whole = len(self.buffer)
+        fits = whole if whole <= self.left else self.buffer.rfind(b"\n", 0, max(0, self.left)) + 1
+        lines = bytes(self.buffer[:fits])
+        self.left -= whole
+        self.buffer.clear()  # first, so that a full disk does not fill the memory
+        self.file.write(lines)
+        self.file.flush()
 
     def close(self) -> None:
         """Complete the file."""
+        self.flush()
         self.file.close()
 
 
 class Observed(NamedTuple):
-    """What is observed of a scheduler's run."""
+    """The observers of a scheduler's run."""
 
     traced: bool = False  # times of its stages, for a trace
     record: str | None = None  # a file for its events
@@ -87,7 +95,7 @@ Line = tuple[int, events.AnyEvent]
 
 @dataclass
 class Recording:
-    """What a file holds: a description of the engine, and events behind their times in µs."""
+    """Contents of a file: a description of the engine, and events behind their times in µs."""
 
     about: dict[str, Any]
     lines: list[Line]
@@ -109,7 +117,7 @@ def read_recording(path: Path) -> Recording:
 
 @dataclass
 class ReplayedRequest:
-    """A request as far as events tell."""
+    """The state of a request according to the events."""
 
     uid: int
     prompt_len: int

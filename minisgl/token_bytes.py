@@ -18,7 +18,7 @@ def byte_letters() -> dict[str, int]:
 
 
 class TokenBytes:
-    """Looks up the bytes of a token. Ids that the tokenizer does not know stand for none."""
+    """The bytes of each token; none for ids outside the tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._backend, self._byte_of = tokenizer.backend, byte_letters()

@@ -19,7 +19,7 @@ from minisgl.core import IntArray, SamplingParams
 
 
 def check_unicode(name: str, text: object) -> str:
-    """Return `text` if it is a string that UTF-8 can carry; ValueError says what is wrong."""
+    """Return `text` if it is a string that UTF-8 can encode; raise ValueError otherwise."""
     if not isinstance(text, str):
         raise ValueError(f"{name}: must be a string, got {type(text).__name__}")
     try:

@@ -24,7 +24,7 @@ from minisgl.template_files import chat_templates, read_json
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What the files of a folder define, whoever reads them."""
+    """Definitions in the files of a folder, with either reader."""
 
     backend: Any  # a `tokenizers.Tokenizer`
     special_tokens: Mapping[str, str]  # by name: bos_token, eos_token, …
@@ -165,7 +165,7 @@ class ChatTemplates:
         if "default" not in self.texts:
             raise ValueError(f"messages: no default among the templates {', '.join(self.texts)}")
         if tools and "tools" not in self.texts["default"]:
-            raise ValueError("tools: this model's chat template does not know any")
+            raise ValueError("tools: this model's chat template has none")
         return "default"
 
     def render(

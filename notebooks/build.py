@@ -34,6 +34,7 @@ try:
     import jupytext
     import labs  # notebooks/labs.py
     import nbformat
+    import prose  # notebooks/prose.py
     from jupytext.config import load_jupytext_config
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
@@ -55,7 +56,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class BuildError(Exception):
-    """The book breaks one of the exporter's rules; the message says where and what to do."""
+    """The book breaks one of the exporter's rules; the message has the place and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,14 @@ class Cell:
     source: str
 
     def error(self, message: str) -> BuildError:
-        """An error that says where the cell is."""
+        """Make an error that names the chapter and the cell."""
         head = next((line for line in self.source.splitlines() if line.strip()), "")
         return BuildError(f"{self.chapter}, code cell {self.number} ({head[:60]!r}): {message}")
 
 
 @dataclass
 class Chapter:
-    """What one chapter gives to the package."""
+    """One chapter's part of the package."""
 
     stem: str
     promise: str = ""
@@ -86,14 +87,14 @@ class Chapter:
 
 
 def chapter_stems(root: Path) -> list[str]:
-    """Names of all chapters in the order of the book: 00 ... 13, then the appendices A, B."""
+    """List all chapters in the order of the book: 00 ... 13, then the appendices A, B."""
     folder = root / "notebooks"
     files = [*folder.glob("*.md"), *folder.glob("*.ipynb")]
     return sorted({path.stem for path in files if CHAPTER.fullmatch(path.stem)})
 
 
 def select(root: Path, wanted: Sequence[str]) -> list[str]:
-    """Chapters named by number (`03`), letter (`A`) or full name; all of them for no name."""
+    """Return chapters named by number (`03`), letter (`A`) or full name; all for no name."""
     stems = chapter_stems(root)
     chosen = []
     for name in wanted:
@@ -106,7 +107,7 @@ def select(root: Path, wanted: Sequence[str]) -> list[str]:
 
 
 def pair(root: Path, stem: str) -> tuple[Path, Path]:
-    """The two halves of a chapter: the Markdown text and the notebook."""
+    """Return the paths of a chapter's two halves: the Markdown text and the notebook."""
     return root / "notebooks" / f"{stem}.md", root / "notebooks" / f"{stem}.ipynb"
 
 
@@ -121,13 +122,13 @@ def read_notebook_half(path: Path) -> NotebookNode:
 
 
 def read_chapter(root: Path, stem: str) -> NotebookNode:
-    """The chapter's cells, from the Markdown half if there is one."""
+    """Read the chapter's cells, from the Markdown half if there is one."""
     text, notebook = pair(root, stem)
     return read_text_half(text) if text.exists() else read_notebook_half(notebook)
 
 
 def as_text(root: Path, stem: str, nb: NotebookNode) -> str:
-    """The Markdown half that belongs to a notebook, byte for byte."""
+    """Return the Markdown half that belongs to a notebook, byte for byte."""
     metadata = {"kernelspec": KERNEL, "language_info": {"pygments_lexer": "ipython3"}}
     clean = nbformat.from_dict({**nb, "metadata": metadata})
     config = load_jupytext_config(str(pair(root, stem)[1]))
@@ -135,7 +136,7 @@ def as_text(root: Path, stem: str, nb: NotebookNode) -> str:
 
 
 def write_atomically(path: Path, text: str) -> bool:
-    """Replace a file in one step, so that nobody reads half of it; False if nothing changed."""
+    """Replace a file in one step, so that no reader gets half of it; False if nothing changed."""
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +162,7 @@ def split_directives(source: str) -> tuple[dict[str, str], str]:
 
 
 def chapter_promise(nb: NotebookNode) -> str:
-    """The first block quote of a chapter: the sentence that says what it is for."""
+    """Return the first block quote of a chapter, its summary in one sentence."""
     for cell in nb.cells:
         if cell.cell_type != "markdown":
             continue
@@ -259,12 +260,12 @@ def pieces(cell: Cell) -> Iterable[Piece]:
 
 
 def first_line(stmt: ast.stmt) -> int:
-    """First line of a statement, its decorators included, from 1."""
+    """Return the first line of a statement, its decorators included, from 1."""
     return min([stmt.lineno, *(d.lineno for d in getattr(stmt, "decorator_list", []))])
 
 
 def defined_names(stmt: ast.stmt) -> list[str]:
-    """Names that a statement binds; an `@overload` or a property's setter defines nothing new."""
+    """Return the names that a statement binds; `@overload` and setters define nothing new."""
     if isinstance(stmt, DEFINITION):
         shown = [ast.unparse(d).split("(")[0].split(".")[-1] for d in stmt.decorator_list]
         again = {"overload", "setter", "getter", "deleter"}
@@ -277,7 +278,7 @@ def defined_names(stmt: ast.stmt) -> list[str]:
 
 
 def add_to_decorator(stmt: ast.stmt | None) -> ast.Call | None:
-    """The `@add_to(Class)` of a function, if it carries one."""
+    """Return the `@add_to(Class)` of a function, if it carries one."""
     for decorator in getattr(stmt, "decorator_list", []):
         if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "add_to":
             return decorator
@@ -285,7 +286,7 @@ def add_to_decorator(stmt: ast.stmt | None) -> ast.Call | None:
 
 
 def is_type_checking(stmt: ast.stmt) -> bool:
-    """True for a block `if TYPE_CHECKING:`."""
+    """Return True for a block `if TYPE_CHECKING:`."""
     return isinstance(stmt, ast.If) and ast.unparse(stmt.test) in (
         "TYPE_CHECKING",
         "typing.TYPE_CHECKING",
@@ -340,7 +341,7 @@ class ModuleSource:
                 fresh = False
 
     def add_import(self, cell: Cell, stmt: ast.Import | ast.ImportFrom, text: str) -> None:
-        """Hoist an import; `add_to` is a tool of the notebook and stays out of the module."""
+        """Move an import to the top; `add_to` is a tool of the notebook and left out."""
         if isinstance(stmt, ast.ImportFrom):
             if stmt.level or any(alias.name == "*" for alias in stmt.names):
                 raise cell.error("exported imports are absolute and name what they take")
@@ -412,7 +413,7 @@ class ModuleSource:
             missing.difference_update(found)
 
     def render(self, doc: str, source: str) -> str:
-        """The module as text, not yet formatted."""
+        """Return the module as text, not yet formatted."""
         sentence = textwrap.fill(doc, 95).replace("\\", "\\\\").replace('"""', "'''")
         parts = [f'"""{sentence}\n\nGenerated from {source}: edit there.\n"""']
         if self.imports or self.blocks or self.typing_blocks:
@@ -447,7 +448,7 @@ def drop_placeholder(text: str) -> str:
 
 @dataclass
 class Package:
-    """What the chapters say the package must be: path below `minisgl/` to text."""
+    """The package by the chapters: path below `minisgl/` to text."""
 
     files: dict[Path, str] = field(default_factory=dict)
     owner: dict[Path, str] = field(default_factory=dict)  # the chapter of each file
@@ -455,7 +456,7 @@ class Package:
 
 
 def module_path(name: str) -> Path:
-    """File of a module below the package folder."""
+    """Return the file of a module below the package folder."""
     return Path(*name.split(".")).with_suffix(".py")
 
 
@@ -487,7 +488,7 @@ def generate(root: Path) -> Package:
 
 
 def assemble(chapter: Chapter) -> dict[str, str]:
-    """The unformatted text of every module of a chapter."""
+    """Return the unformatted text of every module of a chapter."""
     modules = {name: ModuleSource(name) for name in chapter.modules}
     for name, module in modules.items():
         for cell in chapter.modules[name]:
@@ -505,7 +506,7 @@ def assemble(chapter: Chapter) -> dict[str, str]:
 
 
 def add_package_files(package: Package) -> None:
-    """Give every folder an `__init__.py`, and the package its mark that it is typed."""
+    """Add an `__init__.py` to every folder, and the package's `py.typed`."""
     package.files[Path("py.typed")] = ""
     for path in list(package.files):
         for folder in path.parents:
@@ -518,7 +519,7 @@ def add_package_files(package: Package) -> None:
 
 
 def add_tiles(root: Path, package: Package) -> None:
-    """Tiles that chapter 13f found for GPUs, from the files that say when and how."""
+    """Add the tiles that chapter 13f found for GPUs, from the files with date and command."""
     for path in sorted((root / "notebooks" / "data" / "tiles").glob("*.json")):
         stored = json.loads(path.read_text(encoding="utf-8"))
         lines = [f"{json.dumps(key)}: {json.dumps(one)}" for key, one in stored["tiles"].items()]
@@ -527,7 +528,7 @@ def add_tiles(root: Path, package: Package) -> None:
 
 
 def add_viewer(root: Path, package: Package) -> None:
-    """The parts of the viewer's page, of chapter 09d: HTML, CSS and JavaScript, as they are."""
+    """Add the parts of the viewer's page, of chapter 09d: HTML, CSS and JavaScript, as they are."""
     for path in sorted((root / "notebooks" / "viewer").glob("*.*")):
         package.files[Path("viewer") / path.name] = path.read_text(encoding="utf-8")
 
@@ -545,7 +546,7 @@ def format_files(root: Path, package: Package) -> None:
 
 
 def run_ruff(root: Path, target: Path) -> None:
-    """Sort imports and format; say what ruff said when it fails."""
+    """Sort imports and format; raise BuildError with ruff's message if that fails."""
     config = root / "pyproject.toml"
     common = ["--quiet", "--no-cache", *(["--config", str(config)] if config.exists() else [])]
     sort_imports = ["check", "--select", "I", "--fix", "--exit-zero"]
@@ -557,14 +558,14 @@ def run_ruff(root: Path, target: Path) -> None:
 
 
 def present_files(root: Path) -> set[Path]:
-    """Files under `minisgl/`, caches aside."""
+    """Return the files under `minisgl/`, caches aside."""
     base = root / PACKAGE
     found = {path.relative_to(base) for path in base.rglob("*") if path.is_file()}
     return {p for p in found if "__pycache__" not in p.parts and not p.name.startswith(".build-")}
 
 
 def model_data_problems(root: Path) -> tuple[set[Path], list[str]]:
-    """The shipped model's files and the tables of its data, and the files that do not fit."""
+    """Return the files of the shipped model and its tables, and those that do not fit."""
     folder = root / PACKAGE / MODEL_DATA
     manifest = folder / "MANIFEST.json"
     if not manifest.exists():
@@ -661,7 +662,7 @@ def merge_outputs(stem: str, fresh: NotebookNode, stored: NotebookNode | None) -
 
 
 def clean_metadata(cell: NotebookNode) -> NotebookNode:
-    """The tags of a cell; JupyterLab folds a code cell by a mark of its own, the site by a tag."""
+    """Return a cell's tags; JupyterLab folds a code cell by its own mark, the site by a tag."""
     tags = cell.metadata.get("tags", [])
     hidden = cell.cell_type == "code" and not FOLDED.isdisjoint(tags)
     marks = {"jupyter": {"source_hidden": True}} if hidden else {}
@@ -669,7 +670,7 @@ def clean_metadata(cell: NotebookNode) -> NotebookNode:
 
 
 def fresh_id(seed: str, taken: set[str]) -> str:
-    """A cell id made from the cell's text, so that the same edit gives the same file anywhere."""
+    """Make a cell id from the cell's text, so that the same edit gives the same file anywhere."""
     salt = 0
     while (name := hashlib.sha1(f"{salt}{seed}".encode()).hexdigest()[:8]) in taken:
         salt += 1
@@ -677,7 +678,7 @@ def fresh_id(seed: str, taken: set[str]) -> str:
 
 
 def notebook_text(nb: NotebookNode) -> str:
-    """A notebook as the text of its file."""
+    """Return a notebook as the text of its file."""
     return nbformat.writes(nb).rstrip("\n") + "\n"
 
 
@@ -730,7 +731,7 @@ def format_chapters(root: Path, wanted: Sequence[str]) -> int:
 
 
 def has_gpu() -> bool:
-    """True if an NVIDIA driver lists a GPU; asked without importing torch."""
+    """Return True if an NVIDIA driver lists a GPU; does not import torch."""
     tool = shutil.which("nvidia-smi")
     if tool is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
@@ -749,7 +750,7 @@ def run_environment(root: Path) -> None:
 
 
 def number_cells(nb: NotebookNode) -> None:
-    """Give the n-th code cell the execution count n; a cell that never ran keeps none."""
+    """Set the n-th code cell's execution count to n; a cell that never ran keeps none."""
     for number, cell in enumerate(code_cells(nb), start=1):
         if cell.execution_count is None:
             continue
@@ -760,7 +761,7 @@ def number_cells(nb: NotebookNode) -> None:
 
 
 def code_cells(nb: NotebookNode) -> list[NotebookNode]:
-    """Code cells that hold code; Jupyter does not execute empty ones."""
+    """Return the code cells that hold code; Jupyter does not execute empty ones."""
     return [cell for cell in nb.cells if cell.cell_type == "code" and cell.source.strip()]
 
 
@@ -820,7 +821,7 @@ INTERNAL = re.compile(r"\]\(([0-9A-Z]\w*\.(?:ipynb|md))?(?:#[\w-]+)?\)")
 
 @dataclass(frozen=True)
 class Budget:
-    """What a chapter may take of its reader's time."""
+    """Limits of a chapter's length."""
 
     words: tuple[int, int]
     exported: int  # lines
@@ -838,7 +839,7 @@ FIRST_LINES, FIRST_PLACE = 60, 1 / 3  # of the first complete version: its lengt
 
 
 def budget_of(stem: str) -> Budget | None:
-    """The budget of a chapter by its name; of the appendices only A has code enough to need one."""
+    """Return a chapter's budget by its name; of the appendices only A has code enough for one."""
     if stem.startswith("A_"):
         return MODEL
     if APPENDIX.fullmatch(stem):
@@ -850,7 +851,7 @@ def budget_of(stem: str) -> Budget | None:
 
 @dataclass(frozen=True)
 class Measure:
-    """What a chapter takes; lines are those that are not blank, directives left out."""
+    """Length of a chapter; lines are those that are not blank, directives left out."""
 
     stem: str
     words: int
@@ -871,7 +872,7 @@ class Measure:
 
     @property
     def minutes(self) -> int:
-        """What the chapter says that it takes: up to the next five minutes."""
+        """The reading time stated in the chapter: rounded up to five minutes."""
         return 5 * math.ceil(self.exact_minutes / 5)
 
     @property
@@ -889,7 +890,7 @@ class Measure:
 
 
 def count_words(text: str) -> int:
-    """Words of a Markdown cell, without fenced code, link targets and marks."""
+    """Count the words of a Markdown cell, without fenced code, link targets and marks."""
     text = READING.sub("", FENCE.sub("", text))
     plain = re.sub(r"\]\([^)]*\)", "]", EXTERNAL.sub("", text))
     return len(re.findall(r"[^\W_][\w'’.-]*", plain))
@@ -936,7 +937,7 @@ def write_reading_time(stem: str, nb: NotebookNode) -> None:
 
 
 def reading_time_problems(stem: str, nb: NotebookNode) -> list[str]:
-    """A chapter that takes longer, or less long, than it says."""
+    """Return a problem if the reading time at a chapter's head is wrong."""
     said = nbformat.from_dict(nb)
     write_reading_time(stem, said)
     if [cell.source for cell in said.cells] == [cell.source for cell in nb.cells]:
@@ -950,7 +951,7 @@ def reading_time_problems(stem: str, nb: NotebookNode) -> list[str]:
 
 
 def over_budget(m: Measure) -> list[str]:
-    """What a chapter breaks of its budget, a sentence each."""
+    """Return the limits that a chapter exceeds, a sentence each."""
     budget = budget_of(m.stem)
     if budget is None:
         return []
@@ -974,14 +975,14 @@ def over_budget(m: Measure) -> list[str]:
 
 
 def whole_line(measures: Sequence[Measure]) -> tuple[int, int, float]:
-    """Words, exported lines and hours of the main line together."""
+    """Return words, exported lines and hours of the main line together."""
     line = [m for m in measures if MAIN_LINE.fullmatch(m.stem)]
     hours = sum(m.exact_minutes for m in line) / 60
     return sum(m.words for m in line), sum(m.exported for m in line), hours
 
 
 def budget_problems(measures: Sequence[Measure]) -> list[str]:
-    """Every broken budget, of the chapters and of the main line as a whole."""
+    """Return every broken budget, of the chapters and of the main line as a whole."""
     problems = [f"budget: {text}" for m in measures for text in over_budget(m)]
     words, exported, _ = whole_line(measures)
     if words > WHOLE_WORDS:
@@ -992,12 +993,12 @@ def budget_problems(measures: Sequence[Measure]) -> list[str]:
 
 
 def measure_chapters(root: Path, wanted: Sequence[str]) -> list[Measure]:
-    """What each chapter takes, in the order of the book."""
+    """Measure each chapter, in the order of the book."""
     return [measure(stem, read_chapter(root, stem)) for stem in select(root, wanted)]
 
 
 def print_budget(root: Path, wanted: Sequence[str]) -> int:
-    """A row for each chapter, then what is over budget; 1 if anything is."""
+    """Print a row for each chapter, then what is over budget; return 1 if anything is."""
     measures = measure_chapters(root, wanted)
     print(
         "chapter                    words exported shown words/line longest first  at "
@@ -1021,7 +1022,7 @@ def print_budget(root: Path, wanted: Sequence[str]) -> int:
 
 
 def show_diff(before: str, after: str, old: str, new: str) -> str:
-    """A unified diff, at most 60 lines of it."""
+    """Return a unified diff, at most 60 lines of it."""
     pieces = before.splitlines(), after.splitlines()
     lines = list(difflib.unified_diff(*pieces, old, new, lineterm=""))
     more = [f"... and {len(lines) - 60} more lines"] if len(lines) > 60 else []
@@ -1029,7 +1030,7 @@ def show_diff(before: str, after: str, old: str, new: str) -> str:
 
 
 def package_problems(root: Path, stems: list[str], everything: bool) -> list[str]:
-    """Differences between the package on disk and what the chapters export."""
+    """Compare the package on disk with what the chapters export."""
     package = generate(root)
     problems = [message for stem, message in package.errors.items() if stem in stems]
     for path, text in sorted(package.files.items()):
@@ -1049,7 +1050,7 @@ def package_problems(root: Path, stems: list[str], everything: bool) -> list[str
 
 
 def pair_problems(root: Path, stem: str) -> list[str]:
-    """Differences between the two halves of a chapter."""
+    """Compare the two halves of a chapter."""
     text, notebook = pair(root, stem)
     for path in (text, notebook):
         if not path.exists():
@@ -1063,7 +1064,7 @@ def pair_problems(root: Path, stem: str) -> list[str]:
 
 
 def metadata_problems(path: Path) -> list[str]:
-    """Metadata that a run or an editor left behind; read raw, because nbformat mends some of it."""
+    """Find metadata that a run or an editor left behind, in the raw file: nbformat mends some."""
     nb = nbformat.from_dict(json.loads(path.read_text(encoding="utf-8")))
     problems = []
     if dict(nb.metadata) != {"kernelspec": KERNEL}:
@@ -1080,12 +1081,12 @@ def metadata_problems(path: Path) -> list[str]:
 
 
 def alternative_text(output: NotebookNode) -> str:
-    """The sentence of a picture for those who cannot see it; `minisgl.notebook.show` stores it."""
+    """Return a picture's alternative text, which `minisgl.notebook.show` stores."""
     return str(output.metadata.get("image/png", {}).get("alt", ""))
 
 
 def execution_problems(root: Path, nb: NotebookNode) -> list[str]:
-    """Cells never executed or out of order, and outputs that no reader should see."""
+    """Find cells never executed or out of order, and outputs that no reader should see."""
     problems = []
     never = []
     for number, cell in enumerate(code_cells(nb), start=1):
@@ -1114,9 +1115,11 @@ def execution_problems(root: Path, nb: NotebookNode) -> list[str]:
 
 
 def find_problems(root: Path, wanted: Sequence[str]) -> list[str]:
-    """Everything that is wrong with the book, one text for each fault."""
+    """Find everything that is wrong with the book, one text for each fault."""
     stems = select(root, wanted)
     problems = package_problems(root, stems, everything=not wanted)
+    hits = prose.find_hits(root, [pair(root, stem)[0] for stem in stems] if wanted else None)
+    problems += ["\n".join(map(str, hits))] if hits else []
     for stem in stems:
         try:
             problems += pair_problems(root, stem)
@@ -1222,7 +1225,7 @@ def serve_lab(root: Path, name: str, rest: Sequence[str]) -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -64,7 +64,7 @@ TESTS: dict[str, list[str]] = {
 
 
 class LabError(Exception):
-    """A lab cannot be made or graded; the message says why and what to do."""
+    """A lab cannot be made or graded; the message has the reason and the remedy."""
 
 
 # --------------------------------------------------------------------------- from chapter to lab
@@ -80,12 +80,12 @@ def qualified(stmt: ast.stmt) -> str:
 
 
 def body_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.stmt]:
-    """Statements of a function below its docstring."""
+    """Return the statements of a function below its docstring."""
     return function.body[ast.get_docstring(function, clean=False) is not None :]
 
 
 def is_written(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """True for a function that does something: members of a protocol do not."""
+    """Return True for a function with a body; members of a protocol have none."""
     body = body_of(function)
     return bool(body) and not all(
         isinstance(one, ast.Pass) or ast.unparse(one) == "..." for one in body
@@ -104,7 +104,7 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.Asy
 
 
 def called_at_import(sources: Iterable[str]) -> set[str]:
-    """Names that a module's own statements call while it is imported: those cannot be stubs."""
+    """Return names that a module's own statements call at import: these cannot be stubs."""
     names: set[str] = set()
     for source in sources:
         for stmt in ast.parse(source).body:
@@ -142,7 +142,7 @@ def stubbed(source: str, number: int, kept: set[str]) -> tuple[str, list[str], l
 
 
 def folded(title: str, text: str) -> str:
-    """Markdown that a click opens."""
+    """Return Markdown that a click opens."""
     return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
 
 
@@ -154,7 +154,7 @@ def directives_of(source: str) -> tuple[str, str]:
 
 
 def is_exported(cell: NotebookNode) -> bool:
-    """True for a code cell that goes to the package."""
+    """Return True for a code cell that goes to the package."""
     marks = directives_of(cell.source)[0]
     return cell.cell_type == "code" and re.search(r"^#\| export\b", marks, re.M) is not None
 

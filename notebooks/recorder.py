@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def storages(values: Any) -> set[int]:
-    """Identities of the memory behind all tensors in nested arguments."""
+    """Return the identities of the memory behind all tensors in nested arguments."""
     leaves = tree_leaves(values)
     return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
 
@@ -38,7 +38,7 @@ class RecordedCall:
 
 
 def reads_on_host(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if the host would have to wait for a value: `.item()`, `nonzero`, a boolean index."""
+    """Return True if the host would have to wait for a value: `.item()`, a boolean index."""
     if torch.Tag.data_dependent_output in function.tags:
         return True
     if torch.Tag.dynamic_output_shape not in function.tags or "output_size" in kwargs:
@@ -58,11 +58,11 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Called by PyTorch for each operation, below autograd."""
+        """Record each operation; PyTorch calls this below autograd."""
         kwargs = kwargs or {}
         if reads_on_host(func, args, kwargs):
             raise RuntimeError(
-                f"capture: {func} needs a value on the host; a graph knows addresses, not values"
+                f"capture: {func} needs a value on the host; a graph stores addresses, not values"
             )
         result = func(*args, **kwargs)
         leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

@@ -129,7 +129,7 @@ class Block:
         self.local = threading.local()
 
     def pause(self, ready: Callable[[], bool] = lambda: True) -> None:
-        """Give the turn away, until `ready` holds and chance comes back here."""
+        """Yield the turn, until `ready` holds and the schedule returns here."""
         part = self.local.part
         part.ready = ready
         self.back.release()
@@ -138,7 +138,7 @@ class Block:
             raise self.error
 
     def start(self, part: Partition) -> None:
-        """The life of a partition's thread."""
+        """Run a partition's thread."""
         self.local.part = part
         part.go.acquire()
         try:
@@ -214,7 +214,7 @@ class Block:
 
 
 def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Tensor:
-    """Numbers at a pointer."""
+    """Load the numbers at a pointer."""
     at = torch.as_tensor(pointer.at)
     if mask is None:
         assert bool(((at >= 0) & (at < pointer.data.numel())).all()), "a load outside of its tensor"
@@ -230,7 +230,7 @@ def store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
 
 
 def allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
-    """Shared memory, full of NaN; barriers where the element is a number of 64 bits."""
+    """Allocate shared memory, full of NaN; barriers where an element has 64 bits."""
     if dtype is torch.int64:
         return Shared(np.array([Barrier() for _ in range(shape[0])], dtype=object))
     return Shared(torch.full(tuple(shape), torch.nan, dtype=dtype), dtype)
@@ -242,26 +242,26 @@ def set_up(barrier: Barrier, count: int) -> None:
 
 
 def pick(condition: Any, yes: Any, no: Any) -> Any:
-    """`where` for numbers and tensors."""
+    """Select as `where` does, for numbers and tensors."""
     return torch.where(torch.as_tensor(condition), torch.as_tensor(yes), torch.as_tensor(no))
 
 
 def least(a: Any, b: Any) -> Tensor:
-    """The smaller of two numbers or tensors."""
+    """Return the smaller of two numbers or tensors."""
     return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
 
 
 def most(a: Any, b: Any) -> Tensor:
-    """The larger of two numbers or tensors."""
+    """Return the larger of two numbers or tensors."""
     return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
 
 
 def no_layout(*_: Any) -> None:
-    """Nothing: a tensor of torch has no layout."""
+    """Return None: a tensor of torch has no layout."""
 
 
 def language(block: Block) -> dict[str, Any]:
-    """The names that a Gluon kernel uses, for one block."""
+    """Return the names that a Gluon kernel uses, for one block."""
     gl = SimpleNamespace(
         int32=torch.int32, int64=torch.int64, float32=torch.float32, constexpr=lambda value: value,
         program_id=lambda _: block.program, num_programs=lambda _: block.grid,
@@ -316,7 +316,7 @@ class Emulated:
 
 
 def as_argument(arg: Any) -> Any:
-    """A tensor as a pointer, a tensor descriptor of the host as that of a kernel."""
+    """Convert a tensor to a pointer, and a host's tensor descriptor to a kernel's."""
     if isinstance(arg, Tensor):
         whole = torch.as_strided(arg, (arg.untyped_storage().nbytes() // arg.itemsize,), (1,), 0)
         return Pointer(whole, arg.storage_offset())

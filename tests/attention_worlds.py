@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True)
 class Shape:
-    """What a batch looks like: (cached tokens, new tokens) of each request, pages and heads."""
+    """Shape of a batch: (cached tokens, new tokens) of each request, pages and heads."""
 
     lens: tuple[tuple[int, int], ...]
     page_size: int = 4

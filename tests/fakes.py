@@ -68,7 +68,7 @@ def expected(prompt: Sequence[int], max_tokens: int, ignore_eos: bool = False) -
 
 @dataclass
 class Step:
-    """What one step was asked to do, for a test to look at."""
+    """Input of one step, for a test to look at."""
 
     phase: str
     uids: list[int]
@@ -126,7 +126,7 @@ class FakeEngine:
         return {}
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Hold nothing."""
 
 
 fits: Executor = FakeEngine()  # for type checkers: it has all that a scheduler uses

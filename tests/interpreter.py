@@ -83,7 +83,7 @@ def quicken() -> None:
 
 
 class Bounds:
-    """Where the arguments of the launch lie that runs now, as a sorted list of address ranges."""
+    """Address ranges of the arguments of the launch that runs now, as a sorted list."""
 
     def __init__(self) -> None:
         self.set([])

@@ -16,6 +16,7 @@ from typing import Any
 
 import build
 import nbformat
+import prose
 import pytest
 
 from minisgl.notebook import add_to
@@ -688,3 +689,58 @@ def test_mutations_drills_and_parts_take_turns(kind: str, turns: int) -> None:
 def test_each_day_has_a_part() -> None:
     with pytest.raises(AssertionError, match="3 values in turns of 4 days"):
         in_turns(4, "abc")
+
+
+# ---------------------------------------------------------------- English
+
+
+PAGE = '''# A chapter
+
+The queue says
+nobody waits, and `x` is told. "Ours", says [vLLM](https://vllm.ai) here.
+
+```{code-cell} ipython3
+:tags: [hide-input]
+
+#| export
+class Part:
+    """What it is."""
+
+    @property
+    def size(self) -> int:
+        """The size."""
+        return 1
+
+    def grow(self) -> None:
+        """The growth of the part."""
+        raise ValueError("size: the host knows no more of it")
+```
+
+```{code-cell} ipython3
+def draft() -> None:
+    """The draft."""
+```
+'''
+
+
+def test_prose_reports_the_place_of_each_private_word(tmp_path: Path) -> None:
+    (tmp_path / "notebooks").mkdir()
+    page, program = (tmp_path / "notebooks" / name for name in ("01_a.md", "tool.py"))
+    page.write_text(PAGE)
+    program.write_text('"""Tools."""\n\n\ndef run() -> None:\n    """Runs it."""\n')
+    hits = prose.find_hits(tmp_path)
+    assert [(Path(hit.path).name, hit.line, hit.words) for hit in hits] == [
+        ("01_a.md", 3, "says"),
+        ("01_a.md", 4, "nobody"),
+        ("01_a.md", 4, "told"),
+        ("01_a.md", 11, "What"),
+        ("01_a.md", 19, "The"),
+        ("01_a.md", 20, "knows"),
+        ("tool.py", 5, "Runs"),
+    ]
+    assert str(hits[0]) == "notebooks/01_a.md:3: 'says': write shows, states, returns, is"
+    assert [hit.line for hit in prose.find_hits(tmp_path, [program])] == [5]
+    assert prose.main(str(tmp_path)) == 1
+    page.unlink()
+    program.write_text(program.read_text().replace("Runs", "Run"))
+    assert prose.main(str(tmp_path)) == 0

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -188,11 +189,12 @@ def test_large_bodies_are_parsed_beside_the_event_loop(monkeypatch: pytest.Monke
         bodies, "parse",
         lambda *args: (threads.append(threading.current_thread().name), parse(*args))[1],
     )  # fmt: skip
-    reader = BodyReader(CompletionRequest, SideThread())
+    reader = BodyReader(CompletionRequest)
 
     async def built(body: dict[str, Any]) -> str:
         request = request_of(json.dumps(body).encode())
-        await reader.read(request, "")
+        request.scope[bodies.SIDE] = partial(SideThread().run, "")
+        await reader.read(request)
         return await bodies.build(request, lambda: threading.current_thread().name)
 
     for body, aside in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncGenerator, Iterator
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ from minisgl.config.paths import resolve_model_path
 from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.http.answers import AnswerParser
 from minisgl.server.http.api import RequestHandler, create_app
+from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import CHANGES, HARMLESS
 from minisgl.server.http.formats import Completion
 from minisgl.server.http.schemas import ChatRequest
@@ -28,9 +30,9 @@ from minisgl.server.http.settings import ApiSettings
 from minisgl.server.http.tool_parser import CallArguments, CallStart, Content, Piece, Reasoning
 from minisgl.server.options import Operations
 from minisgl.server.responses.events import ResponseBuilder
-from minisgl.server.responses.routes import add_responses_routes
+from minisgl.server.responses.routes import add_responses_routes, conversation
 from minisgl.server.responses.schemas import RENAMED, ResponsesRequest, as_messages, read_items
-from minisgl.server.responses.store import ResponseStore, Turn
+from minisgl.server.responses.store import ResponseStore, Turn, decode
 from minisgl.server.workers.channels import LocalQueue
 from minisgl.server.workers.messages import TokenLogprob, UserReply
 from tests.serving import Live
@@ -506,19 +508,19 @@ def test_what_is_kept_can_be_continued(data: st.DataObject) -> None:
         if what == "put":
             name, previous = f"resp_{step}", data.draw(st.sampled_from([None, *made]))
             try:
-                store.conversation(previous)  # as a request does that continues it
+                store.conversation("a", previous)  # as a request does that continues it
             except KeyError:
                 continue
             made[name] = previous
-            store.put(turn(name, previous, "x" * data.draw(st.integers(0, 200))))
+            store.put("a", turn(name, previous, "x" * data.draw(st.integers(0, 200))))
         elif what == "wait":
             now += data.draw(st.floats(0, 6))
         elif made:
             name = data.draw(st.sampled_from(list(made)))
             try:
-                store.get(name)
+                store.get("a", name)
                 if what == "delete":
-                    store.delete(name)
+                    store.delete("a", name)
                     deleted.add(name)
             except KeyError:
                 assert name not in store._entries
@@ -535,40 +537,104 @@ def test_what_is_kept_can_be_continued(data: st.DataObject) -> None:
 def test_a_conversation_comes_in_order_or_not_at_all() -> None:
     store = ResponseStore()
     for name, previous in [("resp_1", None), ("resp_2", "resp_1"), ("resp_3", "resp_2")]:
-        store.put(turn(name, previous))
-    names = [t.response["id"] for t in store.conversation("resp_3")]
-    assert names == ["resp_1", "resp_2", "resp_3"] and store.conversation(None) == []
-    store.delete("resp_2")
+        store.put("a", turn(name, previous))
+    names = [t.response["id"] for t in store.conversation("a", "resp_3")]
+    assert names == ["resp_1", "resp_2", "resp_3"] and store.conversation("a", None) == []
+    store.delete("a", "resp_2")
     with pytest.raises(KeyError, match="resp_2"):
-        store.conversation("resp_3")
-    assert store.get("resp_3").response["id"] == "resp_3"
+        store.conversation("a", "resp_3")
+    assert store.get("a", "resp_3").response["id"] == "resp_3"
 
 
 def test_time_runs_from_the_last_use() -> None:
     now = 0.0
     store = ResponseStore(seconds=10, clock=lambda: now)
-    store.put(turn("resp_1", None))
-    store.put(turn("resp_2", "resp_1"))
-    store.put(turn("resp_other", None))
+    store.put("a", turn("resp_1", None))
+    store.put("a", turn("resp_2", "resp_1"))
+    store.put("a", turn("resp_other", None))
     now = 9.0
-    store.get("resp_2")  # and with it what it continues
+    store.get("a", "resp_2")  # and with it what it continues
     now = 18.0
-    assert len(store.conversation("resp_2")) == 2
+    assert len(store.conversation("a", "resp_2")) == 2
     with pytest.raises(KeyError):
-        store.get("resp_other")
+        store.get("a", "resp_other")
     now = 28.0
     with pytest.raises(KeyError):
-        store.get("resp_2")
+        store.get("a", "resp_2")
     assert store.size == 0
+
+
+def test_clients_have_stores_of_their_own() -> None:
+    """What one stores evicts its own turns, and nobody else finds them."""
+    store = ResponseStore(max_bytes=10_000)
+    store.put("victim", turn("resp_v", None, "x" * 500))
+    for number in range(100):
+        store.put("greedy", turn(f"resp_{number}", None, "x" * 900))
+    assert store.get("victim", "resp_v").response["id"] == "resp_v"
+    assert store.get("greedy", "resp_99") and store.size <= 10_000
+    store.put("third", turn("resp_t", None, "x" * 100))  # something is left
+    assert store.get("third", "resp_t")
+    for other in ("greedy", ""):
+        for attempt in (store.get, store.conversation, store.delete):
+            with pytest.raises(KeyError, match="resp_v"):
+                attempt(other, "resp_v")
+    store.put("greedy", turn("resp_stolen", "resp_v"))
+    with pytest.raises(KeyError, match="resp_v"):
+        store.conversation("greedy", "resp_stolen")
+    assert store.get("victim", "resp_v")
+
+
+def test_one_request_reads_a_bounded_part_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long conversation, many turns, and one item many times."""
+    store, most = ResponseStore(), 5000
+    monkeypatch.setattr("minisgl.server.responses.store.MOST_READ", most)
+    monkeypatch.setattr("minisgl.server.responses.routes.MOST_READ", most)
+    for number in range(8):
+        text = [{"type": "input_text", "text": "x" * 1000}]
+        item = {"type": "message", "role": "user", "content": text, "id": f"msg_{number}_0"}
+        previous = f"resp_{number - 1}" if number else None
+        head = {"id": f"resp_{number}", "previous_response_id": previous, "output": []}
+        store.put("a", Turn([item], head))
+    assert len(store.conversation("a", "resp_2")) == 3
+    for body in (
+        {"previous_response_id": "resp_7", "input": "x"},
+        {"input": [{"type": "item_reference", "id": f"msg_{n}_0"} for n in range(8)]},
+        {"input": [{"type": "item_reference", "id": "msg_0_0"}] * 8},
+    ):
+        with pytest.raises(ApiError, match=r"(input|previous_response_id): \d+ bytes") as caught:
+            conversation(store, "a", ResponsesRequest.model_validate(body))
+        assert caught.value.status_code == 400
+
+
+def test_stored_turns_are_read_beside_the_event_loop(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def noted(data: bytes) -> Turn:
+        threads.append(threading.current_thread().name)
+        return decode(data)
+
+    for module in ("store", "routes"):
+        monkeypatch.setattr(f"minisgl.server.responses.{module}.decode", noted)
+    with httpx.Client(base_url=f"{live.url}/v1", timeout=100) as http:
+        first = http.post("/responses", json={"input": "x", "max_output_tokens": 1}).json()["id"]
+        reference = [{"type": "item_reference", "id": first.replace("resp", "msg") + "_0"}]
+        for more in ({"input": "y", "previous_response_id": first}, {"input": reference}):
+            answer = http.post("/responses", json={"max_output_tokens": 1, **more})
+            assert answer.status_code == 200, answer.text
+        for path in ("", "/input_items"):
+            assert http.get(f"/responses/{first}{path}").status_code == 200
+    assert len(threads) == 4 and all(name.startswith("bodies") for name in threads), threads
 
 
 def test_what_does_not_fit_drives_nothing_before_it_out() -> None:
     store = ResponseStore(max_bytes=500)
-    store.put(turn("resp_1", None, "x" * 100))
-    store.put(turn("resp_2", "resp_1", "x" * 1000))
-    assert len(store.conversation("resp_1")) == 1
+    store.put("a", turn("resp_1", None, "x" * 100))
+    store.put("a", turn("resp_2", "resp_1", "x" * 1000))
+    assert len(store.conversation("a", "resp_1")) == 1
     with pytest.raises(KeyError):
-        store.get("resp_2")
+        store.get("a", "resp_2")
 
 
 # The tree that grows

@@ -36,7 +36,7 @@ class AttentionPlan(Protocol):
 
 @dataclass(frozen=True)
 class DecodeBuffers:
-    """What a decode step must know of its requests: device tensors, int64 [bs]."""
+    """Inputs of a decode step, one per request: device tensors, int64 [bs]."""
 
     rows: Tensor  # row of the page table
     positions: Tensor  # of the token that is computed now: the request's length is one more

@@ -30,7 +30,7 @@ def ragged_arange(starts: IntArray, lengths: IntArray) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
-    """Who attends to what in one forward pass: host arrays, int32, one entry per request.
+    """Layout of one forward pass for attention: host arrays, int32, one entry per request.
 
     `kv_indices` and `slots_of` read the page table when they are asked: plan before a row changes.
     """

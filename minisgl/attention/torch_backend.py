@@ -85,7 +85,7 @@ POSITIONS = 2048  # of one call: the copies of their keys and values stay in a c
 
 
 class DecodePlan(AttentionPlan):
-    """Decode over the rows of the device's page table; all it must know lies in the buffers."""
+    """Decode over the rows of the device's page table; all inputs are in the buffers."""
 
     def __init__(
         self, pool: KVPool, page_table: Tensor, buffers: DecodeBuffers, scale: float

@@ -103,7 +103,7 @@ def measure_rows(rows: Iterable[Row], device: torch.device) -> list[dict[str, An
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a device does at best: bytes per second from memory, operations per second."""
+    """Peak rates of a device: bytes per second from memory, operations per second."""
 
     bytes_per_s: float
     flops_per_s: float

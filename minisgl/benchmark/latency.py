@@ -29,7 +29,7 @@ SKIP = 4  # decode steps before the batch counts as steady
 
 
 class Timeline(NamedTuple):
-    """When tokens reached the host: seconds since the start, and how many they were."""
+    """Arrival of tokens on the host: seconds since the start, and their numbers."""
 
     seconds: list[float]
     tokens: list[int]
@@ -188,7 +188,7 @@ def trace_row(path: Path, batch: int, steps: int, sampling: str) -> dict[str, An
 def profile_decode(
     llm: LLM, batch: int, path: Path, *, prompt_len: int, steps: int, sampling: str = "greedy"
 ) -> dict[str, Any]:
-    """Write a Chrome trace of `steps` steady decode steps to `path`; what it says of the device."""
+    """Write a Chrome trace of `steps` steady decode steps to `path`; return its summary."""
     engine, step, full = llm.scheduler.engine, step_of(llm), 0
     assert isinstance(engine, Engine)
     device = engine.device

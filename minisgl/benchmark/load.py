@@ -111,7 +111,7 @@ WORDS = COMMON.split()
 
 @dataclass(frozen=True)
 class Target:
-    """How to ask a server: its model, chats of words or completions of ids, full-length answers."""
+    """Form of requests to a server: model, chats of words or completions of ids, full length."""
 
     model: str
     chat: bool = False

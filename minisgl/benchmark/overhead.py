@@ -39,7 +39,7 @@ def check_answer(tail: bytes, tokens: int) -> None:
     counts = re.findall(rb'"completion_tokens": ?(\d+)', tail)
     if b"[DONE]" not in tail or not counts:
         said = (tail or b"nothing").decode(errors="replace")[-300:]
-        raise ValueError(f"server: a stream did not end well, it says {said!r}")
+        raise ValueError(f"server: a stream did not end well, it ends {said!r}")
     if int(counts[-1]) != tokens:
         raise ValueError(f"server: {tokens} tokens were asked for, got {int(counts[-1])}")
 

@@ -18,7 +18,7 @@ from minisgl.kvcache.pool import kv_bytes_per_token
 
 
 class Work(NamedTuple):
-    """What a piece of computation cannot avoid: bytes read from memory, and operations."""
+    """Unavoidable work of a computation: bytes read from memory, and operations."""
 
     nbytes: int
     flops: int

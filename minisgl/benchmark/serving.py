@@ -73,7 +73,7 @@ def served(folder: Path | None, flags: Sequence[str], patience: float = 600.0) -
             if line is None:
                 process.wait(patience)
                 errors.seek(0)
-                said = errors.read().strip().splitlines() or ["it says nothing"]
+                said = errors.read().strip().splitlines() or ["no message"]
                 raise ValueError(f"server: did not start ({said[-1][:500]})")
             yield Child(line.split()[-1], psutil.Process(process.pid))
         finally:

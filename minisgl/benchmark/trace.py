@@ -108,7 +108,7 @@ def reusable_tokens(lines: Sequence[TraceLine]) -> list[int]:
 
 @plain_dataclass(frozen=True)
 class TraceShape:
-    """What synthetic chats look like; lengths in tokens, times in seconds, both ends included."""
+    """Shape of synthetic chats; lengths in tokens, times in seconds, both ends included."""
 
     sessions: int = 16
     rate: float = 1.0  # sessions a second
@@ -124,7 +124,7 @@ Text = tuple[list[int], int]  # block ids and length in tokens
 
 
 class ChatGenerator:
-    """Invents sessions; what was said in a chat is its block ids and its length."""
+    """A source of sessions; a chat so far is its block ids and its length."""
 
     def __init__(self, shape: TraceShape, seed: int) -> None:
         self.shape, self.rng = shape, np.random.default_rng(seed)

@@ -46,7 +46,7 @@ def make_parser() -> Parser:
     names = ", ".join(name.split("/")[1] for name in KNOWN_CONFIGS)
     parser.add_argument("models", nargs="+", metavar="MODEL", help=f"a folder, or one of {names}")
     parser.add_argument("--tp", type=at_least(1), default=1, metavar="N",
-                        help="search for one of so many ranks (default 1)")  # fmt: skip
+                        help="search for one of N ranks (default 1)")  # fmt: skip
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none",
                         help="of the weights (default none)")  # fmt: skip
     parser.add_argument("--batch-sizes", type=at_least(1), nargs="+", default=SIZES, metavar="N",

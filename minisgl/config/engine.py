@@ -57,12 +57,12 @@ BatchSizes = Annotated[tuple[Positive, ...], BeforeValidator(as_tuple)]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(Validated):
-    """What an engine may use; "auto" and None stand for a choice that is made later.
+    """Settings of an engine; "auto" and None stand for a choice that is made later.
 
     `memory_ratio` is the part of free memory for weights and KV cache, `distributed_timeout` is in
     seconds; `max_running_req` and `*_bs` count requests, `num_pages` pages; `page_size`
     and `max_seq_len_override` (None: the model's window) are in tokens. With
-    `memory_trial_tokens` above 0 a trial prefill of so many tokens says what a step needs besides.
+    `memory_trial_tokens` above 0 a trial prefill of that size measures the rest of a step's memory.
     `kernels` "torch" keeps to plain PyTorch, "triton" takes fused kernels where they fit.
     `deterministic`: same bits in every batch, see chapter 05f. "fp8": eight bits, see chapter 05g.
     `seed` serves requests without one; by default it comes from the operating system.

@@ -31,7 +31,7 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 
 @dataclass(frozen=True)
 class RopeScaling(Validated):
-    """How the rotary angles are stretched beyond the length of pretraining, `factor` times.
+    """Stretching of the rotary angles beyond the length of pretraining, `factor` times.
 
     `llama3` also reads the two `*_freq_factor` and `original_max_position` (tokens); `yarn` reads
     `original_max_position` and what follows it; None means the value of the YaRN paper
@@ -96,7 +96,7 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a decoder-only transformer is; every size is that of the whole model, not of a rank.
+    """The shape of a decoder-only transformer; sizes are of the whole model, not of a rank.
 
     `sliding_window` is None, or the number of tokens up to which full attention is exact; `moe` is
     None for a dense model.
@@ -248,7 +248,7 @@ class ConfigFile(BaseModel):
 
 @dataclass(frozen=True)
 class Family:
-    """What an architecture implies without saying it in its config.json."""
+    """Properties that an architecture implies and its config.json leaves out."""
 
     architecture: str
     model_type: str

@@ -46,13 +46,13 @@ from minisgl.parallel.comm import Comm, SingleRank
 
 
 def dummy_request(row: int, length: int = 1) -> Req:
-    """Padding: `length` tokens in a row that names only the dummy page."""
+    """Make a padding request: `length` tokens in a row that points only to the dummy page."""
     ids, greedy = np.zeros(length, np.int32), SamplingParams()
     return Req(uid=-1, input_ids=ids, sampling_params=greedy, max_new_tokens=1, table_idx=row)
 
 
 def choose_forward(config: EngineConfig, model: nn.Module) -> Forward:
-    """The model, or the same weights behind fused kernels where those fit."""
+    """Return the model, or fused kernels over the same weights if they support it."""
     if config.kernels == "triton" and torch.device(config.device).type == "cuda":
         from minisgl.models.fused import FusedModel, can_fuse  # Triton is not everywhere
 
@@ -64,7 +64,7 @@ def choose_forward(config: EngineConfig, model: nn.Module) -> Forward:
 def allocate_memory(
     config: EngineConfig, model_config: ModelConfig, num_pages: int
 ) -> tuple[KVPool, TableManager]:
-    """The pool with its dummy page, and tables whose dummy row names that page."""
+    """Allocate the pool with its dummy page, and tables whose dummy row points to that page."""
     pool, window = make_pool(config, model_config, num_pages), max_seq_len(config, model_config)
     tables = TableManager(
         config.max_running_req, window, pool.page_size, pool.dummy_page, torch.device(config.device)
@@ -97,7 +97,7 @@ class Engine:
         make_scorer: Callable[[Forward, nn.Module, int], Scorer] | None = None,
         progress: bool = False,
     ) -> None:  # fmt: skip
-        """`config` is resolved; `stream` None on a CPU; without `new_graph` nothing is captured."""
+        """Assemble the engine of a resolved config; without `new_graph` it captures no graph."""
         self.config, self.model_config, self.model = config, model_config, model
         self.stream, self.pool, self.tables, self.deferral = stream, pool, tables, deferral
         self.num_pages, self.page_size = pool.num_pages, pool.page_size
@@ -132,7 +132,7 @@ class Engine:
         return fi
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """All that the engine does on a GPU is in one stream, in the order of the calls."""
+        """Return a context in which all GPU work goes to the engine's stream, in call order."""
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
     @torch.inference_mode()
@@ -197,7 +197,7 @@ class Engine:
             self.deferral.sample()
 
     def counts(self) -> dict[str, int]:
-        """Counters for `/metrics`, by name."""
+        """Return the counters for `/metrics`, by name."""
         return {"graph_replays": self.runners.decode_replays}
 
     def reset(self) -> None:
@@ -216,7 +216,7 @@ class Engine:
 
 
 def start_device(config: EngineConfig, comm: Comm, fake_graphs: bool = False) -> torch.device:
-    """The device of a resolved config, made current; ValueError if ranks or GPU are missing."""
+    """Make a resolved config's device current; raise ValueError if ranks or GPU are missing."""
     device = torch.device(config.device)
     if device.type == "cpu" and config.cuda_graph_bs and not fake_graphs:
         given = f"got {config.cuda_graph_bs} on {config.device!r}"
@@ -236,7 +236,7 @@ def start_device(config: EngineConfig, comm: Comm, fake_graphs: bool = False) ->
 def load_model(
     config: EngineConfig, model_config: ModelConfig, path: Path, comm: Comm, progress: bool
 ) -> nn.Module:
-    """The model with its weights on the device: shapes first, values afterwards."""
+    """Build the model and load its weights to the device: shapes first, values afterwards."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     model = build_model(model_config, comm, dtype=dtype, deterministic=config.deterministic,
                         expert_parallel=config.expert_parallel)  # fmt: skip
@@ -249,7 +249,7 @@ def load_model(
 
 
 def measure_peak(engine: Engine, num_tokens: int) -> tuple[int, int]:
-    """Bytes that torch holds on the GPU before a trial prefill, and at its peak; 0, 0 on a CPU."""
+    """Return torch's bytes on the GPU before a trial prefill, and at its peak; 0, 0 on a CPU."""
     longest, row = engine.max_seq_len - 1, engine.tables.dummy_row
     pieces = [longest] * (num_tokens // longest) + [num_tokens % longest]
     batch = Batch([dummy_request(row, length) for length in pieces if length], Phase.PREFILL)
@@ -260,7 +260,7 @@ def count_pages(
     config: EngineConfig, model_config: ModelConfig, model: nn.Module, comm: Comm,
     free_before: int, stream: torch.cuda.Stream | None,
 ) -> int:  # fmt: skip
-    """The KV pages that the config asks for, or else as many as all ranks can have."""
+    """Return the KV pages that the config asks for, or else as many as all ranks can have."""
     if config.num_pages is not None:
         return config.num_pages
     return decide_pages(

@@ -44,7 +44,7 @@ NUM_FIELDS = 7
 
 
 def view_buffers(memory: Any, size: int) -> StepBuffers:
-    """The buffers of a step of `size` requests at the start of a flat memory, int64.
+    """View the start of a flat memory, int64, as the buffers of a step of `size` requests.
 
     They are tensors, or arrays if `memory` is one.
     """
@@ -63,7 +63,7 @@ def pack(
     count: int,
     sampling: SamplingArgs | None,
 ) -> NDArray[np.int64]:
-    """A padded decode step as one array [7, size], as `view_buffers` reads it on the device.
+    """Pack a padded decode step into one array [7, size], which `view_buffers` splits on the GPU.
 
     The token pool is `width` wide. The first `count` requests are real; padding writes over its
     own input, greedily. `sampling` is of the real ones; None: all greedy.
@@ -79,7 +79,7 @@ def pack(
 
 
 def bucket_sizes(max_bs: int) -> tuple[int, ...]:
-    """Batch sizes to record: 1, 2, 4, every multiple of 8, and `max_bs` itself; () for 0."""
+    """Return the batch sizes to capture: 1, 2, 4, multiples of 8, and `max_bs`; () for 0."""
     sizes = {1, 2, 4, max_bs, *range(8, max_bs, 8)}
     return tuple(sorted(size for size in sizes if 1 <= size <= max_bs))
 
@@ -87,7 +87,7 @@ def bucket_sizes(max_bs: int) -> tuple[int, ...]:
 def choose_sizes(
     cuda_graph_bs: Sequence[int] | None, cuda_graph_max_bs: int | None, max_running_req: int
 ) -> tuple[int, ...]:
-    """Sizes that an engine records, none above `max_running_req`.
+    """Return the sizes that an engine captures, none above `max_running_req`.
 
     They are the given ones, or `bucket_sizes` up to the given maximum, which is 256 by default.
     """
@@ -98,7 +98,7 @@ def choose_sizes(
 
 
 def dummy_step(size: int, tables: TableManager) -> NDArray[np.int64]:
-    """A packed step of `size` dummy requests: one token each, in the dummy row."""
+    """Pack a step of `size` dummy requests: one token each, in the dummy row."""
     rows, zeros = np.full(size, tables.dummy_row, np.int32), np.zeros(size, np.int32)
     return pack(rows, zeros, tables.page_table[rows, zeros], tables.width, 0, None)
 
@@ -108,7 +108,7 @@ Draw = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits, keys, temperature t
 
 
 class Graph(Protocol):
-    """What we need of `torch.cuda.CUDAGraph`."""
+    """The methods of `torch.cuda.CUDAGraph` that we use."""
 
     def capture_begin(self, pool: Any = None) -> None: ...
     def capture_end(self) -> None: ...
@@ -134,8 +134,8 @@ class GraphRunner:
         tables: TableManager, sizes: Sequence[int], vocab_size: int, dtype: torch.dtype,
         new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph, rows: int | None = None,
     ) -> None:  # fmt: skip
-        """Nothing is captured yet. `dtype` is that of the logits, `rows` how many they have; None:
-        as many as the largest size. ValueError for sizes below 1."""
+        """Allocate buffers and capture nothing. `dtype` is that of the logits, `rows` their number;
+        None: as many as the largest size. Raise ValueError for sizes below 1."""
         if not sizes or min(sizes) < 1:
             raise ValueError(f"sizes: must be positive batch sizes, got {list(sizes)}")
         self.forward, self.draw, self.backend, self.tables = forward, draw, backend, tables
@@ -174,14 +174,14 @@ class GraphRunner:
         tokens.index_copy_(0, static.scatter, drawn)
 
     def lay_out(self, size: int) -> tuple[StepBuffers, AttentionPlan]:
-        """Buffers that hold a step of dummies, and the plan over them."""
+        """Fill the buffers with a step of dummy requests; return them and a plan over them."""
         static = view_buffers(self.memory, size)
         self.ring.send([dummy_step(size, self.tables)], self.memory)
         buffers = DecodeBuffers(static.rows, static.positions, static.out_loc)
         return static, self.backend.graph_plan(size, buffers)
 
     def capture_size(self, size: int) -> CapturedStep:
-        """A dry run, in which libraries choose their algorithms, then the capture."""
+        """Run one step, in which libraries choose their algorithms, then capture it."""
         static, plan = self.lay_out(size)
         self.run_step(static, plan)
         if self.device.type == "cuda":
@@ -196,7 +196,7 @@ class GraphRunner:
 
     @torch.inference_mode()
     def capture(self, progress: bool = True, pool: Any = None) -> None:
-        """Capture all sizes, on the current stream; CUDA wants another one than the default.
+        """Capture all sizes, on the current stream, which must not be CUDA's default one.
 
         `pool` is the memory of other graphs, to be shared; None: a new one.
         """
@@ -209,16 +209,16 @@ class GraphRunner:
             self.steps[size] = self.capture_size(size)
 
     def bucket(self, batch_size: int) -> int | None:
-        """The smallest captured size that holds a batch of 1 or more; None if there is none."""
+        """Return the smallest captured size that holds a batch; None if there is none."""
         index = bisect_left(self.sizes, batch_size)
         return self.sizes[index] if self.steps and index < len(self.sizes) else None
 
     def size_for(self, batch: Batch) -> int | None:
-        """The captured size that a batch is padded to; None if it has to run eagerly."""
+        """Return the captured size that a batch is padded to; None if it has to run eagerly."""
         return self.bucket(batch.size)
 
     def pack(self, fi: ForwardInput, size: int) -> NDArray[np.int64]:
-        """The step as `replay` takes it; `fi` (chapter 08) is padded to `size` requests."""
+        """Pack the step for `replay`; `fi` (chapter 08) is padded to `size` requests."""
         tables, count = self.tables, len(fi.sampled)
         return pack(fi.token_rows, fi.positions, fi.out_loc, tables.width, count, fi.sampling)
 

@@ -22,7 +22,7 @@ ALWAYS = 2**62
 
 
 def bitmask(token_ids: Collection[int], vocab_size: int) -> IntArray:
-    """Tokens as bits, int32 [ceil(vocab_size / 32)]: bit i % 32 of word i // 32 is token i."""
+    """Return int32 [ceil(vocab_size / 32)]: bit i % 32 of word i // 32 is set for token i."""
     bits = np.zeros(-(-vocab_size // 32) * 32, bool)
     bits[list(token_ids)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)
@@ -30,7 +30,7 @@ def bitmask(token_ids: Collection[int], vocab_size: int) -> IntArray:
 
 @dataclass
 class LogitsParams:
-    """What one request wants changed in its logits; made once, when it is admitted.
+    """Changes of the logits for one request; made once, when it is admitted.
 
     A ban is a sequence of tokens, whose last one is forbidden after the others, and the length of
     the answer from which it is lifted. `mask` has a bit for each token that is allowed, as from
@@ -47,14 +47,14 @@ class LogitsParams:
 
     @property
     def penalizes(self) -> bool:
-        """True if a token's logit depends on how often it was said."""
+        """True if a token's logit depends on how often it was generated."""
         return (self.repetition, self.frequency, self.presence) != (1.0, 0.0, 0.0)
 
 
 def logits_params(
     params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int] = ()
 ) -> LogitsParams | None:
-    """What these parameters ask for; None if the logits stay as they are.
+    """Return what these parameters change in the logits; None if they change nothing.
 
     Token ids are below `vocab_size`, and bad words are token ids.
     """
@@ -77,7 +77,7 @@ def logits_params(
 
 
 class BatchRules(NamedTuple):
-    """What a batch wants changed, while it stays the same: NumPy arrays, int64 unless noted."""
+    """Changes of a batch's logits while it stays the same: NumPy arrays, int64 unless noted."""
 
     prompt_lens: Any  # [bs]
     mask_rows: Any  # [g]: rows of the batch that have a mask
@@ -117,26 +117,26 @@ class LogitsArgs(NamedTuple):
 
 
 def ints(values: Sequence[Any]) -> np.ndarray:
-    """int64 [n]."""
+    """Convert numbers to int64 [n]."""
     return np.array(values, np.int64)
 
 
 def tokens_before(ban: Sequence[int]) -> list[tuple[int, int]]:
-    """The tokens before the last one of a ban, and where: -1 is the newest of the answer."""
+    """Pair a ban's tokens before its last one with their positions: -1 is the newest output."""
     return list(zip(ban[:-1], range(1 - len(ban), 0)))
 
 
 class LogitsProcessors:
-    """Changes the logits of rows whose requests have `logits_params`; knows no request."""
+    """Changes of the logits of rows whose requests have `logits_params`."""
 
     def __init__(self, vocab_size: int, token_pool: Tensor) -> None:
-        """`token_pool` is int64 [rows, width]; the logits will be on its device."""
+        """Read output tokens from `token_pool`, int64 [rows, width], on the logits' device."""
         self.vocab_size, self.tokens = vocab_size, token_pool.view(-1)
         self.width = token_pool.shape[1]
         self.staging = StagingRing(token_pool.device)
 
     def batch_args(self, reqs: Sequence[Req]) -> BatchRules | None:
-        """What these requests want, whatever their lengths; None if it is nothing."""
+        """Collect these requests' rules, whatever their lengths; None if there are none."""
         asked = [(row, req.logits_params) for row, req in enumerate(reqs) if req.logits_params]
         if not asked:
             return None
@@ -167,10 +167,10 @@ class LogitsProcessors:
         )
 
     def step_args(self, batch: BatchRules, reqs: Sequence[Req]) -> LogitsArgs:
-        """What `process` must know of the step for which these requests, the batch's, are prepared.
+        """Compute the arguments of `process` for the step of these requests, the batch's.
 
-        The token to be drawn will stand at position `device_len` of a row; all before it are in the
-        token pool once the steps launched so far are done.
+        The token to be sampled will stand at position `device_len` of a row; those before it are in
+        the token pool once the steps launched so far are done.
         """
         ends = ints([req.table_idx * self.width + req.device_len for req in reqs])
         lens = ints([req.device_len for req in reqs])
@@ -201,7 +201,7 @@ class LogitsProcessors:
         )
 
     def process(self, logits: Tensor, args: LogitsArgs) -> Tensor:
-        """A copy of logits [bs, vocab_size], float32, with what was asked for; nothing waits."""
+        """Return a float32 copy of logits [bs, vocab_size] with all rules applied; no sync."""
         out = logits.to(torch.float32, copy=True)
         gpu = LogitsArgs(*self.staging.upload(*args))
         if len(args.mask_rows):
@@ -217,7 +217,7 @@ class LogitsProcessors:
         return out
 
     def answer_ends_in(self, args: LogitsArgs) -> Tensor:
-        """Whether all tokens before the last one of each ban are there, bool [k]."""
+        """Return True for each ban whose tokens before the last one are present, bool [k]."""
         wrong = (self.tokens[args.before_at] != args.before_tokens).long()
         return torch.zeros_like(args.ban_at).index_add_(0, args.before_bans, wrong) == 0
 

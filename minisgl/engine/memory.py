@@ -23,14 +23,14 @@ GIB = 1 << 30
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages that hold `num_tokens` tokens."""
+    """Return the pages that hold `num_tokens` tokens."""
     return -(-num_tokens // page_size)
 
 
 def pages_by_ratio(
     *, free_before: int, model_bytes: int, memory_ratio: float, page_bytes: int
 ) -> int:
-    """Pages in a fixed share of the memory that was free before the model came, less the model.
+    """Return the pages in a fixed share of the memory free before the model, less the model.
 
     The dummy page is paid for and not counted. Zero or less means that nothing fits.
     """
@@ -41,7 +41,7 @@ def pages_by_ratio(
 def pages_by_peak(
     *, free_now: int, peak_bytes: int, current_bytes: int, memory_ratio: float, page_bytes: int
 ) -> int:
-    """Pages in a share of what is free with the model loaded, less what the largest step adds.
+    """Return the pages in a share of what is free with the model, less the largest step's memory.
 
     `peak_bytes - current_bytes` is what a trial prefill needed for a moment: it stays reserved.
     """
@@ -50,12 +50,12 @@ def pages_by_peak(
 
 
 def tensor_bytes(model: nn.Module) -> int:
-    """Bytes of all weights and tables of a model."""
+    """Return the bytes of all weights and tables of a model."""
     return sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
 
 
 def peak_of(call: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """Bytes that torch holds on a GPU before a call, and at its peak; 0, 0 on a CPU."""
+    """Return torch's bytes on a GPU before a call, and at its peak; 0, 0 on a CPU."""
     if device.type != "cuda":
         call()
         return 0, 0
@@ -66,13 +66,13 @@ def peak_of(call: Callable[[], object], device: torch.device) -> tuple[int, int]
 
 
 class NotEnoughMemory(RuntimeError):
-    """What the engine needs does not fit; the message says by how much."""
+    """An engine does not fit into memory; the message has the numbers."""
 
 
 def cap_on_cpu(
     num_pages: int, *, page_bytes: int, page_size: int, max_seq_len: int, max_running_req: int
 ) -> int:
-    """On a CPU the pool shares memory with everything else: at most 1 GiB, or one full window.
+    """Limit the pool on a CPU, where memory is shared, to 1 GiB, or one full window if larger.
 
     Never more than `max_running_req` full windows, which is all that could be in use at once.
     """
@@ -108,7 +108,7 @@ MAX_APART = 2 * GIB  # of free memory, between the GPUs of one model
 
 
 def agree_on_free(device: torch.device, comm: Comm) -> int:
-    """The least free bytes of all ranks; `NotEnoughMemory` if one has over `MAX_APART` more."""
+    """Return the least free bytes of all ranks; raise `NotEnoughMemory` above `MAX_APART` apart."""
     comm.barrier()
     free = free_bytes(device, comm)
     lowest, minus_highest = comm.min_ints([free, -free])
@@ -141,13 +141,13 @@ def make_pool(config: EngineConfig, model: ModelConfig, num_pages: int) -> KVPoo
 
 
 def page_bytes_of(config: EngineConfig, model_config: ModelConfig, ranks: int) -> int:
-    """Bytes of one KV page on one of so many ranks."""
+    """Return the bytes of one KV page on one of `ranks` ranks."""
     tokens, itemsize = config.page_size, kv_dtype(config).itemsize
     return tokens * kv_bytes_per_token(model_config, itemsize, ranks)
 
 
 def check_asked(config: EngineConfig, model_config: ModelConfig, ranks: int, free: int) -> None:
-    """`NotEnoughMemory` that names a field which alone asks for more than the `free` bytes."""
+    """Raise `NotEnoughMemory` for a field that alone needs more than the `free` bytes."""
     each = {
         "num_pages": page_bytes_of(config, model_config, ranks),
         "max_running_req": 12 * max_seq_len(config, model_config),  # int32 and int64 in the tables
@@ -164,7 +164,7 @@ def decide_pages(
     config: EngineConfig, model_config: ModelConfig, comm: Comm, *, free_before: int,
     model_bytes: int, trial: Callable[[int], tuple[int, int]],
 ) -> int:  # fmt: skip
-    """KV pages that all ranks can have; `NotEnoughMemory` if one full request would not fit."""
+    """Return the KV pages all ranks can have; `NotEnoughMemory` if one full request cannot fit."""
     device, page_size = torch.device(config.device), config.page_size
     page_bytes = page_bytes_of(config, model_config, comm.size)
     if config.memory_trial_tokens == 0:

@@ -31,14 +31,14 @@ SMALLEST, MAX_REQUESTS = 64, 16  # tokens of the smallest step; requests that fi
 
 
 def prefill_sizes(most: int) -> tuple[int, ...]:
-    """Numbers of tokens to record, up to `most`: powers of two, from 512 on half ways, `most`."""
+    """Return the token counts to capture: powers of two, halfway steps from 512 on, `most`."""
     powers = [SMALLEST << n for n in range(16)]
     halves = [n + n // 2 for n in powers if n >= 512]
     return tuple(sorted({n for n in (*powers, *halves, most) if 0 < n <= most}))
 
 
 class Tiles(NamedTuple):
-    """What attention reads besides, int32: of `MAX_REQUESTS` requests and one that is empty."""
+    """Further inputs of attention, int32: of `MAX_REQUESTS` requests and one that is empty."""
 
     table_idx: Tensor  # [requests + 1] row of the page table
     last: Tensor  # [requests + 1] position of the last token; -1 for a request without tokens
@@ -48,18 +48,18 @@ class Tiles(NamedTuple):
 
 
 def num_tiles(size: int, group: int, tile_q: int) -> int:
-    """Most query tiles of a step: each request may have one that is not full."""
+    """Return the most query tiles of a step: each request may have one that is not full."""
     return size * group // tile_q + min(size, MAX_REQUESTS)
 
 
 def num_words(size: int, tiles: int) -> int:
-    """Length of the memory that `view_prefill` divides, a multiple of `size`."""
+    """Return the length of the memory that `view_prefill` divides, a multiple of `size`."""
     words = 4 * (size + MAX_REQUESTS) + (3 * MAX_REQUESTS + 4 + 2 * tiles + 1) // 2
     return -(-words // size) * size
 
 
 def view_prefill(memory: Tensor, size: int, tiles: int) -> tuple[StepBuffers, Tiles]:
-    """The buffers of a step of `size` tokens at the start of a flat memory, int64."""
+    """View the start of a flat memory, int64, as the buffers of a step of `size` tokens."""
     most = MAX_REQUESTS
     gather, rows, positions, out_loc = memory[: 4 * size].view(4, size)
     per_request = memory[4 * size :][: 4 * most].view(4, most)
@@ -79,11 +79,11 @@ class PrefillPlans(Protocol):
     group: int  # query heads of a KV head: rows of a token in a tile
 
     def tile_rows(self, size: int) -> int:
-        """Rows of one query tile in a step of `size` tokens."""
+        """Return the rows of one query tile in a step of `size` tokens."""
         ...
 
     def plan(self, size: int, static: StepBuffers, tiles: Tiles) -> AttentionPlan:
-        """A plan over buffers whose values change between runs, and addresses do not."""
+        """Plan over buffers whose values change between replays, and addresses do not."""
         ...
 
 
@@ -93,11 +93,11 @@ class PerTokenPlans:
     group = 1
 
     def __init__(self, backend: AttentionBackend) -> None:
-        """`backend` stores all keys and values before one token attends."""
+        """Plan with a `backend` that stores all keys and values before one token attends."""
         self.backend = backend
 
     def tile_rows(self, size: int) -> int:
-        """Nobody reads the tiles: one for a request."""
+        """Return one tile for each request: this backend reads no tiles."""
         return size
 
     def plan(self, size: int, static: StepBuffers, tiles: Tiles) -> AttentionPlan:
@@ -112,7 +112,7 @@ class PrefillRunner(GraphRunner):
     phase = Phase.PREFILL
 
     def __init__(self, *, plans: PrefillPlans, **of_runner: Any) -> None:
-        """As for `GraphRunner`; `sizes` are numbers of tokens."""
+        """Allocate buffers as `GraphRunner` does; `sizes` are numbers of tokens."""
         super().__init__(rows=MAX_REQUESTS, **of_runner)
         self.plans = plans
         self.blanks = {size: self.blank(size) for size in self.sizes}
@@ -120,12 +120,12 @@ class PrefillRunner(GraphRunner):
         self.memory = torch.zeros(words, dtype=torch.int64, device=self.device)
 
     def view(self, memory: Tensor, size: int) -> tuple[StepBuffers, Tiles]:
-        """`view_prefill` with the tiles that the plans of this runner need."""
+        """Apply `view_prefill` with the tiles that this runner's plans need."""
         tiles = num_tiles(size, self.plans.group, self.plans.tile_rows(size))
         return view_prefill(memory, size, tiles)
 
     def blank(self, size: int) -> NDArray[np.int64]:
-        """A step of padding alone, int64 [k, size]: all tokens in the dummy row, no request."""
+        """Pack a step of padding, int64 [k, size]: all tokens in the dummy row, no request."""
         tables = self.tables
         tiles = num_tiles(size, self.plans.group, self.plans.tile_rows(size))
         packed = np.zeros((num_words(size, tiles) // size, size), np.int64)
@@ -138,13 +138,13 @@ class PrefillRunner(GraphRunner):
         return packed
 
     def lay_out(self, size: int) -> tuple[StepBuffers, AttentionPlan]:
-        """Buffers that hold a step of padding, and the plan over them."""
+        """Fill the buffers with a step of padding; return them and a plan over them."""
         static, tiles = self.view(self.memory, size)
         self.ring.send([self.blanks[size]], self.memory)
         return static, self.plans.plan(size, static, tiles)
 
     def pack(self, fi: ForwardInput, size: int) -> NDArray[np.int64]:
-        """The step as one array, int64 [k, size], padded to `size` tokens."""
+        """Pack the step into one array, int64 [k, size], padded to `size` tokens."""
         packed, width = self.blanks[size].copy(), self.tables.width
         views: Any = self.view(torch.from_numpy(packed).view(-1), size)
         to, tiles = (type(part)(*(tensor.numpy() for tensor in part)) for part in views)
@@ -170,7 +170,7 @@ class PrefillRunner(GraphRunner):
         tiles.tile[:total] = ragged_arange(np.zeros_like(counts), counts)
 
     def size_for(self, batch: Batch) -> int | None:
-        """The number of tokens that a batch is padded to; None if it has to run eagerly."""
+        """Return the number of tokens that a batch is padded to; None if it has to run eagerly."""
         if batch.size > MAX_REQUESTS or any(req.scores_prompt for req in batch.reqs):
             return None
         return self.bucket(sum(req.extend_len for req in batch.reqs))
@@ -182,7 +182,7 @@ FLOPS = 600e12  # of a GPU in large GEMMs, each second
 
 
 def prefill_tokens(config: EngineConfig, model: ModelConfig) -> int:
-    """The largest number of tokens to record; 0: none."""
+    """Return the largest number of tokens to capture; 0: none."""
     most = config.prefill_graph_max_tokens
     if config.deterministic:  # a padded step has other bits than an eager one
         return 0
@@ -204,7 +204,7 @@ def prefill_tokens(config: EngineConfig, model: ModelConfig) -> int:
 def prefill_plans(
     config: EngineConfig, model: ModelConfig, pool: KVPool, tables: TableManager
 ) -> PrefillPlans | None:
-    """Attention for captured prefill, near to that of eager prefill; None where there is none."""
+    """Return the attention of captured prefill, close to eager prefill's; None if unsupported."""
     torch_alone = parts_of(config.attention_backend)[0] == "torch"
     if torch_alone != (config.device == "cpu"):
         return None

@@ -40,7 +40,7 @@ class PromptScorer:
             req.scores.append(ForwardOutput(out))
 
     def __call__(self, fi: ForwardInput, fb: ForwardBatch) -> Tensor:
-        """Logits of the rows wanted; the scores go to their requests."""
+        """Return logits of the rows wanted; append the prompts' scores to their requests."""
         reqs = fi.batch.reqs
         x = self.hidden(replace(fb, last_idx=None))
         for req, part in zip(reqs, x.split([req.extend_len for req in reqs])):
@@ -62,7 +62,7 @@ Scored = tuple[int, float | None, list[tuple[int, float]]]
 
 
 def prompt_logprobs(req: Req) -> list[Scored]:
-    """Each token of the prompt: its id, its log probability, and the most likely ones there."""
+    """List each prompt token's id, its log probability, and the most likely tokens there."""
     found: list[Scored] = [(int(req.input_ids[0]), None, [])]
     for output in req.scores:
         part = output.wait()

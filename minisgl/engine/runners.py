@@ -33,7 +33,7 @@ class Runners:
     verify: GraphRunner | None = None  # steps with drafts; None: `decode` replays them, too
 
     def choose(self, batch: Batch) -> tuple[GraphRunner | None, int]:
-        """The runner for a batch and the size that it pads to; None, 0: the batch runs eagerly."""
+        """Return a batch's runner and the size it pads to; None, 0 if the batch runs eagerly."""
         decode = (self.verify if batch.verifies else None) or self.decode
         runner = decode if batch.phase is Phase.DECODE else self.prefill
         size = None if runner is None else runner.size_for(batch)

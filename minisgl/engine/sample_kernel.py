@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def load_sample_kernel(device: torch.device | str) -> Callable[..., Tensor] | None:
-    """`minisgl.kernels.sample.sample_logits`; None on a CPU or where Triton is not installed."""
+    """Import `minisgl.kernels.sample.sample_logits`; None on a CPU or without Triton."""
     if torch.device(device).type != "cuda" or find_spec("triton") is None:
         return None
     kernel: Callable[..., Tensor] = import_module("minisgl.kernels.sample").sample_logits

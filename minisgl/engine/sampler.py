@@ -53,12 +53,12 @@ def keys_at(streams: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDAr
 
 
 def step_keys(seeds: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArray[np.int32]:
-    """Two words of randomness for (seed, position), int32 [2, bs]: equal inputs, equal words."""
+    """Return two words of randomness for (seed, position), int32 [2, bs]; no hidden state."""
     return keys_at(streams(seeds), positions)
 
 
 def token_bits(keys: Tensor, tokens: Tensor) -> Tensor:
-    """31 random bits for each (key, token), int32 [bs, width]; keys int32 [2, bs].
+    """Return 31 random bits for each (key, token), int32 [bs, width]; keys int32 [2, bs].
 
     `tokens` holds token ids, int32 [width] or [bs, width]. From `x = token ^ keys[0]`:
     `x ^= x >> 16`, `x *= 0x7FEB352D`, `x ^= keys[1]`, `x ^= x >> 15`, `x *= 0x846CA68B`,
@@ -77,14 +77,14 @@ def token_bits(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def gumbel_noise(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Standard Gumbel noise for each (key, token), float32 [bs, width]; always finite."""
+    """Return standard Gumbel noise for each (key, token), float32 [bs, width], always finite."""
     uniform = token_bits(keys, tokens).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     exponential = uniform.neg_().log1p_().neg_()
     return exponential.log_().neg_()
 
 
 def largest_keys(keys: Tensor, width: int) -> Tensor:
-    """The `width` largest of each row, int64 [bs, width], largest first; all are different."""
+    """Return each row's `width` largest, int64 [bs, width], largest first; all are different."""
     if keys.device.type == "cpu" and width > 1024:  # numpy's sort is vectorised
         return torch.from_numpy(np.sort(keys.numpy())[:, ::-1][:, :width].copy())
     if width < keys.shape[-1]:
@@ -93,7 +93,7 @@ def largest_keys(keys: Tensor, width: int) -> Tensor:
 
 
 def top_candidates(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Ids and values of the `width` largest per row, int64 and float32 [bs, width], largest first.
+    """Return ids and values of each row's `width` largest, int64 and float32 [bs, width], sorted.
 
     Equal values come in the order of their ids: the id is part of the sort key, so no two keys
     are equal and any correct algorithm gives this one order. NaN counts as +inf.
@@ -111,9 +111,9 @@ def top_candidates(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Which candidates may be drawn, bool [bs, width]; `scaled` is logits / temperature, sorted.
+    """Mark candidates to sample from, bool [bs, width]; `scaled` is sorted logits / temperature.
 
-    The first top_k, and of these the fewest whose share reaches top_p; the first one always.
+    Keep the first top_k, and of these the fewest whose share reaches top_p; the first one always.
     top_k int64 [bs], top_p float64 [bs]. Shares are summed as integers, which add up to the same
     total in any order: the result cannot depend on the width or on the number of rows.
     """
@@ -132,10 +132,10 @@ def draw(
     logits: Tensor, token_ids: Tensor, width: int, keys: Tensor, temperature: Tensor,
     top_k: Tensor | None = None, top_p: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """One token id per row, int64 [rows], of logits [rows, vocab]; without filters, no sort.
+    """Sample one token id per row, int64 [rows], of logits [rows, vocab]; sort only for filters.
 
     token_ids int32 [vocab]; keys int32 [2, rows]; temperature float32 [rows], 0 for greedy. With
-    filters no row is greedy, and `width` candidates are looked at: top_k int64 [rows] is no larger;
+    filters no row is greedy, and `width` candidates are compared: top_k int64 [rows] is no larger;
     top_p float64 [rows].
     """
     scale = temperature[:, None]
@@ -149,7 +149,7 @@ def draw(
 
 @dataclass(frozen=True)
 class SamplingArgs:
-    """How to sample one batch: a snapshot on the host, so that its requests may move on."""
+    """Arguments of sampling one batch: a snapshot on the host; requests may advance."""
 
     keys: NDArray[np.int32]  # [2, bs]
     temperature: NDArray[np.float32]  # [bs], 0 for a greedy row
@@ -174,7 +174,7 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6  # beyond, nothing changes but floa
 
 
 def filter_width(params: SamplingParams, vocab_size: int) -> int:
-    """Candidates that top-k and top-p look at: 0 without a filter, all of them for top-p alone."""
+    """Return the candidates of top-k and top-p: 0 without a filter, all for top-p alone."""
     if params.is_greedy:
         return 0
     if 0 < params.top_k < vocab_size:
@@ -183,14 +183,14 @@ def filter_width(params: SamplingParams, vocab_size: int) -> int:
 
 
 def clamped_temperature(params: SamplingParams) -> float:
-    """The temperature within float32's reach; 0 for greedy."""
+    """Return the temperature within float32's reach; 0 for greedy."""
     if params.is_greedy:
         return 0.0
     return min(max(params.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
 
 
 class Processors(Protocol):
-    """Change logits before the draw: `minisgl.engine.logits_processors` in chapter 06d."""
+    """Change logits before sampling: `minisgl.engine.logits_processors` in chapter 06d."""
 
     def batch_args(self, reqs: list[Req]) -> Any | None: ...  # None if no request asks for it
 
@@ -200,7 +200,7 @@ class Processors(Protocol):
 
 
 class CachedArgs(NamedTuple):
-    """What stays as it is while the batch does; the parameters of a request never change."""
+    """Arguments that stay while the batch does; the parameters of a request never change."""
 
     reqs: list[Req]
     streams: NDArray[np.uint64]  # [bs]
@@ -225,7 +225,7 @@ class Sampler:
         self.token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
 
     def batch_args(self, reqs: list[Req]) -> CachedArgs:
-        """What `prepare` needs of these requests, whatever their positions."""
+        """Collect the arguments of `prepare` that do not depend on the requests' positions."""
         every = [req.sampling_params for req in reqs]
         num_top = np.array([-1 if p.logprobs is None else p.logprobs for p in every])
         asked = np.flatnonzero(num_top >= 0)
@@ -247,10 +247,10 @@ class Sampler:
         return CachedArgs(reqs, streams(np.where(seeded, own, engine_seeds(self.seed, uids))), args)
 
     def prepare(self, reqs: Sequence[Req]) -> SamplingArgs | None:
-        """What `sample` must know about these requests; None if all are greedy without logprobs.
+        """Prepare the arguments of `sample`; return None if all are greedy without logprobs.
 
-        Host arithmetic only. The token to be drawn will stand at position `device_len`: that counts
-        the draws, because the host may not know yet what the tokens before it are.
+        Host arithmetic only. The token to be sampled will stand at position `device_len`: it counts
+        samples, because the host may not have the tokens before it yet.
         """
         same = list(reqs)
         if self.cached.reqs != same:  # requests are equal if they are the same object
@@ -265,7 +265,7 @@ class Sampler:
         return replace(args, keys=keys_at(self.cached.streams, positions), processing=processing)
 
     def sample(self, logits: Tensor, args: SamplingArgs | None) -> SampleOutput:
-        """Draw one token per row of logits [bs, vocab_size], which are left as they are.
+        """Sample one token per row of logits [bs, vocab_size], which are left as they are.
 
         They are bfloat16, float16 or float32. A NaN counts as the largest logit and a row of -inf
         gives token 0: a broken row yields a valid id, and its neighbours are unharmed.
@@ -290,7 +290,7 @@ class Sampler:
         return with_logprobs(logits, next_ids, rows, args.num_top)
 
     def draw(self, logits: Tensor, args: SamplingArgs) -> Tensor:
-        """By torch functions: the rows without filters, then those that need a sort; int64 [bs]."""
+        """Sample by torch functions: rows without filters, then rows with; int64 [bs]."""
         if not args.temperature.any():
             return logits.argmax(-1)
         next_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -307,7 +307,7 @@ class Sampler:
         return next_ids
 
     def draw_rows(self, logits: Tensor, keys: Tensor, temperature: Tensor) -> Tensor:
-        """Tensors to tensors, so that a CUDA graph can hold it: logits [n, vocab] to ids int64 [n].
+        """Sample ids int64 [n] of logits [n, vocab] in a form that a CUDA graph can capture.
 
         keys int32 [2, n]; temperature float32 [n], 0 for a greedy row.
         """
@@ -331,7 +331,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class SampleOutput:
-    """What was drawn, on the device; rows that asked for no log probabilities hold NaN and -1."""
+    """Sampled tokens on the device; rows without log probabilities hold NaN and -1."""
 
     next_ids: Tensor  # int64 [bs]
     logprobs: Tensor | None = None  # float32 [bs], of the chosen token

@@ -24,14 +24,14 @@ LENGTHS = attrgetter("table_idx"), attrgetter("cached_len"), attrgetter("device_
 
 
 def lengths(reqs: list[Req]) -> tuple[IntArray, IntArray, IntArray]:
-    """Row, cached_len and device_len of each request, int32 [len(reqs)]."""
+    """Return row, cached_len and device_len of each request, int32 [len(reqs)]."""
     count = len(reqs)
     row, cached, device = (np.fromiter(map(get, reqs), np.int32, count) for get in LENGTHS)
     return row, cached, device
 
 
 def new_positions(cached: IntArray, device: IntArray) -> IntArray:
-    """Positions cached_len .. device_len - 1 of every request, end to end, int32 [tokens]."""
+    """Concatenate positions cached_len .. device_len - 1 of every request, int32 [tokens]."""
     extend = device - cached
     ends = np.cumsum(extend, dtype=np.int32)
     return np.arange(extend.sum(), dtype=np.int32) - np.repeat(ends - device, extend)
@@ -119,7 +119,7 @@ class ForwardOutput:
         self._event = mark(out.next_ids.device)
 
     def wait(self) -> SampledTokens:
-        """Block until the tokens are on the host."""
+        """Wait until the tokens are on the host, and return them."""
         if self._event is not None:
             self._event.synchronize()
         ids, *rest = [None if part is None else part.tolist() for part in self._host]

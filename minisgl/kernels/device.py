@@ -23,7 +23,7 @@ RESERVED = 1024  # bytes of shared memory that CUDA keeps for itself, of each pr
 class TunedTiles(dict[str, list[Any]]):
     """Tiles that a search found the fastest on a kind of GPU, see chapter 13f; []: cuBLAS.
 
-    `asked` is what was looked up, so that a search knows what there is to find.
+    `asked` holds the looked-up keys, the ones for a search to tune.
     """
 
     def __init__(self, found: dict[str, list[Any]] | None = None) -> None:
@@ -39,7 +39,7 @@ class TunedTiles(dict[str, list[Any]]):
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What a GPU has."""
+    """Resources of a GPU."""
 
     sms: int  # multiprocessors
     shared_memory: int  # bytes that a program may use; an SM has `RESERVED` more

@@ -251,7 +251,7 @@ def rows_kernel(
 
 @dataclass(frozen=True)
 class Tiling:
-    """How `rows_kernel` divides a GEMM into tiles."""
+    """Division of a GEMM into tiles by `rows_kernel`."""
 
     bm: int
     bn: int

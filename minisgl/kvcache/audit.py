@@ -45,7 +45,7 @@ def node_fault(cache: RadixCache, node: Node) -> str:
     parent, size = node.parent, len(node.slots)
     page = node.tokens[: cache.page_size * TOKEN_BYTES]
     if parent is None or parent.children.get(node.key) is not node or not node.key.endswith(page):
-        return "its parent does not know it"
+        return "its parent does not list it"
     if size == 0 or len(node.tokens) != size * TOKEN_BYTES:
         return "tokens and slots differ in number"
     pages = node.slots[:: cache.page_size] // cache.page_size

@@ -42,7 +42,7 @@ class CacheManager:
         return self.prefix_cache.match_prefix(ids, req.sampling_params.cache_salt)
 
     def admit(self, req: Req, handle: CacheHandle) -> None:
-        """Give a request its locked prefix and a filled row; keep its first `matched_len`."""
+        """Write a request's locked prefix into a row of its own; keep its first `matched_len`."""
         req.cache_handle, req.table_idx = handle, self.tables.allocate()
         if not req.retracted:  # what one that comes back finds, it may have computed itself
             req.matched_len = handle.cached_len

@@ -25,7 +25,7 @@ class CacheHandle(Protocol):
 
 
 class InsertResult(NamedTuple):
-    """What an insertion did; both lengths are whole pages, `already_cached_len <= cached_len`."""
+    """Result of an insertion; both lengths are whole pages, `already_cached_len <= cached_len`."""
 
     handle: CacheHandle  # everything of these tokens that the cache now holds
     already_cached_len: int  # leading tokens that it held before: your copies are duplicates

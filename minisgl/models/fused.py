@@ -31,7 +31,7 @@ from minisgl.parallel.comm import Comm
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """The weights of one attention layer, as the kernels want them."""
+    """The weights of one attention layer, in the form that the kernels take."""
 
     qkv: Tensor
     bias: Tensor | None

@@ -48,7 +48,7 @@ def layer_shards(layer: nn.Module, path: str) -> Iterator[ShardSpec]:
     Raise TypeError for a layer that has parameters and no rule: it would stay empty.
     """
     if next(layer.parameters(recurse=False), None) is not None:
-        raise TypeError(f"{path}: no rule says what fills a {type(layer).__name__}")
+        raise TypeError(f"{path}: no rule fills a {type(layer).__name__}")
     return iter(())
 
 

@@ -50,7 +50,7 @@ class GlooComm:
     """One rank of a group of processes; a process is in one such group at a time.
 
     Operations on tensors give up after `timeout` seconds, because all ranks compute at the same
-    pace. `broadcast_object` waits for ever; a death closes the connection and ends that wait too.
+    pace. `broadcast_object` has no timeout; a death closes the connection and ends that wait too.
     `on_failure()` is called when an operation fails; it may raise a better error than CommError.
     A new rank has joined the group of `backend` and met all others when `__init__` returns.
     """

@@ -17,7 +17,7 @@ class BroadcastChannel:
     """A channel for every rank: rank 0 alone has the outer one and passes on what it receives.
 
     `recv` is a collective call: all ranks make it once per turn of their loop, and get the same
-    messages in the same order. Replies of the other ranks are dropped; they say what rank 0 says.
+    messages in the same order. Replies of the other ranks equal rank 0's and are dropped.
     """
 
     def __init__(self, outer: Channel | None, comm: Comm) -> None:

@@ -38,7 +38,7 @@ START_SECONDS = 600.0  # for a process to start and import torch on a busy machi
 
 
 class Place(NamedTuple):
-    """Where a rank stands."""
+    """Position of a rank in its group."""
 
     rank: int
     size: int
@@ -222,7 +222,7 @@ class Ranks:
         return True
 
     def close(self) -> None:
-        """Leave with the other ranks, as an `ExitMsg` told them; insist if one does not."""
+        """Leave with the other ranks after an `ExitMsg`; terminate one that does not."""
         try:
             self.comm.close()
         finally:

@@ -36,12 +36,12 @@ class WorkerFailed(RuntimeError):
 
 
 class PeerFailed(RuntimeError):
-    """What a worker raises when it cannot go on because another one failed."""
+    """Raised by a worker that cannot continue because another one failed."""
 
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a worker tells its parent: that it can work, and each turn of its loop."""
+    """A worker's reports to its parent: that it is ready, and each turn of its loop."""
 
     ready: Callable[[], None]
     beat: Callable[[], None]
@@ -56,7 +56,7 @@ class Worker(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How a worker ended: "done" with its result, "failed", or "lost" by another's failure."""
+    """End of a worker: "done" with its result, "failed", or "lost" by another's failure."""
 
     kind: str
     value: Any  # the result, or why in one line
@@ -148,7 +148,7 @@ def waiting(signals: Sequence[signal.Signals]) -> Iterator[None]:
 
 
 def end_forgotten(processes: Sequence[BaseProcess]) -> None:
-    """Kill what still runs: nobody will stop it any more."""
+    """Kill the processes that still run: no other process will stop them."""
     left = [process for process in processes if process.pid is not None and process.is_alive()]
     for process in left:
         process.kill()

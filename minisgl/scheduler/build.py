@@ -47,7 +47,7 @@ def limits_of(engine: Executor, eos_token_ids: Collection[int]) -> Limits:
 
 
 def end_tokens(folder: Path, model: ModelConfig) -> Collection[int]:
-    """What ends an answer: tokens that the model's config names, or else its tokenizer's."""
+    """Return the tokens that end an output: the model config's, or else its tokenizer's."""
     if model.eos_token_ids:
         return model.eos_token_ids
     tokenizer = load_tokenizer(folder)
@@ -92,7 +92,7 @@ def build_prefill(
 
 
 def describe(config: SchedulerConfig, cache: CacheManager) -> dict[str, Any]:
-    """Return what a reader of a recording needs to know of the engine."""
+    """Describe the engine for a reader of the recording."""
     folder = resolve_model_path(config.model_path)
     return {
         "model": None if folder == resolve_model_path(None) else str(folder),

@@ -16,16 +16,16 @@ class Channel(Protocol):
     """The scheduler's two ends: messages come in, replies go out, both in order."""
 
     def recv(self, block: bool) -> list[Msg]:
-        """All messages that wait, oldest first; with `block`, wait until there is one."""
+        """Return the waiting messages, oldest first; with `block`, wait until there is one."""
         ...
 
     def send(self, replies: Sequence[Reply]) -> None:
-        """Hand replies out, in this order; returns at once."""
+        """Send replies, in this order, without blocking."""
         ...
 
 
 def drain(source: queue.SimpleQueue) -> Iterator:
-    """Everything that is in a queue now."""
+    """Yield everything that is in a queue now."""
     while True:
         try:
             yield source.get_nowait()

@@ -11,7 +11,7 @@ from minisgl.core import Batch, Phase, Req
 
 
 def pages_to_come(req: Req, page_size: int, reserve: int | None = None) -> int:
-    """Pages that an admitted request may still take; its last token needs no K and V.
+    """Return the pages that an admitted request may still need; its last token needs no K and V.
 
     With `reserve`, at most what the rest of its prompt and the next `reserve` tokens take.
     """
@@ -32,11 +32,11 @@ class DecodeManager:
         self.running.pop(req.uid, None)
 
     def pages_to_come(self, page_size: int) -> int:
-        """Pages that must stay available for the running requests."""
+        """Return the pages that must stay available for the running requests."""
         return sum(pages_to_come(req, page_size, self.reserve) for req in self.running.values())
 
     def update(self, reqs: Iterable[Req]) -> None:
-        """After a launch: keep those that need another step, drop those that had their last one."""
+        """Keep requests that need another step, after a launch; drop those that had their last."""
         for req in reqs:
             if req.can_decode and not req.is_chunked:
                 self.running[req.uid] = req
@@ -44,6 +44,6 @@ class DecodeManager:
                 self.remove(req)
 
     def schedule(self) -> Batch | None:
-        """One token for each running request."""
+        """Return a batch of one token for each running request."""
         reqs = list(self.running.values())
         return Batch(reqs=reqs, phase=Phase.DECODE) if reqs else None

@@ -16,7 +16,7 @@ class StepOutput(Protocol):
     """A step that was started."""
 
     def wait(self) -> SampledTokens:
-        """Block until the tokens are on the host."""
+        """Wait until the tokens are on the host, and return them."""
 
 
 class Executor(Protocol):
@@ -38,10 +38,10 @@ class Executor(Protocol):
         """Sample the last step now, if it had to wait for the tokens of the step before."""
 
     def counts(self) -> dict[str, int]:
-        """Counters for `/metrics`, by name."""
+        """Return the counters for `/metrics`, by name."""
 
     def reset(self) -> None:
         """Wait for the steps under way and drop a deferred sampling; the caller forgets them."""
 
     def shutdown(self) -> None:
-        """Give all memory back; no step follows."""
+        """Free all memory; no step follows."""

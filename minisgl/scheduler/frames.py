@@ -20,7 +20,7 @@ class SentParams(SamplingParams):
     """Parameters from another of our processes, which has checked them."""
 
     def __post_init__(self) -> None:
-        """Give lists their final form."""
+        """Convert lists to tuples."""
         lists = {name: tuple(v) for name, v in vars(self).items() if isinstance(v, list)}
         vars(self).update(lists, bad_words=tuple(map(as_tuple, self.bad_words)))
 
@@ -33,12 +33,12 @@ def with_seed(params: SamplingParams, seed: int | None) -> SamplingParams:
 
 
 def same_but_seed(one: SamplingParams, other: SamplingParams) -> bool:
-    """True if two sets of parameters share all fields except for the seed."""
+    """Return True if two sets of parameters share all fields except for the seed."""
     return all(v is getattr(other, name) for name, v in vars(one).items() if name != "seed")
 
 
 class Tables(msgspec.Struct, omit_defaults=True):
-    """What messages of a frame share."""
+    """Objects that the messages of a frame share."""
 
     sampling_params: list[SentParams] = []
     input_ids: list[list[int]] = []

@@ -46,13 +46,13 @@ def check_multiples(schema: str) -> None:
 
 
 def schema_grammar(schema: str) -> str:
-    """A JSON schema in llguidance's form."""
+    """Convert a JSON schema to llguidance's form."""
     check_multiples(schema)
     return LLMatcher.grammar_from_json_schema(schema, defaults=ONE_LINE)
 
 
 def free_grammar(text: str) -> str:
-    """A grammar in Lark's or llama.cpp's notation (GBNF); it embeds no schema."""
+    """Convert a grammar in Lark's or llama.cpp's notation (GBNF); it embeds no schema."""
     lark = grammar_from("grammar", text)
     if "%json" in lark:
         raise ValueError("a schema inside of a grammar is not supported, use json_schema")
@@ -69,7 +69,7 @@ FORMS: dict[str, Callable[[str], str]] = {
 
 
 def tag_of(text: str) -> dict[str, Any]:
-    """A structural tag: its `format` is the tree, its `name` stands for it in errors."""
+    """Parse a structural tag: its `format` is the tree, its `name` identifies it in errors."""
     try:
         given = json.loads(text)
     except RecursionError:
@@ -85,19 +85,19 @@ class TagCompiler:
         self.rules = [r"TEXT: /(.|\n)*/"]
 
     def lark(self, text: str) -> str:
-        """The whole grammar; `ValueError` names the node that cannot be used."""
+        """Return the whole grammar; raise `ValueError` that names a node of no known form."""
         check_multiples(text)
         start = self.expression(tag_of(text).get("format"))
         return "\n".join([f"start: {start}", *self.rules])
 
     def define(self, body: str, kind: str = "part_{}") -> str:
-        """A rule, or a terminal, of its own; its name."""
+        """Define a rule, or a terminal, and return its name."""
         name = kind.format(len(self.rules))
         self.rules.append(f"{name}: {body}")
         return name.partition("[")[0]
 
     def literal(self, text: str) -> str:
-        """A fixed text: special tokens by their numbers, the rest quoted."""
+        """Return a fixed text: special tokens by their numbers, the rest quoted."""
         ids = self.tokenizer.tokenize_str(text, parse_special=True)
         parts = [] if ids else ['""']
         for special, run in groupby(ids, self.tokenizer.is_special_token):
@@ -108,19 +108,19 @@ class TagCompiler:
         return " ".join(parts)
 
     def without(self, marker: str) -> str:
-        """Any text that does not hold the marker."""
+        """Define any text without the marker."""
         pattern = re.escape(marker).replace("/", r"\/").replace("\n", "n")
         return self.define(rf"TEXT & ~/(.|\n)*{pattern}(.|\n)*/", "TEXT_{}")
 
     def until(self, marker: str) -> str:
-        """Any text up to the first marker, and the marker."""
+        """Define any text up to and including the first marker."""
         literal = self.literal(marker)
         if "<[" in literal:
             return f"{self.without(marker)} {literal}"
         return self.define(f"TEXT {literal}", "part_{}[lazy]")
 
     def expression(self, node: Any) -> str:
-        """One node of the tree; raises `ValueError` if it is of no known form."""
+        """Return the expression of one node; raise `ValueError` if its form is unknown."""
         match node:
             case {"type": "const_string", "value": str(text)}:
                 return self.literal(text)
@@ -156,17 +156,17 @@ class TagCompiler:
         raise ValueError(f"no node of a structural tag that is supported: {node!r:.80}")
 
     def either(self, nodes: list[Any]) -> str:
-        """One of several."""
+        """Define one of several nodes."""
         return self.define(" | ".join(map(self.expression, nodes)))
 
     def repeated(self, node: dict[str, Any], one: str, between: str, end: str) -> str:
-        """One or more, if not limited to one; or none, if that is allowed."""
+        """Return one or more, unless limited to one; or also none, if that is allowed."""
         many = one if node.get("stop_after_first") else f"{one} ({between}{one})* {end}"
         empty = end or '""'
         return many if node.get("at_least_one") else f"({many} | {empty})"
 
     def triggered(self, node: dict[str, Any], trigger: str, tags: list[Any]) -> str:
-        """Text, and a tag wherever the trigger is said."""
+        """Define text with a tag wherever the trigger occurs."""
         rest = []
         for tag in tags:
             match tag:
@@ -180,7 +180,7 @@ class TagCompiler:
 
 
 def asked_for(params: SamplingParams) -> tuple[str, str] | None:
-    """The field that constrains an answer, and its grammar as text; None for a free answer."""
+    """Return the field that constrains an output, and its grammar as text; None if none does."""
     texts: dict[str, Any] = {
         "json_schema": params.json_schema,
         "json_object": '{"type": "object"}' if params.json_object else None,
@@ -193,7 +193,7 @@ def asked_for(params: SamplingParams) -> tuple[str, str] | None:
 
 
 def compile_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> LLMatcher:
-    """A matcher before its first token; `InvalidRequestError` names the field and the reason."""
+    """Compile a matcher; raise `InvalidRequestError` that names the field and the reason."""
     try:
         if isinstance(tokenizer, str):
             raise ValueError(tokenizer)
@@ -250,7 +250,7 @@ class Grammars:
     """Compiles grammars for one model in a thread, keeps the last ones, fills masks."""
 
     def __init__(self, load: Callable[[], LLTokenizer | str], keep: int = 256) -> None:
-        """`load`, which runs in the thread, says in place of a tokenizer why there is none.
+        """Start one thread, in which `load` returns a tokenizer, or the reason why there is none.
 
         `keep` bounds their memory, a few MiB for a large one; one that is dropped while its request
         waits is compiled twice.
@@ -271,7 +271,7 @@ class Grammars:
         return None if asked is None else self.compile(*asked)
 
     def make_req(self, msg: UserMsg, limits: Limits) -> Req:
-        """The request that a message asks for, with its matcher; raises `InvalidRequestError`."""
+        """Make the request of a message, with its matcher; raise `InvalidRequestError`."""
         req, asked = make_req(msg, limits), asked_for(msg.sampling_params)
         if asked is not None:
             job = self.compile(*asked)
@@ -337,7 +337,7 @@ class Grammars:
 
 
 def load_grammars(folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> Grammars:
-    """Grammars for the model in a folder; without a usable tokenizer each is refused, and why."""
+    """Make the grammars of a model folder; without a tokenizer each is rejected with a reason."""
 
     def load() -> LLTokenizer | str:
         try:
@@ -370,7 +370,7 @@ class CompilingInbox:
         self.held: dict[int, tuple[UserMsg, Future[LLMatcher]]] = {}  # by uid
 
     def get_all(self, timeout: float) -> list[Any]:
-        """Messages that may go on, in order; some of them have waited here."""
+        """Return messages that may go on, in order, with those held back that are ready."""
         passed: list[Any] = []
         for msg in self.inbox.get_all(min(timeout, 0.005) if self.held else timeout):
             job = self.start(msg.sampling_params) if isinstance(msg, UserMsg) else None

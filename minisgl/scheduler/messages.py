@@ -77,7 +77,7 @@ Reply = TokenReply | ErrorReply
 
 
 class InvalidRequestError(ValueError):
-    """Why a request cannot be served: a message for people, a code and a field for programs."""
+    """A request that cannot be served: a message for people, a code and a field for programs."""
 
     def __init__(self, message: str, code: str = "invalid_request", param: str = "prompt") -> None:
         super().__init__(message)

@@ -21,7 +21,7 @@ class IdleAudit:
         self.every, self.clock, self.next_time = every, clock, 0.0  # seconds
 
     def __call__(self, scheduler: Scheduler) -> None:
-        """At most once in `every` seconds, and more rarely where it takes long."""
+        """Check the cache at most once in `every` seconds, and less often where that takes long."""
         start = self.clock()
         if start < self.next_time:
             return

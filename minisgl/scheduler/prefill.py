@@ -16,7 +16,7 @@ from minisgl.scheduler.queue import WaitingQueue
 
 @dataclass(frozen=True)
 class PrefillLimits:
-    """What one prefill step may hold, in tokens."""
+    """Limits of one prefill step, in tokens."""
 
     max_extend_tokens: int  # computed in one step
     min_shared: int = 32  # a common prefix that is worth a step of waiting; 0: none is
@@ -37,7 +37,7 @@ class PrefillAdder:
         self.prefixes = set[tuple[str | None, bytes]]()  # what this step computes first
 
     def room(self, tokens: int) -> int:
-        """Tokens that this step still has for a prompt with `tokens` left to compute."""
+        """Return the tokens this step has left for a prompt with `tokens` left to compute."""
         threshold = self.limits.mixed_prefill_threshold
         if threshold is None or tokens <= 2 * self.shortest:
             return self.budget
@@ -87,12 +87,12 @@ class PrefillAdder:
         return self.add_chunk(req)
 
     def prefix_key(self, req: Req, matched_len: int) -> tuple[str | None, bytes]:
-        """The salt, the matched prefix of a prompt and the next `min_shared` tokens, as a key."""
+        """Return the salt and the prompt up to `min_shared` tokens past the match, as a key."""
         end = min(matched_len + self.min_shared, req.prompt_len - 1)
         return req.sampling_params.cache_salt, req.input_ids[:end].tobytes()
 
     def is_in_batch_prefix(self, req: Req, matched_len: int) -> bool:
-        """True if a request of this very step computes a prefix that `req` could soon match."""
+        """Return True if a request of this step computes a prefix that `req` could soon match."""
         rest = 0 if req.scores_prompt else req.prompt_len - 1 - matched_len
         return rest >= self.min_shared > 0 and self.prefix_key(req, matched_len) in self.prefixes
 
@@ -115,7 +115,7 @@ class PrefillManager:
             self.waiting.remove(req)
 
     def adder(self) -> PrefillAdder:
-        """A fresh step: a full token budget; what admitted requests may still need is set aside."""
+        """Start a step with a full token budget, and reserve what admitted requests may need."""
         size, reserve = self.cache.page_size, self.decode.reserve
         reserved = self.decode.pages_to_come(size)
         if self.chunked_req is not None:
@@ -123,7 +123,7 @@ class PrefillManager:
         return PrefillAdder(self.cache, self.limits, reserved, reserve)
 
     def schedule(self) -> Batch | None:
-        """The next prefill step: the half-done prompt and those who wait, as the queue says."""
+        """Return the next prefill step: the chunked prompt and waiting ones, in queue order."""
         if self.chunked_req is None and not self.waiting:  # most steps: count no promised pages
             return None
         adder, chunked = self.adder(), self.chunked_req

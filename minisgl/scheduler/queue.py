@@ -16,7 +16,7 @@ from minisgl.core import Batch, Phase, Req
 
 
 class WaitingQueue(Protocol):
-    """Requests that wait for admission; only what was said and computed decides their order."""
+    """Requests that wait for admission, in an order that depends on messages and costs alone."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Req]: ...
@@ -38,18 +38,18 @@ class ArrivalOrder(deque[Req]):
     reset = deque.clear
 
     def first(self) -> Req | None:
-        """Who is next."""
+        """Return the next request, or None."""
         return self[0] if self else None
 
     def chunk_comes_first(self, chunked_req: Req) -> bool:
-        """True: it came first."""
+        """Return True: the chunked request came first."""
         return True
 
     def charge(self, batch: Batch) -> None:
-        """Costs do not matter here."""
+        """Do nothing: costs do not matter in arrival order."""
 
     def leave(self, req: Req) -> None:
-        """There is nothing to settle."""
+        """Do nothing: there is nothing to settle."""
 
 
 ANSWER_WEIGHT = 2
@@ -57,7 +57,7 @@ ANSWER_WEIGHT = 2
 
 @dataclass
 class Share:
-    """What one client has had, and what it waits for."""
+    """Service that one client has had, and its waiting requests."""
 
     served: int = 0  # tokens; those of answers count twice
     clock: float = 0.0  # prompt tokens that each request would have had, side by side
@@ -95,7 +95,7 @@ class FairQueue:
         yield from self._waiting
 
     def add(self, req: Req) -> None:
-        """A new request; its tag is the clock of its client plus the length of its prompt."""
+        """Queue a request; its tag is its client's clock plus the length of its prompt."""
         share = self._shares.setdefault(req.client, Share())
         if not share.waiting:  # no credit for the time in which it wanted nothing
             others = [other.served for other in self._shares.values() if other.waiting]
@@ -120,13 +120,13 @@ class FairQueue:
             self._back.remove(req)
 
     def head(self, share: Share) -> Req:
-        """Of a client with waiting requests the one that would be done first."""
+        """Return the waiting request of a client that would be done first."""
         while share.heap[0][2] not in self._waiting:
             heapq.heappop(share.heap)
         return share.heap[0][2]
 
     def rank(self, req: Req) -> tuple[int, int]:
-        """Where a request stands among those of clients that count as equal; low is soon."""
+        """Rank a request among those of clients that count as equal; low is soon."""
         return req.prefill_len - req.cached_len, self._tags[req][1]
 
     def first(self) -> Req | None:
@@ -171,5 +171,5 @@ class FairQueue:
 
 
 def mixed_prefill_threshold(step_tokens: int) -> int:
-    """Tokens up to which prompts join a prefill step freely; `step_tokens` is its budget."""
+    """Return the tokens up to which prompts join a prefill step freely."""
     return step_tokens // 32

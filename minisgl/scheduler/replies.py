@@ -14,7 +14,7 @@ PROMPT_TAIL = 16  # tokens that the text of the first ones may depend on
 
 
 def finish_reason(req: Req, token: int, eos_token_ids: frozenset[int]) -> str | None:
-    """Why `token`, appended already, is the last one; None if it is not."""
+    """Return why `token`, appended already, is the last one; None if it is not."""
     params = req.sampling_params
     if req.matcher is not None and req.matcher.error:
         return "abort"
@@ -25,7 +25,7 @@ def finish_reason(req: Req, token: int, eos_token_ids: frozenset[int]) -> str | 
 
 
 def clamp_notice(req: Req) -> str | None:
-    """What to tell a caller who gets fewer tokens than `max_tokens`."""
+    """Describe how `max_tokens` was clamped, for the caller; None if it was not."""
     wanted, room = req.sampling_params.max_tokens, req.max_device_len - req.prompt_len
     if wanted is None or wanted <= room:
         return None
@@ -36,7 +36,7 @@ def clamp_notice(req: Req) -> str | None:
 
 
 def abort_reply(req: Req) -> TokenReply:
-    """The last reply of an aborted request."""
+    """Make the last reply of an aborted request."""
     return TokenReply(
         uid=req.uid,
         token=None,
@@ -48,7 +48,7 @@ def abort_reply(req: Req) -> TokenReply:
 
 
 def token_reply(req: Req, reason: str | None, tokens: SampledTokens, index: int) -> TokenReply:
-    """The reply for token number `index` of a step, appended to `req` already."""
+    """Make the reply for token number `index` of a step, appended to `req` already."""
     reply = TokenReply(
         uid=req.uid,
         token=tokens.ids[index],

@@ -50,7 +50,7 @@ class DelayedPrefill(PrefillManager):
     delay = 0  # steps left to wait
 
     def schedule(self) -> Batch | None:
-        """The next prefill step; None while more requests could share it soon."""
+        """Return the next prefill step; None while more requests could share it soon."""
         tables = self.cache.tables
         self.delay -= 1
         group = min(len(self.waiting), tables.num_rows // self.share)

@@ -73,7 +73,7 @@ class Scheduler:
             self.emit(events.StageEnded("receive", self.step_count))
 
     def add_request(self, msg: UserMsg) -> None:
-        """Queue a request, or refuse it: one bad request never harms the others."""
+        """Queue a request, or reply with an error: a bad request never harms the others."""
         try:
             if msg.uid in self.reqs:
                 raise InvalidRequestError(f"uid: {msg.uid} is still running", param="uid")
@@ -90,7 +90,7 @@ class Scheduler:
             )
 
     def next_step(self) -> Batch | None:
-        """Who runs now: prompts first, or after a prefill step decode first, with `interleave`."""
+        """Choose the next batch: prefill first, or decode first after a prefill (`interleave`)."""
         if self.interleave and self.last_phase is Phase.PREFILL:
             batch = self.decode_step() or self.prefill.schedule()
         else:
@@ -101,7 +101,7 @@ class Scheduler:
         return batch
 
     def decode_step(self) -> Batch | None:
-        """One token for each running request, once there are pages for all of them."""
+        """Return a batch of all running requests, once there are pages for them."""
         if self.make_room is not None:
             self.make_room(self)
         return self.decode.schedule()
@@ -159,14 +159,14 @@ class Scheduler:
         return Launched(self.step_count - 1, inputs, output)
 
     def finish(self, launched: Launched) -> None:
-        """The second half of a step: wait for its tokens, then hand them out."""
+        """Wait for the tokens of a launched step, then process them."""
         tokens = launched.output.wait()
         if self.emit is not None:
             self.emit(events.StageEnded("wait", launched.step))
         self.process(launched, tokens)
 
     def process(self, launched: Launched, tokens: SampledTokens) -> None:
-        """Hand tokens out, and release the requests that had their last one."""
+        """Send tokens, and release the requests that had their last one."""
         replies = []
         for index, (req, token) in enumerate(zip(launched.inputs.sampled, tokens.ids)):
             if self.reqs.get(req.uid) is not req:  # aborted or ended while the step was in flight
@@ -181,14 +181,14 @@ class Scheduler:
             self.emit(events.StepFinished(launched.step, [(r.uid, r.token) for r in replies]))
 
     def step(self, block: bool = False) -> None:
-        """One step of the plain loop: the host waits for the device, and the reverse."""
+        """Run one step of the plain loop: host and device wait for each other."""
         self.receive(block)
         batch = self.next_step()
         if batch is not None:
             self.finish(self.launch(batch))
 
     def step_overlap(self, block: bool = False) -> None:
-        """One step of the overlapped loop: launch step n + 1, then finish step n while it runs."""
+        """Run one overlapped step: launch step n + 1, then finish step n while it runs."""
         self.receive(block)
         batch = self.next_step()
         self.finish_in_flight(self.launch(batch) if batch is not None else None)

@@ -63,7 +63,7 @@ class SimulatedExecutor:
         self, *, num_pages: int, page_size: int, max_seq_len: int, max_running_req: int,
         vocab_size: int, share_memory: bool = True, grammars: Grammars | None = None,
     ) -> None:  # fmt: skip
-        """With `share_memory` False the device's tables follow the host's at each step."""
+        """Build the tables; with `share_memory` False the device's follow the host's each step."""
         self.num_pages, self.page_size = num_pages, page_size
         self.max_seq_len, self.vocab_size = max_seq_len, vocab_size
         self.tables = TableManager(max_running_req, max_seq_len, page_size, num_pages, "cpu",
@@ -146,4 +146,4 @@ class SimulatedExecutor:
         return {"steps": self.steps}
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Hold nothing."""

@@ -25,7 +25,7 @@ SHORTEST, LONGEST = 2, 8  # tokens that have to match
 
 
 def lookup(ids: IntArray, at_least: int, most: int) -> IntArray:
-    """What followed the last tokens of ids [n] where they stood before: int32, `most` or none.
+    """Find earlier copies of the end of ids [n], and return what followed: int32, `most` or none.
 
     `at_least` tokens have to match. The longest match up to `LONGEST` counts, of several the last.
     A match that overlaps the end goes on in its own period.
@@ -44,33 +44,33 @@ def lookup(ids: IntArray, at_least: int, most: int) -> IntArray:
 
 
 class Proposer(Protocol):
-    """Guesses how texts go on, and hears what became of its guesses."""
+    """Source of drafts, which gets the number of accepted ones back."""
 
     def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[IntArray]:
-        """Up to `limit` tokens that may follow the `input_ids` of each; changes nothing."""
+        """Propose up to `limit` tokens that may follow each request's `input_ids`."""
         ...
 
     def learn(self, req: Req, drafted: int, accepted: int) -> None:
-        """So many of its last drafts were right."""
+        """Record that `accepted` of its last `drafted` drafts were right."""
         ...
 
     def forget(self, req: Req) -> None:
-        """A request is over, whether it was ever proposed for or not."""
+        """Forget a request that is over, even if nothing was proposed for it."""
         ...
 
     def reset(self) -> None:
-        """All requests are over."""
+        """Forget all requests."""
         ...
 
 
 class NGramProposer:
-    """Guesses that a text goes on as it did before; each miss raises the match that it wants."""
+    """Drafts by the text's own repetitions; each miss raises the length of match required."""
 
     def __init__(self) -> None:
         self.misses: dict[Req, int] = {}  # steps in a row of which no draft was right
 
     def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[IntArray]:
-        """By `lookup` in prompt and answer."""
+        """Propose by `lookup` in prompt and output."""
         return [lookup(req.input_ids, min(SHORTEST + self.misses.get(req, 0), LONGEST), most)
                 for req, most in zip(reqs, limits)]  # fmt: skip
 
@@ -94,21 +94,21 @@ class VerifyBatch(Batch):
 
 
 def draft_row(req: Req, ahead: int) -> Req:
-    """The request as it will be if its first `ahead` drafts are right."""
+    """Copy the request as it will be if its first `ahead` drafts are right."""
     row = copy(req)
     row.cached_len, row.device_len = req.cached_len + ahead, req.device_len + ahead
     return row
 
 
 def verify_batch(drafts: dict[Req, IntArray]) -> VerifyBatch:
-    """Each request itself, and a row for each of its drafts."""
+    """Make a batch of each request itself and a row for each of its drafts."""
     rows = [draft_row(req, ahead) if ahead else req
             for req, tokens in drafts.items() for ahead in range(1 + len(tokens))]  # fmt: skip
     return VerifyBatch(rows, Phase.DECODE, drafts=drafts)
 
 
 def count_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
-    """Drafts up to the first that was not drawn in its place; `drawn` has one token more."""
+    """Count the drafts before the first that differs from `drawn`, which has one token more."""
     for count, (draft, token) in enumerate(zip(drafts, drawn)):
         if draft != token:
             return count
@@ -132,7 +132,7 @@ class SpeculativeScheduler(Scheduler):
         return {f"spec_decode_num_{name}_tokens": count for name, count in counts.items()}
 
     def draft(self, batch: Batch | None) -> dict[Req, IntArray]:
-        """Drafts for each request of a decode step; nothing where none has any."""
+        """Propose drafts for each request of a decode step; return {} if there are none."""
         if batch is None:
             return {}
         most = min(self.num_speculative_tokens, self.max_rows // batch.size - 1)
@@ -144,7 +144,7 @@ class SpeculativeScheduler(Scheduler):
         return drafts if any(map(len, found)) and self.fits(drafts) else {}
 
     def fits(self, drafts: dict[Req, IntArray]) -> bool:
-        """True if there are pages for all of them: no request is retracted for a guess."""
+        """Return True if there are pages for all drafts: none is worth a retraction."""
         cache, size, chunked = self.cache, self.cache.page_size, self.prefill.chunked_req
         short = [req.device_len + len(tokens) - cache.allocated_len[req]
                  for req, tokens in drafts.items()]  # fmt: skip
@@ -153,7 +153,7 @@ class SpeculativeScheduler(Scheduler):
         return needed <= cache.available_tokens // size
 
     def decode_step(self) -> Batch | None:
-        """The next token of each running request, and drafts behind it where there are any."""
+        """Return a batch of each running request's next token, with drafts if there are any."""
         if self.in_flight is not None and isinstance(self.in_flight.inputs.batch, VerifyBatch):
             self.finish_in_flight()  # until then it is open where its requests stand
         batch = Scheduler.decode_step(self)
@@ -189,13 +189,13 @@ class SpeculativeScheduler(Scheduler):
         return Launched(self.step_count - 1, inputs, output)
 
     def process(self, launched: Launched, tokens: SampledTokens) -> None:
-        """Hand out the drafts that were drawn in their place, and the token behind them."""
+        """Send the drafts that equal their samples, and the sampled token after them."""
         if isinstance(launched.inputs.batch, VerifyBatch):
             launched, tokens = self.accept(launched, tokens)
         Scheduler.process(self, launched, tokens)
 
     def accept(self, launched: Launched, tokens: SampledTokens) -> tuple[Launched, SampledTokens]:
-        """The step as if only its right rows had been computed; moves their requests on."""
+        """Return the step as if only its right rows had been computed; advance their requests."""
         fi, batch = launched.inputs, launched.inputs.batch
         assert isinstance(batch, VerifyBatch)
         rows: dict[int, list[int]] = {req.uid: [] for req in batch.drafts}
@@ -218,7 +218,7 @@ class SpeculativeScheduler(Scheduler):
         return launched._replace(inputs=inputs), SampledTokens(*picked)
 
     def move_on(self, req: Req, drafted: int, accepted: int) -> None:
-        """Past its accepted drafts, whose keys and values are in the cache already."""
+        """Advance past accepted drafts, whose keys and values are in the cache already."""
         for _ in range(accepted):
             req.advance()
         if drafted:
@@ -241,7 +241,7 @@ NO_TOKENS = np.empty(0, np.int32)
 
 
 def join_rows(meta: AttentionMetadata) -> AttentionMetadata:
-    """A decode step with drafts as attention may see it: some new tokens of each request.
+    """Join a decode step's drafts: attention sees several new tokens of each request.
 
     Rows of one request have to follow each other, by position.
     """

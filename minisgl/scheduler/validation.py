@@ -17,7 +17,7 @@ from minisgl.scheduler.messages import InvalidRequestError, UserMsg
 
 
 class Memo:
-    """What was found out about the last prompt and the last parameters, which others may share."""
+    """Results for the last prompt and the last parameters, which others may share."""
 
     prompt: Any = None
     ids: IntArray
@@ -27,7 +27,7 @@ class Memo:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request must keep to: window and pool, both in tokens, and vocabulary."""
+    """Limits of a request: window and pool, both in tokens, and vocabulary."""
 
     max_seq_len: int
     pool_tokens: int
@@ -42,7 +42,7 @@ class Limits:
 
 
 def check_prompt(prompt: object, limits: Limits) -> IntArray:
-    """Token ids as int32 [n]; `InvalidRequestError` if no answer can be computed for them."""
+    """Convert a prompt to int32 [n]; raise `InvalidRequestError` if it cannot be answered."""
     try:
         ids = np.asarray(prompt)
     except (TypeError, ValueError, OverflowError) as error:
@@ -95,7 +95,7 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
 
 
 def make_req(msg: UserMsg, limits: Limits) -> Req:
-    """The request that a message asks for; raises `InvalidRequestError`."""
+    """Make the request of a message; raise `InvalidRequestError`."""
     memo, params = limits.memo, msg.sampling_params
     if msg.input_ids is not memo.prompt:
         memo.ids, memo.prompt = check_prompt(msg.input_ids, limits), msg.input_ids

@@ -51,7 +51,7 @@ from minisgl.tokenizer import has_tokenizer
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises `ValueError` that names the port when it is taken."""
+    """Open a listening socket; raise `ValueError` that names the port if it is taken."""
     ipv6 = ":" in host
     family = socket.AF_INET6 if ipv6 else socket.AF_INET
     try:
@@ -64,7 +64,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def shown_url(sock: socket.socket) -> str:
-    """Where clients find us."""
+    """Return the URL for clients."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
@@ -96,7 +96,7 @@ def build_app(
     watchers: Watchers,
     operations: Operations,
 ) -> FastAPI:
-    """The application with its limits, its log and its metrics."""
+    """Build the application with its limits, log and metrics."""
     middleware = [Middleware(BodyLimit, max_bytes=operations.max_body_size)]
     if watchers.log is not None:
         middleware.insert(0, Middleware(LogRequests, notify=frontend.notify))
@@ -168,12 +168,12 @@ def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
 
 
 def leave(sig: int, _: object) -> None:
-    """A signal before we serve ends every `with` block; the status is a shell's, 0 for Ctrl-C."""
+    """Leave every `with` block on a signal before serving; status 128 + n, or 0 for Ctrl-C."""
     raise KeyboardInterrupt if sig == signal.SIGINT else SystemExit(128 + sig)
 
 
 def open_streams() -> None:
-    """Let standard streams that whoever started us has closed lead nowhere, in workers as well."""
+    """Open /dev/null in place of standard streams that the parent closed, for workers too."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
@@ -181,7 +181,7 @@ def open_streams() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of `python -m minisgl`; returns the exit status."""
+    """Run `python -m minisgl` and return the exit status."""
     open_streams()
     args = build_parser().parse_args(argv)
     for sig in OF_THE_GROUP:  # asyncio would cancel what it runs, noisily

@@ -28,7 +28,7 @@ from minisgl.server.workers.messages import (
 
 
 def join(replies: Sequence[UserReply]) -> UserReply:
-    """Replies of one request that came one after another, as one: texts add up, counts are last."""
+    """Join successive replies of one request: texts are concatenated, counts are the last."""
     if len(replies) == 1:
         return replies[0]
     return msgspec.structs.replace(
@@ -58,7 +58,7 @@ class Stream:
             self._news.set()
 
     async def get(self) -> UserReply | ErrorReply:
-        """All that waits, joined, or the error that ended the stream."""
+        """Return all waiting replies, joined, or the error that ended the stream."""
         await self._news.wait()
         replies, self.waiting = self.waiting, []
         if self.error is None:
@@ -82,25 +82,25 @@ Prompt = Mapping[str, Any]  # text=…, input_ids=… or messages=…; others mi
 
 
 class Observer:
-    """Told, on the event loop, what happens to requests."""
+    """Observer callbacks, which run on the event loop."""
 
     def opened(self, uid: int, request_id: str, prompt: Prompt) -> None:
-        """A request starts; `request_id` is the caller's name for it."""
+        """Record the start of a request; `request_id` is the caller's name for it."""
 
     def replied(self, uid: int, reply: UserReply) -> None:
-        """The engine said something."""
+        """Record a reply of the engine."""
 
     def closed(self, uid: int, outcome: str) -> None:
-        """It is over: "stop", "length", "left" (by its client) or the code of an error."""
+        """Record its end: "stop", "length", "left" (by its client) or the code of an error."""
 
     def told(self, msg: StatsEvent) -> None:
-        """The scheduler's process reports."""
+        """Record a report of the scheduler's process."""
 
     def refused(self, status: int) -> None:
-        """An HTTP request got an error."""
+        """Record an HTTP request that got an error."""
 
     def ended(self, scope: Any, status: int, seconds: float) -> None:
-        """An HTTP request, in ASGI's words, took so long and got this status."""
+        """Record the status and duration of an HTTP request; `scope` is ASGI's."""
 
 
 class Frontend:
@@ -154,7 +154,7 @@ class Frontend:
         self._listener.start()
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The listening thread: one callback on the loop for all replies that came together."""
+        """Receive replies in a thread; one loop callback handles those that came together."""
         call = loop.call_soon_threadsafe
         with suppress(RuntimeError):  # the loop was closed while we waited: there is no reader left
             try:
@@ -208,9 +208,9 @@ class Frontend:
         self, sampling_params: SamplingParams, *, request_id: str = "",
         timeout: float | None = None, client: str = "", **prompt: Any,
     ) -> AsyncGenerator[UserReply, None]:  # fmt: skip
-        """Replies to one prompt (`text=`, `messages=` or `input_ids=`) until it is finished.
+        """Yield replies to one prompt (`text=`, `messages=` or `input_ids=`) until it is finished.
 
-        Leaving early aborts the request. Raises `RequestFailed` if it is refused, takes more than
+        Leaving early aborts the request. Raise `RequestFailed` if it is rejected, takes more than
         `timeout` seconds, or a worker died.
         """
         uid, outcome = next(self._uids), "left"
@@ -231,7 +231,7 @@ class Frontend:
             self.notify("closed", uid, outcome)
 
     async def convert(self, client: str = "", **prompt: Any) -> Converted:
-        """Tokens of a prompt (`text=`, `messages=`), or text of `input_ids=`; unobserved."""
+        """Convert `text=` or `messages=` to tokens, or `input_ids=` to text, without observers."""
         uid, outcome = next(self._uids), "left"
         stream = self._open(uid, None)
         try:
@@ -264,7 +264,7 @@ class Frontend:
             self._send(error.uid, AbortMsg(uid=error.uid))
 
     def _forget(self, uid: int, outcome: str) -> None:
-        """Close a stream; tell the engine unless it knows that the request is over."""
+        """Close a stream; send an abort unless the request is over."""
         stream = self._streams.pop(uid)
         if stream.timer is not None:
             stream.timer.cancel()

@@ -25,7 +25,7 @@ MODELS = (
 
 
 class Parser(argparse.ArgumentParser):
-    """Complains in one line and exits with status 2. Flags are written out."""
+    """A parser whose errors are one line and status 2. Flags must be written out."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(allow_abbrev=False, **fields)
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Every flag, with its default in the help."""
+    """Build the parser of all flags, with their defaults in the help."""
     parser = Parser(
         prog="python -m minisgl",
         description="Serve a language model over an OpenAI-compatible API, or chat (--shell).",
@@ -66,7 +66,7 @@ SERVER_FLAGS: tuple[Setting, ...] = (
 
 
 def add_settings(group: flags.Group, settings: Sequence[Setting], defaults: object) -> None:
-    """A flag for each field; the defaults are those of the config."""
+    """Add a flag for each field; the defaults are those of the config."""
     for name, metavar, kind, words in settings:
         flag, value = f"--{name.replace('_', '-')}", getattr(defaults, name)
         if kind is bool:
@@ -76,7 +76,7 @@ def add_settings(group: flags.Group, settings: Sequence[Setting], defaults: obje
 
 
 def values_of(args: argparse.Namespace, settings: Sequence[Setting]) -> dict[str, Any]:
-    """The fields as the command line has them."""
+    """Return the fields as the command line sets them."""
     return {name: getattr(args, name) for name, *_ in settings}
 
 
@@ -85,7 +85,7 @@ NotNegative = Annotated[Number, Field(ge=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class Operations(Validated):
-    """How a server is run; times in seconds, sizes in bytes, None is no limit or nothing."""
+    """Operation of a server; times in seconds, sizes in bytes, None is no limit or nothing."""
 
     max_queue: Count = 1024  # answers that may wait beyond those that run
     max_body_size: Positive = 8 * 2**20
@@ -129,13 +129,13 @@ OPERATION_FLAGS: tuple[Setting, ...] = (
 
 
 def key_from(args: argparse.Namespace) -> str | None:
-    """The key of the command line or the environment, if there is one and a header can carry it."""
+    """Return the key of the command line or environment, checked for a header; None if none."""
     key = flags.key_of(args)
     return None if key is None else check_key(key, "api_key")
 
 
 def config_from(args: argparse.Namespace) -> ServerConfig:
-    """Flags to config. Raises `ValueError` that names the field."""
+    """Convert flags to a config; raise `ValueError` that names the field."""
     return ServerConfig(
         **flags.engine_fields(args),
         model_path=args.model,
@@ -145,7 +145,7 @@ def config_from(args: argparse.Namespace) -> ServerConfig:
 
 
 def operations_from(args: argparse.Namespace) -> Operations:
-    """Flags to `Operations`. Raises `ValueError` that names the field."""
+    """Convert flags to `Operations`; raise `ValueError` that names the field."""
     return Operations(**values_of(args, OPERATION_FLAGS))
 
 
@@ -157,5 +157,5 @@ FLAG_OF |= {name: f"--{name.replace('_', '-')}" for name, *_ in SERVER_FLAGS + O
 
 
 def in_flags(text: str) -> str:
-    """An error message with flags in place of the fields that they set."""
+    """Replace fields in an error message by the flags that set them."""
     return re.sub(r"^\w+(?=:)|\b[a-z]+_\w+", lambda word: FLAG_OF.get(word[0], word[0]), text)

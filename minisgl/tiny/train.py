@@ -117,7 +117,7 @@ def measure(folder: Path, device: str, per_task: int) -> tuple[dict[str, float],
 
 @dataclass
 class Log:
-    """What a run leaves behind."""
+    """Files that a run leaves behind."""
 
     facts: dict[str, Any]
     loss: list[tuple[int, int, float]]  # step, tokens so far, mean loss since the entry before

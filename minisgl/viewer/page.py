@@ -97,7 +97,7 @@ class Viewer:
     def __init__(
         self, run: str | Path | dict[str, Path], *, frame: int = 0, height: int = 720
     ) -> None:
-        """`height` is that of the frame, in pixels."""
+        """Read a recording and open it at `frame`; `height` is that of the page, in pixels."""
         if height < 1:
             raise refuse("height", "a positive number of pixels", height)
         if isinstance(run, dict):

@@ -51,7 +51,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 class Calls:
-    """How often the model's one-row products were computed, or declined."""
+    """Counts of the model's one-row products, computed or declined."""
 
     def __init__(self) -> None:
         self.done, self.declined = 0, 0

@@ -47,15 +47,22 @@ MUTATIONS = [
     Mutation(
         "recording: prompts are always in it",
         "minisgl.recording",
-        "if not self.text and isinstance(event, events.RequestAdded):",
+        "if type(event) is RequestAdded and not self.text:",
         "if False:",
         TESTS + "test_prompts_are_recorded_only_when_asked_for",
     ),
     Mutation(
         "recording: it grows without a bound",
         "minisgl.recording",
-        "if self.left >= 0:",
-        "if True:",
+        "whole if whole <= self.left else",
+        "whole if True else",
+        TESTS + "test_a_recording_is_bounded_and_may_end_anywhere",
+    ),
+    Mutation(
+        "recording: a full file ends in the middle of a line",
+        "minisgl.recording",
+        'self.buffer.rfind(b"\\n", 0, max(0, self.left)) + 1',
+        "max(0, self.left)",
         TESTS + "test_a_recording_is_bounded_and_may_end_anywhere",
     ),
     Mutation(

@@ -147,7 +147,7 @@ KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where the file has a tensor: its first byte, the bytes of a row, slowest dimension first."""
+    """Place of a tensor in the file: first byte, bytes of a row, slowest dimension first."""
 
     shape: tuple[int, ...]
     kind: GGMLQuantizationType

@@ -29,7 +29,7 @@ class ServerError(Exception):
 
 
 def base_url(url: str) -> str:
-    """The address that ends in `/v1/`, of a server given with or without it."""
+    """Return a server's address with `/v1/` at its end; raise `ValueError` if it is none."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -43,7 +43,7 @@ def base_url(url: str) -> str:
 
 
 def message_of(body: str) -> str:
-    """What an error body says, in the shape of the API or as it is."""
+    """Return the message of an error body, or the body if it has not the API's shape."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -79,7 +79,7 @@ class ApiClient:
         await self.http.aclose()
 
     async def models(self) -> list[dict[str, Any]]:
-        """The cards in `/v1/models`."""
+        """Return the cards in `/v1/models`; raise `ServerError`."""
         try:
             response = await self.http.get("models")
         except httpx.HTTPError as error:
@@ -92,9 +92,9 @@ class ApiClient:
             raise ServerError("bad answer", "models: not a list of models") from error
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of one streamed answer up to `[DONE]`; leaving early closes the connection.
+        """Yield a streamed answer's events up to `[DONE]`; leaving early closes the connection.
 
-        Raises `ServerError`, also for a stream that ends without `[DONE]` and a finish reason.
+        Raise `ServerError`, also for a stream that ends without `[DONE]` and a finish reason.
         """
         complete = False
         try:
@@ -132,7 +132,7 @@ class ApiClient:
     async def chat(
         self, model: str, messages: list[dict[str, str]]
     ) -> AsyncGenerator[UserReply, None]:
-        """Replies to a conversation. Raises `RequestFailed` for whatever goes wrong on the way."""
+        """Yield replies to a conversation; raise `RequestFailed` for any failure on the way."""
         options = {"stream": True, "stream_options": {"include_usage": True}}
         body = {"model": model, "messages": messages, **options}
         try:
@@ -144,7 +144,7 @@ class ApiClient:
 
 
 def as_reply(event: dict[str, Any]) -> UserReply:
-    """One chunk of a stream, as the shell knows replies."""
+    """Convert a chunk of a stream to the reply that the shell prints."""
     choice = (event.get("choices") or [{}])[0]
     bill = event.get("usage") or {}
     return UserReply(

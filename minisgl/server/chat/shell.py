@@ -26,7 +26,7 @@ from minisgl.server.workers.messages import UserReply
 
 
 async def line_from(raw: FileIO) -> str:
-    """A thread waits for the line: one that Python need not join when we leave before."""
+    """Read a line in a daemon thread, which does not delay the exit of Python."""
     loop = asyncio.get_running_loop()
     line: asyncio.Future[bytes] = loop.create_future()
 
@@ -47,7 +47,7 @@ async def line_from(raw: FileIO) -> str:
 
 
 def line_reader() -> Callable[[], Awaitable[str]]:
-    """An async function that asks for a line; with editing and history on a terminal."""
+    """Return an async function that reads a line; with editing and history on a terminal."""
     if sys.stdin.isatty():
         keys = KeyBindings()
 
@@ -92,7 +92,7 @@ Talk = Callable[[Conversation], AsyncGenerator[UserReply, None]]
 
 
 def stats_line(reply: UserReply, pieces: int, seconds: float) -> str:
-    """Speed and cached tokens of an answer that came in so many pieces and seconds."""
+    """Format speed and cached tokens of an answer that came in `pieces` pieces."""
     tokens = max(reply.completion_tokens, pieces)  # a server counts at the end, if it gets there
     speed = tokens / seconds if seconds > 0 else 0.0
     text = f"{tokens} tokens in {seconds:.2f} s, {speed:.1f} tok/s"
@@ -130,7 +130,7 @@ class Shell:
         self.history = [*messages, {"role": "assistant", "content": answer}]
 
     async def handle(self, line: str) -> bool:
-        """One line of input; False means leave."""
+        """Handle one line of input; return False to leave."""
         match line.strip():
             case "":
                 return True

@@ -19,7 +19,7 @@ from minisgl.server.workers.processes import WorkerGroup
 
 
 async def chat(group: WorkerGroup, frontend: Frontend, settings: ApiSettings) -> int:
-    """Chat in this terminal, with the engine in the worker processes."""
+    """Chat in this terminal, with the engine in the worker processes; return the status."""
     params = SamplingParams(**settings.sampling_defaults)
 
     def talk(messages: Conversation) -> AsyncGenerator[UserReply, None]:
@@ -43,7 +43,7 @@ async def chat(group: WorkerGroup, frontend: Frontend, settings: ApiSettings) ->
 
 
 async def chat_with(url: str, api_key: str | None) -> int:
-    """Chat with a server elsewhere. Raises `ValueError` if it is not there or refuses the key."""
+    """Chat with a server elsewhere; raise `ValueError` if it is unreachable or rejects the key."""
     try:
         client = ApiClient(url, api_key)
     except ValueError as error:

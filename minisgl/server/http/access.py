@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.config.flags import KEY_VARIABLE
-from minisgl.server.http.bodies import BodyReader, ReadRequest, SideThread
+from minisgl.server.http.bodies import SIDE, BodyReader, ReadRequest, SideThread
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.hosts import host_name, is_address, is_loopback
 from minisgl.server.http.keys import read_keys
@@ -52,7 +53,7 @@ class Access:
         request.scope[KEY_NAME] = fits
 
     def lock(self, route: Any) -> None:
-        """Ask for a key before a route that needs none answers."""
+        """Require a key on a route that otherwise needs none."""
         open_app = route.app
 
         async def keyed(scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,7 +64,7 @@ class Access:
 
 
 def client_of(request: Request) -> str:
-    """To whom the cost of a request counts: its named key, or else the address of its peer."""
+    """Return who pays for a request: its named key, or else the address of its peer."""
     if name := request.scope.get(KEY_NAME):
         return f"key {name}"
     return "" if request.client is None else f"address {request.client.host}"
@@ -76,16 +77,17 @@ def keyed_route(access: Access, side: SideThread) -> type[APIRoute]:
         def get_route_handler(self) -> Callable[[Request], Coroutine[None, None, Response]]:
             handle, field = super().get_route_handler(), self.body_field
             model: Any = field.field_info.annotation if field else None
-            reader = BodyReader(model, side) if model else None
+            reader = BodyReader(model) if model else None
 
             async def checked(request: Request) -> Response:
                 await access.check(request)
+                request.scope[SIDE] = partial(side.run, client_of(request))
                 coding = request.headers.get("content-encoding", "identity")
                 if coding.lower() != "identity":
                     why = f"content-encoding: {coding!r:.80} is not supported, send the body plain"
                     raise ApiError(415, why, code="unsupported", param="content-encoding")
                 if reader is not None:
-                    request = ReadRequest(request, reader, client_of(request))
+                    request = ReadRequest(request, reader)
                 return await handle(request)
 
             return checked
@@ -107,7 +109,7 @@ class OwnNames:
         self._app, self._names = app, frozenset(names)
 
     def foreign(self, headers: Headers) -> ApiError | None:
-        """The refusal of a request whose `Host` or `Origin` is not ours."""
+        """Return the error for a request whose `Host` or `Origin` is not ours, or None."""
         for name, given in (("host", headers.get("host")), ("origin", headers.get("origin"))):
             host = host_name(given or "")
             known = is_loopback(host) or host in self._names
@@ -133,7 +135,7 @@ def secured(settings: ApiSettings, host: str, keys: str | None, pages: str | Non
 
 
 def for_browsers(origins: Collection[str]) -> tuple[Middleware, list[Middleware]]:
-    """What tells browsers which pages may use the server, and what enforces it; "*": any may."""
+    """Return the CORS middleware and the checks behind it; "*": any page may use the server."""
     names: Any = {name: ["*"] for name in ("allow_methods", "allow_headers")}
     names["expose_headers"] = ["x-request-id", "retry-after", "x-should-retry"]
     if "*" in origins:

@@ -43,12 +43,12 @@ class AnswerParser:
         return pieces
 
     def reason(self, finish_reason: str | None) -> str | None:
-        """Why the answer ended, in OpenAI's words."""
+        """Return why the answer ended, in OpenAI's words."""
         called = self.tools is not None and self.tools.calls > 0
         return "tool_calls" if called and finish_reason == "stop" else finish_reason
 
     def _start(self, last: bool) -> bool:
-        """White space and the marker, if they are there, are no part of the thought."""
+        """Skip white space and the marker that opens a thought, if they are there."""
         body = self.buffer.lstrip()
         if body.startswith(THINK):
             self.buffer, self.opened = body[len(THINK) :], True
@@ -61,7 +61,7 @@ class AnswerParser:
         return True
 
     def _thought(self, last: bool) -> bool:
-        """Up to its end marker, without the white space before that."""
+        """Parse a thought up to its end marker, without trailing white space."""
         text, end = self.buffer, self.buffer.find(THOUGHT)
         certain = (
             text[:end] if end >= 0 else text[: len(text) - (not last) * overlap(text, THOUGHT)]
@@ -73,7 +73,7 @@ class AnswerParser:
         return end >= 0
 
     def _gap(self, last: bool) -> bool:
-        """White space between thought and answer."""
+        """Skip white space between thought and answer."""
         self.buffer = self.buffer.lstrip()
         self.state = self._rest if self.buffer or last else self._gap
         return self.state == self._rest
@@ -89,7 +89,7 @@ class AnswerParser:
 
 
 def as_delta(piece: Piece) -> dict[str, Any]:
-    """One piece as the delta of a chunk."""
+    """Format one piece as the delta of a chunk."""
     match piece:
         case CallStart(index, id, name):
             function = {"name": name, "arguments": ""}
@@ -104,7 +104,7 @@ def as_delta(piece: Piece) -> dict[str, Any]:
 
 
 def as_message(pieces: list[Piece]) -> dict[str, Any]:
-    """All pieces of an answer as a message."""
+    """Format all pieces of an answer as a message."""
     texts: dict[type, str] = {Content: "", Reasoning: ""}
     calls: list[dict[str, Any]] = []
     for piece in pieces:

@@ -89,7 +89,7 @@ class RequestHandler:
         return self.service.frontend.generate(task.params, **task.prompt, **self.terms)
 
     async def answers(self) -> list[Completion]:
-        """All answers, whole. If one task fails or the client leaves, all are aborted."""
+        """Collect all answers; if one task fails or the client leaves, all are aborted."""
         answers = [self.formatter.answer() for _ in self.tasks]
         async with aclosing(self._replies()) as replies:
             async for task, reply in replies:
@@ -97,14 +97,14 @@ class RequestHandler:
         return answers
 
     async def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the answer in one piece."""
         answers = await self.answers()
         choices = [self.formatter.choice(index, answer) for index, answer in enumerate(answers)]
         head = {**self.head, "object": self.formatter.whole}
         return {**head, "choices": choices, "usage": usage(answers, self.prompts)}
 
     async def _replies(self) -> AsyncGenerator[tuple[Task, UserReply], None]:
-        """Replies of all tasks as they come. Closing this generator cancels every task."""
+        """Yield replies of all tasks as they come; closing this generator cancels every task."""
         with self.limiter.acquire(len(self.tasks), self.client), failing_as_sent(self.body):
             if len(self.tasks) == 1:
                 async with aclosing(self._generate(self.tasks[0])) as replies:
@@ -116,7 +116,7 @@ class RequestHandler:
                     yield pair
 
     async def _merged(self) -> AsyncGenerator[tuple[Task, UserReply], None]:
-        """One asyncio task for each of ours feeds a queue."""
+        """Merge the tasks' replies: one asyncio task for each feeds a queue."""
         merged: asyncio.Queue[tuple[Task, UserReply | Exception]] = asyncio.Queue(len(self.tasks))
 
         async def pump(task: Task) -> None:
@@ -140,7 +140,7 @@ class RequestHandler:
             await cancel(running)
 
     async def events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events."""
+        """Yield the answer as server-sent events."""
         head = {**self.head, "object": self.formatter.chunk}
         head |= {"usage": None} if include_usage else {}
         answers = [self.formatter.answer() for _ in self.tasks]
@@ -159,7 +159,7 @@ class RequestHandler:
         yield sse("[DONE]")
 
     async def texts(self) -> AsyncGenerator[bytes, None]:
-        """The text alone as server-sent events."""
+        """Yield the text alone as server-sent events."""
         async with aclosing(self._replies()) as replies:
             async for _, reply in replies:
                 if reply.text:
@@ -233,7 +233,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T | None:
 
 
 async def respond(request: Request, body: GenerationRequest, handler: RequestHandler) -> Response:
-    """Streamed or whole, as the client asked; 499 if it has left."""
+    """Respond with a stream or the whole answer, as requested; 499 if the client has left."""
     if body.stream:
         events = handler.events(body.include_usage)
         return await unless_gone(request, stream_response(events)) or Response(status_code=499)
@@ -242,7 +242,7 @@ async def respond(request: Request, body: GenerationRequest, handler: RequestHan
 
 
 def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:
-    """Every failure has one body, whichever layer it comes from."""
+    """Add handlers that give every failure the same body, whichever layer it comes from."""
 
     async def handle(request: Request, failure: Exception) -> Json:
         if isinstance(failure, RequestValidationError):
@@ -265,21 +265,21 @@ def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:
 
 
 def check_model(asked: str | None, settings: ApiSettings) -> None:
-    """404 for a model that we do not serve; an absent name means the one that we do."""
+    """Raise 404 for a model that is not served; an absent name means the one that is."""
     if asked not in (None, "", "default", settings.model_name):
         served = f"{asked!r:.80} is not served here; this server has {settings.model_name!r}"
         raise ApiError(404, f"model: {served}", code="model_not_found", param="model")
 
 
 def fair_client(client: str, body: GenerationRequest) -> str:
-    """To whom the scheduler counts a request: its named key, else the `user` that it names."""
+    """Return who the scheduler charges: the named key, else the `user` in the body."""
     return f"user {body.user}" if body.user and not client.startswith("key ") else client
 
 
 def tasks_for(
     body: GenerationRequest, prompts: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
 ) -> list[Task]:
-    """`n` tasks per prompt, numbered as OpenAI numbers the choices: prompt by prompt."""
+    """Make `n` tasks per prompt, numbered as OpenAI numbers the choices: prompt by prompt."""
     n = body.n or 1
     if n * len(prompts) > MAX_ANSWERS:
         what = f"prompt: {len(prompts)} prompts times {n} answers are more than {MAX_ANSWERS}"
@@ -294,7 +294,7 @@ def tasks_for(
 
 @dataclass(frozen=True)
 class Service:
-    """What the routes share."""
+    """Objects that the routes share."""
 
     frontend: Frontend
     settings: ApiSettings
@@ -307,12 +307,12 @@ STREAMED: dict[int | str, dict[str, Any]] = {  # for /openapi.json
 
 
 def as_prompt(prompt: str | list[int]) -> dict[str, Any]:
-    """A prompt as `Frontend.generate` takes it."""
+    """Return a prompt as the arguments of `Frontend.generate`."""
     return {"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
 
 
 def add_generation_routes(keyed: APIRouter, service: Service) -> None:
-    """OpenAI's two routes that generate, and the smallest one: text in, text out."""
+    """Add OpenAI's two routes that generate, and the smallest one: text in, text out."""
 
     @keyed.post("/v1/chat/completions", responses=STREAMED)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
@@ -348,7 +348,7 @@ def add_generation_routes(keyed: APIRouter, service: Service) -> None:
 
 
 def add_info_routes(app: FastAPI, keyed: APIRouter, service: Service) -> None:
-    """What tools ask before they trust a server."""
+    """Add the routes that clients query before they send work."""
     settings = service.settings
     card = {"id": settings.model_name, "max_model_len": settings.max_model_len}
     card |= {"object": "model", "created": int(time.time()), "owned_by": "minisgl"}
@@ -379,7 +379,7 @@ def create_app(
     middleware: Sequence[Middleware] = (),
     more_routes: Sequence[Callable[[APIRouter, Service], None]] = (),
 ) -> FastAPI:
-    """The HTTP application over one frontend; `middleware` lies around all of its routes."""
+    """Create the HTTP application over one frontend; `middleware` wraps all of its routes."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:

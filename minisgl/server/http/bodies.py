@@ -97,7 +97,7 @@ class Short(reprlib.Repr):
 
 
 def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What pydantic found wrong, as one sentence that begins with the field."""
+    """Convert pydantic's errors to one sentence that begins with the field."""
     # Of two that went equally far, the one that found the right type; a place names types, too.
     first = max(errors, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
     place = [p for p in map(str, first["loc"]) if p not in ("body", "str") and "[" not in p]
@@ -148,31 +148,28 @@ class SideThread:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
 
-SIDE = "minisgl.side"  # in an ASGI scope: how to call what is large
+SIDE, LARGE = "minisgl.side", "minisgl.large"  # in an ASGI scope: how to call what is large
 
 
-async def build(request: Request, work: Callable[[], T]) -> T:
-    """Call `work`, which makes something of a request's body, where that body was parsed."""
-    aside = request.scope.get(SIDE)
-    return work() if aside is None else await aside(work)
+async def build(request: Request, work: Callable[[], T], large: bool = False) -> T:
+    """Call `work`, for a request whose body or whose work is `large` beside the event loop."""
+    large = large or request.scope.get(LARGE, False)
+    return await request.scope[SIDE](work) if large else work()
 
 
 class BodyReader:
     """Reads the bodies of one route, whose model is `model`."""
 
-    def __init__(self, model: type[BaseModel], side: SideThread) -> None:
-        self._validator, self._side = validator_of(model), side
+    def __init__(self, model: type[BaseModel]) -> None:
+        self._validator = validator_of(model)
 
-    async def read(self, request: Request, client: str) -> Any:
+    async def read(self, request: Request) -> Any:
         """Return the model that a body describes, or raise an `ApiError`."""
         body = await request.body()
         if len(body) <= INLINE_BYTES and count(body)[0] <= INLINE_VALUES:
             return parse(self._validator, body)
 
-        async def aside(work: Callable[..., Any], *args: Any) -> Any:
-            return await self._side.run(client, work, *args)
-
-        request.scope[SIDE] = aside
+        request.scope[LARGE], aside = True, request.scope[SIDE]
         await aside(check_count, body)
         return await aside(parse, self._validator, body)
 
@@ -180,9 +177,9 @@ class BodyReader:
 class ReadRequest(Request):
     """A request whose body is validated by a `BodyReader`."""
 
-    def __init__(self, request: Request, reader: BodyReader, client: str) -> None:
+    def __init__(self, request: Request, reader: BodyReader) -> None:
         super().__init__(request.scope, request.receive)
-        self._reader, self._client = reader, client
+        self._reader = reader
 
     async def json(self) -> Any:
-        return await self._reader.read(self, self._client)
+        return await self._reader.read(self)

@@ -17,7 +17,7 @@ from minisgl.tokenizer import THINK
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How models write calls: `opening`, calls with a `separator` between them, `closing`."""
+    """Notation of calls: `opening`, calls with a `separator` between them, `closing`."""
 
     name: str
     markers: tuple[str, ...]  # a call may follow one; the first is that of the grammar
@@ -34,13 +34,13 @@ class CallFormat:
         return [text for text in (self.separator.strip(), closing.strip()) if text]
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Node:
-        """One call of a function."""
+        """Make the structural tag of one call of a function."""
         begin = self.begin.replace("NAME", name)
         return {"type": "tag", "begin": begin, "content": json_node(schema), "end": self.end}
 
 
 def as_object(arguments: str) -> str:
-    """The beginning of a call that is one JSON object."""
+    """Return the beginning of a call that is one JSON object."""
     return f'{{"name": "NAME", "{arguments}": '
 
 
@@ -57,15 +57,15 @@ MISTRAL_NAMED = CallFormat("mistral", (TOOL_CALLS,), f"{TOOL_CALLS}NAME[ARGS]", 
 
 @dataclass(frozen=True)
 class ChatAbilities:
-    """What a chat template says of its model: whether it thinks first, and how it calls tools."""
+    """A model's abilities by its chat template: whether it thinks first, and its form of calls."""
 
     reasoning: bool = False
     calls: CallFormat | None = None
-    refusal: str = "this model's chat template does not know any"  # why there are no calls
+    refusal: str = "this model's chat template has none"  # why there are no calls
 
 
 def call_format(template: str) -> CallFormat | None:
-    """The notation whose markers are in the template; None if it is none that we read."""
+    """Return the notation whose markers are in the template; None if it is not supported."""
     plain = template.replace('\\"', '"')
     if TOOL_CALLS in plain:
         return MISTRAL_NAMED if "[ARGS]" in plain else MISTRAL
@@ -75,7 +75,7 @@ def call_format(template: str) -> CallFormat | None:
 
 
 def chat_abilities(template: str) -> ChatAbilities:
-    """What a model can do, by the text of its chat template."""
+    """Detect a model's abilities from the text of its chat template."""
     reasoning = THINK in template or "</think>" in template
     if not re.search(r"\btools\b", template):
         return ChatAbilities(reasoning)
@@ -84,7 +84,7 @@ def chat_abilities(template: str) -> ChatAbilities:
 
 
 def read_template(folder: Path) -> str:
-    """Text of all chat templates of a model; empty if it has none."""
+    """Read the text of all chat templates of a model; empty if it has none."""
     return "\n".join(chat_templates(folder).values())
 
 
@@ -108,13 +108,13 @@ def either(*nodes: Node) -> Node:
 
 
 def after_thoughts(node: Node, gap: str) -> Node:
-    """The same behind a thought, or without one."""
+    """Return the node after a thought, or without one."""
     thought = {"type": "tag", "begin": THINK, "content": {"type": "any_text"}, "end": "</think>"}
     return sequence(either(sequence(thought, fixed(gap)), fixed("")), node)
 
 
 def only_calls(form: CallFormat, tags: list[Node], single: bool) -> Node:
-    """One call at least, and nothing else; `single`: exactly one."""
+    """Make a node of one call at least, and nothing else; `single`: exactly one."""
     options = {"separator": form.separator, "at_least_one": True, "stop_after_first": single}
     calls = {"type": "tags_with_separator", "tags": tags, **options}
     return sequence(fixed(form.opening), calls, fixed(form.closing))
@@ -132,10 +132,10 @@ def constraint(
     form: CallFormat, schemas: Mapping[str, Mapping[str, Any]], required: bool, single: bool,
     reasoning: bool = False, answer: Mapping[str, Any] | None = None,
 ) -> Node:  # fmt: skip
-    """A structural tag for an answer that calls these functions.
+    """Make a structural tag for an answer that may call these functions.
 
-    required: calls and nothing else; single: one at most. reasoning: it may think before. answer:
-    the schema of what it may say instead of calling.
+    required: calls and nothing else; single: one at most. reasoning: a thought may come first.
+    answer: the schema of an answer without calls.
     """
     tags = [form.tag(name, schema) for name, schema in schemas.items()]
     node, gap = only_calls(form, tags, single), "\n\n"

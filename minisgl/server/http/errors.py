@@ -52,7 +52,7 @@ class ApiError(HTTPException):
 
 
 def api_error(failure: Exception) -> ApiError:
-    """The HTTP form of a failure: the caller's fault unless its code says else."""
+    """Convert a failure to its HTTP form; a failure without a known code is the caller's fault."""
     if isinstance(failure, ApiError):
         return failure
     if not isinstance(failure, RequestFailed):

@@ -80,12 +80,12 @@ PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def penalises(body: Mapping[str, Any]) -> bool:
-    """True if any penalty of a translated body is on."""
+    """Return True if any penalty of a translated body is on."""
     return any(body.get(name) not in (None, 0, 1) for name in PENALTIES)
 
 
 def refuse(name: str, value: object, why: str = "not supported, leave it out") -> ApiError:
-    """The error for a field that is not honoured."""
+    """Make the error for a field that is not supported."""
     return ApiError(400, f"{name}: {why}; got {value!r:.80}", code="unsupported", param=name)
 
 
@@ -102,12 +102,12 @@ MANY = 2**31 - 1  # tokens: as many as there is room for
 
 
 def limit(value: Any) -> Any:
-    """A limit of tokens, which other servers leave open by -1 or -2."""
+    """Return a token limit; -1 and -2, which other servers use for none, become a large number."""
     return MANY if value in (-1, -2) else value
 
 
 def biases(value: Any) -> Mapping[str, Any]:
-    """OpenAI's object, or the pairs of llama.cpp, in which false bans a token."""
+    """Read OpenAI's object, or the pairs of llama.cpp, in which false bans a token."""
     if not isinstance(value, list):
         return {"logit_bias": value}
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
@@ -118,31 +118,31 @@ def biases(value: Any) -> Mapping[str, Any]:
 
 
 def banned(value: Any) -> Mapping[str, Any]:
-    """Tokens that must not be sampled."""
+    """Convert tokens that must not be sampled."""
     if not isinstance(value, list):
         raise ValueError("must be a list of token ids")
     return {"bad_words": [[token] for token in value]}
 
 
 def sampled(value: Any) -> Mapping[str, Any]:
-    """transformers: greedy, or not."""
+    """Convert transformers' switch: greedy, or not."""
     if not isinstance(value, bool):
         raise ValueError("must be true or false")
     return {} if value else {"temperature": 0.0}
 
 
 def effort(value: Any) -> Mapping[str, Any]:
-    """OpenAI's effort, of which "none" means no thoughts."""
+    """Convert OpenAI's effort, of which "none" means no thoughts."""
     return {"reasoning_effort": value} | ({"enable_thinking": False} if value == "none" else {})
 
 
 def think(value: Any) -> Mapping[str, Any]:
-    """Ollama: a boolean or an effort."""
+    """Convert Ollama's boolean or effort."""
     return {"enable_thinking": value} if isinstance(value, bool) else effort(value)
 
 
 def thinking(value: Any) -> Mapping[str, Any]:
-    """Anthropic's, DeepSeek's and GLM's switch."""
+    """Convert the switch of Anthropic, DeepSeek and GLM."""
     kinds = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in kinds:
@@ -153,7 +153,7 @@ def thinking(value: Any) -> Mapping[str, Any]:
 
 
 def reasoning(value: Any) -> Mapping[str, Any]:
-    """OpenRouter's object."""
+    """Convert OpenRouter's object."""
     if not isinstance(value, dict) or value.keys() - {"effort", "enabled", "exclude"}:
         raise ValueError("must be an object of effort, enabled and exclude")
     shown = {"include_reasoning": False} if value.get("exclude") else {}
@@ -162,7 +162,7 @@ def reasoning(value: Any) -> Mapping[str, Any]:
 
 
 def one_of(choices: Mapping[Any, Mapping[str, Any]]) -> Change:
-    """A field with a few values, each of which means some fields of ours."""
+    """Make a change of a field with a few values, each of which sets some fields of ours."""
 
     def change(value: Any) -> Mapping[str, Any]:
         if isinstance(value, str | int) and value in choices:
@@ -173,7 +173,7 @@ def one_of(choices: Mapping[Any, Mapping[str, Any]]) -> Change:
 
 
 def response_format(value: Any) -> Mapping[str, Any]:
-    """OpenAI's form of an answer."""
+    """Convert OpenAI's `response_format`."""
     try:
         asked = ResponseFormat.model_validate(value).asked()
     except ValidationError as error:
@@ -185,7 +185,7 @@ def response_format(value: Any) -> Mapping[str, Any]:
 
 
 def ollama_format(value: Any) -> Mapping[str, Any]:
-    """Ollama: the word "json" or a schema."""
+    """Convert Ollama's word "json" or schema."""
     if value == "json":
         return {"json_object": True}
     if isinstance(value, dict):
@@ -198,7 +198,7 @@ FORMS |= {name: name for name in ("regex", "choice", "grammar")}
 
 
 def structured_outputs(value: Any) -> Mapping[str, Any]:
-    """vLLM: one form under its name."""
+    """Convert vLLM's object: one form under its name."""
     if not isinstance(value, dict):
         raise ValueError("must be an object")
     given = {name: one for name, one in value.items() if one}
@@ -208,7 +208,7 @@ def structured_outputs(value: Any) -> Mapping[str, Any]:
 
 
 def same(name: str) -> Change:
-    """Another name for one of our fields."""
+    """Make a change that renames a field to one of ours."""
     return lambda value: {name: limit(value) if name == "max_tokens" else value}
 
 
@@ -235,7 +235,7 @@ OFF: tuple[Any, ...] = ("", [], {})  # of a form, an alias or a list: nothing is
 
 
 def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """A body in our names, and the client's name of each field that was translated.
+    """Translate a body to our names; return also the client's name of each translated field.
 
     Raise `ApiError` for a value without meaning here, and for two that contradict each other.
     """
@@ -269,7 +269,7 @@ MAX_UNKNOWN = 16  # names of a request that are compared with known ones, which 
 
 
 def meant(name: str, known: set[str]) -> str | None:
-    """The known field that an unknown name almost is."""
+    """Return the known field that an unknown name resembles."""
     plain = re.sub(r"(?<=[a-z])(?=[A-Z])|-", "_", name).lower()
     near = [plain] if plain in known else difflib.get_close_matches(plain, known, 1, 0.9)
     return next(iter(near), None)
@@ -304,7 +304,7 @@ tokenizer_kwargs tools truncation
 
 
 def template_variables(given: dict[str, Any]) -> dict[str, Any]:
-    """A template may read what it likes; what renders it has arguments of its own."""
+    """Check a template's variables: any name except the renderer's own arguments."""
     if reserved := given.keys() & set(RESERVED.split()):
         raise ValueError(f"{min(reserved)!r:.80} is no variable of a chat template")
     if (size := len(encode(sendable(given)))) > 4096:

@@ -67,7 +67,7 @@ class Completion:
 
 
 def is_content(parser: AnswerParser, start: int, end: int) -> bool | None:
-    """Whether these characters of the answer are content; None while that is not certain."""
+    """Return True if these characters of the answer are content; None if that is still open."""
     if parser.state != parser._rest:
         return False if start < parser.total - len(parser.buffer) else None
     start, end = start - parser.total + parser.rest, end - parser.total + parser.rest
@@ -82,7 +82,7 @@ def is_content(parser: AnswerParser, start: int, end: int) -> bool | None:
 
 
 def usage(answers: list[Completion], prompts: int = 1) -> dict[str, Any]:
-    """Token counts of one HTTP request with so many prompts."""
+    """Count the tokens of one HTTP request with `prompts` prompts."""
     per_prompt = max(1, len(answers) // max(1, prompts))
     prompt_tokens = sum(answer.prompt_tokens for answer in answers[::per_prompt])
     completion_tokens = sum(answer.completion_tokens for answer in answers)
@@ -97,7 +97,7 @@ def usage(answers: list[Completion], prompts: int = 1) -> dict[str, Any]:
 
 
 def finite(logprob: float | None) -> float | None:
-    """A number that JSON can hold, also for a token of probability zero."""
+    """Return a number that JSON can represent, also for a token of probability zero."""
     return None if logprob is None or isnan(logprob) else max(logprob, -9999.0)
 
 
@@ -126,7 +126,7 @@ def completion_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 class CompletionFormatter:
-    """How a plain completion and its chunks look: both are `text_completion`."""
+    """Format of a plain completion and its chunks: both are `text_completion`."""
 
     prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
 
@@ -137,15 +137,15 @@ class CompletionFormatter:
         return completion_logprobs(entries)
 
     def answer(self) -> Completion:
-        """An answer before its first reply."""
+        """Make an answer before its first reply."""
         return Completion()
 
     def choice(self, index: int, answer: Completion) -> dict[str, Any]:
-        """A whole answer."""
+        """Format a whole answer."""
         return self._entry(index, {"text": answer.text}, answer)
 
     def deltas(self, index: int, answer: Completion, first: bool) -> list[dict[str, Any]]:
-        """The chunks of a stream for what is new: none while a character is incomplete."""
+        """Format the chunks of a stream for new text: none while a character is incomplete."""
         if not (answer.text or answer.finish_reason or answer.logprobs or first):
             return []
         return [self._entry(index, {"text": answer.text}, answer)]
@@ -159,7 +159,7 @@ class CompletionFormatter:
 
 
 class ChatFormatter(CompletionFormatter):
-    """How a chat answer and its chunks look."""
+    """Format of a chat answer and its chunks."""
 
     prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
@@ -196,7 +196,7 @@ LINES = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
 
 
 def as_json(payload: Any) -> str:
-    """JSON for the wire: one line for every client, numbers that JSON has no sign for as null."""
+    """Encode JSON on one line for every client; numbers that JSON lacks become null."""
     return msgspec.json.encode(payload).decode().translate(LINES)
 
 
@@ -208,5 +208,5 @@ class Json(JSONResponse):
 
 
 def sse(payload: Mapping[str, Any] | str) -> bytes:
-    """One server-sent event: text as it is, anything else as JSON."""
+    """Encode one server-sent event: text as it is, anything else as JSON."""
     return format_sse_event(data_str=payload if isinstance(payload, str) else as_json(payload))

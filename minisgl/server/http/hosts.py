@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 
 def host_name(host: str) -> str:
-    """The name in a `Host` header or an origin, without scheme and port."""
+    """Return the name in a `Host` header or an origin, without scheme and port."""
     try:
         return urlsplit(host if "://" in host else f"//{host}").hostname or ""
     except ValueError:
@@ -18,7 +18,7 @@ def host_name(host: str) -> str:
 
 
 def is_address(name: str) -> bool:
-    """True for an IP address, which no name server hands out."""
+    """Return True for an IP address, which no name server assigns."""
     try:
         return bool(ipaddress.ip_address(name))
     except ValueError:
@@ -26,7 +26,7 @@ def is_address(name: str) -> bool:
 
 
 def is_loopback(name: str) -> bool:
-    """True if only this machine can be meant. An unknown name is not."""
+    """Return True if only this machine can be meant; False for an unknown name."""
     if is_address(name):
         return ipaddress.ip_address(name).is_loopback
     return name == "localhost" or name.endswith(".localhost")

@@ -58,7 +58,7 @@ class Shares:
 
 
 class ConcurrencyLimiter(Shares):
-    """Lets in `limit` answers at once, shared by clients, and none while `reason` says why not."""
+    """Admission of `limit` answers at once, shared by clients; none while `reason` is set."""
 
     def __init__(self, limit: int = 2**31, reason: str | None = None) -> None:
         super().__init__(limit)
@@ -249,14 +249,14 @@ class PatientHttp(HttpToolsProtocol):
             timer.cancel()
 
     def _await_head(self) -> None:
-        """Between two requests, wait for the next; after its head, no longer."""
+        """Arm the deadline for the next request's head between two requests, else disarm it."""
         if self.cycle is None or self.cycle.response_complete:
             self._arm("head", self.head)
         else:
             self._disarm("head")
 
     def pause_writing(self) -> None:
-        """The peer takes nothing more."""
+        """Arm the stall deadline while the peer reads nothing."""
         HttpToolsProtocol.pause_writing(self)
         self._arm("stall", self.stall)
 
@@ -284,7 +284,7 @@ def connection_places() -> tuple[int, int]:
 
 
 def http_config(app: ASGIApp, stall: float, trusted: str | None) -> uvicorn.Config:
-    """Settings of uvicorn; `trusted` proxies may name the address of a client."""
+    """Make the settings of uvicorn; `trusted` proxies may set the address of a client."""
     places, backlog = connection_places()
     return uvicorn.Config(
         app, http=patient_http(stall, connections=places), ws="none", log_level="warning",

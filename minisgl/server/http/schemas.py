@@ -44,7 +44,7 @@ def without_repeats(ids: list[int]) -> list[int]:
 
 
 class StreamOptions(BaseModel, strict=True, extra="forbid"):
-    """What a stream sends beside its text."""
+    """Optional parts of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: usage in each chunk
@@ -116,7 +116,7 @@ class GenerationRequest(TranslatedBody, strict=True):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def wanted_logprobs(self) -> int | None:
-        """Number of likely tokens to return beside each chosen one; None for no log probability."""
+        """Return the likely tokens to list beside each sampled one; None: no log probability."""
         return None
 
     def prepare(self, can: ChatAbilities) -> None:
@@ -124,16 +124,16 @@ class GenerationRequest(TranslatedBody, strict=True):
         check_fields(self.model_extra or {}, {*type(self).model_fields, *GRAMMARS}, self.n)
 
     def answer_form(self) -> dict[str, Any]:
-        """What the answer must look like, as fields of `SamplingParams`."""
+        """Return the required form of the answer, as fields of `SamplingParams`."""
         extra = self.model_extra or {}
         return {name: extra[name] for name in GRAMMARS if extra.get(name)}
 
     def client_name(self, ours: str | None) -> str | None:
-        """What the client called one of our fields."""
+        """Return the client's name of one of our fields."""
         return self.renamed.get(ours or "", ours)
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """The engine's params: what the client set, else what the model advises, else ours."""
+        """Make the engine's parameters: the client's, else the model's, else our defaults."""
         names = {field.name for field in fields(SamplingParams)} - set(GRAMMARS)
         asked = self.model_dump(include=names)
         asked["logprobs"], asked["spare_thoughts"] = self.wanted_logprobs(), self.thoughts_apart
@@ -169,7 +169,7 @@ class ChatRequest(ToolFields, GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def prompt(self) -> dict[str, Any]:
-        """The conversation and what its template reads beside it."""
+        """Return the conversation and the variables of its template."""
         names = ("add_generation_prompt", "continue_final_message")
         given = self.model_dump(include={*names, "reasoning_effort", "enable_thinking"})
         given["thinking"] = self.enable_thinking  # another name of the same variable
@@ -182,7 +182,7 @@ class ChatRequest(ToolFields, GenerationRequest):
         }
 
     def prepare(self, can: ChatAbilities) -> None:
-        """Also decide, by what the model can do, what its answer may call and must look like."""
+        """Check the body, and decide by `can` what the answer may call and must look like."""
         GenerationRequest.prepare(self, can)
         if self.top_logprobs and not self.logprobs:
             why = "top_logprobs: needs logprobs to be true"
@@ -213,7 +213,7 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: Literal[True] | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt. An empty list is one empty prompt, and is refused later as such."""
+        """Return one entry per prompt; an empty list is one empty prompt, rejected later."""
         if isinstance(self.prompt, str) or all(isinstance(token, int) for token in self.prompt):
             return [self.prompt]  # type: ignore[list-item]
         return list(self.prompt)  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class GenerateRequest(GenerationRequest):
-    """Body of `POST /generate`: one prompt as text or as token ids; streamed unless told not to."""
+    """Body of `POST /generate`: one prompt as text or as token ids; streamed by default."""
 
     prompt: Text | list[TokenId]
     n: Literal[1] | None = None

@@ -20,7 +20,7 @@ from minisgl.server.http.calls import ChatAbilities, chat_abilities, read_templa
 
 @dataclass(frozen=True)
 class ApiSettings:
-    """What the routes must know beside the frontend."""
+    """Settings of the routes beside the frontend."""
 
     model_name: str
     max_model_len: int
@@ -40,7 +40,7 @@ class ApiSettings:
 
 
 def sampling_defaults(path: Path) -> dict[str, Any]:
-    """What the model's `generation_config.json` advises; without it, a temperature of 1."""
+    """Read the model's `generation_config.json`; without it, a temperature of 1."""
     file = path / "generation_config.json"
     advice = json.loads(file.read_text()) if file.is_file() else {}
     if advice.get("do_sample") is False:
@@ -57,7 +57,7 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
 
 
 def served_name(model: str | None) -> str:
-    """The hub's id of a model, given or from the hub's cache, or else its folder's name."""
+    """Return the hub's id of a model, given or from the hub's cache, or its folder's name."""
     if model is None:
         return "minisgl-tiny"
     folder = Path(os.path.abspath(Path(model).expanduser()))  # follows no link
@@ -71,7 +71,7 @@ def served_name(model: str | None) -> str:
 def settings_for(
     config: ServerConfig, path: Path, request_timeout: float | None = None
 ) -> ApiSettings:
-    """What the routes say of the model in the folder `path`."""
+    """Make the routes' settings for the model in the folder `path`."""
     name = config.served_model_name or served_name(config.model_path)
     model, can = ModelConfig.from_path(path), chat_abilities(read_template(path))
     window = max_seq_len(config, model)

@@ -17,13 +17,13 @@ from minisgl.tokenizer import overlap, parsed
 
 
 class Reasoning(NamedTuple):
-    """What the model thinks before it answers."""
+    """A piece of the model's thoughts before it answers."""
 
     text: str
 
 
 class Content(NamedTuple):
-    """What it says."""
+    """A piece of the answer's text."""
 
     text: str
 
@@ -47,7 +47,7 @@ Piece = Reasoning | Content | CallStart | CallArguments
 
 
 def new_call_id() -> str:
-    """Nine letters and digits: Mistral's templates refuse any other id."""
+    """Return nine letters and digits: Mistral's templates reject any other id."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -58,7 +58,7 @@ class ObjectEnd:
         self.depth, self.quoted, self.escaped = 0, False, False
 
     def find(self, text: str) -> int:
-        """How much of the next piece belongs to it; -1 if all does and the end is not there."""
+        """Return how much of the next piece belongs to it; -1 if all does and it goes on."""
         for at, char in enumerate(text):
             if self.escaped:
                 self.escaped = False
@@ -109,7 +109,7 @@ class ToolParser:
         return pieces
 
     def _say(self, text: str, behind: int) -> None:
-        """Content, but for white space at its end; `behind` it so many characters have come."""
+        """Append content, except white space at its end; `behind` it so many characters came."""
         text = self.blank + text
         certain = text.rstrip()
         self.blank = text[len(certain) :]
@@ -119,7 +119,7 @@ class ToolParser:
             self.pieces.append(Content(certain))
 
     def _content(self, last: bool) -> bool:
-        """Text up to a marker; what may be the beginning of one is held back."""
+        """Parse text up to a marker; hold back what may be the beginning of one."""
         text = self.buffer
         found = [(at, mark) for mark in self.form.markers if (at := text.find(mark)) >= 0]
         if found:
@@ -138,7 +138,7 @@ class ToolParser:
         return True
 
     def _head(self, last: bool) -> bool:
-        """Behind a marker: a call begins, or it is none, or more text will tell."""
+        """Parse what follows a marker: a call, none, or wait for more text."""
         body = self.buffer.lstrip(" \t\r\n[" if "]" in self.form.after else None)
         self.marker += self.buffer[: len(self.buffer) - len(body)]
         self.buffer = body
@@ -165,7 +165,7 @@ class ToolParser:
         return self._give_up() if last or (body and no_head.match(body)) else False
 
     def _give_up(self) -> bool:
-        """No call: the marker, or else the first character, is content; look on behind it."""
+        """Append the marker, or else the first character, as content, and go on behind it."""
         text = self.marker or self.buffer[:1]
         self.buffer = self.buffer[len(text) - len(self.marker) :]
         self.state = self._content
@@ -173,7 +173,7 @@ class ToolParser:
         return True
 
     def _begin(self, name: str, size: int) -> None:
-        """A call of a function; so many characters of the buffer are done with."""
+        """Begin a call of a function, and drop `size` characters of the buffer."""
         self.pieces.append(CallStart(self.calls, new_call_id(), name))
         self.calls, self.blank, self.buffer = self.calls + 1, "", self.buffer[size:]
 
@@ -200,7 +200,7 @@ class ToolParser:
         return bool(rest or last)
 
     def _tail(self, last: bool) -> bool:
-        """What closes a call is no content; behind a separator the next one follows."""
+        """Skip what closes a call; behind a separator the next one follows."""
         while self.closing:
             rest = self.buffer.lstrip()
             if not last and self.closing[0].startswith(rest) and rest != self.closing[0]:

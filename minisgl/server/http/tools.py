@@ -29,7 +29,7 @@ Text = Annotated[str, AfterValidator(partial(check_unicode, "text"))]
 
 
 def sendable(given: dict[str, Any]) -> dict[str, Any]:
-    """The same, or ValueError: any JSON can come from a client, not all of it can go on."""
+    """Return `given`, or raise ValueError if our messages cannot encode it."""
     try:
         encode(given)
     except (ValueError, OverflowError, RecursionError) as error:
@@ -48,14 +48,14 @@ class TextPart(BaseModel):
 
 
 class RefusalPart(BaseModel):
-    """What an assistant said when it refused."""
+    """An assistant's text when it refused."""
 
     type: Literal["refusal"]
     refusal: Text
 
 
 class CalledFunction(BaseModel):
-    """What the model called, with its arguments as the text that it wrote, or as an object."""
+    """A call by the model, with its arguments as the text that it wrote, or as an object."""
 
     name: Text
     arguments: Text | Object | None = None
@@ -83,7 +83,7 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="after")
     def check_role(self) -> Self:
-        """Only an assistant calls, and a result says which call it answers."""
+        """Check that only an assistant calls, and that a result names its call."""
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls: only an assistant has some, not role {self.role!r}")
         if self.role == "tool" and not self.tool_call_id:
@@ -91,7 +91,7 @@ class ChatMessage(BaseModel):
         return self
 
     def as_template_input(self) -> dict[str, Any]:
-        """The message as `check_messages` of chapter 06b takes it."""
+        """Return the message as `check_messages` of chapter 06b takes it."""
         hidden = {"function_call"} | (set() if self.role == "tool" else {"name"})
         found = self.model_dump(exclude=hidden, exclude_none=True)
         return {"content": None, **{name: value for name, value in found.items() if value}}
@@ -102,7 +102,7 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def object_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Arguments are an object, whatever a schema leaves open."""
+    """Complete a schema of arguments, which are always an object."""
     if schema.get("type", "object") != "object":
         raise ValueError(f"must describe an object, got type {schema['type']!r:.80}")
     return {**schema, **ANY_OBJECT}
@@ -124,7 +124,7 @@ class Tool(BaseModel):
     function: FunctionSpec
 
     def as_template_input(self) -> dict[str, Any]:
-        """As models have seen tools in training: name, description, parameters."""
+        """Return the tool as models see it in training: name, description, parameters."""
         about = self.function.model_dump(exclude_none=True, exclude={"strict"})
         about.setdefault("parameters", {**ANY_OBJECT, "properties": {}})
         return {"type": "function", "function": about}
@@ -158,7 +158,7 @@ ToolChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedChoic
 
 @dataclass(frozen=True)
 class ToolRules:
-    """What an answer may call. `tools` are shown to the model, `callable` may be called."""
+    """Rules for calls. `tools` are shown to the model, `callable` may be called."""
 
     form: CallFormat | None = None
     tools: tuple[Tool, ...] = ()
@@ -171,7 +171,7 @@ class ToolRules:
         return [tool.function.name for tool in self.callable]
 
     def structural_tag(self, reasoning: bool, answer: dict[str, Any] | None = None) -> str | None:
-        """A grammar that keeps what was promised; None if nothing was.
+        """Return a grammar that guarantees the rules; None if there is nothing to guarantee.
 
         `answer` is the schema of an answer that calls nothing, if it must have one.
         """
@@ -194,7 +194,7 @@ class ToolRules:
 
 
 def as_tag(node: dict[str, Any], field: str) -> str:
-    """A structural tag whose errors name the field that it was made of."""
+    """Make a structural tag whose errors name the field that it was made of."""
     text = json_text({"type": "structural_tag", "name": field, "format": node})
     if len(text) > 4 * MAX_GRAMMAR:
         raise ValueError(f"{field}: at most {4 * MAX_GRAMMAR} characters of schemas can be kept to")
@@ -202,7 +202,7 @@ def as_tag(node: dict[str, Any], field: str) -> str:
 
 
 def choose(choice: ToolChoice | None, tools: list[Tool]) -> tuple[list[Tool], bool, bool]:
-    """Which tools may be called, whether one must be, and whether only one may."""
+    """Return the callable tools, whether a call is required, and whether only one may be."""
     if isinstance(choice, str | None):
         return tools, choice == "required", False
     named = isinstance(choice, FunctionChoice)
@@ -220,7 +220,7 @@ MAX_TOOL_BYTES = 256 * 1024  # of all tools of a request together
 def tool_rules(
     tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None, can: ChatAbilities
 ) -> ToolRules:
-    """The rules of one request. Raises `ValueError` that begins with the field at fault."""
+    """Make the rules of one request; raise `ValueError` that begins with the field at fault."""
     if not tools and choice not in (None, "none", "auto"):
         raise ValueError("tool_choice: needs tools, and none are given")
     if not tools:
@@ -253,7 +253,7 @@ class ResponseFormat(BaseModel, extra="forbid"):
     content: Object | None = Field(default=None, alias="schema")  # llama.cpp's place for it
 
     def asked(self) -> dict[str, Any]:
-        """The same as fields of `SamplingParams`; a schema counts, whatever the type says."""
+        """Return the fields of `SamplingParams`; a schema counts, whatever the type is."""
         schema = self.content if self.json_schema is None else self.json_schema.content
         if schema is not None or self.type == "json_schema":
             return {"json_schema": schema}
@@ -261,7 +261,7 @@ class ResponseFormat(BaseModel, extra="forbid"):
 
 
 class ToolFields(BaseModel):
-    """What a chat asks of the calls and the thoughts in its answer."""
+    """Fields of a chat for the calls and the thoughts in its answer."""
 
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
@@ -297,7 +297,7 @@ class ToolFields(BaseModel):
         self._thinks = can.reasoning and not self._form.keys() - {"structural_tag"}
 
     def parser(self) -> AnswerParser:
-        """What takes one answer apart."""
+        """Make the parser of one answer."""
         rules = self._rules
         tools = None if rules.form is None else ToolParser(rules.form, rules.names)
         return AnswerParser(self.thoughts_apart, tools, self.include_reasoning is not False)

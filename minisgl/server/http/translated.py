@@ -1,6 +1,6 @@
 """Requests of other APIs that run as the one task of a chat.
 
-Generated from notebooks/12d_responses.ipynb: edit there.
+Generated from notebooks/12c_http.ipynb: edit there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def event_bytes(event: Event) -> bytes:
 
 
 class Builder(Protocol):
-    """An answer under construction; its methods yield the events that tell how it grows."""
+    """An answer under construction; its methods yield the events of its growth."""
 
     begun: bool
 

@@ -39,7 +39,7 @@ class MessagesHandler(TranslatedHandler):
         return list(self.builder.finish(answer))
 
     async def whole(self) -> dict[str, Any]:
-        """The message in one piece."""
+        """Return the message in one piece."""
         await self.collected()
         return self.builder.message
 

@@ -18,7 +18,7 @@ from minisgl.server.http.tools import FunctionSpec, Object, Text
 
 
 class TextBlock(BaseModel):
-    """Something said."""
+    """A message of the conversation."""
 
     type: Literal["text"]
     text: Text
@@ -63,7 +63,7 @@ class Turn(BaseModel):
 
 
 def assistant_message(blocks: list[Any]) -> dict[str, Any]:
-    """Return a turn of the assistant as one message: what it thought, said and called."""
+    """Return a turn of the assistant as one message: its thoughts, text and calls."""
     thoughts = "".join(b.thinking for b in blocks if isinstance(b, ThinkingBlock))
     calls = [
         {"id": b.id, "function": {"name": b.name, "arguments": json.dumps(b.input)}}

@@ -81,7 +81,7 @@ class Lifecycle:
         return True
 
     async def _serve(self) -> bool:
-        """Until a signal comes: True; or until a worker fails: False."""
+        """Serve until a signal comes, and return True; or until a worker fails: False."""
         while not self.server.asked:
             if (broken := self.group.broken()) is not None:
                 await self._fail(broken)
@@ -90,7 +90,7 @@ class Lifecycle:
         return True
 
     async def _fail(self, broken: WorkerFailed) -> None:
-        """Tell everybody what broke."""
+        """Fail all requests, and report what broke."""
         self.status, self.group.grace = 1, 0.5
         self.frontend.fail_all(f"{broken}; restart the server")
         notes = getattr(broken, "__notes__", [])  # tracebacks: after the start they are bugs
@@ -98,7 +98,7 @@ class Lifecycle:
         await asyncio.sleep(1.0)  # time for error events, and for a look at /health
 
     async def _drain(self) -> None:
-        """No new requests; answers in flight may finish, until the deadline or another signal."""
+        """Reject new requests and wait for those in flight, until a deadline or second signal."""
         self.limiter.reason = "the server is shutting down"
         end = time.monotonic() + self.drain_timeout
         if (count := self.limiter.taken) and sys.stderr.isatty():

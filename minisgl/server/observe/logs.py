@@ -28,7 +28,7 @@ PROBES = ("/health", "/metrics")  # programs ask every few seconds: such lines w
 
 
 def as_text(record: Mapping[str, Any]) -> str:
-    """A record for people: `name=value` in order; strings with spaces are quoted."""
+    """Format a record for people: `name=value` in order; strings with spaces are quoted."""
 
     def show(value: Any) -> str:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -39,12 +39,12 @@ def as_text(record: Mapping[str, Any]) -> str:
 
 
 def as_json(record: Mapping[str, Any]) -> str:
-    """A record for programs: one JSON object."""
+    """Format a record for programs: one JSON object."""
     return json.dumps(record, ensure_ascii=False)
 
 
 class LineWriter:
-    """Writes lines in a thread, so that a pipe that nobody empties holds up no request.
+    """Writes lines in a thread, so that a full pipe delays no request.
 
     descriptor: of the file. most: lines that may wait; more are dropped.
     """
@@ -146,7 +146,7 @@ class RequestLog(Observer):
             entry.record["outcome"] = outcome
 
     def sum_up(self, answers: list[Answer]) -> Record:
-        """What the answers of one HTTP request come to; a prompt counts once, as in `usage`."""
+        """Sum up the answers of one HTTP request; a prompt counts once, as in `usage`."""
         if not answers:
             return {}
         sums: Record = {"answers": len(answers)}
@@ -169,7 +169,7 @@ class LogRequests:
 
     It is that of the client or its proxy, if one came.
 
-    `notify` is that of the frontend: it tells observers that the request has ended.
+    `notify` is that of the frontend, here called at the end of a request.
     """
 
     def __init__(self, app: ASGIApp, notify: Callable[..., None]) -> None:

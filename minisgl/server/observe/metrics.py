@@ -37,7 +37,7 @@ COUNTS = {
 
 @dataclass
 class Times:
-    """When things happened to one request, in seconds of the clock."""
+    """Times of one request's events, in seconds of the clock."""
 
     opened: float
     first: float | None = None
@@ -113,7 +113,7 @@ class Metrics(Observer):
 
 
 def add_metrics_route(app: FastAPI, metrics: Metrics) -> None:
-    """`GET /metrics`, as Prometheus reads it."""
+    """Add `GET /metrics` in Prometheus' format."""
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics_text() -> Response:

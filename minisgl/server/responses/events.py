@@ -18,12 +18,12 @@ PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_
 
 
 def item_id(kind: str, response_id: str, number: int) -> str:
-    """The id of an item tells its response and its place there, and is as hard to guess."""
+    """Make an item's id from its response's, as hard to guess, and its place there."""
     return f"{PREFIX[kind]}_{response_id.removeprefix('resp_')}_{number}"
 
 
 def usage_of(answer: Completion) -> dict[str, Any]:
-    """Token counts; what the prefix cache did not have was computed and is written to it."""
+    """Count tokens; those that the prefix cache did not have are written to it."""
     given, cached = answer.prompt_tokens, answer.cached_tokens
     return {
         "input_tokens": given,
@@ -73,7 +73,7 @@ class ResponseBuilder:
         return self._event(kind, **place, **part, **fields)
 
     def _part(self) -> dict[str, Any]:
-        """What has been said of an item: its one part, or the arguments of a call."""
+        """Return the item's content so far: its one part, or the arguments of a call."""
         text, kind = "".join(self._text), self._kind
         if kind == "function_call_arguments":
             return {"name": self._item["name"], "arguments": text}
@@ -81,7 +81,7 @@ class ResponseBuilder:
         return {"type": kind, "text": text, **more}
 
     def add(self, answer: Completion) -> Iterator[Event]:
-        """What is new in an answer; its log probabilities go with a message's text."""
+        """Yield the events of what is new in an answer; a message's text has its logprobs."""
         if not self.begun:
             self.begun = True
             yield self._event("created", response=self.response)
@@ -105,7 +105,7 @@ class ResponseBuilder:
         self._logprobs += entries  # of text that has gone out
 
     def _open(self, new: dict[str, Any]) -> Iterator[Event]:
-        """The next item, empty; the one before is complete."""
+        """Close the item before, and open the next one, empty."""
         if self._item:
             yield from self._close("completed")
         self._text, self._logprobs = [], []
@@ -117,7 +117,7 @@ class ResponseBuilder:
             yield self._part_event("content_part.added", part=self._part())
 
     def _close(self, status: str) -> Iterator[Event]:
-        """The part and the item as they have become."""
+        """Close the part and the item as they have become."""
         part = self._part()
         said = {k: part[k] for k in ("text", "logprobs", "name", "arguments") if k in part}
         yield self._part_event(f"{self._kind}.done", **said)
@@ -130,7 +130,7 @@ class ResponseBuilder:
         self._item = {}
 
     def finish(self, last: Completion, now: int) -> Iterator[Event]:
-        """The end: `last` has the reason and the counts, `now` is in seconds since 1970."""
+        """Yield the end: `last` has the reason and the counts, `now` is Unix time in seconds."""
         cut = last.finish_reason == "length"
         status = "incomplete" if cut else "completed"
         if not self._item:  # an empty answer is an answer
@@ -143,7 +143,7 @@ class ResponseBuilder:
         yield self._event(status, response=self.response)
 
     def fail(self, error: ApiError) -> Event:
-        """The end of a response that has begun and cannot go on."""
+        """Return the failure that ends a response which has begun."""
         code = "server_error" if error.status_code >= 500 else error.code
         why = {"code": code, "message": error.detail}
         self.response = {**self.response, "status": "failed", "error": why}

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
+from minisgl.server.http.access import client_of
 from minisgl.server.http.api import STREAMED, RequestHandler, Service, respond
 from minisgl.server.http.bodies import build
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import refuse_foreign
-from minisgl.server.http.formats import Completion, sse
+from minisgl.server.http.formats import Completion, Json, sse
 from minisgl.server.http.translated import Event, TranslatedHandler
 from minisgl.server.responses.events import ResponseBuilder, item_id
 from minisgl.server.responses.schemas import (
@@ -30,7 +32,7 @@ from minisgl.server.responses.schemas import (
     ResponsesRequest,
     read_items,
 )
-from minisgl.server.responses.store import ResponseStore, Turn
+from minisgl.server.responses.store import MOST_READ, ResponseStore, Turn, decode
 
 
 @contextmanager
@@ -43,34 +45,58 @@ def looking_up(param: str) -> Iterator[None]:
         status = 404 if param == "response_id" else 400
         code = f"{param.removesuffix('_id')}_not_found"
         raise ApiError(status, why, code=code, param=param) from error
+    except OverflowError as error:
+        why = f"{param}: {error} bytes of stored turns are more than the {MOST_READ} of one request"
+        raise ApiError(400, why, code="conversation_too_large", param=param) from error
 
 
-def find_item(store: ResponseStore, wanted: str) -> Item:
-    """The stored item of this id, which names its response, too."""
-    response_id = "resp_" + wanted.partition("_")[2].partition("_")[0]
-    with suppress(KeyError):  # of the response, which the caller did not name
-        for item in store.get(response_id).all_items:
-            if item["id"] == wanted:
-                return read_items([item])[0]
-    raise KeyError(wanted)
+class References:
+    """Stored items by their ids, for one request; it may read `MOST_READ` bytes of them."""
+
+    def __init__(self, store: ResponseStore, client: str) -> None:
+        self._store, self._client, self._size = store, client, 0
+        self._turns: dict[str, dict[str, dict[str, Any]]] = {}
+
+    def _count(self, data: bytes) -> bytes:
+        self._size += len(data)
+        if self._size > MOST_READ:
+            raise OverflowError(self._size)
+        return data
+
+    def find(self, wanted: str) -> Item:
+        """Return the item of this id, which names its response, too."""
+        response_id = "resp_" + wanted.partition("_")[2].partition("_")[0]
+        if response_id not in self._turns:
+            with suppress(KeyError):  # of the response, which the caller did not name
+                turn = decode(self._count(self._store.read(self._client, response_id)))
+                self._turns[response_id] = {item["id"]: item for item in turn.all_items}
+        if (item := self._turns.get(response_id, {}).get(wanted)) is None:
+            raise KeyError(wanted)
+        self._count(msgspec.json.encode(item))  # a second reference costs as much as the first
+        return read_items([item])[0]
 
 
-def conversation(store: ResponseStore, body: ResponsesRequest) -> tuple[list[Item], list[Item]]:
-    """The items before this request, and its own."""
+def conversation(
+    store: ResponseStore, client: str, body: ResponsesRequest
+) -> tuple[list[Item], list[Item]]:
+    """Return the items before this request, and its own."""
     with looking_up("previous_response_id"):
-        turns = store.conversation(body.previous_response_id)
-    before = read_items([item for turn in turns for item in turn.all_items])
+        turns = store.conversation(client, body.previous_response_id)
+    before, references = (
+        read_items([i for t in turns for i in t.all_items]),
+        References(store, client),
+    )
     if isinstance(body.input, str):
         return before, [Message(role="user", content=body.input)]
     with looking_up("input"):
         return before, [
-            find_item(store, item.id) if isinstance(item, ItemReference) else item
+            references.find(item.id) if isinstance(item, ItemReference) else item
             for item in body.input
         ]
 
 
 def as_stored(item: Item, response_id: str, number: int) -> dict[str, Any]:
-    """An item of the input as the API shows it."""
+    """Format an item of the input as the API shows it."""
     shown = item.model_dump(exclude_none=True)
     if isinstance(item, Message):
         kind = "output_text" if item.role == "assistant" else "input_text"
@@ -85,7 +111,7 @@ SAMPLING = "temperature top_p presence_penalty frequency_penalty"  # shown as it
 
 
 def empty_response(body: ResponsesRequest, handler: RequestHandler) -> dict[str, Any]:
-    """A response that says nothing yet: what was asked for, as it was understood."""
+    """Make a response without output, which echoes the request as it was understood."""
     params, form = handler.tasks[0].params, body.text.format
     echoed = ResponsesRequest.model_fields.keys() - {"input", "include", "stream", "stream_options"}
     return {
@@ -114,7 +140,7 @@ class ResponsesHandler(TranslatedHandler):
         self, service: Service, request: Request, body: ResponsesRequest, store: ResponseStore
     ) -> None:
         refuse_foreign(body.model_extra or {}, RENAMED)
-        before, own = conversation(store, body)
+        before, own = conversation(store, client_of(request), body)
         super().__init__(service, request, lambda: body.as_chat(before + own))
         response = empty_response(body, self)
         self._store = store
@@ -125,22 +151,31 @@ class ResponsesHandler(TranslatedHandler):
         """Complete the response and keep it, if it is to be kept."""
         events = list(self.builder.finish(answer, int(time.time())))
         if self.builder.response["store"]:
-            self._store.put(Turn(self._items, self.builder.response))
+            self._store.put(self.client, Turn(self._items, self.builder.response))
         return events
 
     async def whole(self) -> dict[str, Any]:
-        """The response in one piece."""
+        """Return the response in one piece."""
         await self.collected()
         return self.builder.response
 
 
 def page(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
-    """At most `limit` of these, from the one behind `after`, as OpenAI hands out lists."""
+    """Return at most `limit` items after the item `after`, as OpenAI pages lists."""
     places = {item["id"]: place for place, item in enumerate(items)}
     start = 0 if after is None else places[after] + 1
     data = items[start : start + limit]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
     return {"object": "list", "data": data, **ends, "has_more": start + limit < len(items)}
+
+
+def input_page(read: Callable[[], list[Turn]], limit: int, order: str, after: str | None) -> Json:
+    """Return a page of the items that the model saw."""
+    with looking_up("response_id"):
+        *before, last = read()
+    items = [item for turn in before for item in turn.all_items] + last.items
+    with looking_up("after"):
+        return Json(page(items if order == "asc" else items[::-1], limit, after))
 
 
 def add_responses_routes(
@@ -151,29 +186,28 @@ def add_responses_routes(
 
     @keyed.post("/v1/responses", responses=STREAMED)
     async def create_response(request: Request, body: ResponsesRequest) -> Response:
-        handler = await build(request, partial(ResponsesHandler, service, request, body, kept))
+        work = partial(ResponsesHandler, service, request, body, kept)
+        handler = await build(request, work, large=body.reads_stored_turns)
         return await respond(request, handler.chat, handler)
 
     @keyed.get("/v1/responses/{response_id}")
-    async def get_response(response_id: str, stream: bool = False) -> dict[str, Any]:
+    async def get_response(request: Request, response_id: str, stream: bool = False) -> Response:
         if stream:
             raise ApiError(400, "stream: only when it is made", code="unsupported", param="stream")
+        read = partial(kept.get, client_of(request), response_id)
         with looking_up("response_id"):
-            return kept.get(response_id).response
+            return await build(request, lambda: Json(read().response), large=True)
 
     @keyed.delete("/v1/responses/{response_id}")
-    async def delete_response(response_id: str) -> dict[str, Any]:
+    async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
         with looking_up("response_id"):
-            kept.delete(response_id)
+            kept.delete(client_of(request), response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @keyed.get("/v1/responses/{response_id}/input_items")
     async def input_items(
-        response_id: str, limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        request: Request, response_id: str, limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Literal["asc", "desc"] = "desc", after: str | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
-        with looking_up("response_id"):
-            *before, last = kept.conversation(response_id)
-        items = [item for turn in before for item in turn.all_items] + last.items
-        with looking_up("after"):
-            return page(items if order == "asc" else items[::-1], limit, after)
+    ) -> Response:  # fmt: skip
+        read = partial(kept.conversation, client_of(request), response_id)
+        return await build(request, lambda: input_page(read, limit, order, after), large=True)

@@ -24,7 +24,7 @@ class Part(BaseModel):
 
 
 class Message(BaseModel):
-    """Something said."""
+    """A message of the conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -32,7 +32,7 @@ class Message(BaseModel):
 
 
 class ReasoningItem(BaseModel):
-    """What a model thought before it spoke or called."""
+    """A model's thoughts before text or a call."""
 
     type: Literal["reasoning"]
     summary: list[Part] = []
@@ -41,7 +41,7 @@ class ReasoningItem(BaseModel):
 
 
 class FunctionCall(BaseModel):
-    """A function that the model wants called; `arguments` is JSON as text."""
+    """A function call of the model; `arguments` is JSON as text."""
 
     type: Literal["function_call"]
     call_id: Text
@@ -50,7 +50,7 @@ class FunctionCall(BaseModel):
 
 
 class FunctionCallOutput(BaseModel):
-    """What a called function returned."""
+    """Result of a called function."""
 
     type: Literal["function_call_output"]
     call_id: Text
@@ -65,7 +65,7 @@ class ItemReference(BaseModel):
 
 
 def with_type(item: Any) -> Any:
-    """An item that says what it is."""
+    """Add the type of an item that has none."""
     if not isinstance(item, Mapping) or item.get("type"):
         return item
     return {**item, "type": "message" if "role" in item else "item_reference"}
@@ -80,7 +80,7 @@ read_items = TypeAdapter(list[Item]).validate_python
 
 
 def as_chat_message(item: Item) -> dict[str, Any]:
-    """One item as a message of a chat."""
+    """Convert one item to a message of a chat."""
     match item:
         case Message():
             return {"role": item.role, "content": joined_text(item.content)}
@@ -98,7 +98,7 @@ def as_chat_message(item: Item) -> dict[str, Any]:
 
 
 def as_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """The messages of a chat: what the assistant thought, said and called in a row is one."""
+    """Join items to messages of a chat: an assistant's thoughts, text and calls are one message."""
     messages: list[dict[str, Any]] = []
     for message in map(as_chat_message, items):
         last = messages[-1] if messages else {}
@@ -143,14 +143,14 @@ class TextFormat(Strict):
 
 
 class TextOptions(Strict):
-    """What is asked of the text."""
+    """Options of the text."""
 
     format: TextFormat = TextFormat()
     verbosity: Literal["medium"] | None = None
 
 
 class ReasoningOptions(Strict):
-    """How long to think; nothing here can sum thoughts up."""
+    """Options of thinking; thoughts are never summarised."""
 
     effort: Short | None = None
     summary: Literal["auto"] | None = None
@@ -163,7 +163,7 @@ class NamedTool(Strict):
     name: Text
 
     def as_chat(self) -> dict[str, Any]:
-        """A chat writes it one level deeper."""
+        """Return the tool as a chat has it, one level deeper."""
         function = self.model_dump(exclude={"type"}, exclude_none=True)
         return {"type": "function", "function": function}
 
@@ -215,8 +215,15 @@ class ResponsesRequest(Fields, extra="allow"):
     truncation: Literal["disabled"] = "disabled"
     background: Literal[False] = False
 
+    @property
+    def reads_stored_turns(self) -> bool:
+        """True for a request that continues a response, or refers to an item of one."""
+        items = () if isinstance(self.input, str) else self.input
+        named = any(isinstance(item, ItemReference) for item in items)
+        return self.previous_response_id is not None or named
+
     def as_chat(self, items: Iterable[Item]) -> ChatRequest:
-        """The chat that asks for the same, with these items as the conversation."""
+        """Make the equivalent chat, with these items as the conversation."""
         said = (
             [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         )

@@ -1,17 +1,20 @@
-"""Responses that can be asked for again, within bounds of time and memory.
+"""Responses that can be asked for again, within bounds of time and memory, for each client.
 
 Generated from notebooks/12d_responses.ipynb: edit there.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+
+from minisgl.server.http.limits import Shares
 
 
 class Turn(msgspec.Struct):
@@ -29,20 +32,23 @@ class Turn(msgspec.Struct):
 class Entry:
     """A turn as JSON, so that what is counted is what is held."""
 
+    client: str
     data: bytes
     previous: str | None
     expires: float
 
 
+MOST_READ = 2**24  # bytes of turns that one request may read
 decode = msgspec.json.Decoder(Turn).decode
 
 
 class ResponseStore:
-    """The turns used last, in at most `max_bytes`, each for `seconds` after its last use.
+    """The turns that each client used last, each for `seconds` after its last use.
 
-    A use of a response is a use of its whole conversation, from its end back to its beginning, so
-    a turn is dropped before the turns that it continues: what stays can be continued.
-    Raises `KeyError` with the id of what is not there, or not any more.
+    Clients share `max_bytes`. A use of a response is a use of its whole conversation, from its end
+    back to its beginning, so a turn is dropped before the turns that it continues: what stays can
+    be continued. Raises `KeyError` with the id of what is not there for this client, or not any
+    more, and `OverflowError` for more than one request may read.
     """
 
     def __init__(
@@ -51,48 +57,83 @@ class ResponseStore:
         seconds: float = 3600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._max_bytes, self._seconds, self._clock = max_bytes, seconds, clock
+        self._places, self._seconds, self._clock = Shares(max_bytes), seconds, clock
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # the oldest first
-        self.size = 0  # bytes
+        self._own = defaultdict[str, OrderedDict[str, None]](OrderedDict)  # ids of each client
+        self._lock = threading.Lock()
 
-    def _use(self, response_id: str | None) -> list[Entry]:
-        """A turn and those before it, now marked as used; drops what is too old or too much."""
+    @property
+    def size(self) -> int:
+        """Bytes of all turns."""
+        return self._places.taken
+
+    def _use(self, client: str, response_id: str | None) -> list[Entry]:
+        """Return a turn and those before it, now marked as used; drop what is too old."""
         found, now = list[Entry](), self._clock()
-        while (entry := self._entries.get(response_id or "")) and entry.expires > now:
+        while response_id is not None and response_id in self._own.get(client, ()):
+            entry = self._entries[response_id]
+            if entry.expires <= now:
+                break
             entry.expires = now + self._seconds
-            self._entries.move_to_end(response_id or "")
+            for order in (self._entries, self._own[client]):
+                order.move_to_end(response_id)
             found.append(entry)
             response_id = entry.previous
-        while self._entries:
-            oldest = next(iter(self._entries.values()))
-            if oldest.expires > now and self.size <= self._max_bytes:
-                break
-            self.size -= len(self._entries.popitem(last=False)[1].data)
+        while self._entries and next(iter(self._entries.values())).expires <= now:
+            self._drop(next(iter(self._entries)))
         return found
 
-    def put(self, turn: Turn) -> None:
-        """Keep a turn, if it fits."""
+    def _forget(self, response_id: str) -> Entry:
+        entry = self._entries.pop(response_id)
+        del self._own[entry.client][response_id]
+        if not self._own[entry.client]:
+            del self._own[entry.client]
+        return entry
+
+    def _drop(self, response_id: str) -> None:
+        entry = self._forget(response_id)
+        self._places.give_back(entry.client, len(entry.data))
+
+    def put(self, client: str, turn: Turn) -> None:
+        """Keep a turn, if it fits; older turns of the same client make room."""
         name, previous = turn.response["id"], turn.response["previous_response_id"]
-        entry = Entry(msgspec.json.encode(turn), previous, self._clock() + self._seconds)
-        self._entries[name] = entry
-        self.size += len(entry.data)
-        self._use(name)
+        data = msgspec.json.encode(turn)
+        with self._lock:
+            self._entries[name] = Entry(client, data, previous, self._clock() + self._seconds)
+            self._own[client][name] = None
+            self._use(client, name)
+            while not self._places.take(client, len(data)):
+                oldest = next(iter(self._own[client]))
+                if oldest == name:  # only the conversation that it continues is newer
+                    self._forget(name)
+                    return
+                self._drop(oldest)
 
-    def get(self, response_id: str) -> Turn:
-        """One turn."""
-        if not (found := self._use(response_id)):
-            raise KeyError(response_id)
-        return decode(found[0].data)
+    def read(self, client: str, response_id: str) -> bytes:
+        """Return one turn as JSON."""
+        with self._lock:
+            if not (found := self._use(client, response_id)):
+                raise KeyError(response_id)
+            return found[0].data
 
-    def conversation(self, response_id: str | None) -> list[Turn]:
-        """All turns up to a response, the first one first; None has none."""
-        found = self._use(response_id)
+    def get(self, client: str, response_id: str) -> Turn:
+        """Return one turn; raise `KeyError` if it is not stored."""
+        return decode(self.read(client, response_id))
+
+    def conversation(self, client: str, response_id: str | None) -> list[Turn]:
+        """Return all turns up to a response, the first one first; None has none."""
+        with self._lock:
+            found = self._use(client, response_id)
         missing = found[-1].previous if found else response_id
         if missing is not None:
             raise KeyError(missing)
+        if (size := sum(len(entry.data) for entry in found)) > MOST_READ:
+            raise OverflowError(size)
         return [decode(entry.data) for entry in reversed(found)]
 
-    def delete(self, response_id: str) -> None:
+    def delete(self, client: str, response_id: str) -> None:
         """Forget one turn; those after it stay and cannot be continued."""
-        self.get(response_id)
-        self.size -= len(self._entries.pop(response_id).data)
+        with self._lock:
+            if not self._use(client, response_id):
+                raise KeyError(response_id)
+            self._drop(response_id)

@@ -16,7 +16,7 @@ MOST_MESSAGES, MOST_BYTES = 1024, 2**20  # taken at once, or little more: others
 
 
 class Outbox(Protocol):
-    """Where a worker sends messages. Never blocks for long and keeps the order."""
+    """The sending end of a queue. Never blocks for long and keeps the order."""
 
     def put(self, *messages: Message) -> None: ...
 
@@ -49,7 +49,7 @@ class LocalQueue:
 
 
 def zmq_socket(kind: int) -> zmq.Socket[bytes]:
-    """A socket that drops nothing and never blocks its writer. One thread only."""
+    """Make a socket that drops nothing and never blocks its writer; for one thread only."""
     found: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     found.set_hwm(0)
     return found

@@ -31,7 +31,7 @@ class EchoWorker(TextWorker):
         return reply
 
     def spell(self, prompt: list[PromptToken]) -> tuple[str, list[TokenLogprob]]:
-        """A prompt as text, and an entry for each of its tokens."""
+        """Return a prompt as text, and an entry for each of its tokens."""
         status = DecodeStatus(self._tokenizer)
         held, text, told = HeldLogprobs(status, TokenBytes(self._tokenizer)), "", []
         held.echo(0)

@@ -24,7 +24,7 @@ class HeldLogprobs:
         self._silent = False  # the last one is a special token, which has no text
 
     def _offset(self) -> int:
-        """Characters of the answer so far, those that are held back included."""
+        """Count the answer's characters so far, those that are held back included."""
         return self._sent + len(self._status.filter.held)
 
     def _named(self, token: int) -> tuple[str, bytes]:
@@ -32,7 +32,7 @@ class HeldLogprobs:
         return data.decode(errors="replace"), data
 
     def add(self, reply: TokenReply) -> None:
-        """A token that is about to be detokenized; end tokens have no entry, except for an echo."""
+        """Add a token's entry before it is detokenized; end tokens have one only in an echo."""
         token, value = reply.token, reply.logprob
         if value is None or token is None or (token in self._status.skipped and not self.echoes):
             return
@@ -42,13 +42,13 @@ class HeldLogprobs:
         self._entries.append(entry)
 
     def echo(self, length: int) -> None:
-        """So many characters of a prompt go before the answer, of which none has gone out."""
+        """Shift the offsets by `length`: so many characters of a prompt precede the answer."""
         self.echoes, self._sent = True, self._sent + length
         for entry in self._entries:
             entry.offset += length
 
     def take(self, text: str, finished: bool) -> list[TokenLogprob]:
-        """The entries whose text has gone out with `text`, the next piece of the answer."""
+        """Return the entries whose text has gone out with `text`, the answer's next piece."""
         self._sent += len(text)
         if self._status.stopped:
             finished = False

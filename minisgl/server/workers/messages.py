@@ -29,13 +29,13 @@ class TokenizeMsg(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     input_ids: list[int] | None = None
 
     def same_prompt(self, other: TokenizeMsg) -> bool:
-        """True if both have one prompt: the same objects, not only equal ones."""
+        """Return True if both have one prompt: the same objects, not only equal ones."""
         pairs = [(getattr(self, name), getattr(other, name)) for name in self.shared]
         return all(mine is its or not (mine or its) for mine, its in pairs)
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
-    """How likely one token of an answer was, and what else the model might have said."""
+    """Log probability of one token of an answer, and the alternatives."""
 
     text: str  # of this token alone; a part of a character reads as U+FFFD
     data: bytes  # exactly what the token stands for
@@ -74,7 +74,7 @@ class Converted(UserReply, tag=True, kw_only=True):
 
 
 class StatsMsg(msgspec.Struct, tag=True, kw_only=True):
-    """How the scheduler is doing: requests, pages of the pool, and counts since its start."""
+    """State of the scheduler: requests, pages of the pool, and counts since its start."""
 
     running: int = 0  # requests that hold a row
     waiting: int = 0  # requests that do not

@@ -20,12 +20,12 @@ TEXT = "minisgl.server.workers.text_process:text_process"
 
 
 def address(folder: Path, part: str) -> str:
-    """Where the inbox of a part listens: "scheduler", "text", "tokenizer-0"…, "frontend"."""
+    """Return the address of a part's inbox: "scheduler", "text", "tokenizer-0"…, "frontend"."""
     return f"ipc://{folder / part}"
 
 
 def private_folder() -> Path:
-    """A new folder for sockets that its owner alone may enter (mode 0700)."""
+    """Make a folder for sockets that its owner alone may enter (mode 0700)."""
     # The path of a socket has at most 107 bytes; 32 of them are ours.
     place = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 75 else "/tmp"
     return Path(tempfile.mkdtemp(prefix="minisgl-", dir=place))
@@ -45,7 +45,7 @@ class WorkerGroup(Supervisor):
         super().__init__(workers, watchdog=watchdog, folder=self.folder)
 
     def ask_to_leave(self) -> None:
-        """An `ExitMsg` to every inbox."""
+        """Send an `ExitMsg` to every inbox."""
         for part in {"scheduler", "text", *self.tokenizers}:
             box = ZmqOutbox(address(self.folder, part))
             box.put(ExitMsg())

@@ -30,7 +30,7 @@ from minisgl.server.workers.processes import address
 
 
 class SchedulerChannel:
-    """The scheduler's channel over two boxes; `alive` says whether to go on waiting.
+    """The scheduler's channel over two boxes; `alive` returns False to end waiting.
 
     `beat` is called in each turn and while it waits, `report`, for observers, twice a second."""
 
@@ -44,7 +44,7 @@ class SchedulerChannel:
         self._report_at = 0.0  # time of the next one
 
     def recv(self, block: bool) -> list[Msg]:
-        """All messages that wait; with `block`, wait for one, or leave when `alive` says no."""
+        """Return the waiting messages; with `block`, wait for one, or leave if `alive` is False."""
         self._beat()
         messages = self._inbox.get_all(timeout=0.0)
         if block and not messages:
@@ -67,7 +67,7 @@ class SchedulerChannel:
 
 
 def stats_of(scheduler: Scheduler) -> StatsMsg:
-    """Requests and pages of a scheduler, between two of its turns."""
+    """Count the requests and pages of a scheduler, between two of its turns."""
     cache, engine = scheduler.cache, scheduler.engine
     running = sum(req.table_idx >= 0 for req in scheduler.reqs.values())
     free, kept = cache.allocator.free_pages, cache.prefix_cache.evictable_tokens // cache.page_size
@@ -98,7 +98,7 @@ class Reporter:
 def scheduler_process(
     config: ServerConfig, folder: Path, observed: Observed, context: WorkerContext
 ) -> None:
-    """The only rank, or rank 0, which starts the others, leads them, and alone reports."""
+    """Run the only rank, or rank 0, which starts the others, leads them, and alone reports."""
     inbox, outbox = ZmqInbox(address(folder, "scheduler")), ZmqOutbox(address(folder, "text"))
     hold = CompilingInbox(inbox, config.tp.size > 1)
     outer = SchedulerChannel(hold, outbox, beat=context.beat)

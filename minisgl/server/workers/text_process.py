@@ -70,14 +70,14 @@ class PromptLanes(PromptQueue):
 def build_text_worker(
     tokenizer: Tokenizer, to_scheduler: Outbox, to_frontend: Outbox, window: int
 ) -> TextWorker:
-    """A text worker that refuses what cannot fit `window` tokens and keeps log probabilities."""
+    """Build a text worker that rejects prompts over `window` tokens and holds logprobs."""
     spell = TokenBytes(tokenizer)
     held = partial(HeldLogprobs, spell=spell)
     return EchoWorker(tokenizer, to_scheduler, to_frontend, window, held)
 
 
 def text_process(config: ServerConfig, folder: Path, part: str, context: WorkerContext) -> None:
-    """Text worker: `part` is "text", the one that detokenizes, or an extra tokenizer."""
+    """Run a text worker: `part` is "text", the one that detokenizes, or an extra tokenizer."""
     # Where transformers must read the tokenizer, it would import torch: two seconds and 190 MB.
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ class LogprobBuffer(Protocol):
 
 @dataclass
 class OpenText:
-    """What the text worker keeps for one request."""
+    """State of the text worker for one request."""
 
     status: DecodeStatus
     logprobs: LogprobBuffer | None
@@ -122,7 +122,7 @@ class TextWorker:
         return UserMsg(msg.uid, last.ids, params, msg.client)
 
     def _encode(self, msg: TokenizeMsg) -> list[int]:
-        """Token ids of a prompt in any of its forms."""
+        """Encode a prompt in any of its forms."""
         text, encode = msg.text, self._tokenizer.encode
         if msg.messages is not None:
             text = self._tokenizer.render_chat(msg.messages, **msg.template_kwargs)
@@ -134,7 +134,7 @@ class TextWorker:
         )
 
     def _detokenize(self, msg: TokenReply) -> None:
-        """One token to the text that it completes; a stop string ends the request from here."""
+        """Detokenize one token; a stop string ends the request."""
         entry = self._open.get(msg.uid)
         if entry is None:
             status = DecodeStatus(self._tokenizer, msg.prompt_tail, msg.stop, msg.spare_thoughts)
@@ -170,7 +170,7 @@ class TextWorker:
 
 
 def characters(msg: TokenizeMsg) -> int:
-    """How much text there is to encode."""
+    """Count the characters to encode."""
     return max(1, text_size([msg.text, msg.messages, msg.template_kwargs]))
 
 
