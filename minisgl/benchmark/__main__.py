@@ -48,7 +48,7 @@ def chosen(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 @contextmanager
 def started(folder: Path, args: argparse.Namespace) -> Iterator[tuple[LLM, dict[str, Any]]]:
-    """An engine as the flags want it, and what it turned out to be."""
+    """An engine by its flags, and its resolved config."""
     start = time.perf_counter()
     with LLM(folder, progress=sys.stderr.isatty(), **flags.engine_fields(args)) as llm:
         llm.generate([0], SamplingParams(max_tokens=1))
