@@ -294,7 +294,7 @@ def run_overhead(args: argparse.Namespace) -> Result:
 
 
 def run_simulate(args: argparse.Namespace) -> Result:
-    """Simulate one replica of as many as there are, or of as many as a target needs."""
+    """Run one simulated replica of those that are asked for or that a target needs."""
     with options.model_folder(args.model, True) as folder:
         replicas, summary = simulate_flags(ModelConfig.from_path(folder), args)
     print(f"{replicas} replicas, {replicas * args.tp} GPUs; one replica:\n{table(summary)}")

@@ -37,7 +37,7 @@ class Device:
     """A clock that jumps, and the time at which the device has done all that was launched."""
 
     def __init__(self, host_s: float = 1e-4) -> None:
-        """`host_s`: seconds of the scheduler's own work in each step."""
+        """Start at 0; `host_s` is the scheduler's own work in each step, in seconds."""
         self.now = self.free_at = self.busy = 0.0
         self.host_s, self.steps = host_s, 0
 
@@ -56,7 +56,7 @@ class Timed(ForwardOutput):
         self.device, self.at, self.count = device, at, count
 
     def wait(self) -> SampledTokens:
-        """Jump to the end of the step."""
+        """Set the clock to the end of the step and return its tokens."""
         self.device.now = max(self.device.now, self.at)
         return SampledTokens([0] * self.count)
 
@@ -129,7 +129,7 @@ class Arrivals:
 
 
 class Gpu(NamedTuple):
-    """What a simulation knows of a GPU."""
+    """Ceilings, memory and power of a GPU."""
 
     ceilings: Ceilings
     nbytes: float  # for weights and pages, with a memory ratio of 0.9

@@ -21,7 +21,7 @@ Lengths = NDArray[np.int64]
 
 
 class Factors(NamedTuple):
-    """What the columns of `StepCost.columns` are multiplied by."""
+    """Factors of the columns of `StepCost.columns`."""
 
     decode_layer: float  # seconds
     weights: float
