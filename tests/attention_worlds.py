@@ -147,7 +147,7 @@ def assert_close(got: Tensor, want: Tensor, tolerance: float = 2e-5) -> None:
 
 
 def static_buffers(world: World, size: int) -> DecodeBuffers:
-    """Buffers of a captured step, filled with dummy requests."""
+    """Make the buffers of a captured step, filled with dummy requests."""
     values = (world.tables.dummy_row, 0, world.pool.dummy_slot)
     return DecodeBuffers(*(torch.full((size,), value, device=DEVICE) for value in values))
 

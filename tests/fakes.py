@@ -117,7 +117,7 @@ class FakeEngine:
         return SimpleNamespace(wait=lambda: SampledTokens(ids))
 
     def sample_deferred(self) -> None:
-        """No step waits for its draw."""
+        """Do nothing: no step defers its sampling."""
 
     def reset(self) -> None:
         """The device keeps nothing."""
