@@ -549,6 +549,9 @@ def test_broken_rows_give_a_valid_id_and_harm_nobody(bad: float, params: dict[st
     if bad < 0 and not math.isnan(bad):
         assert out.next_ids[0] != 6
         assert out.next_ids[1] == 0
+    assert out.logprobs is not None and out.top_logprobs is not None
+    for row in (1,) if bad == -torch.inf else (0, 1):
+        assert out.logprobs[row].isnan() and out.top_logprobs[row].isnan().all()
     alone = sampler.sample(good, sampler.prepare(reqs[2:]))
     assert out.next_ids[2] == alone.next_ids[0]
 

@@ -77,7 +77,11 @@ def token_bits(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def gumbel_noise(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Return standard Gumbel noise for each (key, token), float32 [bs, width], always finite."""
+    """Return standard Gumbel noise for each (key, token), float32 [bs, width], always finite.
+
+    In float32: `u = (bits + 0.5) * 2**-31`, at most `1 - 2**-24`; the noise is
+    `-log(-log1p(-u))`.
+    """
     uniform = token_bits(keys, tokens).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     exponential = uniform.neg_().log1p_().neg_()
     return exponential.log_().neg_()
@@ -342,13 +346,14 @@ class SampleOutput:
 def with_logprobs(logits: Tensor, next_ids: Tensor, rows: Tensor, num_top: int) -> SampleOutput:
     """Add log probabilities of the model's own distribution (temperature 1, nothing filtered)."""
     raw = logits.index_select(0, rows).float().log_softmax(-1)
-    top_ids, top_logprobs = top_candidates(raw, min(num_top, raw.shape[-1]))
+    top_ids, _ = top_candidates(raw, min(num_top, raw.shape[-1]))
     chosen = raw.gather(-1, next_ids.index_select(0, rows)[:, None]).squeeze(-1)
 
     def spread(part: Tensor, empty: float) -> Tensor:
         whole = part.new_full((len(logits), *part.shape[1:]), empty)
         return whole.index_copy_(0, rows, part)
 
+    top_logprobs = raw.gather(-1, top_ids)  # NaN stays NaN
     return SampleOutput(
         next_ids, spread(chosen, torch.nan), spread(top_ids, -1), spread(top_logprobs, torch.nan)
     )

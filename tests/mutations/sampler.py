@@ -61,6 +61,13 @@ MUTATIONS = [
         TESTS + "test_top_candidates_order_ties_and_special_values",
     ),
     Mutation(
+        "sampler_log_probabilities_of_a_broken_row_are_infinite",
+        SAMPLER,
+        "top_logprobs = raw.gather(-1, top_ids)",
+        "top_logprobs = top_candidates(raw, top_ids.shape[1])[1]",
+        TESTS + "test_broken_rows_give_a_valid_id_and_harm_nobody",
+    ),
+    Mutation(
         "sampler_sorts_for_the_chosen_token_alone",
         SAMPLER,
         "if width == 0:",
