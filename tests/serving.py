@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class Live:
         self, checkpoint: Path, *, observers: tuple[Observer, ...] = (), limit: int = 1000,
         stall: float = 30.0, head: float = 30.0, max_waiting: int | None = None,
         send_buffer: int | None = None, connections: int = 2**31,
-        operations: Operations | None = None, **fields: Any,
+        operations: Operations | None = None, api: Mapping[str, Any] | None = None, **fields: Any,
     ) -> None:  # fmt: skip
         self.pages = fields.pop("num_pages", PAGES)
         config = ServerConfig(model_path=str(checkpoint), num_pages=self.pages, **fields)
@@ -85,6 +86,7 @@ class Live:
             self.server.frontend._max_waiting = max_waiting
         self.limiter = ConcurrencyLimiter(limit)
         settings = settings_for(config, checkpoint, self.operations.request_timeout)
+        settings = replace(settings, **(api or {}))
         app = build_app(
             self.server.frontend,
             settings,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import socket
 import threading
 from collections.abc import Iterator
@@ -33,13 +34,16 @@ from minisgl.server.http.bodies import BodyReader, SideThread, check_count, inva
 from minisgl.server.http.calls import ChatAbilities
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import MAX_UNKNOWN
+from minisgl.server.http.hosts import network_of
 from minisgl.server.http.keys import check_key, read_keys
 from minisgl.server.http.limits import MAX_HEAD, BodyLimit, ConcurrencyLimiter, Shares
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest, GenerateRequest
+from minisgl.server.observe.logs import RequestLog
 from minisgl.server.responses.schemas import ResponsesRequest
 from minisgl.server.workers.channels import MOST_MESSAGES, LocalQueue
 from minisgl.server.workers.messages import TokenizeMsg, decode, encode
 from minisgl.server.workers.text_worker import PromptQueue
+from tests import hostile
 from tests.serving import Live, Served
 
 pytest_plugins = ["tests.random_server"]
@@ -399,6 +403,39 @@ def test_every_key_opens_and_has_a_name() -> None:
             asyncio.run(name(wrong))
 
 
+def test_keys_have_prefixes_and_numbers_of_their_own(checkpoint: Path) -> None:
+    """No prefix is shared between keys; logs and metrics show their names, never a key."""
+    lines: list[str] = []
+    keys = {"alice": "sk-one", "bob": "sk-two"}
+    api = {"named_keys": keys, "isolate_prefixes": True}
+    with Live(checkpoint, api=api, observers=(RequestLog(lines.append),)) as live:
+
+        def cached(name: str, **fields: Any) -> int:
+            body = {"prompt": "What is 12 + 3? " * 4, "max_tokens": 1, **fields}
+            headers = {"authorization": f"Bearer {keys.get(name)}"}
+            url = f"{live.url}/v1/completions"
+            answer = httpx.post(url, json=body, headers=headers, timeout=100)
+            usage = answer.json().get("usage", {"prompt_tokens_details": {"cached_tokens": 0}})
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+        asked = [("alice", {}), ("bob", {}), ("alice", {}), ("bob", {"cache_salt": "key alice"})]
+        assert [cached(name, **more) > 0 for name, more in asked] == [False, False, True, False]
+        cached("nobody")
+        metrics = httpx.get(f"{live.url}/metrics").text
+    for name, count in (("alice", 2), ("bob", 2)):
+        assert f'keyed_requests_total{{code="200",key="{name}"}} {count}.0' in metrics
+        assert sum(f"key={name} " in line for line in lines) == count
+    assert len(lines) == 5 and "key=" not in lines[4] and "sk-" not in metrics + "".join(lines)
+
+
+def test_a_network_is_one_client() -> None:
+    """One host has 2**64 addresses of IPv6: they share a share."""
+    for same in (("2001:db8::1", "2001:db8::ffff:1"), ("::ffff:10.0.0.1", "10.0.0.1")):
+        assert len(set(map(network_of, same))) == 1
+    other = ("2001:db8::1", "2001:db8:0:1::1", "10.0.0.1", "10.0.0.2", "testclient", "")
+    assert len(set(map(network_of, other))) == len(other)
+
+
 def test_pages_of_other_sites_are_refused() -> None:
     app = FastAPI()
 
@@ -543,3 +580,21 @@ def test_clients_take_turns_at_the_text_worker() -> None:
     order = [queue.pop() for _ in range(50)]
     assert [msg.uid for msg in order if msg].index(99) <= 1
     assert queue.pop() is None
+
+
+# All of it at random
+
+
+def test_hostile_requests_harm_no_other(checkpoint: Path, tmp_path: Path) -> None:
+    """A new seed each time, which is printed; `python -m tests.hostile` sends more."""
+    count, seed = int(os.environ.get("HOSTILE", "60")), random.SystemRandom().randrange(2**32)
+    outcomes = hostile.run(tmp_path, checkpoint, count, seed)
+    assert outcomes.total() == count
+
+
+def test_hostile_requests_are_of_every_kind() -> None:
+    rng = random.Random(1)
+    found = [hostile.hostile(rng) for _ in range(200)]
+    assert {path for path, _ in found} == set(hostile.ROUTES)
+    assert max(len(body) for _, body in found) > 2**20
+    assert any(body.count(b"[") > 1000 for _, body in found)

@@ -287,6 +287,16 @@ def test_index_that_names_an_absent_file(tmp_path: Path) -> None:
     assert "absent: model-00002-of-00002.safetensors" in refused(folder)
 
 
+@pytest.mark.parametrize("name", ["../outside.safetensors", "a/../../x.safetensors", "/x"])
+def test_index_that_names_a_file_outside_is_refused(tmp_path: Path, name: str) -> None:
+    folder = make_checkpoint(tmp_path / "model", num_files=2)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-00002-of-00002.safetensors", name))
+    for there in ("outside", "x"):
+        (tmp_path / f"{there}.safetensors").touch()
+    assert f"names files outside its folder: {name}" in refused(folder)
+
+
 def test_truncated_file_is_named(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path)
     data = (folder / "model.safetensors").read_bytes()

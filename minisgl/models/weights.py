@@ -43,7 +43,9 @@ def checkpoint_files(folder: Path) -> list[Path]:
         return [folder / GGUF]
     if (folder / INDEX).is_file():
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        names = sorted(set(index["weight_map"].values()))
+        names = sorted(set(map(str, index["weight_map"].values())))
+        if outside := [n for n in names if Path(n).is_absolute() or ".." in Path(n).parts]:
+            raise WeightError(f"weights: {INDEX} names files outside its folder: {some(outside)}")
         if absent := [name for name in names if not (folder / name).is_file()]:
             raise WeightError(f"weights: {INDEX} names files that are absent: {some(absent)}")
         return [folder / name for name in names]

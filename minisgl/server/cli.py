@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -97,9 +98,8 @@ def build_app(
     operations: Operations,
 ) -> FastAPI:
     """Build the application with its limits, log and metrics."""
-    middleware = [Middleware(BodyLimit, max_bytes=operations.max_body_size)]
-    if watchers.log is not None:
-        middleware.insert(0, Middleware(LogRequests, notify=frontend.notify))
+    limit = Middleware(BodyLimit, max_bytes=operations.max_body_size)
+    middleware = [Middleware(LogRequests, notify=frontend.notify), limit]
     more = [add_responses_routes, add_messages_routes, add_token_routes]
     app = create_app(frontend, settings, limiter, middleware, more)
     add_metrics_route(app, watchers.metrics)
@@ -142,6 +142,7 @@ def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
         raise ValueError(f"model_path: {path} holds no tokenizer, and a server answers with text")
     settings = settings_for(config, path, operations.request_timeout)
     settings = secured(settings, config.host, operations.api_key_file, operations.allow_origin)
+    settings = replace(settings, isolate_prefixes=operations.isolate_prefixes)
     with ExitStack() as stack:
         sock = None
         if not shell:

@@ -101,6 +101,7 @@ class Operations(Validated):
     viewer: Text | None = None
     key_for_all: bool = False
     api_key_file: Text | None = None
+    isolate_prefixes: bool = False
     allow_origin: Text | None = None
     trusted_proxies: Text | None = None
     debug: bool = False
@@ -122,6 +123,7 @@ OPERATION_FLAGS: tuple[Setting, ...] = (
     ("viewer", "FILE", str, "record, and show the recording at /viewer, behind the API key"),
     ("key_for_all", "", bool, "the API key is asked for /metrics and /docs, too"),
     ("api_key_file", "FILE", str, "more API keys, `NAME KEY` a line; logs show the name"),
+    ("isolate_prefixes", "", bool, "cached prefixes are shared only within one key or address"),
     ("allow_origin", "URLS", str, "sites whose pages may use it; none: all if there is a key"),
     ("trusted_proxies", "IPS", str, "proxies whose X-Forwarded-For counts, with commas between"),
     ("debug", "", bool, "tracebacks of parts that fail"),

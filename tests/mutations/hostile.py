@@ -145,4 +145,32 @@ MUTATIONS = [
         new="unknown",
         test="tests/test_hostile.py::test_unknown_names_cost_little",
     ),
+    Mutation(
+        name="keys: prefixes are shared between keys",
+        module="minisgl.server.http.api",
+        old="namespace = self.client if settings.isolate_prefixes else None",
+        new="namespace = None",
+        test=TEST + "test_keys_have_prefixes_and_numbers_of_their_own",
+    ),
+    Mutation(
+        name="keys: metrics do not show whose requests they count",
+        module="minisgl.server.observe.metrics",
+        old="self._keyed.labels(name, status)",
+        new="self._keyed.labels('', status)",
+        test=TEST + "test_keys_have_prefixes_and_numbers_of_their_own",
+    ),
+    Mutation(
+        name="shares: a host has as many as it has addresses",
+        module="minisgl.server.http.hosts",
+        old="return str(address.ipv4_mapped or own)",
+        new="return host",
+        test=TEST + "test_a_network_is_one_client",
+    ),
+    Mutation(
+        name="weights: an index may name any file",
+        module="minisgl.models.weights",
+        old='Path(n).is_absolute() or ".." in Path(n).parts',
+        new="False",
+        test="tests/test_model.py::test_index_that_names_a_file_outside_is_refused",
+    ),
 ]

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from minisgl.config.flags import KEY_VARIABLE
 from minisgl.server.http.bodies import SIDE, BodyReader, ReadRequest, SideThread
 from minisgl.server.http.errors import ApiError
-from minisgl.server.http.hosts import host_name, is_address, is_loopback
+from minisgl.server.http.hosts import host_name, is_address, is_loopback, network_of
 from minisgl.server.http.keys import read_keys
 from minisgl.server.http.settings import ApiSettings
 
@@ -67,7 +67,7 @@ def client_of(request: Request) -> str:
     """Return who pays for a request: its named key, or else the address of its peer."""
     if name := request.scope.get(KEY_NAME):
         return f"key {name}"
-    return "" if request.client is None else f"address {request.client.host}"
+    return "" if request.client is None else f"address {network_of(request.client.host)}"
 
 
 def keyed_route(access: Access, side: SideThread) -> type[APIRoute]:

@@ -76,12 +76,13 @@ class RequestHandler:
         check_model(body.model, settings)
         self.service, self.formatter, self.prompts = service, formatter, len(prompts)
         self.body, self.limiter = body, service.limiter
-        self.tasks = tasks_for(body, prompts, settings.sampling_defaults)
+        self.client = client_of(request)
+        namespace = self.client if settings.isolate_prefixes else None
+        self.tasks = tasks_for(body, prompts, settings.sampling_defaults, namespace)
         name = request.scope.get("request_id") or uuid.uuid4().hex
         about = {"created": int(time.time()), "model": settings.model_name}
         self.head = {"id": formatter.prefix + name, **about}
         limits = [s for s in (body.timeout, settings.request_timeout) if s is not None]
-        self.client = client_of(request)
         terms = {"request_id": name, "client": fair_client(self.client, body)}
         self.terms: dict[str, Any] = {**terms, "timeout": min(limits, default=None)}
 
@@ -277,14 +278,15 @@ def fair_client(client: str, body: GenerationRequest) -> str:
 
 
 def tasks_for(
-    body: GenerationRequest, prompts: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
-) -> list[Task]:
+    body: GenerationRequest, prompts: Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any], namespace: str | None = None,
+) -> list[Task]:  # fmt: skip
     """Make `n` tasks per prompt, numbered as OpenAI numbers the choices: prompt by prompt."""
     n = body.n or 1
     if n * len(prompts) > MAX_ANSWERS:
         what = f"prompt: {len(prompts)} prompts times {n} answers are more than {MAX_ANSWERS}"
         raise ApiError(400, what, code="invalid_value", param="prompt")
-    first = body.sampling_params(defaults)
+    first = body.sampling_params(defaults, namespace)
     seeds = [None if first.seed is None else (first.seed + k) % 2**63 for k in range(n)]
     params = [first if seed is None else with_seed(first, seed) for seed in seeds]
     return [

@@ -23,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from minisgl.server.http.access import client_of
 from minisgl.server.http.bodies import INLINE_BYTES
 from minisgl.server.http.errors import ApiError
+from minisgl.server.http.hosts import network_of
 
 
 class Shares:
@@ -164,7 +165,7 @@ class PatientHttp(HttpToolsProtocol):
         super().connection_made(transport)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._idle = self._head = 0  # bytes of which nothing came yet, and of a head
-        self._refused, self._peer = False, f"address {self.client[0] if self.client else ''}"
+        self._refused, self._peer = False, network_of(self.client[0] if self.client else "")
         transport.set_write_buffer_limits(high=0)
         peer = transport.get_extra_info("socket")
         if peer is not None:  # a small write must not wait until the one before is confirmed

@@ -132,14 +132,16 @@ class GenerationRequest(TranslatedBody, strict=True):
         """Return the client's name of one of our fields."""
         return self.renamed.get(ours or "", ours)
 
-    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+    def sampling_params(
+        self, defaults: Mapping[str, Any], namespace: str | None = None
+    ) -> SamplingParams:
         """Make the engine's parameters: the client's, else the model's, else our defaults."""
         names = {field.name for field in fields(SamplingParams)} - set(GRAMMARS)
         asked = self.model_dump(include=names)
         asked["logprobs"], asked["spare_thoughts"] = self.wanted_logprobs(), self.thoughts_apart
         asked["seed"] = None if self.seed is None else self.seed % 2**63
-        salts = [salt for salt in (self.cache_salt, self.extra_key) if salt is not None]
-        asked["cache_salt"] = "\0".join(salts) or None
+        salts = (namespace, self.cache_salt, self.extra_key)
+        asked["cache_salt"] = "\0".join(salt for salt in salts if salt is not None) or None
         asked["prompt_logprobs"] = (asked["logprobs"] or 0) if self.echo else None
         asked |= self.answer_form()
         chosen = {**defaults, **{name: value for name, value in asked.items() if value is not None}}

@@ -30,6 +30,7 @@ class ApiSettings:
     can: ChatAbilities = field(default_factory=ChatAbilities)  # what its chat template knows
     named_keys: Mapping[str, str] = field(default_factory=dict)  # more API keys, by name
     origins: Sequence[str] = ("*",)  # pages that may use the server beside those of this machine
+    isolate_prefixes: bool = False  # cached prefixes are shared only within one client
     info: Mapping[str, Any] = field(default_factory=dict)  # for `/server_info`
 
     @property

@@ -21,6 +21,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.server.frontend import Observer, Prompt
+from minisgl.server.http.access import KEY_NAME
 from minisgl.server.workers.messages import UserReply
 
 Record = dict[str, Any]
@@ -118,6 +119,8 @@ class RequestLog(Observer):
             "path": path,
             **entry.record,
         }
+        if key := scope.get(KEY_NAME):
+            record["key"] = key  # its name
         record |= self.sum_up(entry.answers)
         if "refused" in scope:  # why, but not what was sent
             record |= {"code": scope["refused"].code, "param": scope["refused"].param}

@@ -13,8 +13,10 @@ from fastapi import FastAPI, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.types import Scope
 
 from minisgl.server.frontend import Observer, Prompt
+from minisgl.server.http.access import KEY_NAME
 from minisgl.server.workers.messages import StatsEvent, StatsMsg, UserReply
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -61,6 +63,7 @@ class Metrics(Observer):
 
         self._requests = counter("requests", "finished requests by outcome", "outcome")
         self._refusals = counter("refusals", "HTTP requests answered with an error", "code")
+        self._keyed = counter("keyed_requests", "HTTP requests with a named key", "key", "code")
         self._prompt = counter("prompt_tokens", "tokens of prompts, once for each answer")
         self._cached = counter("cached_prompt_tokens", "tokens of prompts found in the cache")
         self._tokens = counter("completion_tokens", "tokens of answers")
@@ -110,6 +113,10 @@ class Metrics(Observer):
 
     def refused(self, status: int) -> None:
         self._refusals.labels(status).inc()
+
+    def ended(self, scope: Scope, status: int, seconds: float) -> None:
+        if name := scope.get(KEY_NAME):
+            self._keyed.labels(name, status).inc()
 
 
 def add_metrics_route(app: FastAPI, metrics: Metrics) -> None:
