@@ -121,7 +121,7 @@ class Engine:
 
     def prepare(self, batch: Batch) -> ForwardInput:
         """Lay a step out; for a captured one also pad and pack it. The batch stays as it is."""
-        runner, size = self.runners.choose(batch)
+        runner, size = self.runners.choose(batch) if self.runners.decode else (None, 0)
         padded = None
         if runner is not None and batch.phase is Phase.DECODE:
             longest_first = sorted(batch.reqs, key=lambda req: req.device_len, reverse=True)
@@ -198,7 +198,7 @@ class Engine:
 
     def counts(self) -> dict[str, int]:
         """Return the counters for `/metrics`, by name."""
-        return {"graph_replays": self.runners.decode_replays}
+        return {"graph_replays": self.runners.decode.replays if self.runners.decode else 0}
 
     def reset(self) -> None:
         """Wait for the device and forget the deferred draw; see `Scheduler.reset`."""

@@ -89,7 +89,7 @@ MUTATIONS = [
     Mutation(
         "prefill_packs_a_decode_step",
         "minisgl.engine.runners",
-        "runner = decode if batch.phase is Phase.DECODE else self.prefill",
+        "runner = self.decode if batch.phase is Phase.DECODE else self.prefill",
         "runner = self.prefill",
         TESTS + "test_who_is_computed_eagerly",
     ),
