@@ -210,7 +210,8 @@ class Engine:
     def shutdown(self) -> None:
         """Wait for the device and give its memory back; this engine must not be used any more."""
         self.reset()
-        self.runners = Runners()  # the captured ones hold the pool
+        self.runners.free()  # NCCL ends after the last graph that holds one of its calls
+        self.runners = Runners()
         self.pool.free()
         torch.cuda.empty_cache()  # torch keeps what is freed, out of reach of other processes
 

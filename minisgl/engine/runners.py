@@ -50,6 +50,12 @@ class Runners:
         captured = self.verify or self.decode
         return MAX_DRAFT_ROWS if captured is None else min(MAX_DRAFT_ROWS, captured.sizes[-1])
 
+    def free(self) -> None:
+        """Free all graphs, although a prepared step may still refer to its runner."""
+        for runner in (self.decode, self.prefill, self.verify):
+            if runner is not None:
+                runner.steps.clear()
+
 
 def capture_runners(
     config: EngineConfig, model: ModelConfig, pool: KVPool, backend: AttentionBackend,
