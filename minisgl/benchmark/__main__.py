@@ -23,6 +23,7 @@ from minisgl.benchmark import compare_hf, kernels, latency, load, offline, optio
 from minisgl.benchmark.report import save
 from minisgl.benchmark.roofline import Roofline
 from minisgl.benchmark.serving import flags_of, served
+from minisgl.benchmark.simulate import simulate_flags
 from minisgl.benchmark.summary import summarize, table
 from minisgl.benchmark.workload import RandomRequest, chat_workload, random_workload
 from minisgl.config import flags
@@ -292,6 +293,17 @@ def run_overhead(args: argparse.Namespace) -> Result:
     return {**about, "workload": chosen(args, *names), **row}, 0
 
 
+def run_simulate(args: argparse.Namespace) -> Result:
+    """Run one simulated replica of those that are asked for or that a target needs."""
+    with options.model_folder(args.model, True) as folder:
+        replicas, summary = simulate_flags(ModelConfig.from_path(folder), args)
+    print(f"{replicas} replicas, {replicas * args.tp} GPUs; one replica:\n{table(summary)}")
+    print(named({n: summary[n] for n in ("busy", "joules_per_token", "cost_per_million")}))
+    names = ("rate", "concurrency", "requests", "input_len", "output_len", "gpu", "tp", "router")
+    about = chosen(args, *names) | {"model": options.named_model(args.model), "replicas": replicas}
+    return {"load": about, **summary}, 0
+
+
 def run_compare(args: argparse.Namespace) -> Result:
     """Compare our engine with `transformers.generate` on the same chats."""
     chats = chat_workload(args.requests, args.seed)
@@ -302,6 +314,7 @@ def run_compare(args: argparse.Namespace) -> Result:
 
 RUNS = dict.fromkeys(ENGINE_RUNS, run_on_engine) | {
     "online": run_online, "trace": run_trace, "overhead": run_overhead, "compare": run_compare,
+    "simulate": run_simulate,
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import torch
 
 from minisgl.attention.factory import BACKENDS
 from minisgl.benchmark.latency import SAMPLING
+from minisgl.benchmark.simulate import GPUS, ROUTERS
 from minisgl.benchmark.workload import check_room
 from minisgl.config import flags
 from minisgl.config.engine import SchedulerConfig, choose_device
@@ -231,6 +232,37 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     add_integer(group, "--requests", "only the first N; default: all")
 
 
+def add_simulate(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the simulation."""
+    group = parser.add_argument_group("load and engine")
+    one = group.add_mutually_exclusive_group()
+    what = "requests a second at all replicas, Poisson, or inf: all at once (default)"
+    one.add_argument("--rate", metavar="R", type=arrival_rate, default=math.inf, help=what)
+    add_integer(one, "--concurrency", "clients of each replica that wait for their answer")
+    add_integer(group, "--requests", "at one replica (default 256)", default=256)
+    for flag in ("--input-len", "--output-len"):
+        add_integer(group, flag, "tokens, uniform (default 100 1024)", nargs=2, default=[100, 1024])
+    add_integer(group, "--shared", "tokens that all prompts begin with (default 0)", 0, default=0)
+    chats = group.add_mutually_exclusive_group()
+    what = "recorded chats instead: JSON lines in the Qwen format"
+    chats.add_argument("--trace", metavar="FILE", type=Path, help=what)
+    add_integer(chats, "--sessions", "or as many synthetic chats of several turns, by --rate")
+    known = ", ".join(name.split("/")[1] for name in KNOWN_CONFIGS)
+    group.add_argument("--model", default="Qwen/Qwen3-8B", help=f"folder or one of {known}")
+    group.add_argument("--gpu", choices=list(GPUS), default="h200", help="(default h200)")
+    group.add_argument("--schedule-policy", choices=["fcfs", "fair"], default="fcfs")
+    for flag, what, default in (
+        ("--tp", "GPUs of one replica", 1), ("--max-running-req", "requests at once", 256),
+        ("--max-prefill-length", "tokens of a step", 8192), ("--replicas", "of which one runs", 1),
+    ):  # fmt: skip
+        add_integer(group, flag, f"{what} (default {default})", default=default)
+    group.add_argument("--router", choices=ROUTERS, default="random", help="(default random)")
+    for name in ("ttft", "tpot"):
+        what = "find the fewest replicas with which 99 of 100 requests stay below"
+        group.add_argument(f"--{name}-ms", metavar="MS", type=positive, help=what)
+    group.add_argument("--price", metavar="P", type=positive, help="of one GPU for an hour")
+
+
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that choose a model, its weights and device."""
     known = ", ".join(name.split("/")[1] for name in KNOWN_CONFIGS)
@@ -246,6 +278,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "trace": ("a server on recorded or synthetic chats", add_trace),
     "overhead": ("what HTTP and text cost the engine", add_overhead),
     "compare": ("the engine beside transformers.generate", add_compare),
+    "simulate": ("a load on GPUs that are not there", add_simulate),
 }
 
 
