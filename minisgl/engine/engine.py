@@ -32,7 +32,7 @@ from minisgl.engine.memory import (
     peak_of,
     tensor_bytes,
 )
-from minisgl.engine.runners import Runners, capture_runners
+from minisgl.engine.runners import capture_runners
 from minisgl.engine.sample_kernel import load_sample_kernel
 from minisgl.engine.sampler import SampleOutput, Sampler
 from minisgl.engine.step import ForwardInput, ForwardOutput, build_forward_input
@@ -210,8 +210,7 @@ class Engine:
     def shutdown(self) -> None:
         """Wait for the device and give its memory back; this engine must not be used any more."""
         self.reset()
-        self.runners.free()  # NCCL ends after the last graph that holds one of its calls
-        self.runners = Runners()
+        self.runners = self.runners.free()
         self.pool.free()
         torch.cuda.empty_cache()  # torch keeps what is freed, out of reach of other processes
 

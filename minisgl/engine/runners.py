@@ -50,11 +50,15 @@ class Runners:
         captured = self.verify or self.decode
         return MAX_DRAFT_ROWS if captured is None else min(MAX_DRAFT_ROWS, captured.sizes[-1])
 
-    def free(self) -> None:
-        """Free all graphs, although a prepared step may still refer to its runner."""
+    def free(self) -> Runners:
+        """Free all graphs, although a prepared step may refer to its runner; return empty runners.
+
+        NCCL ends only after the last graph that holds one of its calls.
+        """
         for runner in (self.decode, self.prefill, self.verify):
             if runner is not None:
                 runner.steps.clear()
+        return Runners()
 
 
 def capture_runners(

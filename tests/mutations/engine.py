@@ -54,9 +54,9 @@ MUTATIONS = [
     ),
     Mutation(
         "shutdown_keeps_the_graphs_of_a_prepared_step",
-        "minisgl.engine.engine",
-        "        self.runners.free()",
-        "        self.runners.decode_replays",
+        "minisgl.engine.runners",
+        "                runner.steps.clear()",
+        "                runner.bucket(1)",
         "tests/test_engine.py::test_shutdown_lets_go_of_the_graphs",
     ),
     Mutation(

@@ -116,9 +116,9 @@ MUTATIONS = [
     ),
     Mutation(
         "prefill_stays_when_the_engine_goes",
-        "minisgl.engine.engine",
-        "self.runners = Runners()",
-        "self.runners = Runners(prefill=self.runners.prefill)",
+        "minisgl.engine.runners",
+        "        return Runners()\n\n\ndef",
+        "        return Runners(prefill=self.prefill)\n\n\ndef",
         TESTS + "test_sizes_share_one_memory_and_all_leave_together",
     ),
     Mutation(
