@@ -149,7 +149,6 @@ class Batch:
 
     reqs: list[Req]
     phase: Phase
-    verifies: bool = False  # a request may have several rows: chapter 09b
 
     @property
     def size(self) -> int:
@@ -263,6 +262,19 @@ class SamplingParams(Validated):
         """Return True if temperature is 0, top_k 1 or top_p 0: no random number is needed."""
         return self.temperature == 0.0 or self.top_k == 1 or self.top_p == 0.0
 
+    @property
+    def edits_logits(self) -> bool:
+        """True if logits may have to be changed before sampling (chapter 06d)."""
+        return self.repetition_penalty != 1 or any(getattr(self, name) for name in LOGIT_FIELDS)
+
+    @property
+    def is_constrained(self) -> bool:
+        """True if the answer has to match a grammar (chapter 09a)."""
+        return any(getattr(self, name) not in (None, False, ()) for name in GRAMMARS)
+
 
 GRAMMARS = ("json_schema", "regex", "choice", "grammar", "json_object", "structural_tag")
 NOT_BESIDE = ("ignore_eos", "min_tokens", "bad_words", "allowed_token_ids")
+
+LOGIT_FIELDS = ("min_p", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens",
+                "bad_words", "allowed_token_ids")  # fmt: skip

@@ -38,11 +38,11 @@ from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, Msg, Reply
 from minisgl.scheduler.observe import IdleAudit
 from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue
+from minisgl.scheduler.requests import Limits, make_req
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.simulated import SimulatedExecutor, salt_hash
 from minisgl.scheduler.speculative import SpeculativeScheduler
-from minisgl.scheduler.validation import Limits
 
 VOCAB = 2240  # of the embedded model, whose tokenizer the grammars need
 ENDS = frozenset([0])
@@ -397,7 +397,7 @@ class World:
             kind, drafts = SpeculativeScheduler, {"num_speculative_tokens": s.drafts, "max_rows": 8}
         return kind(
             self.executor, self.cache, manager, decode, self,
-            make_req=lambda msg: grammars.make_req(msg, limits), make_room=make_room,
+            make_req=lambda msg: make_req(msg, limits, grammars.constrain), make_room=make_room,
             audit=audited, eos_token_ids=ENDS, overlap=s.overlap, interleave=fair,
             emit=self.observe, **drafts,
         )  # fmt: skip

@@ -33,9 +33,9 @@ from minisgl.scheduler.messages import Reply, TokenReply, UserMsg
 from minisgl.scheduler.observe import IdleAudit
 from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue
+from minisgl.scheduler.requests import Limits, make_req
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.scheduler.validation import Limits, make_req
 
 VOCAB = 1000
 EOS = 999

@@ -603,7 +603,7 @@ def test_shutdown_lets_go_of_the_graphs(folder: Path) -> None:
     engine = make(folder, cuda_graph_bs=(1,))
     assert engine.runners.decode is not None
     req = dummy_request(engine.tables.allocate())
-    fi = engine.prepare(Batch(reqs=[req], phase=Phase.DECODE))  # as the frames of a failed call do
+    fi = engine.prepare(Batch(reqs=[req], phase=Phase.DECODE))  # a traceback keeps it
     graph = weakref.ref(engine.runners.decode.steps[1].graph)
     engine.shutdown()
     gc.collect()

@@ -22,10 +22,10 @@ from pydantic import BaseModel, ValidationError
 
 from minisgl.core import SamplingParams
 from minisgl.parallel.gloo import loopback_store
-from minisgl.scheduler import validation
+from minisgl.scheduler import requests
 from minisgl.scheduler.frames import Codec, with_seed
 from minisgl.scheduler.messages import AbortMsg, Msg, UserMsg
-from minisgl.scheduler.validation import Limits, make_req
+from minisgl.scheduler.requests import Limits, make_req
 from minisgl.server.chat.client import ApiClient, ServerError
 from minisgl.server.cli import main
 from minisgl.server.http import bodies
@@ -540,13 +540,13 @@ def test_parameters_are_checked_where_they_come_in() -> None:
 def test_what_requests_share_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     limits, checked = Limits(100, 100, 50), list[str]()
     for name in ("check_prompt", "check_params"):
-        real = getattr(validation, name)
+        real = getattr(requests, name)
 
         def count(*args: Any, real: Any = real, name: str = name) -> Any:
             checked.append(name)
             return real(*args)
 
-        monkeypatch.setattr(validation, name, count)
+        monkeypatch.setattr(requests, name, count)
     prompt, params = [1, 2, 3], SamplingParams(seed=1, allowed_token_ids=[1, 2])
     reqs = [make_req(UserMsg(i, prompt, with_seed(params, i)), limits) for i in range(10)]
     assert checked == ["check_prompt", "check_params"]

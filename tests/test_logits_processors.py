@@ -24,7 +24,7 @@ from minisgl.engine.logits_processors import LogitsProcessors, bitmask, logits_p
 from minisgl.engine.sampler import Sampler, clamped_temperature
 from minisgl.kernels.sample import sample_logits
 from minisgl.scheduler.messages import InvalidRequestError, UserMsg
-from minisgl.scheduler.validation import Limits, make_req
+from minisgl.scheduler.requests import Limits, make_req
 from minisgl.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.dense import dense_batch

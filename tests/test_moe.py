@@ -15,7 +15,7 @@ from minisgl.config.known_models import QWEN3_30B_A3B
 from minisgl.config.model import ModelConfig, MoEConfig
 from minisgl.core import SamplingParams
 from minisgl.layers.invariant import make_invariant
-from minisgl.layers.mlp import GatedMLP
+from minisgl.layers.linear import GatedMLP
 from minisgl.layers.moe import MoE, grouped_experts, route, sort_by_expert
 from minisgl.llm import LLM
 from minisgl.models.registry import build_model

@@ -36,9 +36,8 @@ from minisgl.scheduler.messages import (
 )
 from minisgl.scheduler.observe import StageClock
 from minisgl.scheduler.prefill import PrefillAdder, PrefillLimits
-from minisgl.scheduler.replies import clamp_notice, finish_reason
-from minisgl.scheduler.validation import Limits, check_prompt
-from minisgl.scheduler.validation import make_req as req_of
+from minisgl.scheduler.requests import Limits, check_prompt, clamp_notice, finish_reason
+from minisgl.scheduler.requests import make_req as req_of
 from tests.fakes import EOS, VOCAB, Driver, FakeEngine, expected
 
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from minisgl import LLM, SamplingParams
 from minisgl.config import paths
-from minisgl.server.http.answers import AnswerParser, as_message
 from minisgl.server.http.calls import HERMES, LLAMA, MISTRAL, CallFormat, ChatAbilities
+from minisgl.server.http.chats import AnswerParser, as_message
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import CHANGES, HARMLESS, translate
 from minisgl.server.http.formats import Completion, as_json, finite, sse

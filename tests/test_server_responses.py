@@ -20,8 +20,8 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from minisgl.config.paths import resolve_model_path
 from minisgl.server.frontend import Frontend, RequestFailed
-from minisgl.server.http.answers import AnswerParser
 from minisgl.server.http.api import RequestHandler, create_app
+from minisgl.server.http.chats import AnswerParser
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import CHANGES, HARMLESS
 from minisgl.server.http.formats import Completion

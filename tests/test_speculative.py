@@ -504,40 +504,36 @@ def test_limits_of_drafts() -> None:
     """Steps with drafts are no larger than the largest captured one."""
     few: Any = SimpleNamespace(sizes=[1, 2, 6])
     assert Runners().max_draft_rows == 32
-    assert Runners(decode=few).max_draft_rows == Runners(verify=few).max_draft_rows == 6
+    assert Runners(decode=few).max_draft_rows == 6
     with pytest.raises(ValueError, match="num_speculative_tokens: must be"):
         SchedulerConfig(num_speculative_tokens=32)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs without a GPU")
-def test_steps_with_drafts_store_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are recorded apart: a step without drafts stores and attends in one launch."""
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_steps_with_drafts_store_first(tmp_path: Path, drafts: int) -> None:
+    """An engine that drafts captures no step that stores and attends in one launch."""
     pytest.importorskip("triton")
     from minisgl.attention.fused_backend import FusedPlan, StoreFirstPlan
 
-    monkeypatch.setattr("minisgl.engine.runners.MAX_DRAFT_ROWS", 1)
     path = make_checkpoint(tmp_path, "llama", num_hidden_layers=1, head_dim=32)
     config = EngineConfig(model_path=str(path), device="cpu", num_pages=8,
-                          max_running_req=2, num_speculative_tokens=3)  # fmt: skip
+                          max_running_req=2, num_speculative_tokens=drafts)  # fmt: skip
     made = build_engine(config, progress=False)
     how: dict[str, Any] = {"attention_backend": "torch,fused", "cuda_graph_bs": (1, 2)}
     config = replace(made.config, **how)
     memory = allocate_memory(config, made.model_config, 8)
     engine = Engine(config, made.model_config, made.model, *memory, new_graph=RecordingGraph)
-    assert engine.runners.decode is not None and engine.runners.verify is not None
-    assert {type(step.plan) for step in engine.runners.decode.steps.values()} == {FusedPlan}
-    found = {size: type(step.plan) for size, step in engine.runners.verify.steps.items()}
-    assert found == {1: StoreFirstPlan} and engine.runners.max_draft_rows == 1
-    one = [engine.dummy_req]
-    for batch, graph in ((Batch(one, Phase.DECODE), engine.runners.decode),
-                         (VerifyBatch(one, Phase.DECODE), engine.runners.verify)):  # fmt: skip
-        before = graph.replays
-        engine.step(engine.prepare(batch))
-        assert graph.replays == before + 1
+    graph = engine.runners.decode
+    assert graph is not None and engine.runners.max_draft_rows == 2
+    kind = StoreFirstPlan if drafts else FusedPlan
+    assert {type(step.plan) for step in graph.steps.values()} == {kind}
+    for batch in (Batch, VerifyBatch):
+        engine.step(engine.prepare(batch([engine.dummy_req], Phase.DECODE)))
     pages = SimpleNamespace(free_pages=8, evictable_tokens=0)
     cache = SimpleNamespace(allocator=pages, prefix_cache=pages, page_size=16)
     asked: Any = SimpleNamespace(engine=engine, cache=cache, reqs={}, step_count=2, retractions=0)
-    assert stats_of(asked).counts["graph_replays"] == 2  # of either graph
+    assert stats_of(asked).counts["graph_replays"] == 2
 
 
 def test_one_running_request_may_have_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,18 +31,19 @@ from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.grammar import (
     CompileMsg,
     CompilingChannel,
-    CompilingInbox,
+    GrammarQueue,
     Grammars,
     Matcher,
     compile_grammar,
     load_grammars,
 )
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, InvalidRequestError, UserMsg
+from minisgl.scheduler.requests import Limits, make_req
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.scheduler.validation import Limits
 from minisgl.server.frontend import RequestFailed
 from minisgl.server.in_process import InProcessServer
 from minisgl.server.workers.messages import UserReply
+from minisgl.server.workers.scheduler_process import SchedulerChannel
 from tests import schemas
 from tests.fakes import record_on_a_cpu
 from tests.tp_drills import quick_ranks
@@ -439,9 +440,9 @@ def test_a_request_keeps_what_it_asked_of_its_logits() -> None:
     grammars = load_grammars(FOLDER, MODEL.vocab_size, MODEL.eos_token_ids)
     limits = Limits(100, 100, MODEL.vocab_size, frozenset(MODEL.eos_token_ids))
     params = SamplingParams(regex="[a-z]+", logit_bias={7: 3.0})
-    req = grammars.make_req(UserMsg(1, [1], params), limits)
+    req = make_req(UserMsg(1, [1], params), limits, grammars.constrain)
     assert req.logits_params.bias == {7: 3.0} and req.matcher is not None
-    free = grammars.make_req(UserMsg(1, [1], SamplingParams()), limits)
+    free = make_req(UserMsg(1, [1], SamplingParams()), limits, grammars.constrain)
     assert free.matcher is None and free.logits_params is None
 
 
@@ -539,7 +540,7 @@ def test_a_slow_grammar_delays_its_own_request_alone(monkeypatch: pytest.MonkeyP
             asyncio.run(ask(server))
         finally:
             go_on.set()
-    hold = server.scheduler.channel._inbox  # type: ignore[attr-defined]
+    hold = server.scheduler.channel._hold  # type: ignore[attr-defined]
     assert not hold.held and not server.scheduler.reqs
     check_integrity(server.scheduler.cache)
 
@@ -571,20 +572,22 @@ class Box:
 
 
 @pytest.mark.parametrize("announce", [False, True])
-def test_requests_wait_in_their_box_and_come_in_order(announce: bool) -> None:
+def test_requests_wait_in_their_queue_and_come_in_order(announce: bool) -> None:
     """One that leaves is forgotten; ranks learn at once what to compile."""
     box, jobs = Box(), {name: Future[Any]() for name in "abc"}
-    hold = CompilingInbox(box, announce)
+    hold = GrammarQueue(announce)
     hold.start = lambda params: jobs.get(params.regex or "")
+    channel: Any = SchedulerChannel(box, box, hold=hold)  # type: ignore[arg-type]
 
     def ask(uid: int, regex: str | None = None) -> UserMsg:
         return UserMsg(uid, [1], SamplingParams(regex=regex))
 
     def passed() -> list[int]:
-        return [msg.uid for msg in hold.get_all(0.0) if isinstance(msg, UserMsg | AbortMsg)]
+        return [msg.uid for msg in channel.recv(False) if isinstance(msg, UserMsg | AbortMsg)]
 
     box.messages = [ask(1, "a"), ask(2), ask(3, "b"), AbortMsg(9)]
-    told = [msg.sampling_params.regex for msg in hold.get_all(0.0) if isinstance(msg, CompileMsg)]
+    came = channel.recv(False)
+    told = [msg.sampling_params.regex for msg in came if isinstance(msg, CompileMsg)]
     assert told == (["a", "b"] if announce else [])
     box.messages = [ask(4, "c"), AbortMsg(3), ask(5, "a")]
     assert passed() == [3]  # the scheduler ignores what it does not know
@@ -594,6 +597,14 @@ def test_requests_wait_in_their_box_and_come_in_order(announce: bool) -> None:
     box.messages = [ask(6, "a")]
     jobs["c"].set_exception(InvalidRequestError("regex: no"))
     assert passed() == [6, 4] and not hold.held
+
+
+def test_messages_without_a_grammar_never_enter_the_queue() -> None:
+    box, hold = Box(), GrammarQueue()
+    channel = SchedulerChannel(box, box, hold=hold)  # type: ignore[arg-type]
+    hold.pass_on = None  # type: ignore[method-assign, assignment]
+    box.messages = [UserMsg(1, [1], SamplingParams(logit_bias={3: 1.0})), AbortMsg(2)]
+    assert [msg.uid for msg in channel.recv(False)] == [1, 2]  # type: ignore[union-attr]
 
 
 def test_a_rank_compiles_what_is_announced() -> None:

@@ -26,8 +26,7 @@ import torch.distributed as dist
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.model import ModelConfig
 from minisgl.core import Batch, SamplingParams
-from minisgl.layers.embedding import LMHead, VocabParallelEmbedding
-from minisgl.layers.linear import head_shard
+from minisgl.layers.linear import LMHead, VocabParallelEmbedding, head_shard
 from minisgl.llm import LLM
 from minisgl.models.registry import build_model
 from minisgl.models.shards import ShardSpec, layer_shards, model_shards

@@ -20,8 +20,7 @@ from minisgl import LLM, SamplingParams
 from minisgl.core import GRAMMARS
 from minisgl.scheduler.grammar import load_grammars
 from minisgl.scheduler.messages import InvalidRequestError, UserMsg
-from minisgl.scheduler.validation import Limits
-from minisgl.server.http.answers import AnswerParser, as_message
+from minisgl.scheduler.requests import Limits, make_req
 from minisgl.server.http.calls import (
     HERMES,
     LLAMA,
@@ -33,6 +32,7 @@ from minisgl.server.http.calls import (
     constraint,
     read_template,
 )
+from minisgl.server.http.chats import AnswerParser, as_message
 from minisgl.server.http.tool_parser import (
     CallArguments,
     CallStart,
@@ -421,7 +421,8 @@ def test_a_grammar_begins_in_the_prompts_thought(name: str, folders: dict[str, P
         ("hi", call, True),
         ("hi", f"hm</think>\n\n{call}", False),
     ):
-        req = grammars.make_req(UserMsg(0, tokenizer.encode(prompt).tolist(), params), limits)
+        msg = UserMsg(0, tokenizer.encode(prompt).tolist(), params)
+        req = make_req(msg, limits, grammars.constrain)
         ids = tokenizer.encode(answer, add_special_tokens=False).tolist()
         whole = req.matcher.ll.try_consume_tokens(ids) == len(ids)
         assert (whole and req.matcher.ll.is_accepting()) is fits, (prompt, answer)

@@ -32,7 +32,7 @@ from minisgl.engine.memory import (
     peak_of,
     tensor_bytes,
 )
-from minisgl.engine.runners import capture_runners
+from minisgl.engine.runners import Runners, capture_runners
 from minisgl.engine.sample_kernel import load_sample_kernel
 from minisgl.engine.sampler import SampleOutput, Sampler
 from minisgl.engine.step import ForwardInput, ForwardOutput, build_forward_input
@@ -121,7 +121,7 @@ class Engine:
 
     def prepare(self, batch: Batch) -> ForwardInput:
         """Lay a step out; for a captured one also pad and pack it. The batch stays as it is."""
-        runner, size = self.runners.choose(batch)
+        runner, size = self.runners.choose(batch) if self.runners.decode else (None, 0)
         padded = None
         if runner is not None and batch.phase is Phase.DECODE:
             longest_first = sorted(batch.reqs, key=lambda req: req.device_len, reverse=True)
@@ -198,7 +198,7 @@ class Engine:
 
     def counts(self) -> dict[str, int]:
         """Return the counters for `/metrics`, by name."""
-        return {"graph_replays": self.runners.decode_replays}
+        return {"graph_replays": self.runners.decode.replays if self.runners.decode else 0}
 
     def reset(self) -> None:
         """Wait for the device and forget the deferred draw; see `Scheduler.reset`."""
@@ -210,7 +210,8 @@ class Engine:
     def shutdown(self) -> None:
         """Wait for the device and give its memory back; this engine must not be used any more."""
         self.reset()
-        self.runners = self.runners.free()
+        self.runners.free()
+        self.runners = Runners()
         self.pool.free()
         torch.cuda.empty_cache()  # torch keeps what is freed, out of reach of other processes
 
@@ -219,8 +220,7 @@ def start_device(config: EngineConfig, comm: Comm, fake_graphs: bool = False) ->
     """Make a resolved config's device current; raise ValueError if ranks or GPU are missing."""
     device = torch.device(config.device)
     if device.type == "cpu" and config.cuda_graph_bs and not fake_graphs:
-        given = f"got {config.cuda_graph_bs} on {config.device!r}"
-        raise ValueError(f"cuda_graph_bs: CUDA graphs need a GPU, {given}")
+        raise ValueError(f"cuda_graph_bs: CUDA graphs need a GPU, got {config.cuda_graph_bs}")
     if config.tp.size != comm.size:
         raise ValueError(
             f"tp: the config asks for {config.tp.size} ranks, the communicator has {comm.size}; "

@@ -30,35 +30,27 @@ class Runners:
 
     decode: GraphRunner | None = None
     prefill: PrefillRunner | None = None
-    verify: GraphRunner | None = None  # steps with drafts; None: `decode` replays them, too
 
     def choose(self, batch: Batch) -> tuple[GraphRunner | None, int]:
         """Return a batch's runner and the size it pads to; None, 0 if the batch runs eagerly."""
-        decode = (self.verify if batch.verifies else None) or self.decode
-        runner = decode if batch.phase is Phase.DECODE else self.prefill
+        runner = self.decode if batch.phase is Phase.DECODE else self.prefill
         size = None if runner is None else runner.size_for(batch)
         return (None, 0) if size is None else (runner, size)
 
     @property
-    def decode_replays(self) -> int:
-        """How many decode steps were replayed, those with drafts included."""
-        return sum(runner.replays for runner in (self.decode, self.verify) if runner)
-
-    @property
     def max_draft_rows(self) -> int:
         """Rows of a step with drafts: an eager one would cost more than drafts save."""
-        captured = self.verify or self.decode
-        return MAX_DRAFT_ROWS if captured is None else min(MAX_DRAFT_ROWS, captured.sizes[-1])
+        captured = MAX_DRAFT_ROWS if self.decode is None else self.decode.sizes[-1]
+        return min(MAX_DRAFT_ROWS, captured)
 
-    def free(self) -> Runners:
-        """Free all graphs, although a prepared step may refer to its runner; return empty runners.
+    def free(self) -> None:
+        """Free all graphs, although a prepared step may still refer to its runner.
 
         NCCL ends only after the last graph that holds one of its calls.
         """
-        for runner in (self.decode, self.prefill, self.verify):
+        for runner in (self.decode, self.prefill):
             if runner is not None:
                 runner.steps.clear()
-        return Runners()
 
 
 def capture_runners(
@@ -76,16 +68,12 @@ def capture_runners(
         "dtype": getattr(torch, config.dtype), "new_graph": new_graph,
     }  # fmt: skip
     prefill = capture_prefill(config, model, pool, progress, backend=backend, **how)
+    if config.num_speculative_tokens and parts_of(config.attention_backend)[1] in FUSED:
+        heads = model.num_qo_heads // config.tp.size
+        backend = create_backend("store_first", pool=pool, tables=tables, num_qo_heads=heads)
     decode = GraphRunner(backend=backend, sizes=sizes, **how)
     decode.capture(progress, None if prefill is None else prefill.pool)
-    if not config.num_speculative_tokens or parts_of(config.attention_backend)[1] not in FUSED:
-        return Runners(decode, prefill)
-    heads = model.num_qo_heads // config.tp.size
-    store_first = create_backend("store_first", pool=pool, tables=tables, num_qo_heads=heads)
-    few = [size for size in sizes if size <= MAX_DRAFT_ROWS] or sizes[:1]
-    verify = GraphRunner(backend=store_first, sizes=few, **how)
-    verify.capture(progress, decode.pool)
-    return Runners(decode, prefill, verify)
+    return Runners(decode, prefill)
 
 
 FUSED = ("fused", "fi")  # decode kernels for which rows of one request would race

@@ -233,7 +233,9 @@ class Sampler:
         every = [req.sampling_params for req in reqs]
         num_top = np.array([-1 if p.logprobs is None else p.logprobs for p in every])
         asked = np.flatnonzero(num_top >= 0)
-        processing = None if self.processors is None else self.processors.batch_args(reqs)
+        processing = None
+        if self.processors is not None and any(req.logits_params for req in reqs):
+            processing = self.processors.batch_args(reqs)
         if len(asked) == 0 and processing is None and all(p.is_greedy for p in every):
             return CachedArgs(reqs, np.empty(0, np.uint64), None)
         uids = np.array([req.uid for req in reqs], np.int64)

@@ -85,9 +85,3 @@ def check_evictable(cache: PrefixCache, num_tokens: int) -> None:
 
 TOKEN_BYTES = 4  # an int32
 NO_SLOTS: IntArray = np.empty(0, np.int32)
-
-
-def page_bytes(ids: IntArray, page_size: int) -> bytes:
-    """Return the whole pages of `ids` [n] as raw bytes."""
-    tokens = np.asarray(ids, np.int32)
-    return tokens[: len(tokens) // page_size * page_size].tobytes()

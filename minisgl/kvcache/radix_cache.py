@@ -21,8 +21,13 @@ from minisgl.kvcache.prefix_cache import (
     InsertResult,
     Salt,
     check_evictable,
-    page_bytes,
 )
+
+
+def page_bytes(ids: IntArray, page_size: int) -> bytes:
+    """Return the whole pages of `ids` [n] as raw bytes."""
+    tokens = np.asarray(ids, np.int32)
+    return tokens[: len(tokens) // page_size * page_size].tobytes()
 
 
 @dataclass(eq=False, slots=True, repr=False)

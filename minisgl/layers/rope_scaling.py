@@ -10,7 +10,7 @@ import math
 import torch
 
 from minisgl.config.model import RopeScaling, RotaryConfig
-from minisgl.layers.rotary import base_frequencies
+from minisgl.layers.attention import base_frequencies
 
 
 def llama3_frequencies(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:

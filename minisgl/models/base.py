@@ -10,11 +10,15 @@ from torch import nn
 
 from minisgl.attention.base import ForwardBatch
 from minisgl.config.model import ModelConfig
-from minisgl.layers.attention import Attention, Rotation
-from minisgl.layers.embedding import LMHead, VocabParallelEmbedding
-from minisgl.layers.mlp import GatedMLP
+from minisgl.layers.attention import (
+    Attention,
+    Frequencies,
+    RotaryTable,
+    Rotation,
+    plain_frequencies,
+)
+from minisgl.layers.linear import GatedMLP, LMHead, VocabParallelEmbedding
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.rotary import Frequencies, RotaryTable, plain_frequencies
 from minisgl.parallel.comm import ParallelContext
 
 

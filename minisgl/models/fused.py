@@ -25,7 +25,7 @@ from minisgl.kernels.linear import (
 )
 from minisgl.kernels.norm import DeferredNorm, add_norm, rows_for
 from minisgl.kernels.rotate_store import rotate_and_store
-from minisgl.layers.mlp import GatedMLP
+from minisgl.layers.linear import GatedMLP
 from minisgl.parallel.comm import Comm
 
 

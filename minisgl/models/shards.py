@@ -12,8 +12,12 @@ from operator import attrgetter
 
 from torch import nn
 
-from minisgl.layers.embedding import LMHead, VocabParallelEmbedding
-from minisgl.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from minisgl.layers.linear import (
+    LMHead,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from minisgl.layers.norm import QKNorm, RMSNorm
 
 FLOATS = ("F64", "F32", "F16", "BF16")

@@ -29,14 +29,14 @@ from minisgl.recording import Recorder
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.executor import Executor
-from minisgl.scheduler.grammar import CompilingChannel, CompilingInbox, load_grammars
+from minisgl.scheduler.grammar import CompilingChannel, GrammarQueue, load_grammars
 from minisgl.scheduler.observe import IdleAudit, emitter
 from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue, WaitingQueue, mixed_prefill_threshold
+from minisgl.scheduler.requests import Limits, make_req
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.speculative import SpeculativeScheduler
-from minisgl.scheduler.validation import Limits
 from minisgl.tokenizer import load_tokenizer
 
 
@@ -108,7 +108,7 @@ def describe(config: SchedulerConfig, cache: CacheManager) -> dict[str, Any]:
 def build_scheduler(
     config: SchedulerConfig, channel: Channel, comm: Comm | None = None, *,
     observe: Emit | None = None, recorder: Recorder | None = None, progress: bool = False,
-    hold: CompilingInbox | None = None, parts: Parts | None = None,
+    hold: GrammarQueue | None = None, parts: Parts | None = None,
 ) -> Scheduler:  # fmt: skip
     """Build an engine and everything that feeds it; each part is given what it works with.
 
@@ -137,7 +137,7 @@ def build_scheduler(
     return make(
         engine, prefill.cache, prefill, prefill.decode,
         channel if comm is None else CompilingChannel(channel, grammars),
-        make_req=partial(grammars.make_req, limits=limits),
+        make_req=partial(make_req, limits=limits, constrain=grammars.constrain),
         make_room=make_room,
         audit=IdleAudit(),
         eos_token_ids=limits.eos_token_ids,

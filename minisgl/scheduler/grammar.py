@@ -24,7 +24,6 @@ from minisgl.engine.logits_processors import LogitsParams
 from minisgl.engine.step import ForwardInput, ForwardOutput, SampledTokens
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.messages import AbortMsg, InvalidRequestError, Msg, UserMsg
-from minisgl.scheduler.validation import Limits, make_req
 from minisgl.tokenizer import THINK
 
 MAX_MULTIPLES = 1000  # sum of all `multipleOf` of a schema: each takes as many states
@@ -270,24 +269,23 @@ class Grammars:
         asked = asked_for(params)
         return None if asked is None else self.compile(*asked)
 
-    def make_req(self, msg: UserMsg, limits: Limits) -> Req:
-        """Make the request of a message, with its matcher; raise `InvalidRequestError`."""
-        req, asked = make_req(msg, limits), asked_for(msg.sampling_params)
-        if asked is not None:
-            job = self.compile(*asked)
-            if isinstance(error := job.exception(), InvalidRequestError):
-                raise InvalidRequestError(error.message, param=error.param)
-            req.matcher = Matcher(job.result(), asked[0])
-            if asked[0] == "structural_tag":
-                self.begin(req.matcher, req.input_ids)
-            req.logits_params = req.logits_params or LogitsParams()
-            req.logits_params.mask = np.full(-(-limits.vocab_size // 32), -1, np.int32)
-        return req
+    def constrain(self, req: Req, vocab_size: int) -> None:
+        """Set the matcher and mask of a constrained request, or raise `InvalidRequestError`."""
+        asked = asked_for(req.sampling_params)
+        assert asked is not None
+        job = self.compile(*asked)
+        if isinstance(error := job.exception(), InvalidRequestError):
+            raise InvalidRequestError(error.message, param=error.param)
+        req.matcher = Matcher(job.result(), asked[0])
+        if asked[0] == "structural_tag":
+            self.begin(req.matcher, req.input_ids)
+        req.logits_params = req.logits_params or LogitsParams()
+        req.logits_params.mask = np.full(-(-vocab_size // 32), -1, np.int32)
 
     def begin(self, matcher: Matcher, prompt: IntArray) -> None:
         """Accept the `<think>` with which a prompt ends, if the grammar begins so too."""
         tokenizer = self.tokenizer.result()
-        assert isinstance(tokenizer, LLTokenizer)
+        assert not isinstance(tokenizer, str)
         for length in range(1, 9):  # tokens that a marker may take where it is no special one
             tail = prompt[-length:].tolist()
             if tokenizer.decode_str(tail).strip() == THINK:
@@ -307,7 +305,7 @@ class Grammars:
                 todo.append((req.matcher.ll, index))
         if todo:  # a tokenizer may have more tokens than the model has logits
             tokenizer, words = self.tokenizer.result(), masks.shape[1]
-            assert isinstance(tokenizer, LLTokenizer)
+            assert not isinstance(tokenizer, str)
             wide = np.full((len(masks), max(words, -(-tokenizer.vocab_size // 32))), -1, np.int32)
             fill_next_token_bitmask_par(self.executor, todo, wide)
             indices = [index for _, index in todo]
@@ -343,8 +341,9 @@ def load_grammars(folder: Path, vocab_size: int, eos_token_ids: Collection[int])
         try:
             about = json.loads((folder / "tokenizer.json").read_text("utf-8"))
             about |= {"truncation": None, "padding": None}  # of the training
-            ids = [token["id"] for token in about["added_tokens"]]
-            size = max(vocab_size, len(about["model"]["vocab"]), *(i + 1 for i in ids))
+            ids = [token["id"] for token in about.get("added_tokens", [])]
+            known = about.get("model", {}).get("vocab", ())
+            size = max(vocab_size, len(known), *(i + 1 for i in ids))
             return LLTokenizer(json.dumps(about), n_vocab=size, eos_token=sorted(eos_token_ids))
         except (OSError, ValueError) as error:
             return f"the model's tokenizer cannot be used: {error}"
@@ -358,21 +357,21 @@ class CompileMsg(msgspec.Struct, tag=True):
     sampling_params: SamplingParams
 
 
-class CompilingInbox:
-    """An inbox in which a request waits for its grammar; others go past it.
+class GrammarQueue:
+    """Requests that wait for their grammars.
 
     `start` is that of `Grammars`, once they are there; `announce` if there are other ranks.
     """
 
-    def __init__(self, inbox: Any, announce: bool = False) -> None:
-        self.inbox, self.announce = inbox, announce
+    def __init__(self, announce: bool = False) -> None:
+        self.announce = announce
         self.start: Callable[[SamplingParams], Future[LLMatcher] | None] = lambda params: None
         self.held: dict[int, tuple[UserMsg, Future[LLMatcher]]] = {}  # by uid
 
-    def get_all(self, timeout: float) -> list[Any]:
-        """Return messages that may go on, in order, with those held back that are ready."""
+    def pass_on(self, messages: Sequence[Any]) -> list[Any]:
+        """Return the messages that may go on, in order, and those whose wait is over."""
         passed: list[Any] = []
-        for msg in self.inbox.get_all(min(timeout, 0.005) if self.held else timeout):
+        for msg in messages:
             job = self.start(msg.sampling_params) if isinstance(msg, UserMsg) else None
             if job is None or job.done():
                 passed.append(msg)

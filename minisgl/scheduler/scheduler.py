@@ -18,7 +18,7 @@ from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.executor import Executor, StepOutput
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, InvalidRequestError, UserMsg
 from minisgl.scheduler.prefill import PrefillManager
-from minisgl.scheduler.replies import abort_reply, finish_reason, token_reply
+from minisgl.scheduler.requests import abort_reply, finish_reason, token_reply
 
 
 class Launched(NamedTuple):
@@ -102,7 +102,8 @@ class Scheduler:
 
     def decode_step(self) -> Batch | None:
         """Return a batch of all running requests, once there are pages for them."""
-        if self.make_room is not None:
+        rows, pages = len(self.decode.running), self.cache.available_tokens // self.cache.page_size
+        if self.make_room is not None and (rows > pages or self.prefill.chunked_req is not None):
             self.make_room(self)
         return self.decode.schedule()
 

@@ -89,7 +89,6 @@ class NGramProposer:
 class VerifyBatch(Batch):
     """A decode step in which a request stands once more for each of its drafts."""
 
-    verifies: bool = True
     drafts: dict[Req, IntArray] = field(default_factory=dict)  # of all its requests; some are empty
 
 

@@ -13,13 +13,13 @@ from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.guarded import guarded
 from minisgl.scheduler.build import build_scheduler
-from minisgl.scheduler.grammar import CompilingInbox
+from minisgl.scheduler.grammar import GrammarQueue
 from minisgl.scheduler.messages import ExitMsg
 from minisgl.server.frontend import Frontend, Observer
 from minisgl.server.workers.channels import LocalQueue
 from minisgl.server.workers.scheduler_process import Reporter, SchedulerChannel
-from minisgl.server.workers.text_process import PromptLanes, build_text_worker
-from minisgl.server.workers.text_worker import run_text_worker
+from minisgl.server.workers.text_process import PromptThread, build_text_worker
+from minisgl.server.workers.text_worker import PromptQueue, run_text_worker
 from minisgl.tokenizer import Tokenizer
 
 
@@ -30,19 +30,19 @@ class InProcessServer:
         self, config: ServerConfig, observers: Sequence[Observer] = (), traced: bool = False
     ) -> None:
         self.to_scheduler, self.to_text, to_frontend = LocalQueue(), LocalQueue(), LocalQueue()
-        hold, reporter = CompilingInbox(self.to_scheduler), Reporter(traced)
-        channel = SchedulerChannel(hold, self.to_text)
+        hold, reporter = GrammarQueue(), Reporter(traced)
+        channel = SchedulerChannel(self.to_scheduler, self.to_text, hold=hold)
         channel.report = guarded(reporter)
         self.scheduler = build_scheduler(config, channel, observe=reporter.observe, hold=hold)
         reporter.scheduler = self.scheduler
         tokenizer = Tokenizer(resolve_model_path(config.model_path))
         window = self.scheduler.engine.max_seq_len
         worker = build_text_worker(tokenizer, self.to_scheduler, to_frontend, window)
-        loop = (worker, self.to_text, lambda: None, PromptLanes())
+        loop = {"worker": worker, "inbox": self.to_text, "prompts": PromptQueue(PromptThread())}
         self.frontend = Frontend([self.to_text], to_frontend, observers)
         self._threads = [
             threading.Thread(target=self._run_scheduler, name="scheduler", daemon=True),
-            threading.Thread(target=run_text_worker, args=loop, daemon=True),
+            threading.Thread(target=run_text_worker, kwargs=loop, daemon=True),
         ]
 
     def _run_scheduler(self) -> None:

@@ -49,7 +49,7 @@ MUTATIONS = [
     ),
     Mutation(
         "deterministic: the head writes where it is told, by the library's product",
-        "minisgl.layers.embedding",
+        "minisgl.layers.linear",
         " and self.linear is F.linear",
         "",
         f"{TEST}test_any_way_to_serve_gives_the_same_bits",

@@ -6,6 +6,7 @@ from tests.mutations import Mutation
 
 GRAMMAR, ENGINE = "minisgl.scheduler.grammar", "minisgl.engine.engine"
 TESTS = "tests/test_structured_output.py::"
+PATH = "tests/test_request_path.py"
 DRAW = TESTS + "test_a_draw_waits_for_its_masks_and_the_next_step_waits_for_the_draw"
 
 MUTATIONS = [
@@ -67,7 +68,7 @@ MUTATIONS = [
     ),
     Mutation(
         "grammar_failures_end_as_if_all_were_well",
-        "minisgl.scheduler.replies",
+        "minisgl.scheduler.requests",
         "if req.matcher is not None and req.matcher.error:",
         "if False:",
         TESTS + "test_a_grammar_that_fails_on_the_way_ends_its_request_and_says_why",
@@ -87,11 +88,46 @@ MUTATIONS = [
         TESTS + "test_a_slow_grammar_delays_its_own_request_alone",
     ),
     Mutation(
+        "plain_requests_meet_the_logits_processors",
+        "minisgl.engine.sampler",
+        "and any(req.logits_params for req in reqs)",
+        "",
+        PATH,
+    ),
+    Mutation(
+        "plain_requests_meet_retraction",
+        "minisgl.scheduler.scheduler",
+        " and (rows > pages or self.prefill.chunked_req is not None)",
+        "",
+        PATH,
+    ),
+    Mutation(
+        "retraction_forgets_a_half_done_prompt",
+        "minisgl.scheduler.scheduler",
+        "(rows > pages or self.prefill.chunked_req is not None)",
+        "rows > pages",
+        "tests/test_scheduler.py",
+    ),
+    Mutation(
+        "grammar_queue_is_passed_by",
+        "minisgl.server.workers.scheduler_process",
+        "(waits or any(each.is_constrained for each in params))",
+        "waits",
+        TESTS + "test_requests_wait_in_their_queue_and_come_in_order",
+    ),
+    Mutation(
+        "grammar_queue_is_asked_about_new_messages_alone",
+        "minisgl.server.workers.scheduler_process",
+        "(waits or any(each.is_constrained for each in params))",
+        "any(each.is_constrained for each in params)",
+        TESTS + "test_requests_wait_in_their_queue_and_come_in_order",
+    ),
+    Mutation(
         "grammar_of_one_who_left_is_asked_for_all_the_same",
         GRAMMAR,
         "self.held.pop(msg.uid, None)",
         "pass",
-        TESTS + "test_requests_wait_in_their_box_and_come_in_order",
+        TESTS + "test_requests_wait_in_their_queue_and_come_in_order",
     ),
     Mutation(
         "grammar_tokenizer_is_loaded_before_all_else",

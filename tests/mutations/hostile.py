@@ -126,7 +126,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="validation: parameters are those of the request before",
-        module="minisgl.scheduler.validation",
+        module="minisgl.scheduler.requests",
         old="if memo.params is None or not same_but_seed(params, memo.params):",
         new="if memo.params is None:",
         test=TEST + "test_what_requests_share_is_checked_once",

@@ -6,7 +6,7 @@ from tests.mutations import Mutation
 
 T = "tests/test_model.py::"
 PLAIN = T + "test_logits_equal_plain_arithmetic"
-ROTARY = "minisgl.layers.rotary"
+ROTARY = "minisgl.layers.attention"
 NORM = "minisgl.layers.norm"
 LINEAR = "minisgl.layers.linear"
 ATTENTION = "minisgl.layers.attention"
@@ -88,14 +88,14 @@ MUTATIONS = [
     ),
     Mutation(
         "embedding: foreign ids count too",
-        "minisgl.layers.embedding",
+        "minisgl.layers.linear",
         "vectors.mul_(mine.unsqueeze(-1))",
         "vectors",
         "tests/test_tensor_parallel.py::test_pitfall_09_lm_head_is_gathered_whole[7]",
     ),
     Mutation(
         "head: logits of the padding are handed out",
-        "minisgl.layers.embedding",
+        "minisgl.layers.linear",
         "return logits[:, : self.vocab_size]",
         "return logits",
         "tests/test_tensor_parallel.py::test_pitfall_09_lm_head_is_gathered_whole[7]",
@@ -116,7 +116,7 @@ MUTATIONS = [
     ),
     Mutation(
         "mlp: the gate is applied to itself",
-        "minisgl.layers.mlp",
+        "minisgl.layers.linear",
         "self.silu(gate).mul_(up)",
         "self.silu(gate).mul_(gate)",
         PLAIN + "[mistral]",

@@ -89,7 +89,7 @@ MUTATIONS = [
     Mutation(
         "prefill_packs_a_decode_step",
         "minisgl.engine.runners",
-        "runner = decode if batch.phase is Phase.DECODE else self.prefill",
+        "runner = self.decode if batch.phase is Phase.DECODE else self.prefill",
         "runner = self.prefill",
         TESTS + "test_who_is_computed_eagerly",
     ),
@@ -116,9 +116,9 @@ MUTATIONS = [
     ),
     Mutation(
         "prefill_stays_when_the_engine_goes",
-        "minisgl.engine.runners",
-        "        return Runners()\n\n\ndef",
-        "        return Runners(prefill=self.prefill)\n\n\ndef",
+        "minisgl.engine.engine",
+        "self.runners = Runners()",
+        "self.runners = Runners(prefill=self.runners.prefill)",
         TESTS + "test_sizes_share_one_memory_and_all_leave_together",
     ),
     Mutation(

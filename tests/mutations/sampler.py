@@ -237,7 +237,7 @@ MUTATIONS = [
     ),
     Mutation(
         "admission_takes_tokens_beyond_the_vocabulary",
-        "minisgl.scheduler.validation",
+        "minisgl.scheduler.requests",
         "default=0)) >= limits.vocab_size",
         "default=0)) > limits.vocab_size",
         LOGITS + "test_what_the_model_cannot_do_is_refused",

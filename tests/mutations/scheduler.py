@@ -6,8 +6,8 @@ from tests.mutations import Mutation
 
 PREFILL, DECODE = "minisgl.scheduler.prefill", "minisgl.scheduler.decode"
 SCHEDULER, LLM = "minisgl.scheduler.scheduler", "minisgl.llm"
-RETRACTION, VALIDATION = "minisgl.scheduler.retraction", "minisgl.scheduler.validation"
-REPLIES = "minisgl.scheduler.replies"
+RETRACTION, VALIDATION = "minisgl.scheduler.retraction", "minisgl.scheduler.requests"
+REPLIES = "minisgl.scheduler.requests"
 TESTS, LLM_TESTS = "tests/test_scheduler.py::", "tests/test_llm.py::"
 PAGED = "tests/test_paged_equals_dense.py::test_a_crowd_with_one_prefix"
 

@@ -130,9 +130,9 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: an end token is text",
-        module="minisgl.server.workers.text_worker",
-        old='entry.logprobs is not None and msg.finish_reason != "stop"',
-        new="entry.logprobs is not None",
+        module="minisgl.server.workers.logprobs",
+        old=' or reply.finish_reason == "stop"',
+        new="",
         test=API + "test_stop_token_ids_end_both_alike[checkpoint]",
     ),
     Mutation(
@@ -587,7 +587,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: what is constant travels with every token",
-        module="minisgl.scheduler.replies",
+        module="minisgl.scheduler.requests",
         old="if req.host_len == req.prompt_len + 1:",
         new="if True:",
         test=TEST + "test_what_is_constant_travels_once",

@@ -14,7 +14,7 @@ import msgspec
 from fastapi.responses import JSONResponse
 from fastapi.sse import format_sse_event
 
-from minisgl.server.http.answers import AnswerParser, as_delta, as_message
+from minisgl.server.http.chats import AnswerParser, as_delta, as_message
 from minisgl.server.http.tool_parser import Piece
 from minisgl.server.workers.messages import TokenLogprob, UserReply
 

@@ -22,9 +22,10 @@ from pydantic.json_schema import SkipJsonSchema
 from minisgl.core import GRAMMARS, MAX_LOGPROBS, SamplingParams
 from minisgl.server.http.bodies import renamed_errors
 from minisgl.server.http.calls import ChatAbilities
+from minisgl.server.http.chats import ChatMessage, ToolFields
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import check_fields, template_variables, translate
-from minisgl.server.http.tools import ChatMessage, Text, ToolFields
+from minisgl.server.http.tools import Text
 from minisgl.tokenizer import text_of
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]

@@ -1,4 +1,4 @@
-"""Conversations with tools as clients send them, and what is asked of an answer's calls.
+"""Tools as clients send them, and what is asked of an answer's calls.
 
 Generated from notebooks/12a_tools.ipynb: edit there.
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from msgspec.msgpack import encode
-from pydantic import AfterValidator, BaseModel, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BaseModel, Field
 
 from minisgl.core import MAX_GRAMMAR, json_text
-from minisgl.server.http.answers import AnswerParser
 from minisgl.server.http.calls import (
     CallFormat,
     ChatAbilities,
@@ -21,7 +20,6 @@ from minisgl.server.http.calls import (
     constraint,
     json_node,
 )
-from minisgl.server.http.tool_parser import ToolParser
 from minisgl.tokenizer import check_unicode
 
 # JSON can hold half of a character, an unpaired surrogate; no message of ours can.
@@ -38,64 +36,6 @@ def sendable(given: dict[str, Any]) -> dict[str, Any]:
 
 
 Object = Annotated[dict[str, Any], AfterValidator(sendable)]
-
-
-class TextPart(BaseModel):
-    """One text part of a message; images and sound are refused by their type."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class RefusalPart(BaseModel):
-    """An assistant's text when it refused."""
-
-    type: Literal["refusal"]
-    refusal: Text
-
-
-class CalledFunction(BaseModel):
-    """A call by the model, with its arguments as the text that it wrote, or as an object."""
-
-    name: Text
-    arguments: Text | Object | None = None
-
-
-class ToolCall(BaseModel):
-    """A call in an assistant's message."""
-
-    id: Text | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class ChatMessage(BaseModel):
-    """One turn of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart | RefusalPart] | None = None
-    reasoning_content: Text | None = None
-    reasoning: Text | None = None  # vLLM's name of the same
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
-    tool_call_id: Text | None = None
-    name: Text | None = None
-    function_call: None = None
-
-    @model_validator(mode="after")
-    def check_role(self) -> Self:
-        """Check that only an assistant calls, and that a result names its call."""
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"tool_calls: only an assistant has some, not role {self.role!r}")
-        if self.role == "tool" and not self.tool_call_id:
-            raise ValueError("tool_call_id: a tool's message must name the call that it answers")
-        return self
-
-    def as_template_input(self) -> dict[str, Any]:
-        """Return the message as `check_messages` of chapter 06b takes it."""
-        hidden = {"function_call"} | (set() if self.role == "tool" else {"name"})
-        found = self.model_dump(exclude=hidden, exclude_none=True)
-        return {"content": None, **{name: value for name, value in found.items() if value}}
-
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,64}$")]
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -258,46 +198,3 @@ class ResponseFormat(BaseModel, extra="forbid"):
         if schema is not None or self.type == "json_schema":
             return {"json_schema": schema}
         return {"json_object": True} if self.type == "json_object" else {}
-
-
-class ToolFields(BaseModel):
-    """Fields of a chat for the calls and the thoughts in its answer."""
-
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    separate_reasoning: bool | None = None  # SGLang's: false leaves thoughts in the content
-    include_reasoning: bool | None = None  # vLLM's: false drops them
-    _rules: ToolRules = PrivateAttr(ToolRules())
-    _form: dict[str, Any] = PrivateAttr({})
-    _thinks: bool = PrivateAttr(False)
-
-    @property
-    def shown_tools(self) -> tuple[Tool, ...]:
-        """What the model is to see."""
-        return self._rules.tools
-
-    @property
-    def thoughts_apart(self) -> bool:
-        return self._thinks and self.separate_reasoning is not False
-
-    def decide(self, can: ChatAbilities, form: dict[str, Any]) -> None:
-        """Settle what may be called, and what the answer must look like: `_form`.
-
-        `form` is what else is asked of it, as fields of `SamplingParams`. Call it first. Raises
-        `ValueError` that begins with the field at fault.
-        """
-        self._rules = tool_rules(self.tools, self.tool_choice, self.parallel_tool_calls, can)
-        schema = {"type": "object"} if form.get("json_object") else form.get("json_schema")
-        schema = schema if isinstance(schema, dict) else None
-        tag = self._rules.structural_tag(can.reasoning, schema)
-        if tag and form and schema is None:
-            raise ValueError(f"{min(form)}: not together with what is asked of the tools")
-        self._form = form if tag is None else {"structural_tag": tag}
-        self._thinks = can.reasoning and not self._form.keys() - {"structural_tag"}
-
-    def parser(self) -> AnswerParser:
-        """Make the parser of one answer."""
-        rules = self._rules
-        tools = None if rules.form is None else ToolParser(rules.form, rules.names)
-        return AnswerParser(self.thoughts_apart, tools, self.include_reasoning is not False)

@@ -12,8 +12,9 @@ from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, model_valid
 
 from minisgl.core import MAX_LOGPROBS
 from minisgl.server.http.bodies import validator_of
+from minisgl.server.http.chats import RefusalPart
 from minisgl.server.http.schemas import ChatRequest, Limit, joined_text
-from minisgl.server.http.tools import FunctionSpec, Object, RefusalPart, Text
+from minisgl.server.http.tools import FunctionSpec, Object, Text
 
 
 class Part(BaseModel):

@@ -5,18 +5,17 @@ Generated from notebooks/12b_running.ipynb: edit there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from minisgl.scheduler.messages import TokenReply
 from minisgl.server.workers.messages import TokenLogprob
-from minisgl.tokenizer import DecodeStatus
+from minisgl.token_bytes import TokenBytes
+from minisgl.tokenizer import DecodeStatus, Tokenizer
 
 
 class HeldLogprobs:
     """The log probabilities of one request whose text has not gone out yet."""
 
-    def __init__(self, status: DecodeStatus, spell: Callable[[int], bytes]) -> None:
-        self._status, self._spell = status, spell
+    def __init__(self, status: DecodeStatus, tokenizer: Tokenizer, spell: TokenBytes) -> None:
+        self._status, self._tokenizer, self._spell = status, tokenizer, spell
         self._sent = 0  # characters that have gone out
         self.echoes = False  # the text begins with the prompt, and each token has its entry
         self._entries: list[TokenLogprob] = []
@@ -34,18 +33,13 @@ class HeldLogprobs:
     def add(self, reply: TokenReply) -> None:
         """Add a token's entry before it is detokenized; end tokens have one only in an echo."""
         token, value = reply.token, reply.logprob
-        if value is None or token is None or (token in self._status.skipped and not self.echoes):
+        ends = token in self._status.skipped or reply.finish_reason == "stop"
+        if value is None or token is None or (ends and not self.echoes):
             return
         top = [(*self._named(other), logprob) for other, logprob in reply.top_logprobs or []]
         entry = TokenLogprob(*self._named(token), logprob=value, offset=self._offset(), top=top)
         self._silent = not self._status.stream.decode([token])
         self._entries.append(entry)
-
-    def echo(self, length: int) -> None:
-        """Shift the offsets by `length`: so many characters of a prompt precede the answer."""
-        self.echoes, self._sent = True, self._sent + length
-        for entry in self._entries:
-            entry.offset += length
 
     def take(self, text: str, finished: bool) -> list[TokenLogprob]:
         """Return the entries whose text has gone out with `text`, the answer's next piece."""
@@ -62,3 +56,17 @@ class HeldLogprobs:
         taken, self._entries = self._entries[:ready], self._entries[ready:]
         self._ends = self._ends[ready:]
         return taken
+
+    def echo(self, reply: TokenReply) -> tuple[str, list[TokenLogprob]]:
+        """Return the prompt's text and an entry for each of its tokens; the answer follows it."""
+        status, text, entries = DecodeStatus(self._tokenizer), "", list[TokenLogprob]()
+        held = HeldLogprobs(status, self._tokenizer, self._spell)
+        held.echoes = self.echoes = True
+        for token, logprob, top in reply.prompt_logprobs:
+            held.add(TokenReply(uid=0, token=token, logprob=logprob or 0.0, top_logprobs=top))
+            text += (piece := status.push(token))
+            entries += held.take(piece, False)
+        entries += held.take(rest := status.finish(), True)
+        entries[0].logprob = None
+        self._sent = len(text + rest)
+        return text + rest, entries

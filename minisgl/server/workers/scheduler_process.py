@@ -20,8 +20,8 @@ from minisgl.recording import Observed
 from minisgl.runtime.supervisor import WorkerContext, WorkerFailed
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
-from minisgl.scheduler.grammar import CompilingInbox
-from minisgl.scheduler.messages import ExitMsg, Msg, Reply
+from minisgl.scheduler.grammar import GrammarQueue
+from minisgl.scheduler.messages import ExitMsg, Msg, Reply, UserMsg
 from minisgl.scheduler.observe import StageClock
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.server.workers.channels import Inbox, Outbox, ZmqInbox, ZmqOutbox
@@ -32,13 +32,16 @@ from minisgl.server.workers.processes import address
 class SchedulerChannel:
     """The scheduler's channel over two boxes; `alive` returns False to end waiting.
 
-    `beat` is called in each turn and while it waits, `report`, for observers, twice a second."""
+    `beat` is called in each turn and while it waits, `report`, for observers, twice a second.
+    Constrained requests wait in `hold`."""
 
     def __init__(
         self, inbox: Inbox, outbox: Outbox, alive: Callable[[], bool] = lambda: True,
         beat: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic,
+        hold: GrammarQueue | None = None,
     ) -> None:  # fmt: skip
         self._inbox, self._outbox, self.alive, self._beat = inbox, outbox, alive, beat
+        self._hold = hold
         self._clock = clock  # seconds
         self.report: Callable[[], Sequence[StatsEvent]] = list
         self._report_at = 0.0  # time of the next one
@@ -46,13 +49,23 @@ class SchedulerChannel:
     def recv(self, block: bool) -> list[Msg]:
         """Return the waiting messages; with `block`, wait for one, or leave if `alive` is False."""
         self._beat()
-        messages = self._inbox.get_all(timeout=0.0)
+        messages = self._take(timeout=0.0)
         if block and not messages:
             self._send_report()
         while block and not messages and self.alive():
             self._beat()
-            messages = self._inbox.get_all(timeout=0.5)
+            messages = self._take(timeout=0.5)
         return [ExitMsg()] if block and not messages else messages
+
+    def _take(self, timeout: float) -> list[Msg]:
+        """Return messages that may go on; a constrained request waits for its grammar."""
+        hold = self._hold
+        waits = hold is not None and bool(hold.held)
+        messages = self._inbox.get_all(min(timeout, 0.005) if waits else timeout)
+        params = (msg.sampling_params for msg in messages if isinstance(msg, UserMsg))
+        if hold is not None and (waits or any(each.is_constrained for each in params)):
+            return hold.pass_on(messages)
+        return messages
 
     def send(self, replies: Sequence[Reply]) -> None:
         if replies:
@@ -100,8 +113,8 @@ def scheduler_process(
 ) -> None:
     """Run the only rank, or rank 0, which starts the others, leads them, and alone reports."""
     inbox, outbox = ZmqInbox(address(folder, "scheduler")), ZmqOutbox(address(folder, "text"))
-    hold = CompilingInbox(inbox, config.tp.size > 1)
-    outer = SchedulerChannel(hold, outbox, beat=context.beat)
+    hold = GrammarQueue(announce=config.tp.size > 1)
+    outer = SchedulerChannel(inbox, outbox, beat=context.beat, hold=hold)
     reporter = Reporter(observed.traced)
     outer.report = guarded(reporter)
     with ExitStack() as stack:

@@ -17,52 +17,34 @@ from minisgl.config.paths import resolve_model_path
 from minisgl.engine.heap import frozen_heap
 from minisgl.runtime.supervisor import WorkerContext
 from minisgl.server.workers.channels import Outbox, ZmqInbox, ZmqOutbox
-from minisgl.server.workers.echo import EchoWorker
 from minisgl.server.workers.logprobs import HeldLogprobs
-from minisgl.server.workers.messages import Message, TokenizeMsg
+from minisgl.server.workers.messages import Message
 from minisgl.server.workers.processes import address
 from minisgl.server.workers.text_worker import (
     Encode,
     PromptQueue,
     TextWorker,
-    characters,
     run_text_worker,
 )
 from minisgl.token_bytes import TokenBytes
-from minisgl.tokenizer import SLICE, Tokenizer
+from minisgl.tokenizer import Tokenizer
 
 
-class PromptLanes(PromptQueue):
-    """Prompts to encode: short ones in the loop of the text worker, long ones in a thread."""
+class PromptThread(PromptQueue):
+    """Long prompts, encoded in a thread while the loop of the text worker goes on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._long, self._pool = PromptQueue(), ThreadPoolExecutor(1, "prompts")
-        self._job: tuple[int | None, Future[Message]] | None = None  # uid of the thread's prompt
-
-    @property
-    def patience(self) -> float:
-        busy = self._job is not None or self._long.waiting
-        return min(super().patience, 0.002 if busy else 0.5)
-
-    def add(self, msg: TokenizeMsg) -> None:
-        if characters(msg) > SLICE:
-            self._long.add(msg)
-        else:
-            super().add(msg)
-
-    def drop(self, uid: int) -> bool:
-        if self._job is not None and self._job[0] == uid:
-            self._job = (None, self._job[1])  # its result will be dropped
-            return True
-        return super().drop(uid) or self._long.drop(uid)
+        self._pool = ThreadPoolExecutor(1, "prompts")
+        self._job: tuple[int, Future[Message]] | None = None  # uid of the thread's prompt
 
     def take(self, encode: Encode) -> list[Message]:
-        done = super().take(encode)
+        done = list[Message]()
         if self._job is not None and self._job[1].done():
             (uid, result), self._job = self._job, None
-            done += [] if uid is None else [result.result()]
-        if self._job is None and (prompt := self._long.pop()) is not None:
+            done += [result.result()] if self.drop(uid) else []  # else its client has left
+        if self._job is None and (prompt := self.pop()) is not None:
+            self.waiting[prompt.uid] = prompt  # until it is encoded
             self._job = (prompt.uid, self._pool.submit(encode, prompt))
         return done
 
@@ -71,9 +53,8 @@ def build_text_worker(
     tokenizer: Tokenizer, to_scheduler: Outbox, to_frontend: Outbox, window: int
 ) -> TextWorker:
     """Build a text worker that rejects prompts over `window` tokens and holds logprobs."""
-    spell = TokenBytes(tokenizer)
-    held = partial(HeldLogprobs, spell=spell)
-    return EchoWorker(tokenizer, to_scheduler, to_frontend, window, held)
+    held = partial(HeldLogprobs, tokenizer=tokenizer, spell=TokenBytes(tokenizer))
+    return TextWorker(tokenizer, to_scheduler, to_frontend, window, held)
 
 
 def text_process(config: ServerConfig, folder: Path, part: str, context: WorkerContext) -> None:
@@ -88,6 +69,6 @@ def text_process(config: ServerConfig, folder: Path, part: str, context: WorkerC
     worker = build_text_worker(Tokenizer(path), to_scheduler, to_frontend, window)
     with frozen_heap():
         context.ready()
-        run_text_worker(worker, inbox, context.beat, PromptLanes())
+        run_text_worker(worker, inbox, context.beat, PromptQueue(PromptThread()))
     for box in (inbox, to_scheduler, to_frontend):
         box.close()

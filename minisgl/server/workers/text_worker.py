@@ -26,7 +26,7 @@ from minisgl.server.workers.messages import (
     TokenLogprob,
     UserReply,
 )
-from minisgl.tokenizer import DecodeStatus, PromptTooLong, Tokenizer, text_size
+from minisgl.tokenizer import SLICE, DecodeStatus, PromptTooLong, Tokenizer, text_size
 
 
 class LogprobBuffer(Protocol):
@@ -35,6 +35,8 @@ class LogprobBuffer(Protocol):
     def add(self, reply: TokenReply) -> None: ...
 
     def take(self, text: str, finished: bool) -> list[TokenLogprob]: ...
+
+    def echo(self, reply: TokenReply) -> tuple[str, list[TokenLogprob]]: ...
 
 
 @dataclass
@@ -118,7 +120,9 @@ class TextWorker:
             why = f"{param}: {str(error).removeprefix(f'{param}: ')}"
             code = error.code if isinstance(error, PromptTooLong) else "invalid_request"
             return ErrorReply(uid=msg.uid, message=why, code=code, param=param)
-        params = with_seed(last.params, msg.sampling_params.seed)
+        params, seed = last.params, msg.sampling_params.seed
+        if params.seed != seed:
+            params = with_seed(params, seed)
         return UserMsg(msg.uid, last.ids, params, msg.client)
 
     def _encode(self, msg: TokenizeMsg) -> list[int]:
@@ -138,18 +142,24 @@ class TextWorker:
         entry = self._open.get(msg.uid)
         if entry is None:
             status = DecodeStatus(self._tokenizer, msg.prompt_tail, msg.stop, msg.spare_thoughts)
-            entry = OpenText(status, self._logprobs(status) if self._logprobs else None)
+            asked = msg.logprob is not None or bool(msg.prompt_logprobs)
+            entry = OpenText(status, self._logprobs(status) if self._logprobs and asked else None)
             self._open[msg.uid] = entry
         if msg.finished:
             del self._open[msg.uid]
         if entry.status.stopped:  # the frontend knows its end
             return
-        if entry.logprobs is not None and msg.finish_reason != "stop":  # an end token is not text
+        prompt, entries = "", list[TokenLogprob]()
+        if entry.logprobs is not None:
+            if msg.prompt_logprobs:
+                prompt, entries = entry.logprobs.echo(msg)
             entry.logprobs.add(msg)
         text = entry.status.take(msg.token, msg.finish_reason)
         if entry.status.stopped and not msg.finished:
             self._scheduler.append(AbortMsg(uid=msg.uid))
-        self._frontend.append(self._reply(msg, entry, text))
+        reply = self._reply(msg, entry, text)
+        reply.text, reply.logprobs = prompt + reply.text, entries + reply.logprobs
+        self._frontend.append(reply)
 
     def _reply(self, msg: TokenReply, entry: OpenText, text: str) -> UserReply:
         status, finished = entry.status, msg.finished or entry.status.stopped
@@ -178,12 +188,15 @@ Encode = Callable[[TokenizeMsg], Message]
 
 
 class PromptQueue:
-    """Prompts to encode, of the client that had least, short before long; none starves."""
+    """Prompts to encode, of the client that had least, short before long; none starves.
+
+    Those of more than `SLICE` characters go to `aside`, if it is given.
+    """
 
     waiting: dict[int, TokenizeMsg]  # by uid
 
-    def __init__(self) -> None:
-        self.waiting = {}
+    def __init__(self, aside: PromptQueue | None = None) -> None:
+        self.aside, self.waiting = aside, {}
         self._heaps: dict[str, list[tuple[int, int, int]]] = {}  # tag, uid, size
         self._clocks: dict[str, int] = {}  # characters encoded so far
         self._last: tuple[TokenizeMsg | None, int] = (None, 0)
@@ -191,13 +204,18 @@ class PromptQueue:
     @property
     def patience(self) -> float:
         """Seconds for which the loop may wait for messages."""
-        return 0.0 if self.waiting else 0.5
+        aside = self.aside is not None and self.aside.waiting
+        return 0.0 if self.waiting else 0.002 if aside else 0.5
 
     def add(self, msg: TokenizeMsg) -> None:
         before, size = self._last
         if before is None or not before.same_prompt(msg):
             size = characters(msg)
-        self._last, self.waiting[msg.uid] = (msg, size), msg
+        self._last = (msg, size)
+        if self.aside is not None and size > SLICE:
+            self.aside.add(msg)
+            return
+        self.waiting[msg.uid] = msg
         if msg.client not in self._heaps:  # no credit for the time in which it wanted nothing
             self._heaps[msg.client] = []
             self._clocks[msg.client] = min(self._clocks.values(), default=0)
@@ -205,12 +223,14 @@ class PromptQueue:
 
     def drop(self, uid: int) -> bool:
         """Remove the prompt of a client that left; False if it is not here."""
-        return self.waiting.pop(uid, None) is not None
+        here = self.waiting.pop(uid, None) is not None
+        return here or (self.aside is not None and self.aside.drop(uid))
 
     def take(self, encode: Encode) -> list[Message]:
         """Encode the next prompt; return what has been encoded since the last call."""
         prompt = self.pop()
-        return [] if prompt is None else [encode(prompt)]
+        done = [] if prompt is None else [encode(prompt)]
+        return done + (self.aside.take(encode) if self.aside and self.aside.waiting else [])
 
     def pop(self) -> TokenizeMsg | None:
         """Return the next prompt that is still wanted, if there is one."""

@@ -1,10 +1,11 @@
-"""What a request must keep to, and the request that a message asks for.
+"""From a message to its request, and from a token to its reply.
 
 Generated from notebooks/08d_messages.ipynb: edit there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,8 +13,10 @@ import numpy as np
 
 from minisgl.core import IntArray, Req, SamplingParams
 from minisgl.engine.logits_processors import LogitsParams, logits_params
+from minisgl.engine.prompt_logprobs import prompt_logprobs
+from minisgl.engine.step import SampledTokens
 from minisgl.scheduler.frames import same_but_seed
-from minisgl.scheduler.messages import InvalidRequestError, UserMsg
+from minisgl.scheduler.messages import InvalidRequestError, TokenReply, UserMsg
 
 
 class Memo:
@@ -94,15 +97,22 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
         raise InvalidRequestError(why, param="min_tokens")
 
 
-def make_req(msg: UserMsg, limits: Limits) -> Req:
-    """Make the request of a message; raise `InvalidRequestError`."""
+def make_req(
+    msg: UserMsg, limits: Limits, constrain: Callable[[Req, int], None] | None = None
+) -> Req:
+    """Return the request that a message asks for, or raise `InvalidRequestError`.
+
+    `constrain` gives a request its grammar (chapter 09a); it also takes the vocabulary's size.
+    """
     memo, params = limits.memo, msg.sampling_params
     if msg.input_ids is not memo.prompt:
         memo.ids, memo.prompt = check_prompt(msg.input_ids, limits), msg.input_ids
     if memo.params is None or not same_but_seed(params, memo.params):
         memo.params = None
         check_params(params, limits)
-        memo.wants = logits_params(params, limits.vocab_size, limits.eos_token_ids)
+        memo.wants = None
+        if params.edits_logits:
+            memo.wants = logits_params(params, limits.vocab_size, limits.eos_token_ids)
         memo.params = params
     room = limits.total - len(memo.ids)
     req = Req(
@@ -113,4 +123,72 @@ def make_req(msg: UserMsg, limits: Limits) -> Req:
         client=msg.client,
     )
     req.logits_params = None if memo.wants is None else replace(memo.wants)
+    if constrain is not None and params.is_constrained:
+        constrain(req, limits.vocab_size)
     return req
+
+
+PROMPT_TAIL = 16  # tokens that the text of the first ones may depend on
+
+
+def finish_reason(req: Req, token: int, eos_token_ids: frozenset[int]) -> str | None:
+    """Return why `token`, appended already, is the last one; None if it is not."""
+    params = req.sampling_params
+    if req.matcher is not None and req.matcher.error:
+        return "abort"
+    ends = token in eos_token_ids and not params.ignore_eos
+    if ends or token in params.stop_token_ids:
+        return "stop"
+    return "length" if req.host_len >= req.max_device_len else None
+
+
+def clamp_notice(req: Req) -> str | None:
+    """Describe how `max_tokens` was clamped, for the caller; None if it was not."""
+    wanted, room = req.sampling_params.max_tokens, req.max_device_len - req.prompt_len
+    if wanted is None or wanted <= room:
+        return None
+    return (
+        f"max_tokens: clamped from {wanted} to {room}, the prompt has {req.prompt_len} tokens "
+        f"and there is room for {req.max_device_len}"
+    )
+
+
+def abort_reply(req: Req) -> TokenReply:
+    """Make the last reply of an aborted request."""
+    return TokenReply(
+        uid=req.uid,
+        token=None,
+        finished=True,
+        finish_reason="abort",
+        prompt_tokens=req.prompt_len,
+        cached_tokens=req.matched_len,
+    )
+
+
+def token_reply(req: Req, reason: str | None, tokens: SampledTokens, index: int) -> TokenReply:
+    """Make the reply for token number `index` of a step, appended to `req` already."""
+    reply = TokenReply(
+        uid=req.uid,
+        token=tokens.ids[index],
+        finished=reason is not None,
+        finish_reason=reason,
+        prompt_tokens=req.prompt_len,
+        cached_tokens=req.matched_len,
+    )
+    wanted = req.sampling_params.logprobs
+    if req.host_len == req.prompt_len + 1:
+        reply.notice, reply.stop = clamp_notice(req), tuple(req.sampling_params.stop)
+        reply.spare_thoughts = req.sampling_params.spare_thoughts
+        reply.prompt_tail = tuple(req.input_ids[: req.prompt_len][-PROMPT_TAIL:].tolist())
+        if req.sampling_params.prompt_logprobs is not None:
+            reply.prompt_logprobs = prompt_logprobs(req)
+    if req.sampling_params.max_tokens == 0:  # one was computed, none is wanted
+        reply.token, reply.finish_reason, wanted = None, "length", None
+    if reason == "abort":
+        reply.notice = req.matcher.error
+    if wanted is not None and tokens.logprobs is not None:
+        reply.logprob = tokens.logprobs[index]
+        if wanted and tokens.top_ids is not None and tokens.top_logprobs is not None:
+            pairs = zip(tokens.top_ids[index], tokens.top_logprobs[index])
+            reply.top_logprobs = list(pairs)[:wanted]
+    return reply

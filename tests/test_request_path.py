@@ -1,0 +1,74 @@
+"""One streamed chat: what it does not use is not on its way."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+
+import minisgl
+from minisgl.config.engine import ServerConfig
+from minisgl.config.paths import resolve_model_path
+from minisgl.server.http.api import create_app
+from minisgl.server.http.limits import ConcurrencyLimiter
+from minisgl.server.http.settings import settings_for
+from minisgl.server.in_process import InProcessServer
+
+ROOT = Path(minisgl.__file__).parent
+IDLE = {"guarded", "kvcache/audit", "scheduler/observe"}  # of the loop that waits afterwards
+UNUSED = """
+engine/logits_processors engine/prompt_logprobs engine/runners scheduler/frames scheduler/grammar
+scheduler/retraction scheduler/speculative server/http/calls server/http/tool_parser
+server/http/tools server/workers/logprobs server/workers/text_process
+"""
+
+
+@contextmanager
+def watched(on: threading.Event) -> Iterator[set[str]]:
+    """The modules of the package that run a function while `on` is set, in any new thread."""
+    seen: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and on.is_set():
+            seen.add(frame.f_code.co_filename)
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+async def chat(server: InProcessServer, config: ServerConfig, on: threading.Event) -> str:
+    await server.frontend.start()
+    settings = settings_for(config, resolve_model_path(None), None)
+    limiter = ConcurrencyLimiter(10)
+    app = create_app(server.frontend, settings, limiter, [], [])
+    body = {"messages": [{"role": "user", "content": "What is 1 + 2?"}], "max_tokens": 3}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
+        on.set()
+        response = await http.post("/v1/chat/completions", json={**body, "stream": True})
+        on.clear()
+    await server.frontend.stop()
+    return response.text
+
+
+def test_a_plain_chat_meets_no_feature_that_it_does_not_use() -> None:
+    config, on = ServerConfig(device="cpu", num_pages=256), threading.Event()
+    with watched(on) as seen, InProcessServer(config) as server:
+        text = asyncio.run(chat(server, config, on))
+    assert text.rstrip().endswith("data: [DONE]")
+    inside = [Path(name) for name in seen if Path(name).is_relative_to(ROOT)]
+    modules = {path.relative_to(ROOT).with_suffix("").as_posix() for path in inside}
+    assert "server/http/chats" in modules and "scheduler/scheduler" in modules
+    assert not modules & set(UNUSED.split())
+    assert len(modules - IDLE) <= 38, sorted(modules - IDLE)
