@@ -168,7 +168,7 @@ def make_script(seed: int) -> Script:
     texts, ops, uid = rng.randint(1, 4), list[Op](), 0
     for kind in rng.choices(list(weights), list(weights.values()), k=150):
         if kind is Ask:
-            uid += 1
+            uid += uid == 0 or rng.random() < 0.9  # else one that is in use, or was
             ops.append(make_ask(rng, uid, texts, longest, answers, sizes["grammars"]))
         elif kind is Abort:
             ops.append(Abort(max(0, uid - rng.randint(0, 6))))
@@ -593,6 +593,7 @@ class World:
         except Fault:
             self.recover()
         assert not self.live, f"no last reply at the exit: {list(self.live)}"
+        assert self.scheduler.in_flight is None, "the last step's tokens were given to nobody"
         self.check()
         self.exiting = self.scheduler.exiting = False
 

@@ -35,6 +35,7 @@ SLOW = [
     "test_speculative", "test_tools", "test_server_responses", "test_soak_script", "test_benchmark",
     "test_server_api", "test_tiny", "test_paged_equals_dense", "test_fp8", "test_prefill_graph",
     "test_fp8_experts", "test_decode_path", "test_server", "test_graph", "test_server_clients",
+    "test_adversary",
 ]  # fmt: skip
 DAYS = 32  # numbers that a day can have
 MUTATIONS, DRILLS = DAYS, 4  # days from one turn to the next
