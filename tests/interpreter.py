@@ -57,8 +57,9 @@ def quicken() -> None:
         seen = seen_by(fn)
         if replaced and seen <= replaced:
             return Scope()
-        replaced.update(seen)
-        return patch_lang(fn)
+        scope = patch_lang(fn)
+        replaced.update(seen)  # not before: a time limit may end a test while it replaces them
+        return scope
 
     builder = interpreter.interpreter_builder
     if not builder.options.debug:  # else it looks whether integers overflow, and tells nobody

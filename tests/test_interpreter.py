@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="memcheck does this on a GPU")
@@ -31,3 +32,20 @@ def test_strange_addresses_are_found(count: int, at: int, wrong: str | None) -> 
     else:
         with pytest.raises(InterpreterError, match=wrong):
             copy_kernel[(1,)](x, y, count, at, 16)
+
+
+def test_a_launch_that_a_time_limit_ended_spoils_no_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The limit may strike while functions of `triton.language` are being replaced."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError
+
+    x, y = torch.ones(8), torch.zeros(8)
+    with monkeypatch.context() as patch:
+        patch.setattr(interpreter, "_patch_attr", end)
+        with pytest.raises(TimeoutError):
+            copy_kernel[(1,)](x, y, 8, 0, 16)
+    copy_kernel[(1,)](x, y, 8, 0, 16)
+    assert torch.equal(x, y)
