@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +23,7 @@ from minisgl.config.model import ModelConfig
 from minisgl.core import Batch, Phase, Req, SamplingParams
 from minisgl.engine import engine as engine_module
 from minisgl.engine import memory as memory_module
-from minisgl.engine.engine import Engine, build_engine, measure_peak
+from minisgl.engine.engine import Engine, build_engine, dummy_request, measure_peak
 from minisgl.engine.graph import pack, view_buffers
 from minisgl.engine.memory import (
     GIB,
@@ -599,8 +601,13 @@ def test_a_trial_that_runs_out_of_memory_is_named(
 
 def test_shutdown_lets_go_of_the_graphs(folder: Path) -> None:
     engine = make(folder, cuda_graph_bs=(1,))
+    assert engine.runners.decode is not None
+    req = dummy_request(engine.tables.allocate())
+    fi = engine.prepare(Batch(reqs=[req], phase=Phase.DECODE))  # a traceback keeps it
+    graph = weakref.ref(engine.runners.decode.steps[1].graph)
     engine.shutdown()
-    assert engine.runners.decode is None
+    gc.collect()
+    assert engine.runners.decode is None and fi.runner is not None and graph() is None
 
 
 def test_graphs_need_a_gpu_or_a_maker(folder: Path) -> None:

@@ -210,7 +210,8 @@ class Engine:
     def shutdown(self) -> None:
         """Wait for the device and give its memory back; this engine must not be used any more."""
         self.reset()
-        self.runners = Runners()  # the captured ones hold the pool
+        self.runners.free()
+        self.runners = Runners()
         self.pool.free()
         torch.cuda.empty_cache()  # torch keeps what is freed, out of reach of other processes
 
@@ -219,8 +220,7 @@ def start_device(config: EngineConfig, comm: Comm, fake_graphs: bool = False) ->
     """Make a resolved config's device current; raise ValueError if ranks or GPU are missing."""
     device = torch.device(config.device)
     if device.type == "cpu" and config.cuda_graph_bs and not fake_graphs:
-        given = f"got {config.cuda_graph_bs} on {config.device!r}"
-        raise ValueError(f"cuda_graph_bs: CUDA graphs need a GPU, {given}")
+        raise ValueError(f"cuda_graph_bs: CUDA graphs need a GPU, got {config.cuda_graph_bs}")
     if config.tp.size != comm.size:
         raise ValueError(
             f"tp: the config asks for {config.tp.size} ranks, the communicator has {comm.size}; "

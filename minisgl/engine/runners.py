@@ -43,6 +43,15 @@ class Runners:
         captured = MAX_DRAFT_ROWS if self.decode is None else self.decode.sizes[-1]
         return min(MAX_DRAFT_ROWS, captured)
 
+    def free(self) -> None:
+        """Free all graphs, although a prepared step may still refer to its runner.
+
+        NCCL ends only after the last graph that holds one of its calls.
+        """
+        for runner in (self.decode, self.prefill):
+            if runner is not None:
+                runner.steps.clear()
+
 
 def capture_runners(
     config: EngineConfig, model: ModelConfig, pool: KVPool, backend: AttentionBackend,

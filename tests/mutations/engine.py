@@ -53,6 +53,13 @@ MUTATIONS = [
         "tests/test_llm.py::test_shutdown_gives_the_memory_back_although_the_scheduler_fails",
     ),
     Mutation(
+        "shutdown_keeps_the_graphs_of_a_prepared_step",
+        "minisgl.engine.runners",
+        "                runner.steps.clear()",
+        "                runner.bucket(1)",
+        "tests/test_engine.py::test_shutdown_lets_go_of_the_graphs",
+    ),
+    Mutation(
         "shutdown_keeps_the_pool",
         "minisgl.engine.engine",
         "        self.pool.free()\n",
