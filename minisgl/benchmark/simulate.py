@@ -27,10 +27,10 @@ from minisgl.engine.step import ForwardInput, ForwardOutput, SampledTokens
 from minisgl.kvcache.pool import kv_bytes_per_token
 from minisgl.scheduler.build import Parts, build_prefill
 from minisgl.scheduler.messages import Msg, Reply, TokenReply, UserMsg
+from minisgl.scheduler.requests import Limits, make_req
 from minisgl.scheduler.retraction import make_room
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.simulated import SimulatedExecutor
-from minisgl.scheduler.validation import Limits, make_req
 
 
 class Device:
