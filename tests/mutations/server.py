@@ -412,8 +412,8 @@ MUTATIONS = [
     Mutation(
         name="server: a scheduler that waits seems to hang",
         module="minisgl.server.workers.scheduler_process",
-        old="            self._beat()\n            messages = self._inbox.get_all(timeout=0.5)",
-        new="            messages = self._inbox.get_all(timeout=0.5)",
+        old="            self._beat()\n            messages = self._take(timeout=0.5)",
+        new="            messages = self._take(timeout=0.5)",
         test=TEST + "test_every_turn_of_a_loop_is_a_beat",
     ),
     Mutation(
@@ -481,9 +481,9 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: long prompts are encoded between two answers",
-        module="minisgl.server.workers.text_process",
-        old="if characters(msg) > SLICE:",
-        new="if characters(msg) > 100 * SLICE:",
+        module="minisgl.server.workers.text_worker",
+        old="is not None and size > SLICE:",
+        new="is not None and size > 100 * SLICE:",
         test=TEST + "test_a_long_prompt_stops_neither_answers_nor_short_prompts_nor_aborts",
     ),
     Mutation(
@@ -644,8 +644,8 @@ MUTATIONS = [
     Mutation(
         name="server: two salts of a request are one",
         module="minisgl.server.http.schemas",
-        old="(self.cache_salt, self.extra_key) if",
-        new="(self.cache_salt or self.extra_key,) if",
+        old="(namespace, self.cache_salt, self.extra_key)",
+        new="(namespace, self.cache_salt or self.extra_key)",
         test=API + "test_tenants_with_a_salt_share_no_prefix",
     ),
     Mutation(

@@ -49,14 +49,14 @@ MUTATIONS = [
     ),
     Mutation(
         name="tools: a thought of the prompt is content",
-        module=HTTP + "answers",
+        module=HTTP + "chats",
         old="self.opened = self.opened or thinking",
         new="pass",
         test=TEST + "test_thoughts_are_split_off",
     ),
     Mutation(
         name="tools: a cut answer ends in calls",
-        module=HTTP + "answers",
+        module=HTTP + "chats",
         old='if called and finish_reason == "stop"',
         new="if called",
         test=TEST + "test_messages_are_shaped_as_openai_does",
