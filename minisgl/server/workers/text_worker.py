@@ -30,7 +30,7 @@ from minisgl.tokenizer import SLICE, DecodeStatus, PromptTooLong, Tokenizer, tex
 
 
 class LogprobBuffer(Protocol):
-    """Takes each token before it is detokenized; gives its entry out when its text has gone."""
+    """Log probabilities of an answer: `take` returns those whose text went, `echo` a prompt's."""
 
     def add(self, reply: TokenReply) -> None: ...
 
