@@ -212,13 +212,13 @@ def test_fewer_slots_than_tokens_are_refused() -> None:
 def test_a_salt_is_no_page() -> None:
     """A salt of the bytes of a page, and prompts below a page, name nothing of other salts."""
     cache = RadixCache(1)
-    put(cache, ids(0x64636261, 5), 0)
-    assert cache.match_prefix(ids(), "abcd").cached_len == 0
-    assert cache.match_prefix(ids(5), "abcd").cached_len == 0
+    put(cache, ids(0x6362613A, 5), 0)
+    assert cache.match_prefix(ids(), "abc").cached_len == 0
+    assert cache.match_prefix(ids(5), "abc").cached_len == 0
     put(cache, ids(5, 6), 10)
     put(cache, ids(5, 7), 20)  # splits the run of 5, 6
     assert cache.match_prefix(ids(5, 6)).slots().tolist() == [10, 11]
-    assert cache.match_prefix(ids(5, 6), "abcd").cached_len == 0
+    assert cache.match_prefix(ids(5, 6), "abc").cached_len == 0
     assert cache.match_prefix(ids(5, 6), "").cached_len == 0
     check_tree(cache, [])
 
