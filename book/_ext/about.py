@@ -1,4 +1,4 @@
-"""What a stranger needs to know of the site: repository, version, licence, a description, a card.
+"""Facts about the site for its pages: repository, version, licence, a description, a card.
 
 And the run that plays on its first page: the recording of chapter 09d, as the chapter stores it.
 """

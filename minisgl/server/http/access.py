@@ -1,4 +1,4 @@
-"""Who may ask: API keys, checked before a body is read, and pages of other sites.
+"""Access control: API keys, checked before a body is read, and pages of other sites.
 
 Generated from notebooks/12ba_hard_to_hurt.ipynb: edit there.
 """

@@ -196,7 +196,7 @@ class ToolFields(BaseModel):
 
     @property
     def shown_tools(self) -> tuple[Tool, ...]:
-        """What the model is to see."""
+        """Prompt of the model."""
         return self._rules.tools
 
     @property

@@ -38,7 +38,7 @@ class Shares:
 
     @property
     def most(self) -> int:
-        """What one client can hold at most, alone."""
+        """Largest share that one client can hold while it is alone."""
         shared = self.limit >= 4 * self.factor
         return self.limit * self.factor // (self.factor + 1) if shared else self.limit
 

@@ -1,4 +1,4 @@
-"""What a client may send to `/v1/messages`, and the chat that it means.
+"""Request bodies of `/v1/messages`, and their translation to a chat.
 
 Generated from notebooks/12db_messages.ipynb: edit there.
 """

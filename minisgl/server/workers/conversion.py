@@ -1,4 +1,4 @@
-"""What the text worker makes of a prompt that asks for no answer.
+"""Conversions of the text worker: tokens of a prompt, text of tokens.
 
 Generated from notebooks/12_server.ipynb: edit there.
 """
