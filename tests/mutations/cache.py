@@ -65,7 +65,7 @@ MUTATIONS = [
     ),
     Mutation(
         "prefill: a prefix of another salt is waited for",
-        "minisgl.scheduler.prefill",
+        "minisgl.scheduler.phases",
         "return req.sampling_params.cache_salt, req.input_ids[:end].tobytes()",
         "return None, req.input_ids[:end].tobytes()",
         "tests/test_scheduler.py::test_requests_share_prefixes_of_their_salt_alone",

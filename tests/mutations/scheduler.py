@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations import Mutation
 
-PREFILL, DECODE = "minisgl.scheduler.prefill", "minisgl.scheduler.decode"
+PREFILL, DECODE = "minisgl.scheduler.phases", "minisgl.scheduler.phases"
 SCHEDULER, LLM = "minisgl.scheduler.scheduler", "minisgl.llm"
 RETRACTION, VALIDATION = "minisgl.scheduler.retraction", "minisgl.scheduler.requests"
 REPLIES = "minisgl.scheduler.requests"
