@@ -50,6 +50,13 @@ MUTATIONS = [
         CACHE_TESTS + "test_a_salt_is_no_page",
     ),
     Mutation(
+        "manager: an evicted handle takes a row",
+        MANAGER,
+        "slots, req.table_idx, req.cache_handle = handle.slots(), self.tables.allocate(), handle",
+        "req.table_idx, slots, req.cache_handle = self.tables.allocate(), handle.slots(), handle",
+        MANAGER_TESTS + "test_an_evicted_handle_takes_no_row",
+    ),
+    Mutation(
         "manager: what is computed is cached without its salt",
         MANAGER,
         "salt = req.sampling_params.cache_salt",

@@ -442,8 +442,8 @@ MUTATIONS = [
     Mutation(
         "prefill_matched_slots_are_not_in_the_row",
         MANAGER,
-        "self.tables.write(req.table_idx, 0, slots := handle.slots())",
-        "slots = handle.slots()",
+        "        self.tables.write(req.table_idx, 0, slots)\n",
+        "",
         TESTS + "test_a_second_request_finds_the_prefix",
     ),
     Mutation(
