@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.config.paths import resolve_model_path
+from tests.turns import in_turns
 from training import data, evaluate, phrases, records, talk, tools
 from training.batches import CURRICULUM, Batches, pack
 from training.chats import stream, system_prompt
@@ -33,7 +34,6 @@ from training.tokenizer import (
 )
 from training.train import learning_rate, parse_args
 from training.words import NUMBER_WORDS
-from tests.turns import in_turns
 
 EMBEDDED = resolve_model_path(None)
 TOKENIZER = train_tokenizer()
