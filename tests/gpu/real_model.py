@@ -1,7 +1,7 @@
 """SmolLM2 on one GPU: answers with FP8, answers in batches, and drafts by kind of text.
 
-`python3 -m tests.gpu.real_model MODEL --out FILE [PART …]`: MODEL is a GGUF file, or `smollm2` where
-its wheel is installed. Chapters 05f, 05g and 09b read the file.
+`python3 -m tests.gpu.real_model MODEL [PART …] --out FILE`: MODEL is a GGUF file, or `smollm2`
+where its wheel is installed. Chapters 05f, 05g and 09b read the file.
 """
 
 from __future__ import annotations
