@@ -66,6 +66,17 @@ def test_a_lab_leaves_the_functions_and_keeps_the_rest(number: str) -> None:
     }
 
 
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_lab_imports_none_of_its_own_modules(number: str) -> None:
+    """An exported cell would put the package's class in place of the reader's."""
+    stem, nb = chapter(number)
+    modules = build.parse_cells(nb, stem).modules
+    for cell in filter(labs.is_exported, nb.cells):
+        for node in ast.walk(ast.parse(labs.directives_of(cell.source)[1])):
+            if isinstance(node, ast.ImportFrom):
+                assert str(node.module).removeprefix("minisgl.") not in modules
+
+
 def planted(number: str) -> list[tuple[str, dict[str, str]]]:
     """Three mistakes in a chapter's modules: mutations that its graded tests are there to catch."""
     modules, chosen = package_modules(number), labs.TESTS[number]
