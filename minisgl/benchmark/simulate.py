@@ -174,8 +174,9 @@ def simulate(
     pages = config.num_pages or count_pages(model, gpu, tp, config.page_size)
     device = Device()
     engine = TimedExecutor(
-        cost_on(model, gpu, tp, config.max_extend_tokens), device, num_pages=pages, page_size=config.page_size,
-        max_seq_len=longest + 1, max_running_req=config.max_running_req,
+        cost_on(model, gpu, tp, config.max_extend_tokens), device, num_pages=pages,
+        page_size=config.page_size, max_seq_len=longest + 1,
+        max_running_req=config.max_running_req,
     )  # fmt: skip
     prefill = build_prefill(config, engine, Parts(), None)
     limits = Limits(longest + 1, pages * config.page_size, model.vocab_size)
