@@ -28,7 +28,7 @@ from minisgl.runtime.supervisor import OF_THE_GROUP, WorkerFailed, one_line
 from minisgl.server.frontend import Frontend, Observer
 from minisgl.server.http.access import Access, secured, warn_if_open
 from minisgl.server.http.api import create_app
-from minisgl.server.http.limits import BodyLimit, ConcurrencyLimiter, http_config
+from minisgl.server.http.limits import LOADING, BodyLimit, ConcurrencyLimiter, http_config
 from minisgl.server.http.settings import ApiSettings, settings_for
 from minisgl.server.http.tokens import add_token_routes
 from minisgl.server.messages.routes import add_messages_routes
@@ -117,9 +117,7 @@ async def serve(
     config: ServerConfig, operations: Operations, settings: ApiSettings,
 ) -> int:  # fmt: skip
     """Serve over HTTP until it is over; returns the exit status."""
-    limiter = ConcurrencyLimiter(
-        config.max_running_req + operations.max_queue, reason="the model is loading"
-    )
+    limiter = ConcurrencyLimiter(config.max_running_req + operations.max_queue, reason=LOADING)
     app = build_app(frontend, settings, limiter, watchers, operations)
     server = Server(http_config(app, operations.stall_timeout, operations.trusted_proxies))
 
