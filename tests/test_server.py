@@ -29,8 +29,8 @@ from minisgl.scheduler.requests import PROMPT_TAIL
 from minisgl.server.frontend import Frontend, Observer, RequestFailed
 from minisgl.server.http.api import EventStream, create_app
 from minisgl.server.http.errors import ApiError
-from minisgl.server.http.schemas import ChatRequest, CompletionRequest
 from minisgl.server.http.limits import DRAINING, LOADING, ConcurrencyLimiter
+from minisgl.server.http.schemas import ChatRequest, CompletionRequest
 from minisgl.server.http.settings import ApiSettings, sampling_defaults, settings_for
 from minisgl.server.in_process import InProcessServer
 from minisgl.server.workers.channels import LocalQueue, ZmqInbox, ZmqOutbox
