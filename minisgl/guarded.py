@@ -1,4 +1,4 @@
-"""Whatever watches can fail without harm.
+"""Observers that can fail without harm.
 
 Generated from notebooks/09c_llm.ipynb: edit there.
 """

@@ -27,11 +27,10 @@ from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.parallel.comm import Comm
 from minisgl.recording import Recorder
 from minisgl.scheduler.channel import Channel
-from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.executor import Executor
 from minisgl.scheduler.grammar import CompilingChannel, GrammarQueue, load_grammars
 from minisgl.scheduler.observe import IdleAudit, emitter
-from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
+from minisgl.scheduler.phases import DecodeManager, PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue, WaitingQueue, mixed_prefill_threshold
 from minisgl.scheduler.requests import Limits, make_req
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
