@@ -27,7 +27,7 @@ def package_modules(number: str) -> dict[str, str]:
     """The package's own modules of a chapter, as they are installed."""
     stem, nb = chapter(number)
     names = build.parse_cells(nb, stem).modules
-    return {name: (ROOT / "minisgl" / build.module_path(name)).read_text("utf-8") for name in names}
+    return {name: (ROOT / build.module_path(name)).read_text("utf-8") for name in names}
 
 
 def graded(number: str, modules: dict[str, str], last: int | None = None) -> tuple[bool, str]:
@@ -64,6 +64,17 @@ def test_a_lab_leaves_the_functions_and_keeps_the_rest(number: str) -> None:
     assert {n: ast.dump(ast.parse(t)) for n, t in made.items()} == {
         n: ast.dump(ast.parse(t)) for n, t in right.items()
     }
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_lab_imports_none_of_its_own_modules(number: str) -> None:
+    """An exported cell would put the package's class in place of the reader's."""
+    stem, nb = chapter(number)
+    modules = build.parse_cells(nb, stem).modules
+    for cell in filter(labs.is_exported, nb.cells):
+        for node in ast.walk(ast.parse(labs.directives_of(cell.source)[1])):
+            if isinstance(node, ast.ImportFrom):
+                assert str(node.module).removeprefix("minisgl.") not in modules
 
 
 def planted(number: str) -> list[tuple[str, dict[str, str]]]:

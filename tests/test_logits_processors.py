@@ -218,6 +218,14 @@ def test_who_asks_for_nothing_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert not sampler.prepare([rows[0].req, asking.req]).simple  # type: ignore[union-attr]
 
 
+def test_a_batch_has_the_rules_that_it_asks_for_and_a_step_those_that_are_active() -> None:
+    rows = [Row(0, [1], [2], logit_bias={3: 1.0}), Row(1, [1], [2], bad_words=[[4, 5, 6]])]
+    processors, reqs = LogitsProcessors(VOCAB, fresh_pool(rows)), [row.req for row in rows]
+    rules = processors.batch_args(reqs)
+    assert rules is not None and [type(rule) for rule in rules] == [module.Bans, module.Biases]
+    assert [edit.apply for edit in processors.step_args(rules, reqs)] == [module.add_biases]
+
+
 def test_a_step_is_prepared_before_the_one_before_it_is_done() -> None:
     """The args say where to look; the token there may come later, and the request may move on."""
     row = Row(0, [1], [2, 3], frequency_penalty=2.0, bad_words=[[3, 4]], allowed_token_ids=[4, 5])
@@ -368,8 +376,11 @@ def test_one_long_word_does_not_widen_the_short_ones() -> None:
     reqs = [make_req(UserMsg(1, [1], SamplingParams(bad_words=words)), LIMITS)] * 4
     processors = LogitsProcessors(VOCAB, torch.zeros(4, WIDTH, dtype=torch.int64))
     batch = processors.batch_args(reqs)
-    assert batch is not None and len(batch.before_tokens) == 4 * (500 + 199)
-    assert max(array.size for array in processors.step_args(batch, reqs)) < 4 * (500 + 199)
+    assert batch is not None
+    (bans,) = batch
+    assert isinstance(bans, module.Bans) and len(bans.before) == 4 * (500 + 199)
+    edits = processors.step_args(batch, reqs)
+    assert all(array.size < 4 * (500 + 199) for edit in edits for array in edit.arrays)
 
 
 def test_bad_words_have_a_limit_in_all() -> None:

@@ -5,10 +5,11 @@ Generated from notebooks/06d_logits_processors.ipynb: edit there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf, log
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -76,54 +77,178 @@ def logits_params(
     return None if wants.mask is None and wants == LogitsParams() else wants
 
 
-class BatchRules(NamedTuple):
-    """Changes of a batch's logits while it stays the same: NumPy arrays, int64 unless noted."""
-
-    prompt_lens: Any  # [bs]
-    mask_rows: Any  # [g]: rows of the batch that have a mask
-    ban_rows: Any  # [k]
-    ban_tokens: Any  # [k]: the last one of each, which is to be forbidden
-    ban_lens: Any  # [k]
-    ban_ends: Any  # [k]: tokens of the answer from which it is lifted
-    before_bans: Any  # [t]: for each token before a last one, whose it is,
-    before_tokens: Any  # [t]: which,
-    before_offsets: Any  # [t]: and where, counted from the end of the row
-    bias_at: Any  # [b]: in the flattened logits
-    bias: Any  # float32 [b]
-    penalty_rows: Any  # [m]
-    penalties: Any  # float32 [m, 3]: repetition, frequency, presence
-    min_p_rows: Any  # [q]
-    min_logits: Any  # float32 [q]
+Asked = Sequence[tuple[int, LogitsParams]]  # rows of a batch that ask for one kind of change
 
 
-class LogitsArgs(NamedTuple):
-    """The same for one step: arrays on the host or, uploaded, tensors; int64 unless noted."""
+class Edit(NamedTuple):
+    """One kind of change in one step: `apply(logits, flattened token pool, *uploaded arrays)`."""
 
-    mask_rows: Any  # [g]
-    masks: Any  # int32 [g, ceil(vocab_size / 32)]
-    ban_at: Any  # [k]: the token to forbid, in the flattened logits
-    before_bans: Any  # [t]: it is forbidden if all tokens of its ban
-    before_tokens: Any  # [t]: are these,
-    before_at: Any  # [t]: here in the flattened token pool
-    bias_at: Any  # [b]
-    bias: Any  # float32 [b]
-    penalty_rows: Any  # [m]
-    penalties: Any  # float32 [m, 3]
-    starts: Any  # [m]: first token that counts, in the flattened token pool
-    counts: Any  # [m]: how many there are from there on,
-    prompts: Any  # [m]: of which so many belong to the prompt
-    min_p_rows: Any  # [q]
-    min_logits: Any  # float32 [q]
+    apply: Callable[..., None]
+    arrays: tuple[np.ndarray, ...]
 
 
-def ints(values: Sequence[Any]) -> np.ndarray:
+class Rows(NamedTuple):
+    """Requests of a batch in one step."""
+
+    reqs: Sequence[Req]
+    ends: IntArray  # [bs]: place of the token to be sampled, in the flattened token pool
+    answer_lens: IntArray  # [bs]
+
+
+class Rule(Protocol):
+    """One kind of change while the batch stays the same."""
+
+    def step(self, rows: Rows) -> Edit | None: ...  # None: nothing to do in this step
+
+
+def ints(values: Iterable[int]) -> IntArray:
     """Convert numbers to int64 [n]."""
-    return np.array(values, np.int64)
+    return np.array(list(values), np.int64)
 
 
-def tokens_before(ban: Sequence[int]) -> list[tuple[int, int]]:
-    """Pair a ban's tokens before its last one with their positions: -1 is the newest output."""
-    return list(zip(ban[:-1], range(1 - len(ban), 0)))
+class Masks:
+    """Forbid tokens that a request's mask lacks."""
+
+    def __init__(self, asked: Asked, vocab_size: int) -> None:
+        self.rows, self.words = ints(row for row, _ in asked), -(-vocab_size // 32)
+
+    def step(self, rows: Rows) -> Edit:
+        """Read the masks again."""
+        masks = [rows.reqs[row].logits_params.mask for row in self.rows]
+        return Edit(apply_masks, (self.rows, np.array(masks, np.int32).reshape(-1, self.words)))
+
+
+def apply_masks(out: Tensor, _: Tensor, rows: Tensor, masks: Tensor) -> None:
+    """Forbid, in some rows of out [bs, vocab], tokens without a bit in masks [g, words]."""
+    bits = masks[:, :, None] >> torch.arange(32, device=out.device, dtype=torch.int32)
+    allowed = (bits & 1).bool().flatten(1)[:, : out.shape[1]]
+    out.index_copy_(0, rows, out.index_select(0, rows).masked_fill_(~allowed, -torch.inf))
+
+
+class Biases:
+    """Add a number to the logits of some tokens."""
+
+    def __init__(self, asked: Asked, vocab_size: int) -> None:
+        bias = [(row * vocab_size + token, b) for row, p in asked for token, b in p.bias.items()]
+        values = np.array([value for _, value in bias], np.float32)
+        self.edit = Edit(add_biases, (ints(at for at, _ in bias), values))
+
+    def step(self, rows: Rows) -> Edit:
+        """Return the same edit for every step."""
+        return self.edit
+
+
+def add_biases(out: Tensor, _: Tensor, places: Tensor, values: Tensor) -> None:
+    """Add values [b] at places [b] of the flattened logits."""
+    out.view(-1).index_add_(0, places, values)
+
+
+class MinP:
+    """Forbid tokens that are much less likely than the most likely one."""
+
+    def __init__(self, asked: Asked, vocab_size: int) -> None:
+        limits = np.array([params.min_logit for _, params in asked], np.float32)
+        self.edit = Edit(apply_min_p, (ints(row for row, _ in asked), limits))
+
+    def step(self, rows: Rows) -> Edit:
+        """Return the same edit for every step."""
+        return self.edit
+
+
+def apply_min_p(out: Tensor, _: Tensor, rows: Tensor, min_logits: Tensor) -> None:
+    """Forbid, in some rows, tokens that are more than -min_logits [q] below the largest."""
+    chosen = out.index_select(0, rows)
+    limit = chosen.amax(-1) + min_logits
+    out.index_copy_(0, rows, chosen.masked_fill_(chosen < limit[:, None], -torch.inf))
+
+
+class Bans:
+    """Forbid the last token of a ban while the answer ends in the tokens before it."""
+
+    def __init__(self, asked: Asked, vocab_size: int) -> None:
+        bans = [(row, *ban) for row, params in asked for ban in params.bans]
+        self.rows = ints(row for row, _, _ in bans)
+        self.places = ints(row * vocab_size + tokens[-1] for row, tokens, _ in bans)  # of logits
+        self.lens = ints(len(tokens) for _, tokens, _ in bans)
+        self.limits = ints(limit for _, _, limit in bans)
+        before = [  # a ban, one of its tokens before the last, and its offset from the row's end
+            (ban, token, offset)
+            for ban, (_, tokens, _) in enumerate(bans)
+            for token, offset in zip(tokens[:-1], range(1 - len(tokens), 0))
+        ]
+        self.bans, self.before, self.offsets = np.array(before, np.int64).reshape(-1, 3).T
+
+    def step(self, rows: Rows) -> Edit | None:
+        """Keep the bans that are active."""
+        answers = rows.answer_lens[self.rows]
+        active = (self.lens - 1 <= answers) & (answers < self.limits)
+        if not active.any():
+            return None
+        kept = active[self.bans]
+        bans = (np.cumsum(active) - 1)[self.bans[kept]]
+        tokens_at = (rows.ends[self.rows][self.bans] + self.offsets)[kept]
+        return Edit(forbid, (self.places[active], bans, self.before[kept], tokens_at))
+
+
+def forbid(
+    out: Tensor, tokens: Tensor, places: Tensor, bans: Tensor, before: Tensor, tokens_at: Tensor
+) -> None:
+    """Forbid places [k] of the flattened logits whose `before` [t] are at `tokens_at` [t]."""
+    wrong = (tokens[tokens_at] != before).long()
+    absent = torch.zeros_like(places).index_add_(0, bans, wrong) != 0
+    limits = torch.where(absent, torch.inf, -torch.inf)
+    out.view(-1).scatter_reduce_(0, places, limits, "amin")  # a place may occur several times
+
+
+MAX_GATHERED = 2**20  # tokens at once: bounds the memory of penalties
+
+
+class Penalties:
+    """Lower the logits of tokens that occurred, in the answer or, for repetition, anywhere."""
+
+    def __init__(self, asked: Asked, vocab_size: int) -> None:
+        factors = [(p.repetition, p.frequency, p.presence) for _, p in asked]
+        self.rows, self.factors = ints(row for row, _ in asked), np.array(factors, np.float32)
+
+    def step(self, rows: Rows) -> Edit:
+        """Count back from the ends of the rows, to the prompt's start for a repetition penalty."""
+        prompt_lens = ints(rows.reqs[row].prompt_len for row in self.rows)
+        prompts = np.where(self.factors[:, 0] != 1, prompt_lens, 0)
+        counts = rows.answer_lens[self.rows] + prompts
+        starts = rows.ends[self.rows] - counts
+        apply = partial(penalize, longest=max(1, int(counts.max())))
+        return Edit(apply, (self.rows, self.factors, starts, counts, prompts))
+
+
+def penalize(
+    out: Tensor, tokens: Tensor, rows: Tensor, factors: Tensor, starts: Tensor, counts: Tensor,
+    prompts: Tensor, longest: int,
+) -> None:  # fmt: skip
+    """Apply to `counts` [m] tokens from `starts` [m] on, of which `prompts` [m] are no answer."""
+    offsets = torch.arange(longest, device=out.device)
+    step = max(1, MAX_GATHERED // longest)
+    columns = (rows, factors, starts, counts, prompts)
+    for row, factor, start, count, prompt in zip(*(c.split(step) for c in columns)):
+        last = count[:, None] - 1  # shorter rows repeat their last token, which changes nothing
+        found = tokens[start[:, None] + torch.minimum(offsets, last)]
+        answer = (offsets >= prompt[:, None]) & (offsets <= last)
+        seen = out.new_zeros(len(row), out.shape[1]).scatter_add_(1, found, answer.float())
+        times = seen.gather(1, found)
+        repetition, frequency, presence = factor.T[:, :, None]
+        places = row[:, None] * out.shape[1] + found
+        old = out.view(-1)[places]
+        new = torch.where(old > 0, old / repetition, old * repetition)
+        new -= frequency * times + presence * (times > 0)
+        out.view(-1).scatter_(0, places.flatten(), new.flatten())
+
+
+KINDS: tuple[tuple[Callable[[Asked, int], Rule], Callable[[LogitsParams], bool]], ...] = (
+    (Masks, lambda params: params.mask is not None),
+    (Bans, lambda params: bool(params.bans)),
+    (Biases, lambda params: bool(params.bias)),
+    (Penalties, lambda params: params.penalizes),
+    (MinP, lambda params: params.min_logit > -inf),
+)
 
 
 class LogitsProcessors:
@@ -135,131 +260,26 @@ class LogitsProcessors:
         self.width = token_pool.shape[1]
         self.staging = StagingRing(token_pool.device)
 
-    def batch_args(self, reqs: Sequence[Req]) -> BatchRules | None:
+    def batch_args(self, reqs: Sequence[Req]) -> list[Rule] | None:
         """Collect these requests' rules, whatever their lengths; None if there are none."""
         asked = [(row, req.logits_params) for row, req in enumerate(reqs) if req.logits_params]
-        if not asked:
-            return None
-        bans = [(row, *ban) for row, wants in asked for ban in wants.bans]
-        before = [
-            (k, token, at) for k, ban in enumerate(bans) for token, at in tokens_before(ban[1])
-        ]
-        bias = [(row * self.vocab_size + t, b) for row, w in asked for t, b in w.bias.items()]
-        penal = [(row, w) for row, w in asked if w.penalizes]
-        penalties = [(w.repetition, w.frequency, w.presence) for _, w in penal]
-        min_p = [(row, w.min_logit) for row, w in asked if w.min_logit > -inf]
-        return BatchRules(
-            prompt_lens=ints([req.prompt_len for req in reqs]),
-            mask_rows=ints([row for row, w in asked if w.mask is not None]),
-            ban_rows=ints([row for row, _, _ in bans]),
-            ban_tokens=ints([tokens[-1] for _, tokens, _ in bans]),
-            ban_lens=ints([len(tokens) for _, tokens, _ in bans]),
-            ban_ends=ints([end for _, _, end in bans]),
-            before_bans=ints([k for k, _, _ in before]),
-            before_tokens=ints([token for _, token, _ in before]),
-            before_offsets=ints([offset for _, _, offset in before]),
-            bias_at=ints([at for at, _ in bias]),
-            bias=np.array([value for _, value in bias], np.float32),
-            penalty_rows=ints([row for row, _ in penal]),
-            penalties=np.array(penalties, np.float32).reshape(-1, 3),
-            min_p_rows=ints([row for row, _ in min_p]),
-            min_logits=np.array([value for _, value in min_p], np.float32),
-        )
+        kinds = [(rule, [pair for pair in asked if asks(pair[1])]) for rule, asks in KINDS]
+        return [rule(rows, self.vocab_size) for rule, rows in kinds if rows] or None
 
-    def step_args(self, batch: BatchRules, reqs: Sequence[Req]) -> LogitsArgs:
+    def step_args(self, rules: Sequence[Rule], reqs: Sequence[Req]) -> list[Edit]:
         """Compute the arguments of `process` for the step of these requests, the batch's.
 
         The token to be sampled will stand at position `device_len` of a row; those before it are in
         the token pool once the steps launched so far are done.
         """
-        ends = ints([req.table_idx * self.width + req.device_len for req in reqs])
-        lens = ints([req.device_len for req in reqs])
-        said = (lens - batch.prompt_lens)[batch.ban_rows]
-        active = (batch.ban_lens - 1 <= said) & (said < batch.ban_ends)
-        before = active[batch.before_bans]
-        rows = batch.penalty_rows
-        prompts = np.where(batch.penalties[:, 0] != 1, batch.prompt_lens[rows], 0)
-        counts = (lens - batch.prompt_lens)[rows] + prompts
-        masks = [reqs[row].logits_params.mask for row in batch.mask_rows]
-        words = -(-self.vocab_size // 32)
-        return LogitsArgs(
-            mask_rows=batch.mask_rows,
-            masks=np.array(masks, np.int32).reshape(-1, words),
-            ban_at=(batch.ban_rows * self.vocab_size + batch.ban_tokens)[active],
-            before_bans=(np.cumsum(active) - 1)[batch.before_bans[before]],
-            before_tokens=batch.before_tokens[before],
-            before_at=(ends[batch.ban_rows][batch.before_bans] + batch.before_offsets)[before],
-            bias_at=batch.bias_at,
-            bias=batch.bias,
-            penalty_rows=rows,
-            penalties=batch.penalties,
-            starts=ends[rows] - counts,
-            counts=counts,
-            prompts=prompts,
-            min_p_rows=batch.min_p_rows,
-            min_logits=batch.min_logits,
-        )
+        ends = ints(req.table_idx * self.width + req.device_len for req in reqs)
+        rows = Rows(reqs, ends, ints(req.device_len - req.prompt_len for req in reqs))
+        return [edit for rule in rules if (edit := rule.step(rows)) is not None]
 
-    def process(self, logits: Tensor, args: LogitsArgs) -> Tensor:
-        """Return a float32 copy of logits [bs, vocab_size] with all rules applied; no sync."""
+    def process(self, logits: Tensor, edits: Sequence[Edit]) -> Tensor:
+        """Return a float32 copy of logits [bs, vocab_size] with all edits applied; no sync."""
         out = logits.to(torch.float32, copy=True)
-        gpu = LogitsArgs(*self.staging.upload(*args))
-        if len(args.mask_rows):
-            apply_masks(out, gpu.mask_rows, gpu.masks)
-        if len(args.ban_at):
-            forbid(out, gpu.ban_at, self.answer_ends_in(gpu))
-        if len(args.bias_at):
-            out.view(-1).index_add_(0, gpu.bias_at, gpu.bias)
-        if len(args.penalty_rows):
-            self.penalize(out, gpu, int(args.counts.max()))
-        if len(args.min_p_rows):
-            apply_min_p(out, gpu.min_p_rows, gpu.min_logits)
+        uploaded = iter(self.staging.upload(*(array for edit in edits for array in edit.arrays)))
+        for edit in edits:
+            edit.apply(out, self.tokens, *(next(uploaded) for _ in edit.arrays))
         return out
-
-    def answer_ends_in(self, args: LogitsArgs) -> Tensor:
-        """Return True for each ban whose tokens before the last one are present, bool [k]."""
-        wrong = (self.tokens[args.before_at] != args.before_tokens).long()
-        return torch.zeros_like(args.ban_at).index_add_(0, args.before_bans, wrong) == 0
-
-    def penalize(self, out: Tensor, args: LogitsArgs, most: int) -> None:
-        """Apply the penalties; no row counts more than `most` tokens."""
-        offsets = torch.arange(max(most, 1), device=out.device)
-        step = max(1, MAX_GATHERED // len(offsets))
-        columns = (args.penalty_rows, args.penalties, args.starts, args.counts, args.prompts)
-        for rows, penalties, starts, counts, prompts in zip(*(c.split(step) for c in columns)):
-            last = (
-                counts[:, None] - 1
-            )  # shorter rows repeat their last token, which changes nothing
-            tokens = self.tokens[starts[:, None] + torch.minimum(offsets, last)]
-            answer = (offsets >= prompts[:, None]) & (offsets <= last)
-            seen = out.new_zeros(len(rows), self.vocab_size).scatter_add_(1, tokens, answer.float())
-            count = seen.gather(1, tokens)
-            repetition, frequency, presence = penalties.T[:, :, None]
-            places = rows[:, None] * self.vocab_size + tokens
-            old = out.view(-1)[places]
-            new = torch.where(old > 0, old / repetition, old * repetition)
-            new -= frequency * count + presence * (count > 0)
-            out.view(-1).scatter_(0, places.flatten(), new.flatten())
-
-
-def apply_masks(out: Tensor, rows: Tensor, masks: Tensor) -> None:
-    """Forbid, in some rows of out [bs, vocab], tokens without a bit in masks [g, words]."""
-    bits = masks[:, :, None] >> torch.arange(32, device=out.device, dtype=torch.int32)
-    allowed = (bits & 1).bool().flatten(1)[:, : out.shape[1]]
-    out.index_copy_(0, rows, out.index_select(0, rows).masked_fill_(~allowed, -torch.inf))
-
-
-def forbid(out: Tensor, places: Tensor, where: Tensor) -> None:
-    """Set places [k] of the flattened logits to -inf where `where` [k] is true."""
-    limits = torch.where(where, -torch.inf, torch.inf)
-    out.view(-1).scatter_reduce_(0, places, limits, "amin")  # a place may occur several times
-
-
-def apply_min_p(out: Tensor, rows: Tensor, min_logits: Tensor) -> None:
-    """Forbid, in some rows, tokens that are more than -min_logits [q] below the largest."""
-    chosen = out.index_select(0, rows)
-    limit = chosen.amax(-1) + min_logits
-    out.index_copy_(0, rows, chosen.masked_fill_(chosen < limit[:, None], -torch.inf))
-
-
-MAX_GATHERED = 2**20  # tokens at once: bounds the memory of penalties

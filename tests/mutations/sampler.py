@@ -189,15 +189,22 @@ MUTATIONS = [
     Mutation(
         "processors_count_the_prompt_as_said",
         PROCESSORS,
-        "answer = (offsets >= prompts[:, None])",
+        "answer = (offsets >= prompt[:, None])",
         "answer = (offsets >= 0)",
         LOGITS + "test_processed_logits_are_those_of_the_definitions",
     ),
     Mutation(
+        "processors_make_rules_of_every_kind",
+        PROCESSORS,
+        "for rule, rows in kinds if rows]",
+        "for rule, rows in kinds]",
+        LOGITS + "test_a_batch_has_the_rules_that_it_asks_for_and_a_step_those_that_are_active",
+    ),
+    Mutation(
         "processors_match_words_in_the_prompt",
         PROCESSORS,
-        "(batch.ban_lens - 1 <= said)",
-        "(said >= 0)",
+        "(self.lens - 1 <= answers)",
+        "(answers >= 0)",
         LOGITS + "test_a_bad_word_begins_in_the_answer",
     ),
     Mutation(
@@ -224,8 +231,8 @@ MUTATIONS = [
     Mutation(
         "processors_keep_the_mask_of_the_batch",
         PROCESSORS,
-        "masks = [reqs[row].logits_params.mask for row in batch.mask_rows]",
-        "masks = [reqs[0].logits_params.mask for row in batch.mask_rows]",
+        "[rows.reqs[row].logits_params.mask for row in self.rows]",
+        "[rows.reqs[0].logits_params.mask for row in self.rows]",
         LOGITS + "test_processed_logits_are_those_of_the_definitions",
     ),
     Mutation(
