@@ -125,11 +125,10 @@ def apply_masks(out: Tensor, _: Tensor, rows: Tensor, masks: Tensor) -> None:
     out.index_copy_(0, rows, out.index_select(0, rows).masked_fill_(~allowed, -torch.inf))
 
 
-def masks_of(edits: Sequence[Edit]) -> tuple[IntArray, IntArray]:
-    """Return the rows with masks and those masks, which may be written to before `process`."""
-    none = ints(()), np.empty((0, 0), np.int32)
-    rows, masks = next((edit.arrays for edit in edits if edit.apply is apply_masks), none)
-    return rows, masks
+def masks_of(edits: Sequence[Edit]) -> tuple[np.ndarray, ...]:
+    """Return the rows with masks, and the masks, which may change until `process` is called."""
+    found = (edit.arrays for edit in edits if edit.apply is apply_masks)
+    return next(found, (ints(()), np.zeros((0, 0), np.int32)))
 
 
 class Biases:
