@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from minisgl.layers.linear import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from minisgl.models.quantization import quantize_model
 from minisgl.models.weights import Index, fill, fill_randomly, new_like, seal
 
 OPS = torch.ops.quantized
@@ -173,7 +175,7 @@ def fill_packed(weight: PackedWeight, target: Index, part: Tensor) -> None:
 
 @fill_randomly.register
 def fill_packed_randomly(weight: PackedWeight, generator: torch.Generator) -> None:
-    """Keep the random numbers that other weights get for `seal`, unless a table has packed its own."""
+    """Keep the random numbers that other weights get until `seal`; keep those of a tied head."""
     if weight.product is None:
         weight.staged = torch.empty(weight.shape).normal_(0.0, 0.02, generator=generator)
 
@@ -282,3 +284,11 @@ def pack_model(model: Any, quantization: str, device: torch.device | str = "cpu"
         quantization = "fp16"
     if quantization in FORMATS:
         replace_weights(model, quantization)
+
+
+def set_formats(
+    model: Any, quantization: str, folder: Path, device: torch.device | str = "cpu"
+) -> None:
+    """Replace weights of a model without values by those of its checkpoint's format, or of `quantization`."""
+    quantize_model(model, quantization, folder, device)
+    pack_model(model, quantization, device)
