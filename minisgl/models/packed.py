@@ -289,6 +289,6 @@ def pack_model(model: Any, quantization: str, device: torch.device | str = "cpu"
 def set_formats(
     model: Any, quantization: str, folder: Path, device: torch.device | str = "cpu"
 ) -> None:
-    """Replace weights of a model without values by those of its checkpoint's format, or of `quantization`."""
+    """Choose the formats of a model without values, by its checkpoint and `quantization`."""
     quantize_model(model, quantization, folder, device)
     pack_model(model, quantization, device)
