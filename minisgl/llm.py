@@ -19,6 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from minisgl.config.engine import SchedulerConfig
+from minisgl.config.model import sampling_advice
 from minisgl.config.paths import resolve_model_path
 from minisgl.config.rules import refuse
 from minisgl.core import IntArray, SamplingParams
@@ -104,15 +105,23 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 
 
 def as_params(params: Any, count: int) -> list[SamplingParams]:
-    """Return the sampling parameters of each prompt, from None, one or a list of equal length."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+    """Return the sampling parameters of each prompt, from one or a list of equal length."""
+    if isinstance(params, SamplingParams):
+        return [params] * count
     listed = list(params) if isinstance(params, Iterable) else [params]
     if isinstance(params, Mapping) or not all(isinstance(p, SamplingParams) for p in listed):
         raise refuse("sampling_params", "SamplingParams or a list", params)
     if len(listed) != count:
         raise ValueError(f"sampling_params: {count} prompts need {count}, got {len(listed)}")
     return listed
+
+
+def advised_params(folder: Path) -> SamplingParams:
+    """Return the sampling that a model's `generation_config.json` advises; greedy without one."""
+    try:
+        return SamplingParams(**sampling_advice(folder))
+    except ValueError as error:
+        raise ValueError(f"generation_config.json: {error}") from None
 
 
 def make_config(folder: Path, ranks: int | None, fields: dict[str, Any]) -> SchedulerConfig:
@@ -143,6 +152,7 @@ class LLM:
     `SchedulerConfig` may be given by name; `tensor_parallel_size` is `tp`: with more than one rank,
     this process is rank 0 and starts the others. After a failure it has to end them, and answers no
     more. `record` is a file for the run's events (chapter 02c), `record_text` adds the prompts.
+    A call without sampling parameters takes `default_params`, the model's own advice.
     """
 
     def __init__(
@@ -153,6 +163,7 @@ class LLM:
         folder = resolve_model_path(model_path)
         self.config = make_config(folder, tensor_parallel_size, fields)
         self.tokenizer = load_tokenizer(folder)
+        self.default_params = advised_params(folder)
         self.channel = InProcessChannel()
         self.recorder = Recorder(Path(record), text=record_text) if record is not None else None
         self.ranks = start_ranks(self.config)
@@ -207,7 +218,8 @@ class LLM:
             why = "a fork copies no threads; make it in the child, or start the process by 'spawn'"
             raise RuntimeError(f"this LLM was made in another process: {why}")
         listed = as_prompts(prompts)
-        params = as_params(sampling_params, len(listed))
+        given = self.default_params if sampling_params is None else sampling_params
+        params = as_params(given, len(listed))
         encoded = [self.encode(index, *pair) for index, pair in enumerate(zip(listed, params))]
         return self.answer_all(encoded, progress)
 
