@@ -23,6 +23,7 @@ from minisgl.config.model import sampling_advice
 from minisgl.config.paths import resolve_model_path
 from minisgl.config.rules import refuse
 from minisgl.core import IntArray, SamplingParams
+from minisgl.guarded import guarded
 from minisgl.recording import Recorder
 from minisgl.scheduler.build import build_scheduler, limits_of
 from minisgl.scheduler.channel import InProcessChannel
@@ -34,7 +35,6 @@ from minisgl.scheduler.messages import (
     TokenReply,
     UserMsg,
 )
-from minisgl.scheduler.observe import guarded
 from minisgl.tokenizer import DecodeStatus, Tokenizer, load_tokenizer
 
 
@@ -152,7 +152,6 @@ class LLM:
     `SchedulerConfig` may be given by name; `tensor_parallel_size` is `tp`: with more than one rank,
     this process is rank 0 and starts the others. After a failure it has to end them, and answers no
     more. `record` is a file for the run's events (chapter 02c), `record_text` adds the prompts.
-    A call without sampling parameters takes `default_params`, the model's own advice.
     """
 
     def __init__(
@@ -162,8 +161,7 @@ class LLM:
     ) -> None:  # fmt: skip
         folder = resolve_model_path(model_path)
         self.config = make_config(folder, tensor_parallel_size, fields)
-        self.tokenizer = load_tokenizer(folder)
-        self.default_params = advised_params(folder)
+        self.tokenizer, self.default_params = load_tokenizer(folder), advised_params(folder)
         self.channel = InProcessChannel()
         self.recorder = Recorder(Path(record), text=record_text) if record is not None else None
         self.ranks = start_ranks(self.config)
@@ -210,6 +208,7 @@ class LLM:
     ) -> list[dict[str, Any]]:
         """Answer prompts, all at once; a dictionary for each, in their order.
 
+        Without sampling parameters `default_params` count, the advice of the model.
         Keys: text, token_ids, finish_reason ("stop" or "length"), prompt_tokens, cached_tokens;
         logprobs, prompt_logprobs if asked for; notice if `max_tokens` was clamped, or the cause of
         an "abort". ValueError for the first prompt that cannot be answered, before anything runs.
