@@ -35,7 +35,8 @@ from minisgl.scheduler.messages import (
     TokenReply,
     UserMsg,
 )
-from minisgl.tokenizer import DecodeStatus, Tokenizer, load_tokenizer
+from minisgl.scheduler.side import SideTokenizer
+from minisgl.tokenizer import DecodeStatus, Tokenizer, has_tokenizer
 
 
 class OutputBuilder:
@@ -161,7 +162,7 @@ class LLM:
     ) -> None:  # fmt: skip
         folder = resolve_model_path(model_path)
         self.config = make_config(folder, tensor_parallel_size, fields)
-        self.tokenizer, self.default_params = load_tokenizer(folder), advised_params(folder)
+        self.tokenizer = SideTokenizer(folder) if has_tokenizer(folder) else None
         self.channel = InProcessChannel()
         self.recorder = Recorder(Path(record), text=record_text) if record is not None else None
         self.ranks = start_ranks(self.config)
@@ -178,8 +179,8 @@ class LLM:
                 self.ranks.give_up()
             raise
         self.limits = limits_of(self.scheduler.engine, self.scheduler.eos_token_ids)
-        self.next_uid, self.closed, self.pid = 0, False, os.getpid()
-        self.dirty = False  # while a call runs, and after one that did not end as it should
+        self.default_params, self.pid = advised_params(folder), os.getpid()
+        self.next_uid, self.closed, self.dirty = 0, False, False  # dirty: in a call, or it failed
         self.lock = threading.Lock()  # threads may share the object; their calls take turns
 
     def encode(
@@ -327,6 +328,8 @@ class LLM:
                     shutdown()
             if self.recorder is not None:
                 guarded(self.recorder.close)()
+            if self.tokenizer is not None:
+                self.tokenizer.side.close()
             if not failed and self.ranks is not None:
                 self.ranks.close()
 
