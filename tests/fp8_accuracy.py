@@ -23,9 +23,9 @@ from minisgl.config.engine import EngineConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import Phase
 from minisgl.engine.engine import Engine, build_engine
-from minisgl.tiny.checkpoint import load_model
-from minisgl.tiny.evaluate import MAX_NEW_TOKENS, Generate, all_cases, evaluate, token_counter
 from tests.checkpoints import make_checkpoint
+from training.checkpoint import load_model
+from training.evaluate import MAX_NEW_TOKENS, Generate, all_cases, evaluate, token_counter
 
 KINDS: dict[str, dict[str, Any]] = {
     "as trained": {},
