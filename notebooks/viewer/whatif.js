@@ -156,7 +156,7 @@ function slider([, name, label, min, max], value) {
   const input = make("input", { type: "range", id: `what-if-${name}`, min, max: largest, value });
   input.oninput = change;
   input.onchange = settle;
-  return make("label", {}, make("span", {}, label), make("output", { "aria-hidden": "true" }), input);
+  return make("label", { for: input.id }, make("span", {}, label), make("span", { class: "value", "aria-hidden": "true" }), input);
 }
 
 function choice([, name, label, options], hidden) {
