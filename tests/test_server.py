@@ -29,6 +29,7 @@ from minisgl.scheduler.requests import PROMPT_TAIL
 from minisgl.server.frontend import Frontend, Observer, RequestFailed
 from minisgl.server.http.api import EventStream, create_app
 from minisgl.server.http.errors import ApiError
+from minisgl.server.http.limits import DRAINING, LOADING, ConcurrencyLimiter
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest
 from minisgl.server.http.settings import ApiSettings, sampling_defaults, settings_for
 from minisgl.server.in_process import InProcessServer
@@ -847,6 +848,36 @@ def test_key_and_model_name_are_checked() -> None:
             ]
 
     assert asyncio.run(codes()) == [401, 200, 404, 200]
+
+
+@pytest.mark.parametrize(
+    ("reason", "failure", "expected"),
+    [
+        (None, None, (200, "ok")),
+        (LOADING, None, (503, "loading")),
+        (DRAINING, None, (503, "draining")),
+        (DRAINING, DRAINING, (503, "draining")),
+        (None, "the scheduler died", (503, "failed")),
+        (LOADING, "the scheduler died", (503, "failed")),
+    ],
+)
+def test_health_has_a_word_for_each_state(
+    reason: str | None, failure: str | None, expected: tuple[int, str]
+) -> None:
+    """A gateway reads the status alone; a person who asks why reads the word."""
+    frontend = Frontend([LocalQueue()], LocalQueue())
+    frontend.failure = failure
+    app = create_app(frontend, ApiSettings("mine", 128), ConcurrencyLimiter(4, reason))
+
+    async def get() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+            return await client.get("/health")
+
+    response = asyncio.run(get())
+    body = response.json()
+    assert (response.status_code, body["status"]) == expected
+    assert ("retry-after" in response.headers) is ("error" in body) is (expected[0] == 503)
 
 
 def test_dead_worker_is_a_503_for_all() -> None:
