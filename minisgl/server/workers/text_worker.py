@@ -252,7 +252,7 @@ def run_text_worker(
     worker: TextWorker, inbox: Inbox, beat: Callable[[], object] = lambda: None,
     prompts: PromptQueue | None = None,
 ) -> None:  # fmt: skip
-    """Handle answers, then one prompt, until an `ExitMsg`; `beat` at each read and each message."""
+    """Handle answers, then one prompt, until `ExitMsg`; `beat` at each read, after each message."""
     prompts, leave = PromptQueue() if prompts is None else prompts, False
     while not leave:
         beat()
