@@ -22,7 +22,6 @@ from minisgl.config.engine import SchedulerConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.config.rules import refuse
 from minisgl.core import IntArray, SamplingParams
-from minisgl.guarded import guarded
 from minisgl.recording import Recorder
 from minisgl.scheduler.build import build_scheduler, limits_of
 from minisgl.scheduler.channel import InProcessChannel
@@ -34,6 +33,7 @@ from minisgl.scheduler.messages import (
     TokenReply,
     UserMsg,
 )
+from minisgl.scheduler.observe import guarded
 from minisgl.tokenizer import DecodeStatus, Tokenizer, load_tokenizer
 
 

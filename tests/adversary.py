@@ -31,12 +31,11 @@ from minisgl.kvcache.audit import check_integrity
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.naive_cache import NaiveCache
 from minisgl.kvcache.radix_cache import RadixCache
-from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.executor import StepOutput
 from minisgl.scheduler.grammar import Grammars, load_grammars
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, Msg, Reply, UserMsg
 from minisgl.scheduler.observe import IdleAudit
-from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
+from minisgl.scheduler.phases import DecodeManager, PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue
 from minisgl.scheduler.requests import Limits, make_req
 from minisgl.scheduler.retraction import DelayedPrefill, make_room

@@ -9,9 +9,14 @@ import torch
 from torch import Tensor
 
 from minisgl.attention import torch_backend
-from minisgl.attention.base import AttentionBackend, AttentionPlan, DecodeBuffers
 from minisgl.attention.factory import create_backend
-from minisgl.attention.metadata import AttentionMetadata, build_metadata
+from minisgl.attention.metadata import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionPlan,
+    DecodeBuffers,
+    build_metadata,
+)
 from minisgl.core import Phase
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from minisgl.attention.base import ForwardBatch
+from minisgl.attention.metadata import ForwardBatch
 from minisgl.core import Phase
 
 

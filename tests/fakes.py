@@ -27,11 +27,10 @@ from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.scheduler import build as scheduler_build
 from minisgl.scheduler.channel import InProcessChannel
-from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.executor import Executor, StepOutput
 from minisgl.scheduler.messages import Reply, TokenReply, UserMsg
 from minisgl.scheduler.observe import IdleAudit
-from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
+from minisgl.scheduler.phases import DecodeManager, PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue
 from minisgl.scheduler.requests import Limits, make_req
 from minisgl.scheduler.retraction import DelayedPrefill, make_room

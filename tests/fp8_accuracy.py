@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from minisgl import LLM, SamplingParams
-from minisgl.attention.base import ForwardBatch
-from minisgl.attention.metadata import build_metadata
+from minisgl.attention.metadata import ForwardBatch, build_metadata
 from minisgl.benchmark.report import circumstances
 from minisgl.config.engine import EngineConfig
 from minisgl.config.paths import resolve_model_path

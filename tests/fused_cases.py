@@ -15,9 +15,13 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
-from minisgl.attention.base import DecodeBuffers, ForwardBatch
 from minisgl.attention.fused_backend import FusedBackend, StoreFirstBackend
-from minisgl.attention.metadata import AttentionMetadata, build_metadata
+from minisgl.attention.metadata import (
+    AttentionMetadata,
+    DecodeBuffers,
+    ForwardBatch,
+    build_metadata,
+)
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.config.model import ModelConfig
 from minisgl.core import Phase

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl import LLM, SamplingParams
-from minisgl.attention.base import ForwardBatch
+from minisgl.attention.metadata import ForwardBatch
 from minisgl.benchmark.report import circumstances
 from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path

@@ -16,9 +16,13 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
 from minisgl.attention import factory, torch_backend
-from minisgl.attention.base import DecodeBuffers
 from minisgl.attention.factory import create_backend
-from minisgl.attention.metadata import AttentionMetadata, build_metadata, ragged_arange
+from minisgl.attention.metadata import (
+    AttentionMetadata,
+    DecodeBuffers,
+    build_metadata,
+    ragged_arange,
+)
 from minisgl.attention.staging import StagingRing
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.core import IntArray, Phase

@@ -455,6 +455,17 @@ def test_admission_fills_a_row_and_counts_the_first_match() -> None:
     assert (req.matched_len, req.cache_handle.cached_len) == (8, 0)
 
 
+def test_an_evicted_handle_takes_no_row() -> None:
+    world = World(10, 4)
+    world.finish(world.prefilled(range(9)))
+    req = Req(uid=7, input_ids=np.arange(9), sampling_params=SamplingParams(), max_new_tokens=1)
+    handle, free = world.cache.match_req(req), world.tables.free_rows
+    world.cache.free_slots(world.cache.prefix_cache.evict(8))
+    with pytest.raises(RuntimeError):
+        world.cache.admit(req, handle)
+    assert (world.tables.free_rows, req.table_idx, req.cache_handle) == (free, -1, None)
+
+
 def test_a_prompt_that_is_scored_is_computed_in_full() -> None:
     world = World(10, 4)
     world.finish(world.prefilled(range(9)))

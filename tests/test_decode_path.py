@@ -13,7 +13,7 @@ import torch
 from recorder import RecordingGraph
 
 from minisgl import LLM, SamplingParams
-from minisgl.attention.base import DecodeBuffers
+from minisgl.attention.metadata import DecodeBuffers
 from minisgl.core import Phase
 from minisgl.engine.graph import GraphRunner, view_buffers
 from minisgl.engine.sampler import Sampler

@@ -18,10 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minisgl.attention.base import AttentionBackend, DecodeBuffers
 from minisgl.attention.factory import create_backend
 from minisgl.attention.invariant_torch import InvariantTorchBackend
-from minisgl.attention.metadata import build_metadata
+from minisgl.attention.metadata import AttentionBackend, DecodeBuffers, build_metadata
 from minisgl.config.engine import SchedulerConfig, resolve
 from minisgl.config.known_models import KNOWN_CONFIGS
 from minisgl.config.model import ModelConfig

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from recorder import RecordingGraph
 from torch import Tensor
 
-from minisgl.attention.base import DecodeBuffers, ForwardBatch
+from minisgl.attention.metadata import DecodeBuffers, ForwardBatch
 from minisgl.engine.graph import GraphRunner, bucket_sizes, choose_sizes, dummy_step, pack
 from minisgl.kvcache.page_table import TableManager
 

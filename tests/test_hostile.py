@@ -29,13 +29,12 @@ from minisgl.scheduler.requests import Limits, make_req
 from minisgl.server.chat.client import ApiClient, ServerError
 from minisgl.server.cli import main
 from minisgl.server.http import bodies
-from minisgl.server.http.access import Access, OwnNames
+from minisgl.server.http.access import Access, OwnNames, network_of
 from minisgl.server.http.bodies import BodyReader, SideThread, check_count, invalid, validator_of
 from minisgl.server.http.calls import ChatAbilities
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import MAX_UNKNOWN
 from minisgl.server.http.formats import Completion, CompletionFormatter
-from minisgl.server.http.hosts import network_of
 from minisgl.server.http.keys import check_key, read_keys
 from minisgl.server.http.limits import MAX_HEAD, BodyLimit, ConcurrencyLimiter, Shares
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest, GenerateRequest

@@ -23,7 +23,6 @@ from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.scheduler.channel import InProcessChannel
-from minisgl.scheduler.decode import DecodeManager, pages_to_come
 from minisgl.scheduler.messages import (
     AbortMsg,
     ErrorReply,
@@ -35,7 +34,7 @@ from minisgl.scheduler.messages import (
     UserMsg,
 )
 from minisgl.scheduler.observe import StageClock
-from minisgl.scheduler.prefill import PrefillAdder, PrefillLimits
+from minisgl.scheduler.phases import DecodeManager, PrefillAdder, PrefillLimits, pages_to_come
 from minisgl.scheduler.requests import Limits, check_prompt, clamp_notice, finish_reason
 from minisgl.scheduler.requests import make_req as req_of
 from tests.fakes import EOS, VOCAB, Driver, FakeEngine, expected

@@ -342,6 +342,63 @@ def test_long_runs_are_scrubbed_quickly(browser: Any, tmp_path: Path) -> None:
     page.close()
 
 
+def open_what_if(page: Page) -> None:
+    page.page.click("#what-if summary")
+    page.page.wait_for_function("whatIf.now !== null")
+
+
+def test_what_if_simulates_another_run_and_returns_to_the_recording(
+    browser: Any, recording: Path
+) -> None:
+    page = Page(browser, recording, viewport={"width": 420, "height": 800})
+    recorded = page("run.events.length")
+    open_what_if(page)
+    assert page("run.about.device") == "simulated" and page("run.answers.size") == 40
+    assert page("run === whatIf.recorded") is False
+    page.page.focus("#what-if-pages")
+    before = page("whatIf.now[0][1]")
+    for _ in range(20):
+        page.page.keyboard.press("ArrowLeft")  # moves the slider, not the clock
+    assert page("run.about.num_pages") == 40 and page("now.frame") == 0
+    assert page("whatIf.now[0][1]") != before
+    assert "time for all requests" in page.page.inner_text("#say")
+    page.page.select_option("#what-if-source", "random")
+    page.page.select_option("#what-if-policy", "fair")
+    page.page.select_option("#what-if-cache", "none")
+    assert page("whatIf.now.find(([name]) => name.includes('cache'))[1]") == "0 %"
+    assert page("run.answers.size") == 24 and page.page.is_enabled("#what-if-seed")
+    assert page("document.documentElement.scrollWidth") <= 420
+    page("seek(9)")
+    assert "step 9" in page.page.inner_text("#where")
+    page.page.click("#what-if summary")
+    page.page.wait_for_function("run === whatIf.recorded")
+    assert page("run.events.length") == recorded
+    page.close()
+
+
+def test_what_if_compares_a_drag_with_where_it_began(page: Page) -> None:
+    open_what_if(page)
+    first = page("whatIf.now")
+    drag = "(e => { e.value = %d; e.dispatchEvent(new Event('%s')); })(field('pages'))"
+    for pages in (50, 40, 30):
+        page(drag % (pages, "input"))
+        assert page("whatIf.before") == first
+    page(drag % (30, "change"))
+    dragged = page("whatIf.now")
+    page(drag % (20, "input"))
+    assert page("whatIf.before") == dragged
+
+
+def test_what_if_without_recorded_prompts_makes_up_requests(browser: Any, tmp_path: Path) -> None:
+    with LLM(device="cpu", num_pages=64, page_size=4, record=tmp_path / "run") as llm:
+        llm.generate(["Once upon a time"], SamplingParams(max_tokens=4, ignore_eos=True))
+    page = Page(browser, tmp_path / "run")
+    open_what_if(page)
+    assert page("[...field('source').options].map((each) => each.value)") == ["random"]
+    assert page("run.answers.size") == 24
+    page.close()
+
+
 def test_page_works_in_a_frame(browser: Any, recording: Path, tmp_path: Path) -> None:
     """As in a notebook: inside `srcdoc`, and with the theme of the page around it."""
     (tmp_path / "outer.html").write_text(

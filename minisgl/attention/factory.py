@@ -11,8 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from minisgl.attention.base import AttentionBackend, AttentionPlan, DecodeBuffers
-from minisgl.attention.metadata import AttentionMetadata
+from minisgl.attention.metadata import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionPlan,
+    DecodeBuffers,
+)
 from minisgl.core import Phase
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionPlan
-from minisgl.attention.metadata import AttentionMetadata
+from minisgl.attention.metadata import AttentionMetadata, AttentionPlan
 from minisgl.attention.staging import Event, StagingRing, mark
 from minisgl.core import Phase
 from minisgl.kernels.store_kv import store_kv

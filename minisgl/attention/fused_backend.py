@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionPlan, DecodeBuffers
-from minisgl.attention.metadata import AttentionMetadata
+from minisgl.attention.metadata import AttentionMetadata, AttentionPlan, DecodeBuffers
 from minisgl.core import Phase
 from minisgl.kernels.decode_attention import Scratch, decode_attention, most_parts
 from minisgl.kernels.device import device_limits

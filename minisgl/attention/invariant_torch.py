@@ -11,8 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionPlan, DecodeBuffers
-from minisgl.attention.metadata import AttentionMetadata, ragged_arange
+from minisgl.attention.metadata import (
+    AttentionMetadata,
+    AttentionPlan,
+    DecodeBuffers,
+    ragged_arange,
+)
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.kvcache.pool import KVPool
 

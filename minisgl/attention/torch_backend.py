@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.attention.base import AttentionPlan, DecodeBuffers
-from minisgl.attention.metadata import AttentionMetadata
+from minisgl.attention.metadata import AttentionMetadata, AttentionPlan, DecodeBuffers
 from minisgl.core import Phase
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool

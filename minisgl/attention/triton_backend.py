@@ -12,8 +12,12 @@ import torch
 import triton
 from torch import Tensor
 
-from minisgl.attention.base import AttentionPlan, DecodeBuffers
-from minisgl.attention.metadata import AttentionMetadata, ragged_arange
+from minisgl.attention.metadata import (
+    AttentionMetadata,
+    AttentionPlan,
+    DecodeBuffers,
+    ragged_arange,
+)
 from minisgl.attention.staging import StagingRing
 from minisgl.kernels.device import device_limits
 from minisgl.kernels.paged_attention import attention_kernel, merge_kernel

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from minisgl.attention.base import AttentionPlan, DecodeBuffers
 from minisgl.attention.factory import create_backend
+from minisgl.attention.metadata import AttentionPlan, DecodeBuffers
 from minisgl.config.model import ModelConfig
 from minisgl.core import IntArray
 from minisgl.kvcache.page_table import TableManager

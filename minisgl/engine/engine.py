@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minisgl.attention.base import ForwardBatch
 from minisgl.attention.factory import create_backend
+from minisgl.attention.metadata import ForwardBatch
 from minisgl.attention.staging import StagingRing
 from minisgl.config.engine import EngineConfig, max_seq_len, resolve
 from minisgl.config.model import ModelConfig

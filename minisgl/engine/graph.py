@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from minisgl.attention.base import AttentionBackend, AttentionPlan, DecodeBuffers, ForwardBatch
+from minisgl.attention.metadata import AttentionBackend, AttentionPlan, DecodeBuffers, ForwardBatch
 from minisgl.attention.staging import StagingRing
 from minisgl.core import Batch, IntArray, Phase
 from minisgl.engine.sampler import SamplingArgs

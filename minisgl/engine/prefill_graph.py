@@ -13,9 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.attention.base import AttentionBackend, AttentionPlan, DecodeBuffers
 from minisgl.attention.factory import create_backend, parts_of
-from minisgl.attention.metadata import ragged_arange
+from minisgl.attention.metadata import AttentionBackend, AttentionPlan, DecodeBuffers, ragged_arange
 from minisgl.config.engine import EngineConfig, SchedulerConfig
 from minisgl.config.model import ModelConfig
 from minisgl.core import Batch, Phase

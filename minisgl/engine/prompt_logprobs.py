@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minisgl.attention.base import ForwardBatch
+from minisgl.attention.metadata import ForwardBatch
 from minisgl.core import Req
 from minisgl.engine.graph import Forward
 from minisgl.engine.sampler import with_logprobs

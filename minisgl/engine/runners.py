@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from minisgl.attention.base import AttentionBackend
 from minisgl.attention.factory import create_backend, parts_of
+from minisgl.attention.metadata import AttentionBackend
 from minisgl.config.engine import EngineConfig
 from minisgl.config.model import ModelConfig
 from minisgl.core import Batch, Phase

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl.attention.base import AttentionPlan
+from minisgl.attention.metadata import AttentionPlan
 from minisgl.attention.triton_backend import KernelArgs, TritonBackend
 from minisgl.engine.graph import StepBuffers
 from minisgl.engine.prefill_graph import Tiles

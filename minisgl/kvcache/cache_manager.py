@@ -43,10 +43,10 @@ class CacheManager:
 
     def admit(self, req: Req, handle: CacheHandle) -> None:
         """Write a request's locked prefix into a row of its own; keep its first `matched_len`."""
-        req.cache_handle, req.table_idx = handle, self.tables.allocate()
+        slots, req.table_idx, req.cache_handle = handle.slots(), self.tables.allocate(), handle
         if not req.retracted:  # what one that comes back finds, it may have computed itself
             req.matched_len = handle.cached_len
-        self.tables.write(req.table_idx, 0, slots := handle.slots())
+        self.tables.write(req.table_idx, 0, slots)
         self.tables.write_tokens(req.table_idx, 0, req.input_ids)
         if self.emit is not None:
             pages = events.pages_of(slots, self.page_size)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from minisgl.attention.base import ForwardBatch
+from minisgl.attention.metadata import ForwardBatch
 from minisgl.config.model import ModelConfig, RotaryConfig
 from minisgl.layers.linear import MergedColumnParallelLinear, RowParallelLinear, head_shard
 from minisgl.layers.norm import QKNorm

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from minisgl.attention.base import ForwardBatch
+from minisgl.attention.metadata import ForwardBatch
 from minisgl.config.model import ModelConfig
 from minisgl.layers.attention import (
     Attention,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import ForwardBatch
 from minisgl.attention.fused_backend import FusedPlan
+from minisgl.attention.metadata import ForwardBatch
 from minisgl.kernels.device import device_limits
 from minisgl.kernels.embedding import embed
 from minisgl.kernels.linear import (

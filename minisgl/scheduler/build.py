@@ -19,7 +19,6 @@ from minisgl.config.paths import resolve_model_path
 from minisgl.engine.engine import Engine, build_engine
 from minisgl.engine.prompt_logprobs import make_scorer
 from minisgl.events import Emit
-from minisgl.guarded import guarded
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.naive_cache import NaiveCache
 from minisgl.kvcache.prefix_cache import PrefixCache
@@ -27,11 +26,10 @@ from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.parallel.comm import Comm
 from minisgl.recording import Recorder
 from minisgl.scheduler.channel import Channel
-from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.executor import Executor
 from minisgl.scheduler.grammar import CompilingChannel, GrammarQueue, load_grammars
-from minisgl.scheduler.observe import IdleAudit, emitter
-from minisgl.scheduler.prefill import PrefillLimits, PrefillManager
+from minisgl.scheduler.observe import IdleAudit, emitter, guarded
+from minisgl.scheduler.phases import DecodeManager, PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue, WaitingQueue, mixed_prefill_threshold
 from minisgl.scheduler.requests import Limits, make_req
 from minisgl.scheduler.retraction import DelayedPrefill, make_room

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from minisgl.core import Batch, Req
 from minisgl.events import RequestRetracted
-from minisgl.scheduler.decode import pages_to_come
-from minisgl.scheduler.prefill import PrefillManager
+from minisgl.scheduler.phases import PrefillManager, pages_to_come
 from minisgl.scheduler.scheduler import Scheduler
 
 

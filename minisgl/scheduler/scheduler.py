@@ -14,10 +14,9 @@ from minisgl.core import Batch, Phase, Req
 from minisgl.engine.step import ForwardInput, SampledTokens
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.scheduler.channel import Channel
-from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.executor import Executor, StepOutput
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, InvalidRequestError, UserMsg
-from minisgl.scheduler.prefill import PrefillManager
+from minisgl.scheduler.phases import DecodeManager, PrefillManager
 from minisgl.scheduler.requests import abort_reply, finish_reason, token_reply
 
 

@@ -17,7 +17,7 @@ from minisgl.core import Batch, IntArray, Phase, Req
 from minisgl.engine.runners import MAX_DRAFT_ROWS
 from minisgl.engine.step import SampledTokens
 from minisgl.events import StepLaunched
-from minisgl.scheduler.decode import pages_to_come
+from minisgl.scheduler.phases import pages_to_come
 from minisgl.scheduler.scheduler import Launched, Scheduler
 
 WINDOW = 8192  # tokens of a text that are searched

@@ -21,10 +21,10 @@ from starlette.middleware import Middleware
 
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
-from minisgl.guarded import guarded
 from minisgl.recording import Observed
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import OF_THE_GROUP, WorkerFailed, one_line
+from minisgl.scheduler.observe import guarded
 from minisgl.server.frontend import Frontend, Observer
 from minisgl.server.http.access import Access, secured, warn_if_open
 from minisgl.server.http.api import create_app

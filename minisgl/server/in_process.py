@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
-from minisgl.guarded import guarded
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.grammar import GrammarQueue
 from minisgl.scheduler.messages import ExitMsg
+from minisgl.scheduler.observe import guarded
 from minisgl.server.frontend import Frontend, Observer
 from minisgl.server.workers.channels import LocalQueue
 from minisgl.server.workers.scheduler_process import Reporter, SchedulerChannel

@@ -73,8 +73,8 @@ def page_of(path: Path, *, book: str = "", frame: int = 0, pair: bool = False) -
     text = path.read_bytes().rpartition(b"\n")[0]  # the last line may be half written
     data["recording"] = b64encode(gzip.compress(text, mtime=0)).decode()
     page = source("viewer.html").replace("/* STYLE */", source("viewer.css"))
-    page = page.replace("/* REPLAY */", source("replay.js"))
-    page = page.replace("/* VIEWER */", source("viewer.js"))
+    for script in ("replay", "simulate", "whatif", "viewer"):
+        page = page.replace(f"/* {script.upper()} */", source(f"{script}.js"))
     return page.replace("/* DATA */", json.dumps(data).replace("<", "\\u003c"))
 
 

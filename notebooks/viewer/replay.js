@@ -140,10 +140,13 @@ const KEYFRAME = 32; // frames between two stored states
 
 // A recording as frames: the state after each launched step, and the end.
 class Run {
-  constructor(text) {
-    const lines = text.split("\n");
-    this.about = JSON.parse(lines[0]);
-    this.events = lines.slice(1).filter((line) => line).map((line) => JSON.parse(line));
+  static parse(text) {
+    const [about, ...events] = text.split("\n").filter((line) => line).map((line) => JSON.parse(line));
+    return new Run(about, events);
+  }
+
+  constructor(about, events) {
+    Object.assign(this, { about, events });
     this.answers = new Map(); // uid to tokens, each with the frame in which it was handed out
     this.frames = []; // what happened up to the end of each frame
     this.stages = []; // what the host did: {stage, step, start, end}, in µs
@@ -192,6 +195,7 @@ class Run {
     frame.end = this.events.length;
     if (frame.end > frame.start || this.frames.length === 0) this.close(frame, state, last);
     this.devices = this.deviceTimes();
+    this.byStep = new Map(this.frames.map((each, index) => [each.step, index]));
   }
 
   newFrame(start) {

@@ -159,7 +159,7 @@ function drawLanes() {
     context.lineWidth = isNow ? 1.5 : 0.5;
     context.strokeRect(left, y, wide, LANES.height);
     if (wide > context.measureText(text).width + 6) {
-      context.fillStyle = "#222";
+      context.fillStyle = [colors.wait, colors.receive].includes(fill) ? colors.ink : "#222";
       context.fillText(text, left + 4, y + LANES.height / 2);
     }
     lanes.push({ x: left, wide, y, step, tip });
@@ -639,7 +639,6 @@ function connect() {
     scrub(event);
   };
   overview.onpointermove = (event) => event.buttons && scrub(event);
-  $("step").max = run.frames.length - 1;
   $("step").oninput = () => seek(Number($("step").value));
   $("play").onclick = () => play();
   $("back").onclick = () => seek(now.frame - 1);
@@ -702,6 +701,19 @@ function repaint() {
   draw();
 }
 
+// Show a run from one of its frames on: the recording, or a simulated one.
+function show(wanted, frame) {
+  run = wanted;
+  const { about } = run;
+  $("about").textContent = `${plural(run.frames.filter((each) => each.step !== null).length, "step")}, ${plural(run.answers.size, "request")}, `
+    + `${plural(about.num_pages, "page")} of ${plural(about.page_size, "token")}, `
+    + (about.device === "simulated" ? "simulated in this page" : `${about.overlap ? "overlapped loop" : "plain loop"} on ${about.device}`);
+  $("step").max = run.frames.length - 1;
+  now.frame = frame;
+  now.selected = null;
+  repaint();
+}
+
 // Inside a page of the book the theme is that of the page.
 function followParent() {
   try {
@@ -728,15 +740,10 @@ async function decompress(base64) {
 
 async function start() {
   followParent();
-  run = new Run(await decompress(data.recording));
-  run.byStep = new Map(run.frames.map((frame, index) => [frame.step, index]));
-  const { about } = run;
-  $("about").textContent = `${plural(run.frames.length - 1, "step")}, ${plural(run.answers.size, "request")}, `
-    + `${plural(about.num_pages, "page")} of ${plural(about.page_size, "token")}, ${about.overlap ? "overlapped loop" : "plain loop"} on ${about.device}`;
-  readColors();
+  run = Run.parse(await decompress(data.recording));
   connect();
-  now.frame = Math.min(data.frame ?? 0, run.frames.length - 1);
-  repaint();
+  prepareWhatIf();
+  show(run, Math.min(data.frame ?? 0, run.frames.length - 1));
   document.body.classList.add("ready");
   if (LOOP && !matchMedia("(prefers-reduced-motion: reduce)").matches) play(true);
 }

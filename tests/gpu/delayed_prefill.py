@@ -24,7 +24,7 @@ from minisgl.benchmark.workload import RandomRequest, random_workload
 from minisgl.core import Batch, Phase
 from minisgl.engine.heap import frozen_heap
 from minisgl.llm import LLM
-from minisgl.scheduler.prefill import PrefillManager
+from minisgl.scheduler.phases import PrefillManager
 from minisgl.scheduler.scheduler import Launched, Scheduler
 
 

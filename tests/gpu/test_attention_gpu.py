@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionPlan, DecodeBuffers
 from minisgl.attention.factory import PairBackend
 from minisgl.attention.hopper_backend import HopperPlan
-from minisgl.attention.metadata import build_metadata
+from minisgl.attention.metadata import AttentionPlan, DecodeBuffers, build_metadata
 from minisgl.core import Phase
 from tests.attention_worlds import (
     Shape,

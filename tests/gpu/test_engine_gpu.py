@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
-from minisgl.attention.base import AttentionPlan, ForwardBatch
+from minisgl.attention.metadata import AttentionPlan, ForwardBatch
 from minisgl.config.engine import EngineConfig
 from minisgl.core import Batch, Phase, Req
 from minisgl.engine.engine import Engine, build_engine

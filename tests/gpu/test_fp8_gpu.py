@@ -15,8 +15,8 @@ pytestmark = [
 pytest.importorskip("triton")
 
 from minisgl import LLM, SamplingParams
-from minisgl.attention.base import DecodeBuffers
 from minisgl.attention.fused_backend import FusedBackend
+from minisgl.attention.metadata import DecodeBuffers
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.attention.triton_backend import TritonBackend
 from minisgl.fp8 import FP8, Fp8Weight, fp8_weight, quantize

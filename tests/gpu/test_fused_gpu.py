@@ -12,8 +12,8 @@ pytestmark = [
 ]
 pytest.importorskip("triton")
 
-from minisgl.attention.base import DecodeBuffers
 from minisgl.attention.fused_backend import FusedBackend, StoreFirstBackend
+from minisgl.attention.metadata import DecodeBuffers
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.kernels import linear as kernels
 from minisgl.kernels.embedding import embed

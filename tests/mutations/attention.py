@@ -120,7 +120,7 @@ MUTATIONS = [
     ),
     Mutation(
         "attention: run attends before it stores",
-        "minisgl.attention.base",
+        "minisgl.attention.metadata",
         BASE_STORE + ATTEND,
         EARLY + BASE_STORE + OUT,
         f"{TEST}test_torch_cases",

@@ -50,6 +50,13 @@ MUTATIONS = [
         CACHE_TESTS + "test_a_salt_is_no_page",
     ),
     Mutation(
+        "manager: an evicted handle takes a row",
+        MANAGER,
+        "slots, req.table_idx, req.cache_handle = handle.slots(), self.tables.allocate(), handle",
+        "req.table_idx, slots, req.cache_handle = self.tables.allocate(), handle.slots(), handle",
+        MANAGER_TESTS + "test_an_evicted_handle_takes_no_row",
+    ),
+    Mutation(
         "manager: what is computed is cached without its salt",
         MANAGER,
         "salt = req.sampling_params.cache_salt",
@@ -58,7 +65,7 @@ MUTATIONS = [
     ),
     Mutation(
         "prefill: a prefix of another salt is waited for",
-        "minisgl.scheduler.prefill",
+        "minisgl.scheduler.phases",
         "return req.sampling_params.cache_salt, req.input_ids[:end].tobytes()",
         "return None, req.input_ids[:end].tobytes()",
         "tests/test_scheduler.py::test_requests_share_prefixes_of_their_salt_alone",

@@ -161,7 +161,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="shares: a host has as many as it has addresses",
-        module="minisgl.server.http.hosts",
+        module="minisgl.server.http.access",
         old="return str(address.ipv4_mapped or own)",
         new="return host",
         test=TEST + "test_a_network_is_one_client",

@@ -14,7 +14,7 @@ MUTATIONS = [
     ),
     Mutation(
         "museum: a decode batch is in the order of a set",
-        "minisgl.scheduler.decode",
+        "minisgl.scheduler.phases",
         "list(self.running.values())",
         "list(set(self.running.values()))",
         "tests/test_tensor_parallel.py::test_pitfall_05_ranks_build_the_same_batches",

@@ -10,7 +10,7 @@ BATCHES = T + "test_pitfall_05_ranks_build_the_same_batches"
 MUTATIONS = [
     Mutation(
         "ranks: the decode batch is in the order of object addresses",
-        "minisgl.scheduler.decode",
+        "minisgl.scheduler.phases",
         "reqs = list(self.running.values())",
         "reqs = sorted(self.running.values(), key=id)",
         BATCHES + "[fcfs-True-radix]",

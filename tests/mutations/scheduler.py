@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations import Mutation
 
-PREFILL, DECODE = "minisgl.scheduler.prefill", "minisgl.scheduler.decode"
+PREFILL, DECODE = "minisgl.scheduler.phases", "minisgl.scheduler.phases"
 SCHEDULER, LLM = "minisgl.scheduler.scheduler", "minisgl.llm"
 RETRACTION, VALIDATION = "minisgl.scheduler.retraction", "minisgl.scheduler.requests"
 REPLIES = "minisgl.scheduler.requests"
@@ -442,8 +442,8 @@ MUTATIONS = [
     Mutation(
         "prefill_matched_slots_are_not_in_the_row",
         MANAGER,
-        "self.tables.write(req.table_idx, 0, slots := handle.slots())",
-        "slots = handle.slots()",
+        "        self.tables.write(req.table_idx, 0, slots)\n",
+        "",
         TESTS + "test_a_second_request_finds_the_prefix",
     ),
     Mutation(

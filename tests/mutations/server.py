@@ -594,7 +594,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: a trace that fails fills the log",
-        module="minisgl.guarded",
+        module="minisgl.scheduler.observe",
         old="if failures == 1:",
         new="if True:",
         test="tests/test_server_operations.py::test_a_scheduler_outlives_what_watches_it",
@@ -608,7 +608,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: who failed once observes no more",
-        module="minisgl.guarded",
+        module="minisgl.scheduler.observe",
         old="return observe(*args)",
         new="return None if failures else observe(*args)",
         test="tests/test_recording.py::test_an_observer_is_called_again_after_it_failed",

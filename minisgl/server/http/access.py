@@ -6,6 +6,7 @@ Generated from notebooks/12ba_hard_to_hurt.ipynb: edit there.
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import socket
 import sys
 from collections.abc import Callable, Collection, Coroutine, Mapping
@@ -26,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from minisgl.config.flags import KEY_VARIABLE
 from minisgl.server.http.bodies import SIDE, BodyReader, ReadRequest, SideThread
 from minisgl.server.http.errors import ApiError
-from minisgl.server.http.hosts import host_name, is_address, is_loopback, network_of
+from minisgl.server.http.hosts import host_name, is_address, is_loopback
 from minisgl.server.http.keys import read_keys
 from minisgl.server.http.settings import ApiSettings
 
@@ -61,6 +62,18 @@ class Access:
             await open_app(scope, receive, send)
 
         route.app = keyed
+
+
+def network_of(host: str) -> str:
+    """Return an address; of IPv6 its first 64 bits, since one host has all addresses below."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        own = ipaddress.ip_network((int(address), 64), strict=False)
+        return str(address.ipv4_mapped or own)
+    return host
 
 
 def client_of(request: Request) -> str:

@@ -25,17 +25,6 @@ def is_address(name: str) -> bool:
         return False
 
 
-def network_of(host: str) -> str:
-    """Return an address; of IPv6 its first 64 bits, since one host has all addresses below."""
-    if not is_address(host):
-        return host
-    address = ipaddress.ip_address(host)
-    if isinstance(address, ipaddress.IPv6Address):
-        own = ipaddress.ip_network((int(address), 64), strict=False)
-        return str(address.ipv4_mapped or own)
-    return host
-
-
 def is_loopback(name: str) -> bool:
     """Return True if only this machine can be meant; False for an unknown name."""
     if is_address(name):

@@ -20,10 +20,9 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from minisgl.server.http.access import client_of
+from minisgl.server.http.access import client_of, network_of
 from minisgl.server.http.bodies import INLINE_BYTES
 from minisgl.server.http.errors import ApiError
-from minisgl.server.http.hosts import network_of
 
 
 class Shares:
