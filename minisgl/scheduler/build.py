@@ -28,6 +28,7 @@ from minisgl.recording import Recorder
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.executor import Executor
 from minisgl.scheduler.grammar import CompilingChannel, GrammarQueue, load_grammars
+from minisgl.scheduler.mixed import MixedPrefill
 from minisgl.scheduler.observe import IdleAudit, emitter, guarded
 from minisgl.scheduler.phases import DecodeManager, PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue, WaitingQueue, mixed_prefill_threshold
@@ -61,7 +62,7 @@ class Parts:
     naive_cache: Callable[[int], PrefixCache] = NaiveCache
     cache_manager: Callable[..., CacheManager] = CacheManager
     decode: Callable[..., DecodeManager] = DecodeManager
-    prefill: Callable[..., PrefillManager] = PrefillManager
+    prefill: Callable[..., PrefillManager] = MixedPrefill
     delayed_prefill: Callable[..., PrefillManager] = DelayedPrefill
     arrival_order: Callable[[], WaitingQueue] = ArrivalOrder
     fair_queue: Callable[[int], WaitingQueue] = FairQueue
@@ -132,6 +133,8 @@ def build_scheduler(
     if most := settled.num_speculative_tokens:
         make = parts.speculative_scheduler
         drafts = {"num_speculative_tokens": most, "max_rows": engine.runners.max_draft_rows}
+    elif isinstance(prefill, MixedPrefill):
+        prefill.max_tokens, prefill.max_requests = engine.runners.mixed_limits
     return make(
         engine, prefill.cache, prefill, prefill.decode,
         channel if comm is None else CompilingChannel(channel, grammars),
