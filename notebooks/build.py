@@ -2,7 +2,7 @@
 """Build the book: export marked cells into the package, pair and run the notebooks, check it all.
 
 A chapter is a pair of files, `notebooks/NN_name.md` (edited) and `NN_name.ipynb` (with outputs).
-Every file under `minisgl/` is made here from the cells that begin with `#| export`.
+Every file under `minisgl/` and `training/` is made here from the cells that begin with `#| export`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ except ModuleNotFoundError as error:
     ) from None
 
 PACKAGE = "minisgl"
+BESIDE = ("training",)  # folders of modules beside the package, which installs none of them
 CHAPTER = re.compile(r"(\d\d[a-z]{0,2}|[A-Z])_\w+")
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 PROMISE = re.compile(r"^(>.*(?:\n>.*)*)", re.MULTILINE)
 FOLDED = {"hide-input", "hide-cell"}
-MODEL_DATA = Path("tiny/model")  # the one folder of the package that may hold files not made here
+MODEL_DATA = Path(PACKAGE, "tiny/model")  # the one folder that may hold files not made here,
+TABLES = Path("training/tables.toml")  # and the one file
 DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -203,6 +205,11 @@ def parse_cells(nb: NotebookNode, stem: str) -> Chapter:
     return chapter
 
 
+def full_name(name: str) -> str:
+    """Return the name by which a module is imported."""
+    return name if name.split(".")[0] in BESIDE else f"{PACKAGE}.{name}"
+
+
 def module_name(cell: Cell, target: str) -> str:
     """Check the dotted name behind a directive; it is relative to the package."""
     name = target.removeprefix(f"{PACKAGE}.")
@@ -347,7 +354,7 @@ class ModuleSource:
                 raise cell.error("exported imports are absolute and name what they take")
             if stmt.module == "__future__":
                 return
-            if stmt.module == f"{PACKAGE}.{self.name}":
+            if stmt.module == full_name(self.name):
                 raise cell.error(f"{stmt.module} imports itself")
             kept = [alias for alias in stmt.names if alias.name != "add_to"]
             if stmt.module == f"{PACKAGE}.notebook" and len(kept) < len(stmt.names):
@@ -360,7 +367,7 @@ class ModuleSource:
         """Take in an ordinary statement and remember what it defines."""
         for name in defined_names(stmt):
             if name in self.names:
-                raise cell.error(f"{name} is defined twice in {PACKAGE}.{self.name}")
+                raise cell.error(f"{name} is defined twice in {full_name(self.name)}")
             self.names.add(name)
         block = Block(text)
         if isinstance(stmt, ast.ClassDef):
@@ -373,14 +380,14 @@ class ModuleSource:
         owner = ast.unparse(decorator.args[0]) if len(decorator.args) == 1 else "?"
         block = self.classes.get(owner)
         if block is None or block.members is None or not isinstance(stmt, FUNCTION):
-            where = f"{PACKAGE}.{self.name}"
+            where = full_name(self.name)
             raise cell.error(f"add_to({owner}): {where} has no class {owner} before this cell")
         for node in ast.walk(stmt):
             if isinstance(node, ast.Call) and ast.unparse(node) == "super()":
                 raise cell.error(f"super() fails in a notebook: write super({owner}, self)")
         for name in defined_names(stmt):
             if name in block.members:
-                raise cell.error(f"{owner}.{name} is defined twice in {PACKAGE}.{self.name}")
+                raise cell.error(f"{owner}.{name} is defined twice in {full_name(self.name)}")
             block.members.add(name)
         first, last = decorator.lineno, decorator.end_lineno or decorator.lineno
         lines = list(piece.lines)
@@ -408,7 +415,7 @@ class ModuleSource:
         for other in others:
             found = sorted(missing & other.names)
             if found:
-                text = f"from {PACKAGE}.{other.name} import {', '.join(found)}"
+                text = f"from {full_name(other.name)} import {', '.join(found)}"
                 self.imports.setdefault(text, text)
             missing.difference_update(found)
 
@@ -448,7 +455,7 @@ def drop_placeholder(text: str) -> str:
 
 @dataclass
 class Package:
-    """The package by the chapters: path below `minisgl/` to text."""
+    """The generated modules: path below the project's root to text."""
 
     files: dict[Path, str] = field(default_factory=dict)
     owner: dict[Path, str] = field(default_factory=dict)  # the chapter of each file
@@ -456,8 +463,8 @@ class Package:
 
 
 def module_path(name: str) -> Path:
-    """Return the file of a module below the package folder."""
-    return Path(*name.split(".")).with_suffix(".py")
+    """Return the file of a module below the project's root."""
+    return Path(*full_name(name).split(".")).with_suffix(".py")
 
 
 def generate(root: Path) -> Package:
@@ -470,7 +477,7 @@ def generate(root: Path) -> Package:
             for name in made:
                 other = package.owner.get(module_path(name))
                 if other:
-                    raise BuildError(f"{stem}: {PACKAGE}.{name} is already fed by {other}")
+                    raise BuildError(f"{stem}: {full_name(name)} is already fed by {other}")
         except BuildError as error:
             package.errors[stem] = str(error)
             continue
@@ -494,7 +501,7 @@ def assemble(chapter: Chapter) -> dict[str, str]:
         for cell in chapter.modules[name]:
             module.add_cell(cell)
         if not (chapter.docs.get(name) or chapter.promise):
-            where = f"{PACKAGE}.{name}"
+            where = full_name(name)
             raise BuildError(f"{chapter.stem}: no `> promise` line and no #| doc for {where}")
     for module in modules.values():
         module.import_from(modules.values())
@@ -507,13 +514,13 @@ def assemble(chapter: Chapter) -> dict[str, str]:
 
 def add_package_files(package: Package) -> None:
     """Add an `__init__.py` to every folder, and the package's `py.typed`."""
-    package.files[Path("py.typed")] = ""
+    package.files[Path(PACKAGE, "py.typed")] = ""
     for path in list(package.files):
-        for folder in path.parents:
-            if folder.parts and folder.with_suffix(".py") in package.files:
+        for folder in (folder for folder in path.parents if folder.name):
+            if folder.with_suffix(".py") in package.files:
                 stem = package.owner.get(path, "?")
                 package.errors[stem] = f"{stem}: {folder} is both a module and a folder of modules"
-            name = ".".join([PACKAGE, *folder.parts])
+            name = ".".join(folder.parts)
             text = f'"""The package `{name}`.\n\nGenerated by notebooks/build.py.\n"""\n'
             package.files.setdefault(folder / "__init__.py", text)
 
@@ -524,19 +531,19 @@ def add_tiles(root: Path, package: Package) -> None:
         stored = json.loads(path.read_text(encoding="utf-8"))
         lines = [f"{json.dumps(key)}: {json.dumps(one)}" for key, one in stored["tiles"].items()]
         text = '{"tiles": {\n' + ",\n".join(sorted(lines)) + "\n}}\n"
-        package.files[Path("kernels/tiles") / path.name] = text
+        package.files[Path(PACKAGE, "kernels/tiles", path.name)] = text
 
 
 def add_viewer(root: Path, package: Package) -> None:
     """Add the parts of the viewer's page, of chapter 09d: HTML, CSS and JavaScript, as they are."""
     for path in sorted((root / "notebooks" / "viewer").glob("*.*")):
-        package.files[Path("viewer") / path.name] = path.read_text(encoding="utf-8")
+        package.files[Path(PACKAGE, "viewer", path.name)] = path.read_text(encoding="utf-8")
 
 
 def format_files(root: Path, package: Package) -> None:
     """Sort imports and format all modules with ruff, in one call each."""
     with tempfile.TemporaryDirectory() as folder:
-        base = Path(folder) / PACKAGE
+        base = Path(folder)
         for path, text in package.files.items():
             (base / path).parent.mkdir(parents=True, exist_ok=True)
             (base / path).write_text(text, encoding="utf-8")
@@ -558,27 +565,27 @@ def run_ruff(root: Path, target: Path) -> None:
 
 
 def present_files(root: Path) -> set[Path]:
-    """Return the files under `minisgl/`, caches aside."""
-    base = root / PACKAGE
-    found = {path.relative_to(base) for path in base.rglob("*") if path.is_file()}
+    """Return the files of the package and beside it, caches aside."""
+    every = (path for folder in (PACKAGE, *BESIDE) for path in (root / folder).rglob("*"))
+    found = {path.relative_to(root) for path in every if path.is_file()}
     return {p for p in found if "__pycache__" not in p.parts and not p.name.startswith(".build-")}
 
 
 def model_data_problems(root: Path) -> tuple[set[Path], list[str]]:
     """Return the files of the shipped model and its tables, and those that do not fit."""
-    folder = root / PACKAGE / MODEL_DATA
+    folder = root / MODEL_DATA
     manifest = folder / "MANIFEST.json"
     if not manifest.exists():
         return set(), []
     listed: dict[str, str] = json.loads(manifest.read_text(encoding="utf-8")).get("sha256", {})
-    allowed = {MODEL_DATA / "MANIFEST.json", MODEL_DATA.parent / "tables.toml"}
+    allowed = {MODEL_DATA / "MANIFEST.json", TABLES}
     problems = []
     for name, expected in listed.items():
         allowed.add(MODEL_DATA / name)
         path = folder / name
         actual = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "no such file"
         if actual != expected:
-            problems.append(f"{PACKAGE}/{MODEL_DATA / name}: sha256 is {actual}, not {expected}")
+            problems.append(f"{MODEL_DATA / name}: sha256 is {actual}, not {expected}")
     return allowed, problems
 
 
@@ -593,23 +600,23 @@ def export(root: Path, wanted: Sequence[str]) -> int:
     for path, text in sorted(package.files.items()):
         owner = package.owner.get(path)
         if owner is None:  # with a broken chapter, what is there may be that chapter's
-            wanted_here = not package.errors or not (root / PACKAGE / path).exists()
+            wanted_here = not package.errors or not (root / path).exists()
         else:
             wanted_here = owner in stems
         if not wanted_here:
             continue
-        if write_atomically(root / PACKAGE / path, text):
+        if write_atomically(root / path, text):
             changed += 1
-            print(f"wrote {PACKAGE}/{path}")
+            print(f"wrote {path}")
     if not wanted and not package.errors:
         allowed, _ = model_data_problems(root)
         for path in sorted(present_files(root) - package.files.keys() - allowed):
             if MODEL_DATA in path.parents:
-                print(f"kept  {PACKAGE}/{path} (not in its MANIFEST.json)")
+                print(f"kept  {path} (not in its MANIFEST.json)")
                 continue
-            (root / PACKAGE / path).unlink()
+            (root / path).unlink()
             changed += 1
-            print(f"removed {PACKAGE}/{path}: no chapter exports it")
+            print(f"removed {path}: no chapter exports it")
     for stem, message in package.errors.items():
         print(f"{'error' if stem in stems else 'warning'}: {message}", file=sys.stderr)
     print(f"export: {changed} files changed")
@@ -1036,7 +1043,7 @@ def package_problems(root: Path, stems: list[str], everything: bool) -> list[str
     for path, text in sorted(package.files.items()):
         if not everything and package.owner.get(path) not in stems:
             continue
-        name, disk = f"{PACKAGE}/{path}", root / PACKAGE / path
+        name, disk = str(path), root / path
         if not disk.exists():
             problems.append(f"{name}: missing; build.py export writes it")
         elif (actual := disk.read_text(encoding="utf-8")) != text:
@@ -1045,7 +1052,7 @@ def package_problems(root: Path, stems: list[str], everything: bool) -> list[str
         allowed, wrong_data = model_data_problems(root)
         problems += wrong_data
         for path in sorted(present_files(root) - package.files.keys() - allowed):
-            problems.append(f"{PACKAGE}/{path}: no chapter exports this file")
+            problems.append(f"{path}: no chapter exports this file")
     return problems
 
 
@@ -1196,7 +1203,7 @@ def require_names(name: str, text: str) -> None:
     for found in json.loads(done.stdout):
         line = text.splitlines()[found["location"]["row"] - 1].strip()
         raise BuildError(
-            f"{PACKAGE}.{name}: must import or define each name that it uses, got "
+            f"{full_name(name)}: must import or define each name that it uses, got "
             f"{found['message']} in `{line}`; add it to one of the module's `#| export` cells"
         )
 

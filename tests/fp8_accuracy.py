@@ -23,9 +23,9 @@ from minisgl.config.engine import EngineConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import Phase
 from minisgl.engine.engine import Engine, build_engine
-from minisgl.tiny.checkpoint import load_model
-from minisgl.tiny.evaluate import MAX_NEW_TOKENS, Generate, all_cases, evaluate, token_counter
 from tests.checkpoints import make_checkpoint
+from training.checkpoint import load_model
+from training.evaluate import MAX_NEW_TOKENS, Generate, all_cases, evaluate, token_counter
 
 KINDS: dict[str, dict[str, Any]] = {
     "as trained": {},
@@ -44,25 +44,31 @@ def engine_generate(device: str, **how: Any) -> Generate:
     return lambda prompts: [out["token_ids"] for out in llm.generate(prompts, greedy)]
 
 
-def log_probabilities(engine: Engine, ids: Sequence[int]) -> torch.Tensor:
-    """Of every next token of a text, float32 [len(ids), vocab], in one prefill."""
+def log_probabilities(engine: Engine, ids: Sequence[int], step: int | None = None) -> torch.Tensor:
+    """Of every next token of a text, float32 [len(ids), vocab], in prefills of `step` tokens."""
     n, tables = len(ids), engine.tables
-    row, slots = tables.allocate(), np.arange(n, dtype=np.int32)
-    tables.write(row, 0, slots)
+    row, found = tables.allocate(), []
+    tables.write(row, 0, np.arange(n, dtype=np.int32))
     tables.flush()
-    lengths = np.array([n], np.int32)
-    rows = np.array([row], np.int32)
-    meta = build_metadata(
-        Phase.PREFILL, rows, lengths, lengths, tables.page_table, engine.page_size
-    )
-    where = torch.arange(n, device=engine.device)
-    with torch.inference_mode():
-        plan = engine.backend.plan(meta, where)
-        tokens = torch.tensor(ids, device=engine.device)
-        logits = engine.forward_pass(ForwardBatch(Phase.PREFILL, tokens, where, where, None, plan))
-        found = logits.float().log_softmax(-1).cpu()
+    for start in range(0, n, step or n):
+        end = min(start + (step or n), n)
+        sizes = (np.array([size], np.int32) for size in (row, end - start, end))
+        meta = build_metadata(Phase.PREFILL, *sizes, tables.page_table, engine.page_size)
+        where = torch.arange(start, end, device=engine.device)
+        with torch.inference_mode():
+            plan = engine.backend.plan(meta, where)
+            tokens = torch.tensor(ids[start:end], device=engine.device)
+            fb = ForwardBatch(Phase.PREFILL, tokens, where, where, None, plan)
+            found.append(engine.forward_pass(fb).float().log_softmax(-1).cpu())
     tables.free(row)
-    return found
+    return torch.cat(found)
+
+
+def distance(real: torch.Tensor, other: torch.Tensor) -> dict[str, float]:
+    """KL divergence of log probabilities [n, vocab], in nats a token, and share of equal tops."""
+    each = (real.exp() * (real - other)).sum(-1)
+    same = (real.argmax(-1) == other.argmax(-1)).float().mean()
+    return {"mean": float(each.mean()), "worst": float(each.max()), "same": float(same)}
 
 
 def divergence(folder: Path, texts: Sequence[Sequence[int]], device: str) -> dict[str, Any]:
@@ -77,9 +83,7 @@ def divergence(folder: Path, texts: Sequence[Sequence[int]], device: str) -> dic
         engine.shutdown()
     found, real = {}, logs["as trained"]
     for kind in list(KINDS)[1:]:
-        each = (real.exp() * (real - logs[kind])).sum(-1)
-        same = (real.argmax(-1) == logs[kind].argmax(-1)).float().mean()
-        found[kind] = {"mean": float(each.mean()), "worst": float(each.max()), "same": float(same)}
+        found[kind] = distance(real, logs[kind])
     return {"tokens": len(real), "entropy": float(-(real.exp() * real).sum(-1).mean()), **found}
 
 

@@ -487,6 +487,15 @@ def test_check_finds_orphans(book: Path, name: str) -> None:
     assert build.find_problems(book, []) == [f"minisgl/{name}: no chapter exports this file"]
 
 
+def test_modules_beside_the_package_are_not_installed_and_are_checked(root: Path) -> None:
+    write(root, "02_pool", "#| default_exp training.pool\n#| export\nPAGES = 4")
+    build.export(root, [])
+    assert (root / "training" / "pool.py").exists() and not (root / "minisgl" / "training").exists()
+    (root / "training" / "old.py").write_text("x = 1\n")
+    problems = build.find_problems(root, [])
+    assert "training/old.py: no chapter exports this file" in problems
+
+
 @pytest.mark.parametrize("name", ["pool.py", "__init__.py", "py.typed"])
 def test_check_finds_missing_files(book: Path, name: str) -> None:
     (book / "minisgl" / name).unlink()
@@ -499,7 +508,7 @@ def test_check_finds_a_missing_half(book: Path) -> None:
 
 
 def test_model_data_is_held_to_its_manifest(book: Path) -> None:
-    folder = book / "minisgl" / "tiny" / "model"
+    folder = book / build.MODEL_DATA
     folder.mkdir(parents=True)
     (folder / "weights.bin").write_bytes(b"weights")
     digest = hashlib.sha256(b"weights").hexdigest()

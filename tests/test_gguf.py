@@ -221,6 +221,10 @@ HOSTILE = {
     "not UTF-8": (header_bytes(field("t", 8, struct.pack("<Q", 2) + b"\xff\xfe")), "valid UTF-8"),
     "twice": (header_bytes(field("n", 0, b"1"), field("n", 0, b"1")), "n: must be there once"),
     "alignment": (header_bytes(field("general.alignment", 4, bytes(4))), "must be a power of"),
+    "wide alignment": (
+        header_bytes(field("general.alignment", 10, struct.pack("<Q", 2**63)), num_tensors=1,
+                     tensors=struct.pack("<Q1sIQIQ", 1, b"w", 1, 8, 0, 0)) + bytes(64),
+        "w: must be at a multiple of 9223372036854775808 and end within"),
 }  # fmt: skip
 
 
@@ -263,6 +267,27 @@ def test_hostile_tensors(tensor: bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(GgufError, match=r"bad\.gguf: ") as caught:
         read_header(path)
     assert message in str(caught.value)
+
+
+def test_tensors_that_share_bytes_are_refused(tmp_path: Path) -> None:
+    """Else a small file could have any number of large tensors."""
+    path, many = tmp_path / "bad.gguf", [f"blk.{i}.ffn_up.weight" for i in range(3)]
+    for offsets, shared in (((0, 32, 32), many[2]), ((64, 0, 32), ""), ((0, 64, 32), "")):
+        tensors = b"".join(tensor_bytes(n, (8,), 0, at) for n, at in zip(many, offsets))
+        path.write_bytes(header_bytes(tensors=tensors, num_tensors=3) + bytes(128))
+        if shared:
+            with pytest.raises(GgufError, match=f"{shared}: must be behind the tensor before it"):
+                read_header(path)
+        else:
+            assert [*read_header(path).tensors] == many
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")  # opening it would wait for a writer
+    (tmp_path / "folder.gguf").mkdir()
+    for name in ("pipe.gguf", "folder.gguf"):
+        with pytest.raises(GgufError, match=f"{name}: cannot be read: not a regular file"):
+            unpack(tmp_path / name, tmp_path / "cache")
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ def package_modules(number: str) -> dict[str, str]:
     """The package's own modules of a chapter, as they are installed."""
     stem, nb = chapter(number)
     names = build.parse_cells(nb, stem).modules
-    return {name: (ROOT / "minisgl" / build.module_path(name)).read_text("utf-8") for name in names}
+    return {name: (ROOT / build.module_path(name)).read_text("utf-8") for name in names}
 
 
 def graded(number: str, modules: dict[str, str], last: int | None = None) -> tuple[bool, str]:

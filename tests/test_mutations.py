@@ -47,7 +47,7 @@ def copy_project(target: Path) -> Path:
         else:
             os.symlink(source, destination)
 
-    for name in ("minisgl", "tests"):
+    for name in ("minisgl", "training", "tests"):
         shutil.copytree(ROOT / name, target / name, copy_function=copy)
     shutil.copy2(ROOT / "pyproject.toml", target / "pyproject.toml")
     os.symlink(ROOT / "notebooks", target / "notebooks")

@@ -17,13 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.config.paths import resolve_model_path
-from minisgl.tiny import data, evaluate, phrases, records, talk, tools
-from minisgl.tiny.batches import CURRICULUM, Batches, pack
-from minisgl.tiny.chats import stream, system_prompt
-from minisgl.tiny.lookup import make_table, queries, query, with_table
-from minisgl.tiny.phrases import CANNOT
-from minisgl.tiny.stories import is_story, story, topic
-from minisgl.tiny.tokenizer import (
+from tests.turns import in_turns
+from training import data, evaluate, phrases, records, talk, tools
+from training.batches import CURRICULUM, Batches, pack
+from training.chats import stream, system_prompt
+from training.lookup import make_table, queries, query, with_table
+from training.phrases import CANNOT
+from training.stories import is_story, story, topic
+from training.tokenizer import (
     CHAT_TEMPLATE,
     END_ID,
     PAD_ID,
@@ -31,9 +32,8 @@ from minisgl.tiny.tokenizer import (
     save_tokenizer,
     train_tokenizer,
 )
-from minisgl.tiny.train import learning_rate, parse_args
-from minisgl.tiny.words import NUMBER_WORDS
-from tests.turns import in_turns
+from training.train import learning_rate, parse_args
+from training.words import NUMBER_WORDS
 
 EMBEDDED = resolve_model_path(None)
 TOKENIZER = train_tokenizer()

@@ -252,8 +252,8 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
     """The embedded model's held-out table, all machinery on, beside the CPU's float32 numbers."""
     from minisgl import LLM, SamplingParams
     from minisgl.config.paths import resolve_model_path
-    from minisgl.tiny import evaluate
-    from minisgl.tiny.checkpoint import load_model
+    from training import evaluate
+    from training.checkpoint import load_model
 
     stored = json.loads(STORED.read_text())
     _, tokenizer = load_model(resolve_model_path(None), "cpu")

@@ -30,8 +30,8 @@ from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, TokenReply, UserMsg
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.tiny.evaluate import task_cases
 from minisgl.tokenizer import Tokenizer
+from training.evaluate import task_cases
 
 WINDOW, POOL, ROWS, OPEN = 512, 1536, 24, 40  # tokens, tokens, requests, requests
 STATES = ("waiting", "chunked", "in flight", "decode")

@@ -25,10 +25,10 @@ from minisgl.engine.engine import Engine, build_engine
 from minisgl.engine.memory import GIB, tensor_bytes
 from minisgl.engine.step import ForwardInput, build_forward_input
 from minisgl.kvcache.audit import check_integrity
-from minisgl.tiny.evaluate import task_cases
 from tests.checkpoints import GPU_SIZES, make_kind
 from tests.checkpoints import KINDS as CHECKPOINTS
 from tests.test_model import reference_logits
+from training.evaluate import task_cases
 
 DEVICE = "cuda"
 BACKENDS = {"float32": "triton", "bfloat16": "triton,fused"}

@@ -27,6 +27,20 @@ MUTATIONS = [
         T + "test_hostile_tensors",
     ),
     Mutation(
+        "gguf: tensors may share bytes",
+        HEADER,
+        "if settled.start < end:",
+        "if False:",
+        T + "test_tensors_that_share_bytes_are_refused",
+    ),
+    Mutation(
+        "gguf: a pipe is waited for",
+        HEADER,
+        "if path.exists() and not path.is_file():",
+        "if False:",
+        T + "test_what_is_no_regular_file_is_refused_at_once",
+    ),
+    Mutation(
         "gguf: queries and keys stay in llama.cpp's order",
         TENSORS,
         'turned = arch == "llama" and',

@@ -136,8 +136,14 @@ class Cursor:
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise self.refuse("a power of two", alignment)
         base = -(-self.at // alignment) * alignment
-        for self.field, stored in found.items():
-            found[self.field] = self.settle(stored, base, alignment)
+        end = base  # of the tensor before, in the file
+        for self.field, stored in sorted(found.items(), key=lambda item: item[1].start):
+            found[self.field] = settled = self.settle(stored, base, alignment)
+            if settled.start < end:
+                raise self.refuse(
+                    f"behind the tensor before it, which ends at {end}", settled.start
+                )
+            end = settled.start + settled.rows * settled.row_bytes
         return Header(self.path, fields, found)
 
 
@@ -175,6 +181,8 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """Read the header of a GGUF file; GgufError names the field that is wrong."""
+    if path.exists() and not path.is_file():
+        raise GgufError(f"{path.name}: cannot be read: not a regular file")
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return Cursor(path, data).header()

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-from minisgl.tiny.data import Turn, draw_any, number
-from minisgl.tiny.lookup import make_table, queries, with_table
-from minisgl.tiny.phrases import CANNOT, SUBJECTS, expand
-from minisgl.tiny.records import draw_json
-from minisgl.tiny.tables import TABLES
-from minisgl.tiny.talk import draw_strange, small_talk, subject
-from minisgl.tiny.tools import Message, Tool, call_turn, some_tools
-from minisgl.tiny.words import ADJECTIVES, CITIES, NAMES, PEOPLE, sentence
+from training.data import Turn, draw_any, number
+from training.lookup import make_table, queries, with_table
+from training.phrases import CANNOT, SUBJECTS, expand
+from training.records import draw_json
+from training.tables import TABLES
+from training.talk import draw_strange, small_talk, subject
+from training.tools import Message, Tool, call_turn, some_tools
+from training.words import ADJECTIVES, CITIES, NAMES, PEOPLE, sentence
 
 
 def system_prompt(rng: Random) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from random import Random
 
-from minisgl.tiny.tables import TABLES
+from training.tables import TABLES
 
 WORDS: dict[str, list[str]] = {kind: text.split() for kind, text in TABLES["words"].items()}
 NAMES, CITIES, ANIMALS, PEOPLE, FRUITS, THINGS, COLORS = list(WORDS.values())[:7]

@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import minisgl
+import training
 
-FILE = Path(str(minisgl.__file__)).parent / "tiny" / "tables.toml"
+FILE = Path(training.__path__[0]) / "tables.toml"
 TABLES: dict[str, Any] = tomllib.loads(FILE.read_text())

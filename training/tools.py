@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from minisgl.tiny.data import Phrasing, Turn, fill, number, pick_style
-from minisgl.tiny.phrases import (
+from training.data import Phrasing, Turn, fill, number, pick_style
+from training.phrases import (
     CORES,
     NEW_PHRASINGS,
     SUBJECTS,
@@ -22,9 +22,9 @@ from minisgl.tiny.phrases import (
     expand,
     is_held_out,
 )
-from minisgl.tiny.records import VALUES, as_json, object_schema, said
-from minisgl.tiny.tables import TABLES
-from minisgl.tiny.words import any_word, noun, pseudo_word
+from training.records import VALUES, as_json, object_schema, said
+from training.tables import TABLES
+from training.words import any_word, noun, pseudo_word
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 RESPONSE, END_RESPONSE = "<tool_response>", "</tool_response>"

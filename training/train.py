@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import Qwen3ForCausalLM
 
-from minisgl.tiny.batches import CURRICULUM, SHORT_CURRICULUM, Batch, Batches, Stage
-from minisgl.tiny.checkpoint import load_model, model_config, save_model
-from minisgl.tiny.evaluate import (
+from training.batches import CURRICULUM, SHORT_CURRICULUM, Batch, Batches, Stage
+from training.checkpoint import load_model, model_config, save_model
+from training.evaluate import (
     evaluate,
     lookup_cases,
     phrasing_cases,
@@ -133,7 +133,7 @@ def run_facts(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     on_gpu = args.device.startswith("cuda")
     chip = f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
     return {
-        "command": " ".join(["python -m minisgl.tiny.train", *argv]),
+        "command": " ".join(["python -m training.train", *argv]),
         "seed": args.seed,
         "date": date.today().isoformat(),
         "hardware": torch.cuda.get_device_name() if on_gpu else chip,
@@ -246,7 +246,7 @@ class Trainer:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m minisgl.tiny.train", description="Train the embedded model from scratch."
+        prog="python -m training.train", description="Train the embedded model from scratch."
     )
     on_gpu = torch.cuda.is_available()
     processes = min(14, max(0, (os.cpu_count() or 2) - 2))

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
-from minisgl.tiny.chats import stream
-from minisgl.tiny.tokenizer import PAD_ID, encode_chat, train_tokenizer
+from training.chats import stream
+from training.tokenizer import PAD_ID, encode_chat, train_tokenizer
 
 Document = tuple[NDArray[np.int32], NDArray[np.bool_]]  # token ids, and which are to be learnt
 

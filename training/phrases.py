@@ -9,8 +9,8 @@ import re
 import zlib
 from random import Random
 
-from minisgl.tiny.tables import TABLES
-from minisgl.tiny.words import any_word, sentence
+from training.tables import TABLES
+from training.words import any_word, sentence
 
 ALTERNATIVES = re.compile(r"\[([^\[\]]*)\]")
 

@@ -17,8 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from minisgl.tiny.tools import CALL, END_CALL, END_RESPONSE, RESPONSE, Message
-from minisgl.tiny.vocabulary import KNOWN_WORDS
+from training.tools import CALL, END_CALL, END_RESPONSE, RESPONSE, Message
+from training.vocabulary import KNOWN_WORDS
 
 END, SYSTEM, USER, ASSISTANT, PAD = "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|pad|>"
 SPECIAL = [END, SYSTEM, USER, ASSISTANT, PAD]  # ids 0 to 4

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from minisgl.tiny.phrases import CANNOT
-from minisgl.tiny.tables import TABLES
-from minisgl.tiny.words import CLOSED_WORDS, OPEN_WORDS
+from training.phrases import CANNOT
+from training.tables import TABLES
+from training.words import CLOSED_WORDS, OPEN_WORDS
 
 UNREAD = ("words", "nonsense", "later_cores", "new_phrasings")  # tables whose words stay out
 PLACEHOLDER = re.compile(r"\{\w+\}")

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from minisgl.tiny.data import Phrasing, Turn, fill, number, pick_style
-from minisgl.tiny.phrases import NEW_PHRASINGS, SUBJECTS, compose, expand, is_held_out
-from minisgl.tiny.tables import TABLES
-from minisgl.tiny.words import (
+from training.data import Phrasing, Turn, fill, number, pick_style
+from training.phrases import NEW_PHRASINGS, SUBJECTS, compose, expand, is_held_out
+from training.tables import TABLES
+from training.words import (
     ADJECTIVES,
     CITIES,
     COLORS,

@@ -11,11 +11,11 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from minisgl.tiny.data import Phrasing, Turn, ask, draw, list_items, listed, number, pick_style
-from minisgl.tiny.phrases import choose, is_held_out
-from minisgl.tiny.tables import TABLES
-from minisgl.tiny.talk import subject
-from minisgl.tiny.words import (
+from training.data import Phrasing, Turn, ask, draw, list_items, listed, number, pick_style
+from training.phrases import choose, is_held_out
+from training.tables import TABLES
+from training.talk import subject
+from training.words import (
     ANIMALS,
     CITIES,
     COLORS,

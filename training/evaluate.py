@@ -19,15 +19,15 @@ from typing import Any
 import torch
 
 from minisgl.config.paths import resolve_model_path
-from minisgl.tiny.chats import as_messages, system_prompt, toolless_turn
-from minisgl.tiny.checkpoint import load_model
-from minisgl.tiny.data import TASKS, Phrasing, Turn, draw
-from minisgl.tiny.lookup import Table, make_table, query, with_table
-from minisgl.tiny.phrases import is_held_out
-from minisgl.tiny.records import draw_json, read_text
-from minisgl.tiny.stories import is_story
-from minisgl.tiny.talk import draw_strange, small_talk
-from minisgl.tiny.tools import Message, call_turn, some_tools
+from training.chats import as_messages, system_prompt, toolless_turn
+from training.checkpoint import load_model
+from training.data import TASKS, Phrasing, Turn, draw
+from training.lookup import Table, make_table, query, with_table
+from training.phrases import is_held_out
+from training.records import draw_json, read_text
+from training.stories import is_story
+from training.talk import draw_strange, small_talk
+from training.tools import Message, call_turn, some_tools
 
 Generate = Callable[[list[list[int]]], list[list[int]]]  # prompts to new tokens
 CountTokens = Callable[[str], int]
@@ -264,7 +264,7 @@ def engine_generate(folder: Path, device: str) -> Generate:
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate a model folder with our own engine, or with transformers as the reference."""
     parser = argparse.ArgumentParser(
-        prog="python -m minisgl.tiny.evaluate", description="Held-out accuracy of the tiny model."
+        prog="python -m training.evaluate", description="Held-out accuracy of the tiny model."
     )
     parser.add_argument("--model", default=None, help="folder or hub id; none: the embedded model")
     parser.add_argument("--per-task", type=int, default=50, help="cases per task and per depth")
@@ -287,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         on_gpu = args.device.startswith("cuda")
         chip = torch.cuda.get_device_name() if on_gpu else f"CPU {platform.machine()}"
         result = {
-            "command": " ".join(["python -m minisgl.tiny.evaluate", *(argv or sys.argv[1:])]),
+            "command": " ".join(["python -m training.evaluate", *(argv or sys.argv[1:])]),
             "seed": args.seed,
             "engine": f"{args.engine}, float32, temperature 0",
             "hardware": chip,

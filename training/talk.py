@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from random import Random
 
-from minisgl.tiny.data import Turn, fill, number, pick_style
-from minisgl.tiny.phrases import CANNOT, compose, expand, is_held_out
-from minisgl.tiny.tables import TABLES
-from minisgl.tiny.words import (
+from training.data import Turn, fill, number, pick_style
+from training.phrases import CANNOT, compose, expand, is_held_out
+from training.tables import TABLES
+from training.words import (
     ADJECTIVES,
     ANIMALS,
     CITIES,

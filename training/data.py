@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from minisgl.tiny.phrases import (
+from training.phrases import (
     CORES,
     KINDS,
     NEW_PHRASINGS,
@@ -20,9 +20,9 @@ from minisgl.tiny.phrases import (
     misspell,
     place,
 )
-from minisgl.tiny.stories import story, topic
-from minisgl.tiny.vocabulary import KNOWN_WORDS
-from minisgl.tiny.words import (
+from training.stories import story, topic
+from training.vocabulary import KNOWN_WORDS
+from training.words import (
     ANIMALS,
     COLORS,
     FRUITS,

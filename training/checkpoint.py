@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from minisgl.tiny.tokenizer import END_ID, PAD_ID, VOCAB_SIZE, save_tokenizer, train_tokenizer
+from training.tokenizer import END_ID, PAD_ID, VOCAB_SIZE, save_tokenizer, train_tokenizer
 
 WINDOW = 4096  # tokens
 ROPE_BASE = 100_000.0

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from minisgl.tiny.tables import TABLES
-from minisgl.tiny.words import ADJECTIVES, ANIMALS, FRUITS, NAMES, PEOPLE, THINGS, pseudo_word
+from training.tables import TABLES
+from training.words import ADJECTIVES, ANIMALS, FRUITS, NAMES, PEOPLE, THINGS, pseudo_word
 
 PARTS: dict[str, Any] = TABLES["stories"]
 
