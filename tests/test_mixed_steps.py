@@ -201,10 +201,11 @@ def test_answers_do_not_depend_on_what_is_mixed(
 @pytest.mark.parametrize("recorded", [False, True])
 def test_the_engine_answers_as_without(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded model, sampled and greedy, with log probabilities and penalties."""
-    how: dict[str, Any] = {"device": "cpu", "page_size": 4, "num_pages": 300}
+    how: dict[str, Any] = {"device": "cpu", "page_size": 4, "num_pages": 96}
+    how["max_seq_len_override"] = 48
     if recorded:
         record_on_a_cpu(monkeypatch)
-        how |= {"cuda_graph_bs": (4, 8), "prefill_graph_max_tokens": 128}
+        how |= {"cuda_graph_bs": (4, 8), "prefill_graph_max_tokens": 64}
 
     def answers(limits: tuple[int, int]) -> tuple[dict[int, list[Any]], int]:
         mixed_steps = 0

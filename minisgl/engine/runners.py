@@ -49,7 +49,7 @@ class Runners:
         """Return the most new tokens and requests of a mixed step; 0, 0: it would run eagerly."""
         if self.prefill is None:
             return 0, 0
-        return min(MAX_MIXED_TOKENS, self.prefill.sizes[-1]), MAX_REQUESTS
+        return min(MAX_MIXED_TOKENS, self.prefill.sizes[-1]), len(self.prefill.next_ids)
 
     def free(self) -> None:
         """Free all graphs, although a prepared step may still refer to its runner.

@@ -17,7 +17,7 @@ LONG_CHUNK = 2048  # tokens
 class MixedPrefill(PrefillManager):
     """Computes short prompts together with the next token of every running request."""
 
-    max_tokens = max_requests = 0  # of a mixed step; nothing is mixed until they are set
+    max_tokens = max_requests = 0  # of a mixed step; 0: none is mixed
 
     def schedule(self) -> Batch | None:
         """Return the next prefill step, with all running requests if they fit."""
@@ -44,10 +44,9 @@ class MixedPrefill(PrefillManager):
     def adder(self) -> PrefillAdder:
         """Start a step; beside running requests it has little room for a long prompt."""
         adder, first = super().adder(), self.chunked_req or self.waiting.first()
-        limits = adder.limits
-        fair = limits.mixed_prefill_threshold is not None
-        if fair and self.decode.running and first is not None:
-            if first.prefill_len - first.cached_len > LONG_CHUNK < limits.max_extend_tokens:
-                adder.limits = replace(limits, max_extend_tokens=LONG_CHUNK)
-                adder.budget = LONG_CHUNK
+        if first is None or not self.decode.running or not self.limits.mixed_prefill_threshold:
+            return adder
+        if first.prefill_len - first.cached_len > LONG_CHUNK < adder.budget:
+            adder.limits = replace(adder.limits, max_extend_tokens=LONG_CHUNK)
+            adder.budget = LONG_CHUNK
         return adder

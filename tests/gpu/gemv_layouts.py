@@ -34,8 +34,20 @@ SHAPES = {  # [outputs, inputs], gated or not
     "Qwen3-0.6B": ((4096, 1024, 0), (1024, 2048, 0), (3072, 1024, 1), (1024, 3072, 0)),
     "Llama-3.2-1B": ((3072, 2048, 0), (2048, 2048, 0), (8192, 2048, 1), (2048, 8192, 0)),
 }
-TILES = [(4, 1024, 4), (4, 2048, 4), (8, 1024, 4), (2, 2048, 4), (4, 2048, 8), (2, 1024, 4),
-         (8, 1024, 8), (1, 2048, 4), (8, 512, 4), (8, 2048, 8), (2, 1024, 2), (4, 512, 4)]  # fmt: skip
+TILES = [
+    (4, 1024, 4),
+    (4, 2048, 4),
+    (8, 1024, 4),
+    (2, 2048, 4),
+    (4, 2048, 8),
+    (2, 1024, 4),
+    (8, 1024, 8),
+    (1, 2048, 4),
+    (8, 512, 4),
+    (8, 2048, 8),
+    (2, 1024, 2),
+    (4, 512, 4),
+]
 MOST = 4  # tiles that may be on their way before the wait
 
 
@@ -114,7 +126,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 def laid_out(weight: Tensor, gated: bool, tile: tuple[int, int, int], packed: bool) -> Product:
-    """Return the product with `weight` by `layout_kernel`, all tiles requested early if they fit."""
+    """Return the product with `weight` by `layout_kernel`, up to `MOST` tiles ahead."""
     (bn, bk, warps), k = tile, weight.shape[1]
     n = weight.shape[0] // (2 if gated else 1)
     halves = weight.split(n)
