@@ -22,6 +22,7 @@ from minisgl.config.engine import SchedulerConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.config.rules import refuse
 from minisgl.core import IntArray, SamplingParams
+from minisgl.guarded import guarded
 from minisgl.recording import Recorder
 from minisgl.scheduler.build import build_scheduler, limits_of
 from minisgl.scheduler.channel import InProcessChannel
@@ -33,8 +34,8 @@ from minisgl.scheduler.messages import (
     TokenReply,
     UserMsg,
 )
-from minisgl.scheduler.observe import guarded
-from minisgl.tokenizer import DecodeStatus, Tokenizer, load_tokenizer
+from minisgl.scheduler.side import SideTokenizer
+from minisgl.tokenizer import DecodeStatus, Tokenizer, has_tokenizer
 
 
 class OutputBuilder:
@@ -152,7 +153,7 @@ class LLM:
     ) -> None:  # fmt: skip
         folder = resolve_model_path(model_path)
         self.config = make_config(folder, tensor_parallel_size, fields)
-        self.tokenizer = load_tokenizer(folder)
+        self.tokenizer = SideTokenizer(folder) if has_tokenizer(folder) else None
         self.channel = InProcessChannel()
         self.recorder = Recorder(Path(record), text=record_text) if record is not None else None
         self.ranks = start_ranks(self.config)
@@ -316,6 +317,8 @@ class LLM:
                     shutdown()
             if self.recorder is not None:
                 guarded(self.recorder.close)()
+            if self.tokenizer is not None:
+                self.tokenizer.side.close()
             if not failed and self.ranks is not None:
                 self.ranks.close()
 

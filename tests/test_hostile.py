@@ -9,22 +9,26 @@ import random
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 import pytest
 from fastapi import FastAPI, Request
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from minisgl.core import SamplingParams
 from minisgl.parallel.gloo import loopback_store
 from minisgl.scheduler import requests
 from minisgl.scheduler.frames import Codec, with_seed
-from minisgl.scheduler.messages import AbortMsg, Msg, UserMsg
+from minisgl.scheduler.messages import AbortMsg, Msg, TokenReply, UserMsg
 from minisgl.scheduler.requests import Limits, make_req
 from minisgl.server.chat.client import ApiClient, ServerError
 from minisgl.server.cli import main
@@ -535,6 +539,53 @@ def test_parameters_are_checked_where_they_come_in() -> None:
         assert [type(msg) for msg in codec.decode(frame)] == [UserMsg, AbortMsg]
     with pytest.raises(ValueError, match="Expected"):
         codec.decode(frame.replace(b"top_p", b"top_k"))
+
+
+PARAMS = SamplingParams(seed=3, stop=("a",), bad_words=("b", (1, 2)))
+FRAME = encode([
+    UserMsg(1, [1, 2, 3], PARAMS), UserMsg(2, [1, 2], with_seed(PARAMS, 4), "b"), AbortMsg(1),
+    TokenizeMsg(uid=3, text="ä", sampling_params=PARAMS, template_kwargs={"a": 1}),
+    TokenReply(uid=4, token=5, stop=("a",), top_logprobs=[(1, -0.5)]),
+])  # fmt: skip
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_corrupt_frame_is_one_kind_of_error(data: st.DataObject) -> None:
+    frame = bytearray(FRAME)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(frame) - 1))
+        length = data.draw(st.integers(0, 2))
+        frame[at : at + length] = data.draw(st.binary(max_size=2))
+    with suppress(msgspec.DecodeError):
+        decode(bytes(frame))
+
+
+def test_a_frame_that_nests_too_deep_is_refused() -> None:
+    tables, messages, *rest = msgspec.msgpack.decode(FRAME)
+    nested = msgspec.msgpack.encode("NEST"), b"\x91" * 10**5 + b"\x90"
+    frame = msgspec.msgpack.encode((tables | {"template_kwargs": [{"a": "NEST"}]}, messages, *rest))
+    with pytest.raises(msgspec.DecodeError, match="frame: must be text and flat"):
+        decode(frame.replace(*nested))
+
+
+@pytest.mark.parametrize(
+    "refs, params, error",
+    [
+        ([[0, "input_ids", 2]], [], "input_ids: must be below 2, got 2"),
+        ([[0, "input_ids", -1]], [], "input_ids: must be below 2, got -1"),
+        ([[9, "input_ids", 0]], [], "message: must be below 5, got 9"),
+        ([[2, "input_ids", 0]], [], "name: must be a shared field, got 'input_ids'"),
+        ([[0, "__class__", 0]], [], "name: must be a shared field, got '__class__'"),
+        ([], [[0, 1, None]], "sampling_params: must be below 1, got 1"),
+        ([], [[2, 0, None]], "message: must have parameters, got 2"),
+    ],
+)
+def test_a_reference_to_nothing_is_refused(refs: Any, params: Any, error: str) -> None:
+    tables, messages, *_ = msgspec.msgpack.decode(FRAME)
+    frame = msgspec.msgpack.encode((tables, messages, refs, params))
+    with pytest.raises(msgspec.ValidationError, match=error):
+        decode(frame)
 
 
 def test_what_requests_share_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:

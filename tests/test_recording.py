@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from minisgl import LLM, SamplingParams, events
 from minisgl.events import AnyEvent, Event
+from minisgl.guarded import guarded
 from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.recording import Recorder, Recording, Replay, read_recording, replay
 from minisgl.scheduler.messages import AbortMsg
-from minisgl.scheduler.observe import emitter, guarded
+from minisgl.scheduler.observe import emitter
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.speculative import SpeculativeScheduler
 from tests.fakes import Driver

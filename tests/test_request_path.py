@@ -22,7 +22,7 @@ from minisgl.server.http.settings import settings_for
 from minisgl.server.in_process import InProcessServer
 
 ROOT = Path(minisgl.__file__).parent
-IDLE = {"kvcache/audit", "scheduler/observe"}  # of the loop that waits afterwards
+IDLE = {"guarded", "kvcache/audit", "scheduler/observe"}  # of the loop that waits afterwards
 UNUSED = """
 engine/logits_processors engine/prompt_logprobs engine/runners scheduler/frames scheduler/grammar
 scheduler/retraction scheduler/speculative server/http/calls server/http/tool_parser

@@ -160,13 +160,12 @@ def test_slow_reader_is_cut(checkpoint: Path) -> None:
             "logprobs": 20,
         }
         started = time.monotonic()
-        connection = raw_request(live, body, buffer=1024)
-        wait_for(lambda: live.limiter.taken == 32, "the stream to begin")
-        wait_for(lambda: live.limiter.taken == 0, "the reader to be cut", 20)
-        assert time.monotonic() - started > 0.5
-        live.assert_pages_home()
-        wait_for(lambda: not live.http.server_state.connections, "the connection to be gone")
-        connection.close()
+        with raw_request(live, body, buffer=1024):  # closed before the server waits for it
+            wait_for(lambda: live.limiter.taken == 32, "the stream to begin")
+            wait_for(lambda: live.limiter.taken == 0, "the reader to be cut", 20)
+            assert time.monotonic() - started > 0.5
+            live.assert_pages_home()
+            wait_for(lambda: not live.http.server_state.connections, "the connection to be gone")
 
 
 @pytest.mark.clock

@@ -12,7 +12,6 @@ import pytest
 
 from minisgl.benchmark.__main__ import main
 from minisgl.benchmark.simulate import (
-    GPUS,
     Device,
     Simulated,
     Timed,
@@ -21,8 +20,18 @@ from minisgl.benchmark.simulate import (
     replica_arrivals,
     share_of,
     simulate,
+    with_burst,
 )
-from minisgl.benchmark.step_cost import FITTED, Factors, StepCost, fit, seconds_of
+from minisgl.benchmark.step_cost import (
+    FITTED,
+    GPUS,
+    Factors,
+    StepCost,
+    StepTimes,
+    cost_on,
+    fit,
+    seconds_of,
+)
 from minisgl.benchmark.summary import summarize
 from minisgl.benchmark.workload import RandomRequest, random_workload
 from minisgl.config.engine import SchedulerConfig
@@ -47,16 +56,47 @@ def requests(count: int, prompt: int, answer: int, gap: float = 0.0) -> list[Ran
 def step_seconds(extend: int, cached: int) -> float:
     """One request's step."""
     lengths = np.array([[extend], [cached]])
-    return float(seconds_of(StepCost(MODEL, GPU.ceilings).columns(*lengths, 1), FITTED))
+    return float(seconds_of(cost_on(MODEL, GPU, 1, 8192).columns(*lengths, 1), FITTED))
+
+
+def times(device: float, host: float = 0.0, launch: float = 0.0) -> StepTimes:
+    return StepTimes(*(np.array(seconds) for seconds in (device, host, launch)))
 
 
 def test_the_device_works_in_order_and_waiting_moves_the_clock() -> None:
     device = Device(host_s=0.5)
-    first, second = device.launch(3.0), device.launch(3.0)
+    first, second = device.launch(times(3.0)), device.launch(times(3.0))
     assert (first, second, device.now, device.busy) == (3.5, 6.5, 1.0, 6.0)
     assert Timed(device, second, 2).wait().ids == [0, 0] and device.now == 6.5
     Timed(device, first, 1).wait()
-    assert device.now == 6.5 and device.launch(1.0) == 8.0
+    assert device.now == 6.5 and device.launch(times(1.0)) == 8.0
+
+
+def test_no_step_ends_before_its_last_launch() -> None:
+    device = Device(host_s=0.5)
+    assert device.launch(times(1.0, host=2.0, launch=3.0)) == device.now == 5.5
+    assert device.launch(times(4.0, launch=1.0)) == 10.0 and device.now == 7.0
+
+
+def test_a_captured_prefill_step_is_padded() -> None:
+    cost = StepCost(MODEL, GPU.ceilings, captured=(64, 512))
+    shapes = {(100,): (512, True), (64,): (64, True), (513,): (513, False), (1, 1): (2, True)}
+    for shape, expected in [*shapes.items(), ((8,) * 17, (136, False))]:
+        assert cost.rows(np.array(shape)) == expected
+    assert cost_on(MODEL, GPU).captured[-1] == 512
+    assert cost_on(MODEL, GPU, 1, 256).captured[-1] == 256
+
+
+def test_a_burst_is_one_client() -> None:
+    load = with_burst(requests(3, 8, 1, gap=1.0), requests(2, 50, 1), at=1.5)
+    assert [r.client for r in load] == ["0", "1", "burst", "burst", "2"]
+    assert [r.due for r in load] == [0.0, 1.0, 1.5, 1.5, 2.0]
+    fair = replace(ENGINE, schedule_policy="fair", max_extend_tokens=512)
+    load = with_burst(requests(30, 100, 8, gap=0.1), requests(20, 4000, 8), at=1.0)
+    spans = [max(r.ttft for r, request in zip(found.run.records, load) if request.client != "burst")
+             for config in (ENGINE, fair)
+             for found in [simulate(MODEL, GPU, load, config=config)]]  # fmt: skip
+    assert spans[1] < spans[0] / 5
 
 
 def test_one_request_takes_the_time_of_its_steps() -> None:

@@ -19,7 +19,8 @@ import torch
 
 from minisgl.attention.factory import BACKENDS
 from minisgl.benchmark.latency import SAMPLING
-from minisgl.benchmark.simulate import GPUS, ROUTERS
+from minisgl.benchmark.simulate import ROUTERS
+from minisgl.benchmark.step_cost import GPUS
 from minisgl.benchmark.workload import check_room
 from minisgl.config import flags
 from minisgl.config.engine import SchedulerConfig, choose_device

@@ -9,14 +9,23 @@ import argparse
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from minisgl.benchmark.kernels import Ceilings
 from minisgl.benchmark.load import SAFE_VOCAB, LoadRun, Record, online_workload
-from minisgl.benchmark.step_cost import FITTED, StepCost, Times, seconds_of
+from minisgl.benchmark.step_cost import (
+    FITTED,
+    GPUS,
+    Gpu,
+    StepCost,
+    StepTimes,
+    Times,
+    cost_on,
+    times_of,
+)
 from minisgl.benchmark.summary import summarize
 from minisgl.benchmark.trace import TraceShape, read_trace, requests_of, synthesize
 from minisgl.benchmark.workload import RandomRequest
@@ -41,11 +50,13 @@ class Device:
         self.now = self.free_at = self.busy = 0.0
         self.host_s, self.steps = host_s, 0
 
-    def launch(self, seconds: float) -> float:
-        """Return when a step ends that is launched now."""
-        self.now += self.host_s
-        self.free_at = max(self.now, self.free_at) + seconds
-        self.busy, self.steps = self.busy + seconds, self.steps + 1
+    def launch(self, times: StepTimes) -> float:
+        """Return when a step ends that is launched now; none ends before its last launch."""
+        device, host, launch = (float(seconds) for seconds in times)
+        begin = self.now + self.host_s + host
+        self.now = begin + launch
+        self.free_at = max(max(begin, self.free_at) + device, self.now)
+        self.busy, self.steps = self.busy + device, self.steps + 1
         return self.free_at
 
 
@@ -74,7 +85,7 @@ class TimedExecutor(SimulatedExecutor):
         assert meta is not None
         extend = meta.extend_lens.astype(np.int64)
         columns = self.cost.columns(extend, meta.seq_lens - extend, count)
-        return Timed(self.device, self.device.launch(float(seconds_of(columns, FITTED))), count)
+        return Timed(self.device, self.device.launch(times_of(columns, FITTED)), count)
 
 
 @lru_cache(4096)
@@ -108,7 +119,7 @@ class Arrivals:
             record.sent = device.now if self.clients is not None else request.due
             record.due = record.sent
             params = params_of(request.output_len)
-            found.append(UserMsg(uid, request.input_ids.tolist(), params))
+            found.append(UserMsg(uid, request.input_ids.tolist(), params, request.client))
         return found
 
     def send(self, replies: Sequence[Reply]) -> None:
@@ -128,18 +139,13 @@ class Arrivals:
                 self.running -= 1
 
 
-class Gpu(NamedTuple):
-    """Ceilings, memory and power of a GPU."""
-
-    ceilings: Ceilings
-    nbytes: float  # for weights and pages, with a memory ratio of 0.9
-    watts: float  # while it computes
-
-
-GPUS = {
-    "h100": Gpu(Ceilings(3.06e12, 7.35e14), 76.0e9, 570.0),
-    "h200": Gpu(Ceilings(4.35e12, 6.83e14), 134.3e9, 680.0),
-}
+def with_burst(
+    requests: Sequence[RandomRequest], burst: Sequence[RandomRequest], at: float
+) -> list[RandomRequest]:
+    """Return requests of a client each, and those that the client "burst" sends `at` seconds."""
+    others = [replace(request, client=str(uid)) for uid, request in enumerate(requests)]
+    all_at_once = [replace(request, client="burst", due=at) for request in burst]
+    return sorted(others + all_at_once, key=lambda request: request.due)
 
 
 class Simulated(NamedTuple):
@@ -168,8 +174,9 @@ def simulate(
     pages = config.num_pages or count_pages(model, gpu, tp, config.page_size)
     device = Device()
     engine = TimedExecutor(
-        StepCost(model, gpu.ceilings, tp), device, num_pages=pages, page_size=config.page_size,
-        max_seq_len=longest + 1, max_running_req=config.max_running_req,
+        cost_on(model, gpu, tp, config.max_extend_tokens), device, num_pages=pages,
+        page_size=config.page_size, max_seq_len=longest + 1,
+        max_running_req=config.max_running_req,
     )  # fmt: skip
     prefill = build_prefill(config, engine, Parts(), None)
     limits = Limits(longest + 1, pages * config.page_size, model.vocab_size)

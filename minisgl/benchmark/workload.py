@@ -61,12 +61,13 @@ def chat_workload(count: int = 64, seed: int = 0) -> list[Chat]:
 class RandomRequest:
     """A prompt of random ids, int32 [n], and the exact number of tokens to produce.
 
-    `due` is when an online run sends it, in seconds after its start.
+    `due` is when an online run sends it, in seconds after its start; `client` is the sender.
     """
 
     input_ids: IntArray
     output_len: int
     due: float = 0.0
+    client: str = ""
 
 
 def check_room(flag: str, prompt: int, answer: int, room: int) -> None:

@@ -9,12 +9,8 @@ from typing import Any
 
 LLAMA_3_1_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "eos_token_id": 128001,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
+    "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072,
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
     "rms_norm_eps": 1e-05,
     "rope_scaling": {
         "factor": 8.0,

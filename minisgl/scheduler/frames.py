@@ -52,6 +52,13 @@ ParamRefs = list[tuple[int, int, int | None]]  # of a message: which parameters,
 BLANK: dict[str, Any] = {"input_ids": [], "text": None, "messages": None, "template_kwargs": {}}
 
 
+def pick(table: list[Any], index: int, what: str) -> Any:
+    """Return an entry of a table; `msgspec.ValidationError` if there is none."""
+    if not 0 <= index < len(table):
+        raise msgspec.ValidationError(f"{what}: must be below {len(table)}, got {index}")
+    return table[index]
+
+
 class Codec:
     """Encodes and decodes frames of messages of the union `kind`."""
 
@@ -85,13 +92,23 @@ class Codec:
         return self._encoder.encode((tables, wire, refs, params))
 
     def decode(self, frame: bytes) -> list[Any]:
-        """Return the messages of a frame, or raise `msgspec.ValidationError`."""
-        tables, messages, refs, params = self._decoder.decode(frame)
+        """Return the messages of a frame, or raise `msgspec.DecodeError`."""
+        try:
+            tables, messages, refs, params = self._decoder.decode(frame)
+        except (UnicodeDecodeError, RecursionError) as error:
+            raise msgspec.DecodeError(f"frame: must be text and flat, got {error}") from None
         for at, name, index in refs:
-            setattr(messages[at], name, getattr(tables, name)[index])
+            msg = pick(messages, at, "message")
+            if name not in getattr(msg, "shared", ()):
+                raise msgspec.ValidationError(f"name: must be a shared field, got {name!r}")
+            setattr(msg, name, pick(getattr(tables, name), index, name))
         made: dict[Any, SamplingParams] = {}
         for at, index, seed in params:
+            msg = pick(messages, at, "message")
+            if not hasattr(msg, "sampling_params"):
+                raise msgspec.ValidationError(f"message: must have parameters, got {at}")
             if (index, seed) not in made:
-                made[index, seed] = with_seed(tables.sampling_params[index], seed)
-            messages[at].sampling_params = made[index, seed]
+                common = pick(tables.sampling_params, index, "sampling_params")
+                made[index, seed] = with_seed(common, seed)
+            msg.sampling_params = made[index, seed]
         return messages

@@ -1,16 +1,15 @@
-"""Observers of a scheduler: an audit of its pages, the times of its stages, no harm by either.
+"""Observers of a scheduler: an audit of its pages, the times of its stages.
 
 Generated from notebooks/09c_llm.ipynb: edit there.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 from minisgl.events import Emit, Event, StageEnded, StageTimed, StepFinished, StepLaunched
+from minisgl.guarded import guarded
 from minisgl.kvcache.audit import check_integrity
 from minisgl.scheduler.scheduler import Scheduler
 
@@ -30,23 +29,6 @@ class IdleAudit:
         check_integrity(scheduler.cache, live)
         end = self.clock()
         self.next_time = end + self.every * max(1.0, 100 * (end - start))
-
-
-def guarded(observe: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function to return None where it raises, and log its first exception."""
-    name = getattr(observe, "__qualname__", type(observe).__name__)
-    failures = 0
-
-    def call(*args: Any) -> Any:
-        nonlocal failures
-        try:
-            return observe(*args)
-        except Exception as error:
-            failures += 1
-            if failures == 1:
-                logging.getLogger(__name__).error(f"{name} failed, reported once: {error!r}")
-
-    return call
 
 
 class StageClock:

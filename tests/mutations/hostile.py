@@ -180,4 +180,18 @@ MUTATIONS = [
         new="choices = formatted()",
         test=TEST + "test_large_answers_are_formatted_beside_the_event_loop",
     ),
+    Mutation(
+        name="frames: a negative place counts from the end",
+        module="minisgl.scheduler.frames",
+        old="if not 0 <= index < len(table):",
+        new="if index >= len(table):",
+        test=TEST + "test_a_reference_to_nothing_is_refused",
+    ),
+    Mutation(
+        name="frames: bytes that are no text are another error",
+        module="minisgl.scheduler.frames",
+        old="except (UnicodeDecodeError, RecursionError)",
+        new="except RecursionError",
+        test=TEST + "test_a_corrupt_frame_is_one_kind_of_error",
+    ),
 ]

@@ -10,6 +10,13 @@ DIALECTS = "tests/test_server_dialects.py::"
 
 MUTATIONS = [
     Mutation(
+        name="server: a server that failed names itself draining",
+        module="minisgl.server.http.api",
+        old='.get(reason, "failed")',
+        new='.get(reason, "draining")',
+        test=TEST + "test_health_has_a_word_for_each_state",
+    ),
+    Mutation(
         name="scores: a scored prompt takes what is cached",
         module="minisgl.kvcache.cache_manager",
         old="0 if req.scores_prompt else -1",
@@ -594,7 +601,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: a trace that fails fills the log",
-        module="minisgl.scheduler.observe",
+        module="minisgl.guarded",
         old="if failures == 1:",
         new="if True:",
         test="tests/test_server_operations.py::test_a_scheduler_outlives_what_watches_it",
@@ -608,7 +615,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: who failed once observes no more",
-        module="minisgl.scheduler.observe",
+        module="minisgl.guarded",
         old="return observe(*args)",
         new="return None if failures else observe(*args)",
         test="tests/test_recording.py::test_an_observer_is_called_again_after_it_failed",

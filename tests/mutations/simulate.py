@@ -10,9 +10,23 @@ MUTATIONS = [
     Mutation(
         "simulate: the device does two steps at once",
         SIMULATE,
-        "self.free_at = max(self.now, self.free_at) + seconds",
-        "self.free_at = self.now + seconds",
+        "max(max(begin, self.free_at) + device, self.now)",
+        "max(begin + device, self.now)",
         TESTS + "test_the_device_works_in_order_and_waiting_moves_the_clock",
+    ),
+    Mutation(
+        "simulate: a step ends before its last launch",
+        SIMULATE,
+        "max(max(begin, self.free_at) + device, self.now)",
+        "max(begin, self.free_at) + device",
+        TESTS + "test_no_step_ends_before_its_last_launch",
+    ),
+    Mutation(
+        "simulate: a captured step computes its own rows only",
+        "minisgl.benchmark.step_cost",
+        "return self.captured[bisect_left(self.captured, tokens)], True",
+        "return tokens, True",
+        TESTS + "test_a_captured_prefill_step_is_padded",
     ),
     Mutation(
         "simulate: the clock goes back",

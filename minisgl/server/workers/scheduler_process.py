@@ -14,6 +14,7 @@ from pathlib import Path
 from minisgl.config.engine import ServerConfig
 from minisgl.engine.heap import frozen_heap
 from minisgl.events import StageTimed
+from minisgl.guarded import guarded
 from minisgl.parallel.comm import Comm
 from minisgl.recording import Observed
 from minisgl.runtime.supervisor import WorkerContext, WorkerFailed
@@ -21,7 +22,7 @@ from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.grammar import GrammarQueue
 from minisgl.scheduler.messages import ExitMsg, Msg, Reply, UserMsg
-from minisgl.scheduler.observe import StageClock, guarded
+from minisgl.scheduler.observe import StageClock
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.server.workers.channels import Inbox, Outbox, ZmqInbox, ZmqOutbox
 from minisgl.server.workers.messages import StatsEvent, StatsMsg
