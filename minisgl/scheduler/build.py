@@ -19,6 +19,7 @@ from minisgl.config.paths import resolve_model_path
 from minisgl.engine.engine import Engine, build_engine
 from minisgl.engine.prompt_logprobs import make_scorer
 from minisgl.events import Emit
+from minisgl.guarded import guarded
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.naive_cache import NaiveCache
 from minisgl.kvcache.prefix_cache import PrefixCache
@@ -29,7 +30,7 @@ from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.executor import Executor
 from minisgl.scheduler.grammar import CompilingChannel, GrammarQueue, load_grammars
 from minisgl.scheduler.mixed import MixedPrefill
-from minisgl.scheduler.observe import IdleAudit, emitter, guarded
+from minisgl.scheduler.observe import IdleAudit, emitter
 from minisgl.scheduler.phases import DecodeManager, PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue, WaitingQueue, mixed_prefill_threshold
 from minisgl.scheduler.requests import Limits, make_req
