@@ -140,11 +140,8 @@ def build_scheduler(
         engine, prefill.cache, prefill, prefill.decode,
         channel if comm is None else CompilingChannel(channel, grammars),
         make_req=partial(make_req, limits=limits, constrain=grammars.constrain),
-        make_room=make_room,
-        audit=IdleAudit(),
-        eos_token_ids=limits.eos_token_ids,
-        overlap=bool(settled.overlap),
-        interleave=settled.schedule_policy == "fair",
+        make_room=make_room, audit=IdleAudit(), eos_token_ids=limits.eos_token_ids,
+        overlap=bool(settled.overlap), interleave=settled.schedule_policy == "fair",
         emit=emit,
         **drafts,
     )  # fmt: skip
