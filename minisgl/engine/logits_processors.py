@@ -125,6 +125,12 @@ def apply_masks(out: Tensor, _: Tensor, rows: Tensor, masks: Tensor) -> None:
     out.index_copy_(0, rows, out.index_select(0, rows).masked_fill_(~allowed, -torch.inf))
 
 
+def masks_of(edits: Sequence[Edit]) -> tuple[np.ndarray, ...]:
+    """Return the rows with masks, and the masks, which may change until `process` is called."""
+    found = (edit.arrays for edit in edits if edit.apply is apply_masks)
+    return next(found, (ints(()), np.zeros((0, 0), np.int32)))
+
+
 class Biases:
     """Add a number to the logits of some tokens."""
 

@@ -20,7 +20,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from minisgl.core import IntArray, Req, SamplingParams
-from minisgl.engine.logits_processors import LogitsParams
+from minisgl.engine.logits_processors import LogitsParams, masks_of
 from minisgl.engine.step import ForwardInput, ForwardOutput, SampledTokens
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.messages import AbortMsg, InvalidRequestError, Msg, UserMsg
@@ -296,7 +296,7 @@ class Grammars:
     def fill_masks(self, fi: ForwardInput) -> None:
         """Write the masks of a step: what each constrained request may say next."""
         assert fi.sampling is not None
-        rows, masks = fi.sampling.processing.mask_rows, fi.sampling.processing.masks
+        rows, masks = masks_of(fi.sampling.processing)
         todo = []
         for index, row in enumerate(rows):
             req = fi.sampled[row]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from minisgl.attention.metadata import ragged_arange
 from minisgl.core import Batch, Req
-from minisgl.engine.logits_processors import LogitsProcessors
+from minisgl.engine.logits_processors import LogitsProcessors, masks_of
 from minisgl.engine.sampler import Sampler
 from minisgl.engine.step import ForwardInput, ForwardOutput, SampledTokens, build_forward_input
 from minisgl.kvcache.page_table import TableManager
@@ -123,7 +123,7 @@ class SimulatedExecutor:
         ids = np.where(repeats, self.token_pool[rows, positions - self.PERIOD], fresh)
         processing = None if inputs.sampling is None else inputs.sampling.processing
         if processing is not None:
-            for row, mask in zip(processing.mask_rows, processing.masks):
+            for row, mask in zip(*masks_of(processing)):
                 allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
                 ids[row] = allowed[int(x[row]) % len(allowed)]
         self.token_pool[rows, positions] = ids
