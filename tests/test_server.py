@@ -29,6 +29,7 @@ from minisgl.scheduler.requests import PROMPT_TAIL
 from minisgl.server.frontend import Frontend, Observer, RequestFailed
 from minisgl.server.http.api import EventStream, create_app
 from minisgl.server.http.errors import ApiError
+from minisgl.server.http.limits import DRAINING, LOADING, ConcurrencyLimiter
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest
 from minisgl.server.http.settings import ApiSettings, sampling_defaults, settings_for
 from minisgl.server.in_process import InProcessServer
@@ -44,7 +45,7 @@ from minisgl.server.workers.messages import (
     encode,
 )
 from minisgl.server.workers.scheduler_process import SchedulerChannel
-from minisgl.server.workers.text_process import PromptThread, build_text_worker
+from minisgl.server.workers.text_process import PromptThreads, build_text_worker
 from minisgl.server.workers.text_worker import PromptQueue, TextWorker, run_text_worker
 from minisgl.tokenizer import SLICE, Tokenizer
 from tests.serving import WINDOW, Live, random_model, wait_for
@@ -302,7 +303,7 @@ def test_a_long_prompt_stops_neither_answers_nor_short_prompts_nor_aborts(
         turns = 0
 
     bench.worker.encode = slow  # type: ignore[method-assign]
-    run_text_worker(bench.worker, Scripted(), prompts=PromptQueue(PromptThread()))
+    run_text_worker(bench.worker, Scripted(), prompts=PromptQueue(PromptThreads()))
     kinds = [(type(m).__name__, m.uid) for m in sent]
     assert kinds[:2] == [("UserMsg", 3), ("UserMsg", 2)]  # the long ones were there before
     assert set(kinds[2:]) == {("AbortMsg", 7), ("UserMsg", 0)}  # and 1 has left
@@ -314,7 +315,7 @@ def test_lanes_encode_each_prompt_once_unless_its_client_left(
     events: list[tuple[int, int]],
 ) -> None:
     """0 adds a short prompt, 1 a long one, 2 drops the prompt of that number."""
-    lanes, sizes = PromptQueue(PromptThread()), list[int]()
+    lanes, sizes = PromptQueue(PromptThreads()), list[int]()
     done, dropped = list[int](), set[int]()
 
     def encode(msg: TokenizeMsg) -> Any:
@@ -847,6 +848,36 @@ def test_key_and_model_name_are_checked() -> None:
             ]
 
     assert asyncio.run(codes()) == [401, 200, 404, 200]
+
+
+@pytest.mark.parametrize(
+    ("reason", "failure", "expected"),
+    [
+        (None, None, (200, "ok")),
+        (LOADING, None, (503, "loading")),
+        (DRAINING, None, (503, "draining")),
+        (DRAINING, DRAINING, (503, "draining")),
+        (None, "the scheduler died", (503, "failed")),
+        (LOADING, "the scheduler died", (503, "failed")),
+    ],
+)
+def test_health_has_a_word_for_each_state(
+    reason: str | None, failure: str | None, expected: tuple[int, str]
+) -> None:
+    """A gateway reads the status alone; a person who asks why reads the word."""
+    frontend = Frontend([LocalQueue()], LocalQueue())
+    frontend.failure = failure
+    app = create_app(frontend, ApiSettings("mine", 128), ConcurrencyLimiter(4, reason))
+
+    async def get() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+            return await client.get("/health")
+
+    response = asyncio.run(get())
+    body = response.json()
+    assert (response.status_code, body["status"]) == expected
+    assert ("retry-after" in response.headers) is ("error" in body) is (expected[0] == 503)
 
 
 def test_dead_worker_is_a_503_for_all() -> None:

@@ -11,8 +11,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from minisgl.runtime.supervisor import OF_THE_GROUP, WorkerFailed, one_line
 from minisgl.server.frontend import Frontend, Observer
 from minisgl.server.http.access import Access, secured, warn_if_open
 from minisgl.server.http.api import create_app
-from minisgl.server.http.limits import BodyLimit, ConcurrencyLimiter, http_config
+from minisgl.server.http.limits import LOADING, BodyLimit, ConcurrencyLimiter, http_config
 from minisgl.server.http.settings import ApiSettings, settings_for
 from minisgl.server.http.tokens import add_token_routes
 from minisgl.server.messages.routes import add_messages_routes
@@ -117,9 +117,7 @@ async def serve(
     config: ServerConfig, operations: Operations, settings: ApiSettings,
 ) -> int:  # fmt: skip
     """Serve over HTTP until it is over; returns the exit status."""
-    limiter = ConcurrencyLimiter(
-        config.max_running_req + operations.max_queue, reason="the model is loading"
-    )
+    limiter = ConcurrencyLimiter(config.max_running_req + operations.max_queue, reason=LOADING)
     app = build_app(frontend, settings, limiter, watchers, operations)
     server = Server(http_config(app, operations.stall_timeout, operations.trusted_proxies))
 
@@ -135,19 +133,22 @@ async def serve(
     return await lifecycle.run(sock)
 
 
-def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
-    """Start all parts, serve or chat, and leave nothing behind; returns the exit status."""
+def settings_of(config: ServerConfig, operations: Operations) -> ApiSettings:
+    """Make the routes' settings; raise `ValueError` for a model that cannot be served."""
     path = resolve_model_path(config.model_path)
     if not has_tokenizer(path):
         raise ValueError(f"model_path: {path} holds no tokenizer, and a server answers with text")
     settings = settings_for(config, path, operations.request_timeout)
     settings = secured(settings, config.host, operations.api_key_file, operations.allow_origin)
-    settings = replace(settings, isolate_prefixes=operations.isolate_prefixes)
+    return replace(settings, isolate_prefixes=operations.isolate_prefixes)
+
+
+@contextmanager
+def started(
+    config: ServerConfig, operations: Operations
+) -> Iterator[tuple[WorkerGroup, Frontend, Watchers]]:
+    """The worker processes, which may still load, their frontend, and what observes it."""
     with ExitStack() as stack:
-        sock = None
-        if not shell:
-            sock = stack.enter_context(listen(config.host, config.port))
-            warn_if_open(config.host, settings.keys)
         watchers = Watchers(operations)
         stack.callback(watchers.close)
         watchdog = Watchdog(operations.worker_timeout, operations.step_timeout)
@@ -161,6 +162,18 @@ def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
             stack.callback(outbox.close)
         frontend = Frontend(outboxes, inbox, watchers.all())
         stack.callback(frontend.close)
+        yield group, frontend, watchers
+
+
+def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
+    """Start all parts, serve or chat, and leave nothing behind; returns the exit status."""
+    settings = settings_of(config, operations)
+    with ExitStack() as stack:
+        sock = None
+        if not shell:
+            sock = stack.enter_context(listen(config.host, config.port))
+            warn_if_open(config.host, settings.keys)
+        group, frontend, watchers = stack.enter_context(started(config, operations))
         if sock is None:
             from minisgl.server.chat.start import chat  # a server needs no terminal
 

@@ -10,6 +10,13 @@ DIALECTS = "tests/test_server_dialects.py::"
 
 MUTATIONS = [
     Mutation(
+        name="server: a server that failed names itself draining",
+        module="minisgl.server.http.api",
+        old='.get(reason, "failed")',
+        new='.get(reason, "draining")',
+        test=TEST + "test_health_has_a_word_for_each_state",
+    ),
+    Mutation(
         name="scores: a scored prompt takes what is cached",
         module="minisgl.kvcache.cache_manager",
         old="0 if req.scores_prompt else -1",

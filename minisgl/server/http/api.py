@@ -37,7 +37,7 @@ from minisgl.server.http.formats import (
     sse,
     usage,
 )
-from minisgl.server.http.limits import ConcurrencyLimiter
+from minisgl.server.http.limits import DRAINING, LOADING, ConcurrencyLimiter
 from minisgl.server.http.schemas import (
     MAX_ANSWERS,
     ChatRequest,
@@ -367,9 +367,11 @@ def add_info_routes(app: FastAPI, keyed: APIRouter, service: Service) -> None:
     @app.head("/health", include_in_schema=False)
     async def health() -> Response:
         reason = service.frontend.failure or service.limiter.reason
-        if reason is not None:
-            raise ApiError(503, reason, code="service_unavailable")
-        return Json({"status": "ok"})
+        if reason is None:
+            return Json({"status": "ok"})
+        state = {LOADING: "loading", DRAINING: "draining"}.get(reason, "failed")
+        error = ApiError(503, reason, code="service_unavailable")
+        return Json({"status": state, **error.body()}, 503, error.headers)
 
     @keyed.get("/v1/models")
     @keyed.get("/v1/models/", include_in_schema=False)

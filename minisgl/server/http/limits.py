@@ -57,6 +57,9 @@ class Shares:
             del self.held[client]
 
 
+LOADING, DRAINING = "the model is loading", "the server is shutting down"
+
+
 class ConcurrencyLimiter(Shares):
     """Admission of `limit` answers at once, shared by clients; none while `reason` is set."""
 

@@ -18,7 +18,7 @@ import uvicorn
 from minisgl.engine.heap import frozen_heap
 from minisgl.runtime.supervisor import Supervisor, WorkerFailed
 from minisgl.server.frontend import Frontend
-from minisgl.server.http.limits import ConcurrencyLimiter
+from minisgl.server.http.limits import DRAINING, ConcurrencyLimiter
 
 
 class Server(uvicorn.Server):
@@ -99,7 +99,7 @@ class Lifecycle:
 
     async def _drain(self) -> None:
         """Reject new requests and wait for those in flight, until a deadline or second signal."""
-        self.limiter.reason = "the server is shutting down"
+        self.limiter.reason = DRAINING
         end = time.monotonic() + self.drain_timeout
         if (count := self.limiter.taken) and sys.stderr.isatty():
             wait = f"{count} answer{'s' * (count > 1)} to end, {self.drain_timeout:g} s at most"
