@@ -25,7 +25,7 @@ from minisgl.core import Batch, Phase, SamplingParams
 from minisgl.kvcache.audit import check_integrity
 from minisgl.llm import LLM
 from minisgl.runtime.ranks import Ranks, config_of_rank
-from minisgl.scheduler import forms, grammar
+from minisgl.scheduler import forms, grammar, side
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.forms import compile_grammar
@@ -193,7 +193,7 @@ def test_answers_are_valid_and_neighbours_as_if_alone(
 
 
 def check_is_free(params: SamplingParams) -> bool:
-    return forms.asked_for(params) is None
+    return side.asked_for(params) is None
 
 
 @pytest.mark.parametrize("other", in_turns(2, ["overlap", "retracted", "recorded"]))

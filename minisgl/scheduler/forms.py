@@ -14,10 +14,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from minisgl.core import SamplingParams
 from minisgl.scheduler.messages import InvalidRequestError
 
-SLOTS = 4  # grammars that are compiled at once
 MAX_MULTIPLES = 1000  # sum of all `multipleOf` of a schema: each takes as many states
 LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=10_000,
@@ -168,19 +166,6 @@ class TagCompiler:
                     raise ValueError(must)
         call = self.define(f"{self.until(trigger)} {self.either(rest)}")
         return self.repeated(node, call, "", self.without(trigger))
-
-
-def asked_for(params: SamplingParams) -> tuple[str, str] | None:
-    """Return the field that constrains an output, and its grammar as text; None if none does."""
-    texts: dict[str, Any] = {
-        "json_schema": params.json_schema,
-        "json_object": '{"type": "object"}' if params.json_object else None,
-        "regex": params.regex,
-        "choice": json.dumps(params.choice) if params.choice else None,
-        "grammar": params.grammar,
-        "structural_tag": params.structural_tag,
-    }
-    return next(((field, text) for field, text in texts.items() if text is not None), None)
 
 
 def compile_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> LLMatcher:

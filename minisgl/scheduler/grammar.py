@@ -20,8 +20,9 @@ from minisgl.core import IntArray, Req, SamplingParams
 from minisgl.engine.logits_processors import LogitsParams, masks_of
 from minisgl.engine.step import ForwardInput, ForwardOutput, SampledTokens
 from minisgl.scheduler.channel import Channel
-from minisgl.scheduler.forms import SLOTS, asked_for, compile_grammar, load_tokens
+from minisgl.scheduler.forms import compile_grammar, load_tokens
 from minisgl.scheduler.messages import AbortMsg, InvalidRequestError, Msg, UserMsg
+from minisgl.scheduler.side import SLOTS, asked_for
 from minisgl.tokenizer import THINK
 
 

@@ -5,16 +5,14 @@ Generated from notebooks/09a_structured_output.ipynb: edit there.
 
 from __future__ import annotations
 
+import json
 import os
-import resource
-import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import cache, lru_cache, partial
-from multiprocessing.connection import Connection, Pipe
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +20,32 @@ import msgspec
 
 from minisgl.config.model import ModelConfig
 from minisgl.core import SamplingParams
-from minisgl.scheduler.forms import asked_for, compile_grammar, load_tokens
 from minisgl.scheduler.messages import InvalidRequestError
 from minisgl.tokenizer import Tokenizer
 from minisgl.tokenizer_files import ChatTemplates
 
+
+def asked_for(params: SamplingParams) -> tuple[str, str] | None:
+    """Return the field that constrains an output, and its grammar as text; None if none does."""
+    texts: dict[str, Any] = {
+        "json_schema": params.json_schema,
+        "json_object": '{"type": "object"}' if params.json_object else None,
+        "regex": params.regex,
+        "choice": json.dumps(params.choice) if params.choice else None,
+        "grammar": params.grammar,
+        "structural_tag": params.structural_tag,
+    }
+    return next(((field, text) for field, text in texts.items() if text is not None), None)
+
+
+SLOTS = 4  # jobs at once, in a server
 START, SECONDS = 60.0, 10.0  # for a process and a tokenizer to load, for a job
 MEMORY, MAX_ANSWER = 2**32, 2**27  # bytes
 KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TZ")  # of the environment: no secrets
 
 
 class SideProcess:
-    """A process of `serve` that does one job at a time."""
+    """A process of `side_process.serve` that does one job at a time."""
 
     def __init__(self, setup: bytes) -> None:
         self._pipe, theirs = Pipe()
@@ -41,7 +53,7 @@ class SideProcess:
         env["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
         quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         with theirs:
-            code = f"from minisgl.scheduler.side import serve; serve({theirs.fileno()})"
+            code = f"from minisgl.scheduler.side_process import serve; serve({theirs.fileno()})"
             command, fds = [sys.executable, "-P", "-c", code], [theirs.fileno()]
             self._process = subprocess.Popen(command, pass_fds=fds, env=env, **quiet)  # type: ignore[call-overload]
         self._pipe.send_bytes(setup)
@@ -67,48 +79,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, Sequence):
         return list(value)
     raise ValueError(f"messages: must hold JSON values, got {type(value).__name__}")
-
-
-def limit_process() -> None:
-    """Drop what a side process does not need: files, memory, precedence, the user's signals."""
-    for sig in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(sig, signal.SIG_IGN)
-    os.nice(5)
-    for kind, most in (("AS", MEMORY), ("FSIZE", 0), ("CORE", 0)):
-        with suppress(OSError, ValueError):  # a system that has no such limit, or a lower one
-            resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (most, most))
-
-
-def limit_work(seconds: float) -> None:
-    """Limit the processor time of this process from now on."""
-    most = int(sum(os.times()[:2]) + seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-
-
-def serve(fd: int) -> None:
-    """Do the jobs that come through a pipe, until it is closed."""
-    limit_process()
-    pipe = Connection(fd)
-    texts, special_tokens, folder, *sizes = msgspec.msgpack.decode(pipe.recv_bytes())
-    templates = ChatTemplates(texts, special_tokens)
-    load = cache(partial(load_tokens, Path(folder), *sizes))
-    jobs: dict[str, Callable[..., Any]] = {
-        "start": lambda: None,
-        "load": lambda: load() and None,
-        "render": lambda messages, variables: templates.render(messages, **variables),
-        "compile": lambda field, text: compile_grammar(load(), field, text) and None,
-    }
-    with suppress(EOFError, OSError):  # our parent is gone
-        while True:
-            seconds, kind, *given = msgspec.msgpack.decode(pipe.recv_bytes())
-            limit_work(seconds)
-            try:
-                answer = msgspec.msgpack.encode((jobs[kind](*given), None, None, True))
-            except Exception as error:
-                why, param = str(error) or type(error).__name__, getattr(error, "param", None)
-                refused = (None, why, param, isinstance(error, ValueError))
-                answer = msgspec.msgpack.encode(refused)
-            pipe.send_bytes(answer)
 
 
 def end_all(processes: list[SideProcess]) -> None:

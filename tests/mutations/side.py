@@ -40,7 +40,7 @@ MUTATIONS = [
     ),
     Mutation(
         "side: a job that nobody waits for runs on",
-        SIDE,
+        "minisgl.scheduler.side_process",
         "            limit_work(seconds)\n",
         "            limit_work(10**6)\n",
         TEST + "test_the_kernel_ends_a_job_that_nobody_waits_for",

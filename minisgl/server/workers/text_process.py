@@ -17,8 +17,7 @@ from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.engine.heap import frozen_heap
 from minisgl.runtime.supervisor import WorkerContext
-from minisgl.scheduler.forms import SLOTS
-from minisgl.scheduler.side import SideTokenizer
+from minisgl.scheduler.side import SLOTS, SideTokenizer
 from minisgl.server.workers.channels import Outbox, ZmqInbox, ZmqOutbox
 from minisgl.server.workers.logprobs import HeldLogprobs
 from minisgl.server.workers.messages import Message
