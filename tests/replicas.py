@@ -135,21 +135,21 @@ def retries(port: int = PORT + 9) -> float:
 POLICY_FLAGS = {"prefix_hash": ("--prefix-token-count", "16")}  # 64 characters: within each first
 
 
-async def converse(url: str, headers: bool = False) -> dict[str, Any]:
+async def converse(url: str, seed: int = 0, scattered: bool = False) -> dict[str, Any]:
     """Hold conversations, four at a time; return the share of prompt tokens found in a cache.
 
-    With `headers` each request names its conversation in `x-session-id`.
+    If they are `scattered`, each request claims in `x-session-id` to be another conversation.
     """
     found: Counter[str] = Counter()
-    limit, rng = asyncio.Semaphore(4), np.random.default_rng(0)
-    firsts = [f"Conversation {chat}. {question(rng, 'list')}" for chat in range(CHATS)]
+    limit, rng = asyncio.Semaphore(4), np.random.default_rng(seed)
+    firsts = [f"Conversation {seed} {chat}. {question(rng, 'list')}" for chat in range(CHATS)]
     histories: list[list[dict[str, str]]] = [[] for _ in firsts]
 
     async def turn(client: httpx.AsyncClient, chat: int, text: str) -> None:
         messages = histories[chat]
         messages.append({"role": "user", "content": text})
         body = {"model": "minisgl-tiny", "messages": messages, "max_tokens": 24, "seed": 0}
-        named = {"x-session-id": f"chat {chat}"} if headers else {}
+        named = {"x-session-id": f"{rng.random()}"} if scattered else {}
         async with limit:
             response = await client.post(f"{url}/v1/chat/completions", json=body, headers=named)
         response.raise_for_status()
@@ -220,7 +220,7 @@ class Watch:
                 asyncio.timeout(PATIENCE) as limit,
                 client.stream("POST", f"{self.url}/v1/completions", json=body) as response,
             ):
-                end = end._replace(replica=response.headers["x-smg-routed-worker-id"][-5:])
+                end = end._replace(replica=response.headers.get("x-smg-routed-worker-id", "")[-5:])
                 if response.status_code != 200:
                     end = end._replace(kind=f"status {response.status_code}")
                 lines = [line async for line in self.lines(response, limit)]
