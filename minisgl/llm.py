@@ -19,6 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from minisgl.config.engine import SchedulerConfig
+from minisgl.config.model import sampling_advice
 from minisgl.config.paths import resolve_model_path
 from minisgl.config.rules import refuse
 from minisgl.core import IntArray, SamplingParams
@@ -34,7 +35,8 @@ from minisgl.scheduler.messages import (
     TokenReply,
     UserMsg,
 )
-from minisgl.tokenizer import DecodeStatus, Tokenizer, load_tokenizer
+from minisgl.scheduler.side import SideTokenizer
+from minisgl.tokenizer import DecodeStatus, Tokenizer, has_tokenizer
 
 
 class OutputBuilder:
@@ -104,15 +106,23 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 
 
 def as_params(params: Any, count: int) -> list[SamplingParams]:
-    """Return the sampling parameters of each prompt, from None, one or a list of equal length."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+    """Return the sampling parameters of each prompt, from one or a list of equal length."""
+    if isinstance(params, SamplingParams):
+        return [params] * count
     listed = list(params) if isinstance(params, Iterable) else [params]
     if isinstance(params, Mapping) or not all(isinstance(p, SamplingParams) for p in listed):
         raise refuse("sampling_params", "SamplingParams or a list", params)
     if len(listed) != count:
         raise ValueError(f"sampling_params: {count} prompts need {count}, got {len(listed)}")
     return listed
+
+
+def advised_params(folder: Path) -> SamplingParams:
+    """Return the sampling that a model's `generation_config.json` advises; greedy without one."""
+    try:
+        return SamplingParams(**sampling_advice(folder))
+    except ValueError as error:
+        raise ValueError(f"generation_config.json: {error}") from None
 
 
 def make_config(folder: Path, ranks: int | None, fields: dict[str, Any]) -> SchedulerConfig:
@@ -152,7 +162,7 @@ class LLM:
     ) -> None:  # fmt: skip
         folder = resolve_model_path(model_path)
         self.config = make_config(folder, tensor_parallel_size, fields)
-        self.tokenizer = load_tokenizer(folder)
+        self.tokenizer = SideTokenizer(folder) if has_tokenizer(folder) else None
         self.channel = InProcessChannel()
         self.recorder = Recorder(Path(record), text=record_text) if record is not None else None
         self.ranks = start_ranks(self.config)
@@ -169,8 +179,8 @@ class LLM:
                 self.ranks.give_up()
             raise
         self.limits = limits_of(self.scheduler.engine, self.scheduler.eos_token_ids)
-        self.next_uid, self.closed, self.pid = 0, False, os.getpid()
-        self.dirty = False  # while a call runs, and after one that did not end as it should
+        self.default_params, self.pid = advised_params(folder), os.getpid()
+        self.next_uid, self.closed, self.dirty = 0, False, False  # dirty: in a call, or it failed
         self.lock = threading.Lock()  # threads may share the object; their calls take turns
 
     def encode(
@@ -199,6 +209,7 @@ class LLM:
     ) -> list[dict[str, Any]]:
         """Answer prompts, all at once; a dictionary for each, in their order.
 
+        Without sampling parameters `default_params` count, the advice of the model.
         Keys: text, token_ids, finish_reason ("stop" or "length"), prompt_tokens, cached_tokens;
         logprobs, prompt_logprobs if asked for; notice if `max_tokens` was clamped, or the cause of
         an "abort". ValueError for the first prompt that cannot be answered, before anything runs.
@@ -207,7 +218,8 @@ class LLM:
             why = "a fork copies no threads; make it in the child, or start the process by 'spawn'"
             raise RuntimeError(f"this LLM was made in another process: {why}")
         listed = as_prompts(prompts)
-        params = as_params(sampling_params, len(listed))
+        given = self.default_params if sampling_params is None else sampling_params
+        params = as_params(given, len(listed))
         encoded = [self.encode(index, *pair) for index, pair in enumerate(zip(listed, params))]
         return self.answer_all(encoded, progress)
 
@@ -316,6 +328,8 @@ class LLM:
                     shutdown()
             if self.recorder is not None:
                 guarded(self.recorder.close)()
+            if self.tokenizer is not None:
+                self.tokenizer.side.close()
             if not failed and self.ranks is not None:
                 self.ranks.close()
 

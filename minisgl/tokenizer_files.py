@@ -153,7 +153,7 @@ class ChatTemplates:
     """The chat templates of a model; each is compiled when it is first used."""
 
     def __init__(self, texts: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        self.texts, self._special_tokens = texts, special_tokens
+        self.texts, self.special_tokens = texts, special_tokens
         self._compiled: dict[str, jinja2.Template] = {}
 
     def choose(self, tools: bool) -> str:
@@ -183,7 +183,7 @@ class ChatTemplates:
             chat[-1]["content"] += END + " "
         text = self._compiled[name].render(
             messages=chat, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
-            **{**self._special_tokens, **variables},
+            **{**self.special_tokens, **variables},
         )  # fmt: skip
         if not continue_final_message:
             return text

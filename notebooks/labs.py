@@ -29,7 +29,7 @@ from nbformat import NotebookNode
 
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 ROUND = re.compile(r"^#{2,3} (?:Round (\d+)|The first version)\b", re.MULTILINE)
-STUB = re.compile(r"round (\d+), to be written: ([\w.]+)")
+STUB = re.compile(r"(?:round (\d+)|first version), to be written: ([\w.]+)")
 RESULTS = "MINISGL_GRADE"  # the environment variable that names the file of results
 CPU_SECONDS = 10  # for one test: a loop without end has failed it, on a busy machine, too
 WALL_SECONDS = 60  # likewise, for one that waits
@@ -119,26 +119,41 @@ def called_at_import(sources: Iterable[str]) -> set[str]:
     return names
 
 
-def stubbed(source: str, number: int, kept: set[str]) -> tuple[str, list[str], list[str]]:
-    """Replace the bodies in a cell; return its text, the stubs' names and what the bodies call."""
+def stubbed(source: str, number: int, kept: set[str]) -> tuple[str, dict[str, str]]:
+    """Replace the bodies in a cell; return its text, and a hint for each stub by its name."""
     tree, lines = ast.parse(source), source.splitlines()
-    names: list[str] = []
-    calls: list[str] = []
+    hints: dict[str, str] = {}
     for name, function in reversed(list(functions(tree))):
         if not is_written(function) or name in kept:
             continue
         body = body_of(function)
         first, last = body[0].lineno, function.end_lineno or function.lineno
-        raising = f'raise NotImplementedError("round {number}, to be written: {name}")'
+        place = f"round {number}" if number else "first version"
+        raising = f'raise NotImplementedError("{place}, to be written: {name}")'
         if first == function.lineno:  # def f(): return 1
             head = lines[first - 1][: body[0].col_offset].rstrip()
             lines[first - 1 : last] = [head, " " * (function.col_offset + 4) + raising]
         else:
             lines[first - 1 : last] = [" " * body[0].col_offset + raising]
-        names.insert(0, name)
-        called = (node for stmt in body for node in ast.walk(stmt) if isinstance(node, ast.Call))
-        calls += [ast.unparse(node.func) for node in called]
-    return "\n".join(lines), names, [one for one in dict.fromkeys(calls) if len(one) < 40]
+        hints = {name: hint_of(body), **hints}
+    return "\n".join(lines), hints
+
+
+def hint_of(body: Sequence[ast.stmt]) -> str:
+    """Return what a body calls, and the attributes that it sets: other cells may read them."""
+    inside = [node for stmt in body for node in ast.walk(stmt)]
+    called = dict.fromkeys(ast.unparse(node.func) for node in inside if isinstance(node, ast.Call))
+    stored = dict.fromkeys(
+        ast.unparse(node)
+        for node in inside
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    )
+    said = [
+        f"{verb} " + ", ".join(f"`{one}`" for one in names if len(one) < 40)
+        for verb, names in (("calls", called), ("sets", stored))
+        if names
+    ]
+    return " and ".join(said) or "calls nothing: indexing, arithmetic and attributes are enough"
 
 
 def folded(title: str, text: str) -> str:
@@ -202,15 +217,14 @@ def make_lab(chapter: NotebookNode, number: str) -> tuple[NotebookNode, int]:
             cells.append(nbformat.from_dict(dict(cell)))
             continue
         marks, source = directives_of(cell.source)
-        text, names, calls = stubbed(source, current, kept)
+        text, hints = stubbed(source, current, kept)
         new = nbformat.from_dict({**cell, "source": marks + text, "outputs": []})
         new["execution_count"] = None
         cells.append(new)
-        total += len(names)
-        if names:
-            hint = "It calls " + ", ".join(f"`{name}`" for name in calls) if calls else ""
-            hint = hint or "It calls nothing: indexing, arithmetic and attributes are enough"
-            notes = [folded("Hint", hint + "."), folded("Solution", f"```python\n{source}\n```")]
+        total += len(hints)
+        if hints:
+            hint = "\n".join(f"- `{name}` {text}." for name, text in hints.items())
+            notes = [folded("Hint", hint), folded("Solution", f"```python\n{source}\n```")]
             cells.append(nbformat.v4.new_markdown_cell("\n\n".join(notes)))
     for index, one in enumerate(cells):
         one["id"] = f"lab-{number}-{index}"
@@ -307,7 +321,7 @@ def outcome_of(item: pytest.Item, call: pytest.CallInfo[Any]) -> Outcome:
         errors += [one for one in inner if one is not None and one not in errors]
         stub = STUB.search(str(error))
         if stub:
-            return Outcome(item.nodeid, False, int(stub[1]), stub[2])
+            return Outcome(item.nodeid, False, int(stub[1] or 0), stub[2])
     entry = call.excinfo.traceback[-1]
     for one in call.excinfo.traceback:
         if "/tests/" in str(one.path) and "/site-packages/" not in str(one.path):

@@ -18,6 +18,7 @@ import build  # notebooks/build.py
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from tests.browser import browser  # noqa: F401, a fixture
 from tests.compiled import allow_compiled, compile_tests
 from tests.forks import WorkerPopen, warm
 from tests.interpreter import quicken

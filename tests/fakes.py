@@ -29,8 +29,9 @@ from minisgl.scheduler import build as scheduler_build
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.executor import Executor, StepOutput
 from minisgl.scheduler.messages import Reply, TokenReply, UserMsg
+from minisgl.scheduler.mixed import MixedPrefill
 from minisgl.scheduler.observe import IdleAudit
-from minisgl.scheduler.phases import DecodeManager, PrefillLimits, PrefillManager
+from minisgl.scheduler.phases import DecodeManager, PrefillLimits
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue
 from minisgl.scheduler.requests import Limits, make_req
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
@@ -147,6 +148,7 @@ class Driver:
         reserve: int | None = None,
         mixed_prefill_threshold: int = 16,
         share: int | None = None,
+        mixed: tuple[int, int] = (0, 0),
         scheduler: Callable[..., Scheduler] = Scheduler,
         **sizes: Any,
     ) -> None:
@@ -161,8 +163,9 @@ class Driver:
             mixed_prefill_threshold if fair else None,
         )
         waiting = FairQueue(budget) if fair else ArrivalOrder()
-        manager = PrefillManager if fair else DelayedPrefill
+        manager = MixedPrefill if fair else DelayedPrefill
         prefill = manager(self.cache, decode, limits, waiting)
+        prefill.max_tokens, prefill.max_requests = mixed
         if share is not None and isinstance(prefill, DelayedPrefill):
             prefill.share = share
         self.channel = InProcessChannel()

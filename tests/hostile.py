@@ -195,20 +195,22 @@ def attack(url: str, processes: list[psutil.Process], count: int, seed: int) -> 
     thread = threading.Thread(target=canary.run, daemon=True)
     thread.start()
     size, sent = 0, 0
-    while sent < count:
-        time.sleep(0.5)  # undisturbed
-        requests = [hostile(rng) for _ in range(min(25, count - sent))]
-        canary.disturbed = True
-        answers = asyncio.run(volley(port, rng, requests))
-        canary.disturbed = False
-        outcomes.update(answers)
-        for (path, body), answer in zip(requests, answers, strict=True):
-            assert not answer.startswith("5"), f"{answer}: POST {path} {body[:500]!r}"
-        assert all(p.is_running() for p in processes), "a process died"
-        size = size or memory(processes)  # what the first requests load stays
-        sent += len(requests)
-    canary.stop = True
-    thread.join(100)
+    try:
+        while sent < count:
+            time.sleep(0.5)  # undisturbed
+            requests = [hostile(rng) for _ in range(min(25, count - sent))]
+            canary.disturbed = True
+            answers = asyncio.run(volley(port, rng, requests))
+            canary.disturbed = False
+            outcomes.update(answers)
+            for (path, body), answer in zip(requests, answers, strict=True):
+                assert not answer.startswith("5"), f"{answer}: POST {path} {body[:500]!r}"
+            assert all(p.is_running() for p in processes), "a process died"
+            size = size or memory(processes)  # what the first requests load stays
+            sent += len(requests)
+    finally:
+        canary.stop = True
+        thread.join(100)
     assert not canary.errors and not thread.is_alive(), canary.errors
     assert httpx.get(f"{url.removesuffix('/v1')}/health", timeout=100).status_code == 200
     median, most = statistics.median(canary.waits[False]), max(canary.waits[True])
@@ -222,14 +224,23 @@ def attack(url: str, processes: list[psutil.Process], count: int, seed: int) -> 
     return outcomes
 
 
-def run(folder: Path, model: Path | None, count: int, seed: int) -> Counter[str]:
-    """Attack a server of its own."""
+def run(
+    folder: Path, model: Path | None, count: int, seed: int, script: Path | None = None
+) -> Counter[str]:
+    """Attack a server of its own; `script` stands in for the package."""
     print(f"python -m tests.hostile {count} --seed {seed}")
     flags = [] if model is None else ["--model", str(model)]
-    served = Served(folder, *flags, "--log-format", "none", "--device", "cpu", real=True)
+    served = Served(
+        folder, *flags, "--log-format", "none", "--device", "cpu", real=True, script=script
+    )
     url = served.ready()
     processes = [psutil.Process(served.process.pid), *served.workers()]
-    outcomes = attack(url, processes, count, seed)
+    try:
+        outcomes = attack(url, processes, count, seed)
+    except AssertionError:
+        served.process.kill()  # its workers leave with it
+        served.process.communicate()
+        raise
     children = served.children()
     served.process.terminate()
     served.ended(children)

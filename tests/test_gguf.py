@@ -9,6 +9,7 @@ import struct
 import sys
 import tracemalloc
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from minisgl import LLM, SamplingParams
+from minisgl.config.engine import ServerConfig
 from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.models.gguf import folder as gguf_folder
@@ -37,7 +39,7 @@ from minisgl.models.gguf.vocabulary import WORDS, tokenizer_of
 from minisgl.models.registry import build_model
 from minisgl.models.weights import load_weights
 from minisgl.server.http.calls import read_template
-from minisgl.server.http.settings import sampling_defaults
+from minisgl.server.http.settings import sampling_defaults, settings_for
 from minisgl.tokenizer import Tokenizer
 from tests.checkpoints import LINEAR_ROPE, YARN_ROPE, make_checkpoint
 from tests.gguf_files import fields_of, gguf_of, permuted, tensors_of, tokenizer_fields, write_gguf
@@ -613,6 +615,12 @@ def test_advice_of_a_card_is_kept_unless_the_file_has_its_own(tmp_path: Path) ->
     path = model_file(tmp_path, **{"general.basename": "SmolLM2", "general.sampling.top_p": 0.5})
     folder = unpack(path, tmp_path / "cache")
     assert sampling_defaults(folder) == {"temperature": 0.2, "top_p": 0.5}
+    assert settings_for(ServerConfig(), folder).sampling_defaults == sampling_defaults(folder)
+    with LLM(folder, num_pages=16, seed=3) as llm:
+        assert llm.default_params == SamplingParams(temperature=0.2, top_p=0.5)
+        short = replace(llm.default_params, max_tokens=4, logprobs=1, seed=7)
+        (llm.default_params, (plain,)) = short, llm.generate([[5, 6, 7]], short)
+        assert llm.generate([[5, 6, 7]])[0]["logprobs"] == plain["logprobs"]
 
 
 def test_folder_is_written_once_and_again_for_another_file(tmp_path: Path) -> None:

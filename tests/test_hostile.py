@@ -670,6 +670,49 @@ def test_hostile_requests_harm_no_other(checkpoint: Path, tmp_path: Path) -> Non
     assert outcomes.total() == count
 
 
+PLANTED = """
+import sys
+import time
+
+from minisgl.server.cli import main
+from minisgl.server.http import bodies
+
+real, kept, calls = bodies.parse, [], []
+
+
+def spin():
+    calls.append(0)
+    end = time.thread_time() + (len(calls) % 8 == 1)  # seconds
+    while time.thread_time() < end:
+        pass
+
+
+def parse(validator, body):
+    if b"canary" not in body:
+        {fault}
+    return real(validator, body)
+
+
+if __name__ == "__main__":
+    bodies.parse = parse
+    sys.exit(main())
+"""
+FAULTS = {
+    "the stream waited for": "spin()",
+    "memory grew by": "kept.append(b'x' * 2**24)",
+    "500: POST": "1 / 0",
+}
+
+
+@pytest.mark.parametrize("harm", FAULTS)
+def test_the_harness_finds_a_planted_fault(harm: str, checkpoint: Path, tmp_path: Path) -> None:
+    """Work on the event loop, memory that grows, a status of 500."""
+    script = tmp_path / "planted.py"
+    script.write_text(PLANTED.format(fault=FAULTS[harm]))
+    with pytest.raises(AssertionError, match=harm):
+        hostile.run(tmp_path, checkpoint, 50 if "memory" in harm else 25, 7, script)
+
+
 def test_hostile_requests_are_of_every_kind() -> None:
     rng = random.Random(1)
     found = [hostile.hostile(rng) for _ in range(200)]

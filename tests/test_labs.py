@@ -149,12 +149,35 @@ def test_functions_called_at_import_are_kept() -> None:
     kept = labs.called_at_import(sources)
     assert kept == {"name"}
     assert labs.stubbed(sources[0], 1, kept)[0] == sources[0].rstrip("\n")
-    text, names, calls = labs.stubbed("def one(): return len([])", 2, set())
-    assert names == ["one"] and calls == ["len"]
+    text, hints = labs.stubbed("def one(): return len([])", 2, set())
+    assert hints == {"one": "calls `len`"}
     with pytest.raises(NotImplementedError, match=r"round 2, to be written: one"):
         scope: dict[str, object] = {}
         exec(text, scope)
         scope["one"]()  # type: ignore[operator]
+
+
+def test_hints_name_for_each_function_what_it_calls_and_sets() -> None:
+    cell = """
+class Pool:
+    def __init__(self, size):
+        self.size, self.free = size, list(range(size))
+
+    def take(self):
+        self.used: int = 1
+        return self.free[0]
+
+    def left(self):
+        return self.size - 1
+"""
+    text, hints = labs.stubbed(cell, 0, set())
+    assert hints == {
+        "Pool.__init__": "calls `list`, `range` and sets `self.size`, `self.free`",
+        "Pool.take": "sets `self.used`",
+        "Pool.left": "calls nothing: indexing, arithmetic and attributes are enough",
+    }
+    assert "first version, to be written: Pool.left" in text
+    assert labs.STUB.search(text) is not None
 
 
 def project(tmp_path: Path) -> Path:

@@ -128,7 +128,7 @@ def test_forms_without_a_model() -> None:
     assert as_prompts("a") == ["a"] and as_prompts([1, 2]) == [[1, 2]]
     assert as_prompts([[1], "b"]) == [[1], "b"]
     params = [SamplingParams(), GREEDY]
-    assert as_params(params, 2) == params and as_params(None, 3) == [SamplingParams()] * 3
+    assert as_params(params, 2) == params and as_params(params[0], 3) == params[:1] * 3
     with pytest.raises(ValueError, match="3 prompts need 3, got 2"):
         as_params(params, 3)
     with pytest.raises(ValueError, match="prompts: must be"):

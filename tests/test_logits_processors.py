@@ -226,6 +226,19 @@ def test_a_batch_has_the_rules_that_it_asks_for_and_a_step_those_that_are_active
     assert [edit.apply for edit in processors.step_args(rules, reqs)] == [module.add_biases]
 
 
+def test_masks_may_be_written_after_a_step_is_prepared() -> None:
+    rows = [Row(0, [1], [2], logit_bias={3: 1.0}), Row(1, [1], [2], allowed_token_ids=[4])]
+    processors, reqs = LogitsProcessors(VOCAB, fresh_pool(rows)), [row.req for row in rows]
+    rules = processors.batch_args(reqs)
+    assert rules is not None
+    edits = processors.step_args(rules, reqs)
+    which, masks = module.masks_of(edits)
+    assert which.tolist() == [1]
+    masks[:] = bitmask([5], VOCAB)
+    assert processors.process(random_logits(2, 0), edits)[1].argmax() == 5
+    assert len(module.masks_of([edit for edit in edits if edit.apply is module.add_biases])[0]) == 0
+
+
 def test_a_step_is_prepared_before_the_one_before_it_is_done() -> None:
     """The args say where to look; the token there may come later, and the request may move on."""
     row = Row(0, [1], [2, 3], frequency_penalty=2.0, bad_words=[[3, 4]], allowed_token_ids=[4, 5])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -111,7 +112,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(folder: Path, most: int, **fields: Any) -> Engine:
-    how: dict[str, Any] = {"page_size": 4, "num_pages": 160, "max_running_req": 20}
+    how: dict[str, Any] = {"page_size": 4, "num_pages": 160, "max_running_req": MAX_REQUESTS + 4}
     config = EngineConfig(
         model_path=str(folder),
         device="cpu",
@@ -302,8 +303,10 @@ def test_who_is_computed_eagerly(pair: tuple[Engine, Engine]) -> None:
 
     assert packed([[1] * 20, [2] * 20])
     assert not packed([[1] * 20, [2] * 21]), "more tokens than any size has"
-    assert packed([[1]] * MAX_REQUESTS)
-    assert not packed([[1]] * (MAX_REQUESTS + 1)), "more requests than a step has"
+    runner, crowd = runner_of(engine), admit(engine, [[1]] * (MAX_REQUESTS + 1))
+    with mock.patch.object(runner, "bucket", lambda tokens: tokens):
+        assert runner.size_for(Batch(reqs=crowd[1:], phase=Phase.PREFILL)) == MAX_REQUESTS
+        assert runner.size_for(Batch(reqs=crowd, phase=Phase.PREFILL)) is None, "too many requests"
     assert not packed([[1, 2]], prompt_logprobs=1), "logits of all tokens are wanted"
     fi = engine.prepare(Batch(reqs=admit(engine, [[1], [2]]), phase=Phase.DECODE))
     assert fi.packed is None and fi.runner is None

@@ -45,7 +45,7 @@ from minisgl.server.workers.messages import (
     encode,
 )
 from minisgl.server.workers.scheduler_process import SchedulerChannel
-from minisgl.server.workers.text_process import PromptThread, build_text_worker
+from minisgl.server.workers.text_process import PromptThreads, build_text_worker
 from minisgl.server.workers.text_worker import PromptQueue, TextWorker, run_text_worker
 from minisgl.tokenizer import SLICE, Tokenizer
 from tests.serving import WINDOW, Live, random_model, wait_for
@@ -303,7 +303,7 @@ def test_a_long_prompt_stops_neither_answers_nor_short_prompts_nor_aborts(
         turns = 0
 
     bench.worker.encode = slow  # type: ignore[method-assign]
-    run_text_worker(bench.worker, Scripted(), prompts=PromptQueue(PromptThread()))
+    run_text_worker(bench.worker, Scripted(), prompts=PromptQueue(PromptThreads()))
     kinds = [(type(m).__name__, m.uid) for m in sent]
     assert kinds[:2] == [("UserMsg", 3), ("UserMsg", 2)]  # the long ones were there before
     assert set(kinds[2:]) == {("AbortMsg", 7), ("UserMsg", 0)}  # and 1 has left
@@ -315,7 +315,7 @@ def test_lanes_encode_each_prompt_once_unless_its_client_left(
     events: list[tuple[int, int]],
 ) -> None:
     """0 adds a short prompt, 1 a long one, 2 drops the prompt of that number."""
-    lanes, sizes = PromptQueue(PromptThread()), list[int]()
+    lanes, sizes = PromptQueue(PromptThreads()), list[int]()
     done, dropped = list[int](), set[int]()
 
     def encode(msg: TokenizeMsg) -> Any:

@@ -30,6 +30,7 @@ from minisgl.recording import Observed
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import Supervisor, WorkerFailed
 from minisgl.scheduler.observe import emitter
+from minisgl.server.chat import start as chat_start
 from minisgl.server.chat.client import ApiClient, base_url
 from minisgl.server.chat.shell import Shell
 from minisgl.server.cli import listen, main
@@ -37,7 +38,7 @@ from minisgl.server.frontend import Observer
 from minisgl.server.http.access import warn_if_open
 from minisgl.server.http.hosts import is_loopback
 from minisgl.server.http.limits import ConcurrencyLimiter
-from minisgl.server.http.settings import sampling_defaults, settings_for
+from minisgl.server.http.settings import ApiSettings, sampling_defaults, settings_for
 from minisgl.server.in_process import InProcessServer
 from minisgl.server.observe.lifecycle import Lifecycle
 from minisgl.server.observe.logs import LineWriter, RequestLog, as_json, as_text
@@ -70,6 +71,29 @@ def test_sockets_have_short_paths(
     parts = ["text", "scheduler", "frontend", *group.tokenizers]
     assert len(parts) == 15 and all(len(address(group.folder, part)) <= 107 for part in parts)
     group.folder.rmdir()
+
+
+def test_the_terminal_samples_as_the_model_advises(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[SamplingParams] = []
+
+    class Parts:  # of the workers and of the frontend
+        async def start(self) -> None: ...
+        async def stop(self) -> None: ...
+        def starting(self) -> bool:
+            return False
+
+        def broken(self) -> None: ...
+        def generate(self, params: SamplingParams, messages: Any) -> None:
+            asked.append(params)
+
+    async def shell(talk: Any) -> None:
+        talk([])
+
+    monkeypatch.setattr(chat_start, "run_shell", shell)
+    parts: Any = Parts()
+    advice = {"temperature": 0.2, "top_p": 0.9}
+    assert asyncio.run(chat_start.chat(parts, parts, ApiSettings("smollm2", 9, advice))) == 0
+    assert asked == [SamplingParams(temperature=0.2, top_p=0.9)]
 
 
 def test_shell_keeps_a_conversation(checkpoint: Path) -> None:

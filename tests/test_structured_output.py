@@ -25,16 +25,16 @@ from minisgl.core import Batch, Phase, SamplingParams
 from minisgl.kvcache.audit import check_integrity
 from minisgl.llm import LLM
 from minisgl.runtime.ranks import Ranks, config_of_rank
-from minisgl.scheduler import grammar
+from minisgl.scheduler import forms, grammar, side
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import InProcessChannel
+from minisgl.scheduler.forms import compile_grammar
 from minisgl.scheduler.grammar import (
     CompileMsg,
     CompilingChannel,
     GrammarQueue,
     Grammars,
     Matcher,
-    compile_grammar,
     load_grammars,
 )
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, InvalidRequestError, UserMsg
@@ -193,7 +193,7 @@ def test_answers_are_valid_and_neighbours_as_if_alone(
 
 
 def check_is_free(params: SamplingParams) -> bool:
-    return grammar.asked_for(params) is None
+    return side.asked_for(params) is None
 
 
 @pytest.mark.parametrize("other", in_turns(2, ["overlap", "retracted", "recorded"]))
@@ -297,7 +297,7 @@ def test_log_probabilities_are_those_of_the_model(llm: LLM) -> None:
 def test_a_grammar_that_fails_on_the_way_ends_its_request_and_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grammar, "LIMITS", LLParserLimits(step_max_items=60, verbose_errors=False))
+    monkeypatch.setattr(forms, "LIMITS", LLParserLimits(step_max_items=60, verbose_errors=False))
     with serve(overlap=True) as engine:
         asked = [SamplingParams(grammar='start: ("a" "b"){1000}', max_tokens=30),
                  SamplingParams(max_tokens=8)]  # fmt: skip
@@ -508,8 +508,13 @@ def test_free_batches_are_drawn_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatc
 
 def test_a_slow_grammar_delays_its_own_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream begins and ends while the grammar of a request that came first is compiled."""
-    go_on, real = threading.Event(), grammar.compile_grammar
-    monkeypatch.setattr(grammar, "compile_grammar", lambda *args: go_on.wait(60) and real(*args))
+    begun, go_on, real = threading.Event(), threading.Event(), grammar.compile_grammar
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        return go_on.wait(60) and real(*args)
+
+    monkeypatch.setattr(grammar, "compile_grammar", slow)
     config = ServerConfig(model_path=str(FOLDER), device="cpu", page_size=4, num_pages=200)
 
     async def ask(server: InProcessServer) -> None:
@@ -520,11 +525,11 @@ def test_a_slow_grammar_delays_its_own_request_alone(monkeypatch: pytest.MonkeyP
         await server.frontend.start()
         asked = [ANSWER, SamplingParams(regex="(("), SamplingParams(regex="left")]
         constrained, wrong, left = [asyncio.ensure_future(answer(params)) for params in asked]
-        await asyncio.sleep(0)  # they are sent
+        assert await asyncio.to_thread(begun.wait, 60)
         async with asyncio.timeout(20):
             free = await answer(SamplingParams(max_tokens=30, ignore_eos=True))
         assert free[-1].completion_tokens == 30
-        assert not constrained.done() and not wrong.done()
+        assert not constrained.done()
         left.cancel()
         await asyncio.gather(left, return_exceptions=True)
         go_on.set()
@@ -546,9 +551,9 @@ def test_a_slow_grammar_delays_its_own_request_alone(monkeypatch: pytest.MonkeyP
 
 
 def test_free_answers_do_not_wait_for_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, real = threading.Event(), grammar.LLTokenizer
+    go_on, real = threading.Event(), forms.LLTokenizer
     monkeypatch.setattr(
-        grammar, "LLTokenizer", lambda *args, **fields: go_on.wait(60) and real(*args, **fields)
+        forms, "LLTokenizer", lambda *args, **fields: go_on.wait(60) and real(*args, **fields)
     )
     try:
         with serve(num_pages=100) as made:

@@ -42,6 +42,7 @@ from minisgl.server.http.tool_parser import (
     Reasoning,
     ToolParser,
 )
+from minisgl.server.http.tools import Tool, tool_rules
 from minisgl.tokenizer import DecodeStatus, Tokenizer, check_messages
 from tests.checkpoints import make_checkpoint
 from tests.serving import WINDOW, Live
@@ -138,6 +139,9 @@ def test_templates_tell_the_format(name: str, tmp_path: Path) -> None:
 def test_other_formats_are_none_of_ours() -> None:
     for text in ("", "{{ messages }}", "<tool_call> without any list"):
         assert chat_abilities(text).calls is None
+    with pytest.raises(ValueError, match=r"^tools: .* chat_template\.jinja .* response_format$"):
+        tool = Tool.model_validate({"type": "function", "function": {"name": "weather"}})
+        tool_rules([tool], None, None, chat_abilities("{{ messages }}"))
     for text in (
         "{{ tools }}",
         "{{ tools }}<tool_call><function=f>",

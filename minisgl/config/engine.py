@@ -88,7 +88,7 @@ class EngineConfig(Validated):
     kernels: Literal["auto", "torch", "triton"] = "auto"
     num_speculative_tokens: Annotated[Count, Field(le=31)] = 0
     deterministic: bool = False
-    quantization: Literal["none", "fp8"] = "none"
+    quantization: Literal["auto", "none", "fp16", "int8", "fp8"] = "auto"
     kv_cache_dtype: Literal["model", "fp8"] = "model"
     seed: Count = field(default_factory=partial(secrets.randbits, 62))
 

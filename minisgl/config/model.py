@@ -374,3 +374,16 @@ def read_moe(file: ConfigFile, family: Family) -> MoEConfig | None:
 
 
 SAME_NAMES = ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "dtype")
+
+
+def sampling_advice(folder: Path) -> dict[str, Any]:
+    """Read the fields of `SamplingParams` that a model's `generation_config.json` has."""
+    file = folder / "generation_config.json"
+    advice = read_json(file) if file.is_file() else {}
+    if advice.get("do_sample") is False:
+        return {"temperature": 0.0}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    known = {name: advice[name] for name in names if advice.get(name) is not None}
+    if known.get("top_k") == 0:  # the hub's spelling of "off"
+        del known["top_k"]
+    return known

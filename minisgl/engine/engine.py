@@ -39,7 +39,7 @@ from minisgl.engine.step import ForwardInput, ForwardOutput, build_forward_input
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.kv_scales import load_kv_scales
-from minisgl.models.quantization import quantize_model
+from minisgl.models.packed import set_formats
 from minisgl.models.registry import build_model
 from minisgl.models.weights import load_dummy_weights, load_weights
 from minisgl.parallel.comm import Comm, SingleRank
@@ -240,7 +240,7 @@ def load_model(
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     model = build_model(model_config, comm, dtype=dtype, deterministic=config.deterministic,
                         expert_parallel=config.expert_parallel)  # fmt: skip
-    quantize_model(model, config.quantization, path, device)
+    set_formats(model, config.quantization, path, device)
     if config.use_dummy_weight:
         load_dummy_weights(model, device=device, dtype=dtype)
     else:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from minisgl.engine.step import ForwardInput
 
 
-SMALLEST, MAX_REQUESTS = 64, 16  # tokens of the smallest step; requests that fit each of them
+SMALLEST, MAX_REQUESTS = 64, 64  # tokens of the smallest step; requests that fit each of them
 
 
 def prefill_sizes(most: int) -> tuple[int, ...]:

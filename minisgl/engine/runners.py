@@ -21,6 +21,7 @@ from minisgl.engine.prefill_graph import PrefillRunner, capture_prefill
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
 
+MAX_MIXED_TOKENS = 512  # of a step with prompts and running requests: chapter 09f
 MAX_DRAFT_ROWS = 32  # of a step with drafts: with more, a draft costs what it may save
 
 
@@ -42,6 +43,13 @@ class Runners:
         """Rows of a step with drafts: an eager one would cost more than drafts save."""
         captured = MAX_DRAFT_ROWS if self.decode is None else self.decode.sizes[-1]
         return min(MAX_DRAFT_ROWS, captured)
+
+    @property
+    def mixed_limits(self) -> tuple[int, int]:
+        """Return the most new tokens and requests of a mixed step; 0, 0: it would run eagerly."""
+        if self.prefill is None:
+            return 0, 0
+        return min(MAX_MIXED_TOKENS, self.prefill.sizes[-1]), len(self.prefill.next_ids)
 
     def free(self) -> None:
         """Free all graphs, although a prepared step may still refer to its runner.

@@ -178,7 +178,7 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6  # beyond, nothing changes but floa
 
 
 def filter_width(params: SamplingParams, vocab_size: int) -> int:
-    """Return the candidates of top-k and top-p: 0 without a filter, all for top-p alone."""
+    """Return the candidates of top-k and top-p: 0 if neither drops a token, all for top-p alone."""
     if params.is_greedy:
         return 0
     if 0 < params.top_k < vocab_size:

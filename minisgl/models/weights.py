@@ -11,7 +11,8 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import singledispatch
-from operator import attrgetter
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,11 @@ def fill_randomly(parameter: nn.Parameter, generator: torch.Generator) -> None:
     parameter.normal_(0.0, 0.02, generator=generator)
 
 
+@singledispatch
+def seal(parameter: nn.Parameter) -> None:
+    """Finish a parameter whose parts are all filled: nothing to do for an ordinary one."""
+
+
 def materialize(model: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
     """Allocate zeros on `device` for every parameter; shared parameters stay shared."""
     made: dict[nn.Parameter, nn.Parameter] = {}
@@ -203,9 +209,13 @@ def load_weights(
         check_tied(model, checkpoint)
         materialize(model, device, dtype)
         hidden = not progress or comm.rank != 0
-        for layer, spec in tqdm(model_shards(model), "weights", unit="tensor", disable=hidden):
-            if spec.mine:
-                fill(attrgetter(spec.param)(layer), spec.target, checkpoint.read(spec))
+        pairs = tqdm(model_shards(model), "weights", unit="tensor", disable=hidden)
+        for layer, specs in groupby(pairs, key=itemgetter(0)):
+            for _, spec in specs:
+                if spec.mine:
+                    fill(attrgetter(spec.param)(layer), spec.target, checkpoint.read(spec))
+            for parameter in layer.parameters(recurse=False):
+                seal(parameter)
 
 
 @torch.no_grad()
@@ -220,6 +230,7 @@ def load_dummy_weights(
     generator = torch.Generator(device=device).manual_seed(seed)
     for parameter in model.parameters():
         fill_randomly(parameter, generator)
+        seal(parameter)
     for module in model.modules():
         if isinstance(module, RMSNorm | QKNorm):
             module.weight.fill_(1.0)

@@ -29,6 +29,7 @@ from minisgl.recording import Recorder
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.executor import Executor
 from minisgl.scheduler.grammar import CompilingChannel, GrammarQueue, load_grammars
+from minisgl.scheduler.mixed import MixedPrefill
 from minisgl.scheduler.observe import IdleAudit, emitter
 from minisgl.scheduler.phases import DecodeManager, PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue, WaitingQueue, mixed_prefill_threshold
@@ -62,7 +63,7 @@ class Parts:
     naive_cache: Callable[[int], PrefixCache] = NaiveCache
     cache_manager: Callable[..., CacheManager] = CacheManager
     decode: Callable[..., DecodeManager] = DecodeManager
-    prefill: Callable[..., PrefillManager] = PrefillManager
+    prefill: Callable[..., PrefillManager] = MixedPrefill
     delayed_prefill: Callable[..., PrefillManager] = DelayedPrefill
     arrival_order: Callable[[], WaitingQueue] = ArrivalOrder
     fair_queue: Callable[[int], WaitingQueue] = FairQueue
@@ -133,15 +134,14 @@ def build_scheduler(
     if most := settled.num_speculative_tokens:
         make = parts.speculative_scheduler
         drafts = {"num_speculative_tokens": most, "max_rows": engine.runners.max_draft_rows}
+    elif isinstance(prefill, MixedPrefill):
+        prefill.max_tokens, prefill.max_requests = engine.runners.mixed_limits
     return make(
         engine, prefill.cache, prefill, prefill.decode,
         channel if comm is None else CompilingChannel(channel, grammars),
         make_req=partial(make_req, limits=limits, constrain=grammars.constrain),
-        make_room=make_room,
-        audit=IdleAudit(),
-        eos_token_ids=limits.eos_token_ids,
-        overlap=bool(settled.overlap),
-        interleave=settled.schedule_policy == "fair",
+        make_room=make_room, audit=IdleAudit(), eos_token_ids=limits.eos_token_ids,
+        overlap=bool(settled.overlap), interleave=settled.schedule_policy == "fair",
         emit=emit,
         **drafts,
     )  # fmt: skip

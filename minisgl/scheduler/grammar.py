@@ -1,212 +1,29 @@
-"""Answers that keep to a grammar: compile it, follow the answer, mask what may not come next.
+"""Answers that keep to a grammar: follow the answer, mask what may not come next.
 
 Generated from notebooks/09a_structured_output.ipynb: edit there.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
-from itertools import groupby
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from minisgl.core import IntArray, Req, SamplingParams
 from minisgl.engine.logits_processors import LogitsParams, masks_of
 from minisgl.engine.step import ForwardInput, ForwardOutput, SampledTokens
 from minisgl.scheduler.channel import Channel
+from minisgl.scheduler.forms import compile_grammar, load_tokens
 from minisgl.scheduler.messages import AbortMsg, InvalidRequestError, Msg, UserMsg
+from minisgl.scheduler.side import SLOTS, asked_for
 from minisgl.tokenizer import THINK
-
-MAX_MULTIPLES = 1000  # sum of all `multipleOf` of a schema: each takes as many states
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=10_000,
-    max_lexer_states=10_000, max_grammar_size=20_000, verbose_errors=False,
-)  # fmt: skip
-ONE_LINE: Any = {  # else a model may answer with spaces indefinitely
-    "whitespace_flexible": False, "item_separator": ",[ ]?", "key_separator": ":[ ]?",
-}  # fmt: skip
-
-
-def check_multiples(schema: str) -> None:
-    """Raise `ValueError` if all `multipleOf` together take too many states."""
-    multiples = re.findall(r'"multipleOf": ([0-9.]+)', schema)
-    digits = [number.replace(".", "").strip("0") for number in multiples]
-    if sum(map(int, filter(None, digits))) > MAX_MULTIPLES:
-        raise ValueError(f"the digits of all multipleOf must add up to {MAX_MULTIPLES} at most")
-
-
-def schema_grammar(schema: str) -> str:
-    """Convert a JSON schema to llguidance's form."""
-    check_multiples(schema)
-    return LLMatcher.grammar_from_json_schema(schema, defaults=ONE_LINE)
-
-
-def free_grammar(text: str) -> str:
-    """Convert a grammar in Lark's or llama.cpp's notation (GBNF); it embeds no schema."""
-    lark = grammar_from("grammar", text)
-    if "%json" in lark:
-        raise ValueError("a schema inside of a grammar is not supported, use json_schema")
-    return lark
-
-
-FORMS: dict[str, Callable[[str], str]] = {
-    "json_schema": schema_grammar,
-    "json_object": schema_grammar,
-    "regex": LLMatcher.grammar_from_regex,
-    "choice": lambda text: grammar_from("choice", text),
-    "grammar": free_grammar,
-}
-
-
-def tag_of(text: str) -> dict[str, Any]:
-    """Parse a structural tag: its `format` is the tree, its `name` identifies it in errors."""
-    try:
-        given = json.loads(text)
-    except RecursionError:
-        given = None
-    return given if isinstance(given, dict) else {}
-
-
-class TagCompiler:
-    """A structural tag in Lark's notation for one tokenizer, whose special tokens are no text."""
-
-    def __init__(self, tokenizer: LLTokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.rules = [r"TEXT: /(.|\n)*/"]
-
-    def lark(self, text: str) -> str:
-        """Return the whole grammar; raise `ValueError` that names a node of no known form."""
-        check_multiples(text)
-        start = self.expression(tag_of(text).get("format"))
-        return "\n".join([f"start: {start}", *self.rules])
-
-    def define(self, body: str, kind: str = "part_{}") -> str:
-        """Define a rule, or a terminal, and return its name."""
-        name = kind.format(len(self.rules))
-        self.rules.append(f"{name}: {body}")
-        return name.partition("[")[0]
-
-    def literal(self, text: str) -> str:
-        """Return a fixed text: special tokens by their numbers, the rest quoted."""
-        ids = self.tokenizer.tokenize_str(text, parse_special=True)
-        parts = [] if ids else ['""']
-        for special, run in groupby(ids, self.tokenizer.is_special_token):
-            if special:
-                parts += [f"<[{token}]>" for token in run]
-            else:
-                parts.append(json.dumps(self.tokenizer.decode_str(list(run)), ensure_ascii=False))
-        return " ".join(parts)
-
-    def without(self, marker: str) -> str:
-        """Define any text without the marker."""
-        pattern = re.escape(marker).replace("/", r"\/").replace("\n", "n")
-        return self.define(rf"TEXT & ~/(.|\n)*{pattern}(.|\n)*/", "TEXT_{}")
-
-    def until(self, marker: str) -> str:
-        """Define any text up to and including the first marker."""
-        literal = self.literal(marker)
-        if "<[" in literal:
-            return f"{self.without(marker)} {literal}"
-        return self.define(f"TEXT {literal}", "part_{}[lazy]")
-
-    def expression(self, node: Any) -> str:
-        """Return the expression of one node; raise `ValueError` if its form is unknown."""
-        match node:
-            case {"type": "const_string", "value": str(text)}:
-                return self.literal(text)
-            case {"type": "any_text"}:
-                return "TEXT"
-            case {"type": "json_schema", "json_schema": dict(schema)}:
-                return self.define("%json " + json.dumps({**schema, "x-guidance": ONE_LINE}))
-            case {"type": "sequence", "elements": [_, *_] as parts}:
-                return " ".join(map(self.expression, parts))
-            case {"type": "or", "elements": [_, *_] as parts}:
-                return self.either(parts)
-            case {
-                "type": "tag",
-                "begin": str(begin),
-                "content": {"type": "any_text"},
-                "end": str(end),
-            }:
-                return f"{self.literal(begin)} {self.until(end)}"
-            case {"type": "tag", "begin": str(begin), "content": content, "end": str(end)}:
-                return f"{self.literal(begin)} {self.expression(content)} {self.literal(end)}"
-            case {
-                "type": "tags_with_separator",
-                "tags": [_, *_] as tags,
-                "separator": str(between),
-            }:
-                return self.repeated(node, self.either(tags), f"{self.literal(between)} ", "")
-            case {
-                "type": "triggered_tags",
-                "triggers": [str(trigger)],
-                "tags": [_, *_] as tags,
-            } if trigger:
-                return self.triggered(node, trigger, tags)
-        raise ValueError(f"no node of a structural tag that is supported: {node!r:.80}")
-
-    def either(self, nodes: list[Any]) -> str:
-        """Define one of several nodes."""
-        return self.define(" | ".join(map(self.expression, nodes)))
-
-    def repeated(self, node: dict[str, Any], one: str, between: str, end: str) -> str:
-        """Return one or more, unless limited to one; or also none, if that is allowed."""
-        many = one if node.get("stop_after_first") else f"{one} ({between}{one})* {end}"
-        empty = end or '""'
-        return many if node.get("at_least_one") else f"({many} | {empty})"
-
-    def triggered(self, node: dict[str, Any], trigger: str, tags: list[Any]) -> str:
-        """Define text with a tag wherever the trigger occurs."""
-        rest = []
-        for tag in tags:
-            match tag:
-                case {"begin": str(begin)} if begin.startswith(trigger):
-                    rest.append({**tag, "begin": begin[len(trigger) :]})
-                case _:
-                    must = f"a tag must begin with its trigger {trigger!r}, got {tag!r:.80}"
-                    raise ValueError(must)
-        call = self.define(f"{self.until(trigger)} {self.either(rest)}")
-        return self.repeated(node, call, "", self.without(trigger))
-
-
-def asked_for(params: SamplingParams) -> tuple[str, str] | None:
-    """Return the field that constrains an output, and its grammar as text; None if none does."""
-    texts: dict[str, Any] = {
-        "json_schema": params.json_schema,
-        "json_object": '{"type": "object"}' if params.json_object else None,
-        "regex": params.regex,
-        "choice": json.dumps(params.choice) if params.choice else None,
-        "grammar": params.grammar,
-        "structural_tag": params.structural_tag,
-    }
-    return next(((field, text) for field, text in texts.items() if text is not None), None)
-
-
-def compile_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> LLMatcher:
-    """Compile a matcher; raise `InvalidRequestError` that names the field and the reason."""
-    try:
-        if isinstance(tokenizer, str):
-            raise ValueError(tokenizer)
-        tag = field == "structural_tag"
-        source = TagCompiler(tokenizer).lark(text) if tag else FORMS[field](text)
-        matcher = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
-        matcher.compute_bitmask()  # of the first token
-        if matcher.is_error():  # it never raises
-            why = matcher.get_error()
-            raise ValueError("no text matches" if why.startswith("NoExtensionBias") else why)
-    except Exception as error:  # a client's text: nothing in it may end the scheduler's loop
-        name = f"{tag_of(text).get('name', field)!s:.100}" if field == "structural_tag" else field
-        raise InvalidRequestError(f"{name}: {error!s:.500}", param=name) from None
-    return matcher
 
 
 class Matcher:
@@ -246,15 +63,15 @@ class DeferredOutput(ForwardOutput):
 
 
 class Grammars:
-    """Compiles grammars for one model in a thread, keeps the last ones, fills masks."""
+    """Compiles grammars for one model in threads, keeps the last ones, fills masks."""
 
     def __init__(self, load: Callable[[], LLTokenizer | str], keep: int = 256) -> None:
-        """Start one thread, in which `load` returns a tokenizer, or the reason why there is none.
+        """Start a thread, in which `load` returns a tokenizer, or the reason why there is none.
 
         `keep` bounds their memory, a few MiB for a large one; one that is dropped while its request
         waits is compiled twice.
         """
-        pool = ThreadPoolExecutor(1, "grammars")
+        pool = ThreadPoolExecutor(SLOTS, "grammars")
         self.tokenizer = loaded = pool.submit(load)
         self.waiting: DeferredOutput | None = None  # the last step, if it is not sampled yet
         self.executor = LLExecutor(1)  # one call for a batch, in one thread
@@ -336,19 +153,7 @@ class Grammars:
 
 def load_grammars(folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> Grammars:
     """Make the grammars of a model folder; without a tokenizer each is rejected with a reason."""
-
-    def load() -> LLTokenizer | str:
-        try:
-            about = json.loads((folder / "tokenizer.json").read_text("utf-8"))
-            about |= {"truncation": None, "padding": None}  # of the training
-            ids = [token["id"] for token in about.get("added_tokens", [])]
-            known = about.get("model", {}).get("vocab", ())
-            size = max(vocab_size, len(known), *(i + 1 for i in ids))
-            return LLTokenizer(json.dumps(about), n_vocab=size, eos_token=sorted(eos_token_ids))
-        except (OSError, ValueError) as error:
-            return f"the model's tokenizer cannot be used: {error}"
-
-    return Grammars(load)
+    return Grammars(partial(load_tokens, folder, vocab_size, eos_token_ids))
 
 
 class CompileMsg(msgspec.Struct, tag=True):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
-from minisgl.core import Batch, Phase, Req
+from minisgl.core import Batch, Req
 
 
 class WaitingQueue(Protocol):
@@ -150,17 +150,21 @@ class FairQueue:
 
     def charge(self, batch: Batch) -> None:
         """Count a step's tokens to their clients; prompt tokens also move the clocks."""
-        if batch.phase is Phase.DECODE:
-            for req in batch.reqs:
-                self._shares[req.client].served += ANSWER_WEIGHT
-            return
-        computed = Counter(req.client for req in batch.reqs)
+        prompts = []
         for req in batch.reqs:
+            if req.cached_len < req.prefill_len:
+                prompts.append(req)
+            else:
+                self._shares[req.client].served += ANSWER_WEIGHT
+        if not prompts:
+            return
+        computed = Counter(req.client for req in prompts)
+        for req in prompts:
             share = self._shares[req.client]
             share.served += req.extend_len
             share.clock += req.extend_len / (share.waiting + computed[req.client])
         present = sum(name in computed or share.waiting > 0 for name, share in self._shares.items())
-        self._clock += sum(req.extend_len for req in batch.reqs) / present
+        self._clock += sum(req.extend_len for req in prompts) / present
 
     def leave(self, req: Req) -> None:
         share = self._shares[req.client]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from minisgl.core import Batch, Req
 from minisgl.events import RequestRetracted
-from minisgl.scheduler.phases import PrefillManager, pages_to_come
+from minisgl.scheduler.mixed import MixedPrefill
+from minisgl.scheduler.phases import pages_to_come
 from minisgl.scheduler.scheduler import Scheduler
 
 
@@ -42,7 +43,7 @@ def retract(scheduler: Scheduler, req: Req) -> None:
         scheduler.emit(RequestRetracted(req.uid))
 
 
-class DelayedPrefill(PrefillManager):
+class DelayedPrefill(MixedPrefill):
     """Admits requests in groups while the rows are taken and many wait."""
 
     share, most = 32, 16  # rows of which one has to be free; steps to wait for that at most

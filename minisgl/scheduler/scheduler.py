@@ -149,8 +149,8 @@ class Scheduler:
         self.prefill.waiting.charge(batch)
         for req in batch.reqs:
             req.advance()
-        if batch.phase is Phase.PREFILL:
-            for req in inputs.sampled:
+        for req in inputs.sampled:
+            if req.cached_len == req.prefill_len:  # its prompt ends in this step
                 self.cache.cache_req(req, finished=False)
         self.decode.update(batch.reqs)
         if self.emit is not None:

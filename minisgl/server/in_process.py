@@ -15,12 +15,12 @@ from minisgl.guarded import guarded
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.grammar import GrammarQueue
 from minisgl.scheduler.messages import ExitMsg
+from minisgl.scheduler.side import SideTokenizer
 from minisgl.server.frontend import Frontend, Observer
 from minisgl.server.workers.channels import LocalQueue
 from minisgl.server.workers.scheduler_process import Reporter, SchedulerChannel
-from minisgl.server.workers.text_process import PromptThread, build_text_worker
+from minisgl.server.workers.text_process import PromptThreads, build_text_worker
 from minisgl.server.workers.text_worker import PromptQueue, run_text_worker
-from minisgl.tokenizer import Tokenizer
 
 
 class InProcessServer:
@@ -35,10 +35,10 @@ class InProcessServer:
         channel.report = guarded(reporter)
         self.scheduler = build_scheduler(config, channel, observe=reporter.observe, hold=hold)
         reporter.scheduler = self.scheduler
-        tokenizer = Tokenizer(resolve_model_path(config.model_path))
+        self._tokenizer = SideTokenizer(resolve_model_path(config.model_path))
         window = self.scheduler.engine.max_seq_len
-        worker = build_text_worker(tokenizer, self.to_scheduler, to_frontend, window)
-        loop = {"worker": worker, "inbox": self.to_text, "prompts": PromptQueue(PromptThread())}
+        worker = build_text_worker(self._tokenizer, self.to_scheduler, to_frontend, window)
+        loop = {"worker": worker, "inbox": self.to_text, "prompts": PromptQueue(PromptThreads())}
         self.frontend = Frontend([self.to_text], to_frontend, observers)
         self._threads = [
             threading.Thread(target=self._run_scheduler, name="scheduler", daemon=True),
@@ -63,3 +63,4 @@ class InProcessServer:
         for box, thread in zip((self.to_scheduler, self.to_text), self._threads, strict=True):
             box.put(ExitMsg())
             thread.join(timeout=10)
+        self._tokenizer.side.close()

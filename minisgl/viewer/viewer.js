@@ -12,8 +12,11 @@ const make = (tag, attributes = {}, ...children) => {
   element.append(...children);
   return element;
 };
-const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
-const milliseconds = (us) => (us / 1000).toLocaleString("en", { maximumFractionDigits: us < 1e5 ? 2 : 0 });
+// Formatters are made once: `toLocaleString` makes one for each number, a fifth of a frame's time.
+const grouped = new Intl.NumberFormat("en").format;
+const hundredths = new Intl.NumberFormat("en", { maximumFractionDigits: 2 }).format;
+const plural = (count, noun) => `${grouped(count)} ${noun}${count === 1 ? "" : "s"}`;
+const milliseconds = (us) => (us < 1e5 ? hundredths(us / 1000) : grouped(Math.round(us / 1000)));
 
 const now = { frame: 0, selected: null, playing: null, speed: 4 };
 let run, state;
@@ -133,6 +136,15 @@ function drawOverview() {
   $("cursor").style.left = `${((now.frame + 0.5) / count) * 100}%`;
 }
 
+// Widths of labels; all digits are equally wide.
+const textWidths = new Map();
+
+function textWidth(context, text) {
+  const shape = text.replace(/\d/g, "0");
+  if (!textWidths.has(shape)) textWidths.set(shape, context.measureText(shape).width);
+  return textWidths.get(shape);
+}
+
 const LANES = { host: 8, device: 42, height: 26 };
 let lanes = []; // what is drawn, to be found by a click: {x, width, y, frame, text}
 
@@ -158,7 +170,7 @@ function drawLanes() {
     context.strokeStyle = isNow ? colors.ink : colors.line;
     context.lineWidth = isNow ? 1.5 : 0.5;
     context.strokeRect(left, y, wide, LANES.height);
-    if (wide > context.measureText(text).width + 6) {
+    if (wide > textWidth(context, text) + 6) {
       context.fillStyle = [colors.wait, colors.receive].includes(fill) ? colors.ink : "#222";
       context.fillText(text, left + 4, y + LANES.height / 2);
     }
@@ -185,7 +197,7 @@ function drawLanes() {
   for (let tick = 0; tick <= ticks; tick++) {
     const time = from + ((to - from) * tick) / ticks;
     const text = `${milliseconds(time)} ms`;
-    const left = Math.min(x(time), width - context.measureText(text).width - 2);
+    const left = Math.min(x(time), width - textWidth(context, text) - 2);
     context.fillText(text, left, 84);
   }
   element.setAttribute("aria-label", `Host and device around step ${frame.step ?? "end"}, ${milliseconds(to - from)} ms`);
@@ -212,15 +224,12 @@ const SHOWN = 24; // requests of a list that are shown at once
 function requestRow(req, lit) {
   const frame = run.frames[now.frame];
   const place = frame.uids.indexOf(req.uid);
-  const share = (tokens) => `${(100 * tokens) / req.maxLen}%`;
   const found = Math.min(req.promptLen, req.found * run.about.page_size);
   const done = req.state === "done";
   const computed = done ? req.promptLen : Math.min(req.promptLen, Math.max(found, req.cached));
-  const bar = make("span", { class: "bar", "aria-hidden": "true" },
-    make("i", { class: "found", style: `width:${share(found)}` }),
-    make("i", { class: "computed", style: `width:${share(computed - found)}` }),
-    make("i", { class: "rest", style: `width:${share(req.promptLen - computed)}` }),
-    make("i", { class: "answer", style: `width:${share(req.tokens)}` }));
+  const ends = { found, computed, prompt: req.promptLen, answer: req.promptLen + req.tokens };
+  const style = Object.entries(ends).map(([name, end]) => `--${name}-end:${(100 * end) / req.maxLen}%`).join(";");
+  const bar = make("span", { class: "bar", "aria-hidden": "true", style });
   const what = place < 0 ? (req.retracted && req.state === "waiting" ? "retracted" : "") : `+${frame.computed[place]}`;
   const title = `request ${req.uid}: ${req.state}, ${req.promptLen} prompt tokens, ${found} cached, ${req.tokens} of the answer`;
   const row = make("button", {
@@ -249,7 +258,7 @@ function drawRequests(lit) {
   const used = frame.phase === "prefill" ? frame.tokens : 0;
   $("budget-bar").style.width = `${Math.min(100, (100 * used) / budget)}%`;
   $("budget-text").textContent = frame.phase === "prefill"
-    ? `${plural(used, "token")} of a prefill budget of ${budget.toLocaleString("en")}`
+    ? `${plural(used, "token")} of a prefill budget of ${grouped(budget)}`
     : frame.phase === "decode" ? `decode: one token for each of ${plural(frame.uids.length, "request")}` : "no step";
   const rate = frame.prompts ? Math.round((100 * frame.hits) / frame.prompts) : 0;
   $("hits").textContent = `${rate} % of admitted prompt tokens came from the cache`;
@@ -308,7 +317,7 @@ function drawPages(lit, locked) {
     context.strokeRect((grid.page % grid.columns) * grid.size, Math.floor(grid.page / grid.columns) * grid.size, grid.size, grid.size);
   }
   for (const [kind, number] of Object.entries(counts)) {
-    $(`count-${kind}`).textContent = number.toLocaleString("en");
+    $(`count-${kind}`).textContent = grouped(number);
     $(`share-${kind}`).style.width = `${(100 * number) / count}%`;
   }
   element.setAttribute("aria-label", `Pool of ${count} pages: ${counts.free} free, ${counts.cached} cached, `
@@ -375,6 +384,7 @@ let table = { shown: [] };
 // ---------------------------------------------------------------------------------- radix tree
 
 const TREE_NODES = 60; // more would not be read
+let drawnTree = "";
 
 function drawTree(lit) {
   const children = new Map();
@@ -421,10 +431,11 @@ function drawTree(lit) {
   });
   const width = left(Math.max(0, ...cut.map((box) => box.depth))) + wide + 8;
   const height = Math.max(44, top(Math.max(1, row)) + 4);
-  $("tree").setAttribute("viewBox", `0 0 ${width} ${height}`);
-  $("tree").setAttribute("width", width);
-  $("tree").setAttribute("height", height);
-  $("tree").innerHTML = `<g class="edges">${lines.join("")}</g><text x="2" y="${middle + 4}">root</text>${drawn.join("")}`;
+  const picture = `<g class="edges">${lines.join("")}</g><text x="2" y="${middle + 4}">root</text>${drawn.join("")}`;
+  if (picture !== drawnTree) { // most steps change no node
+    for (const [name, value] of Object.entries({ viewBox: `0 0 ${width} ${height}`, width, height })) $("tree").setAttribute(name, value);
+    $("tree").innerHTML = drawnTree = picture;
+  }
   const locked = boxes.filter(({ node }) => node.locks).length;
   $("tree-text").textContent = boxes.length
     ? `${plural(boxes.length, "node")}, ${locked} locked${cut.length < boxes.length ? `; ${cut.length} shown` : ""}` : "empty";
@@ -458,7 +469,7 @@ function drawTokens(lit) {
     } else {
       line.append(make("span", { class: "hidden" }, `${plural(req.promptLen, "prompt token")}, not recorded`));
     }
-    const start = Math.max(0, answer.length - 200);
+    const start = Math.max(0, answer.length - (lit.requests.size === 1 ? 200 : 40));
     if (start) line.append(" … ");
     answer.slice(start).forEach(({ token, frame: at }) =>
       line.append(chip(token, at === now.frame ? "answer fresh" : "answer", `answer, id ${token}`)));

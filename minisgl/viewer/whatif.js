@@ -87,14 +87,14 @@ function outcome({ events, frames }, asked) {
   const { prompts, hits } = frames.at(-1);
   return [
     ["time for all requests", `${milliseconds(events.at(-1)[0])} ms`],
-    ["steps", frames.filter((frame) => frame.step !== null).length.toLocaleString("en")],
+    ["steps", grouped(frames.filter((frame) => frame.step !== null).length)],
     ["first token, median", `${milliseconds(first[first.length >> 1] ?? 0)} ms`],
     ["first token, longest", `${milliseconds(first.at(-1) ?? 0)} ms`],
     ["longest wait between two tokens", `${milliseconds(gaps.reduce((a, b) => Math.max(a, b)))} ms`],
     ["prompt tokens from the cache", `${prompts ? Math.round((100 * hits) / prompts) : 0} %`],
-    ["pages evicted", evicted.toLocaleString("en")],
-    ["retracted", retracted.toLocaleString("en")],
-    ["too long for the pool", (asked - added.size).toLocaleString("en")],
+    ["pages evicted", grouped(evicted)],
+    ["retracted", grouped(retracted)],
+    ["too long for the pool", grouped(asked - added.size)],
   ];
 }
 
@@ -135,7 +135,7 @@ function change() {
   whatIf.moved = true;
   const want = chosen();
   for (const [group, name] of CONTROLS) {
-    const text = want[name]?.toLocaleString("en") ?? "whole answer";
+    const text = want[name] === null ? "whole answer" : grouped(want[name]);
     field(name).setAttribute("aria-valuetext", text);
     field(name).previousElementSibling.textContent = text;
     field(name).disabled = group === "requests" && want.source === "recorded";
@@ -156,7 +156,7 @@ function slider([, name, label, min, max], value) {
   const input = make("input", { type: "range", id: `what-if-${name}`, min, max: largest, value });
   input.oninput = change;
   input.onchange = settle;
-  return make("label", {}, make("span", {}, label), make("output", { "aria-hidden": "true" }), input);
+  return make("label", { for: input.id }, make("span", {}, label), make("span", { class: "value", "aria-hidden": "true" }), input);
 }
 
 function choice([, name, label, options], hidden) {

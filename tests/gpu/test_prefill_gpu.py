@@ -61,7 +61,8 @@ MIXES = [
     [(0, 60, 60), (300, 301, 301), (0, 3, 3)],
     [(0, 200, 400)],  # a chunk that ends no prompt
     [(130, 190, 190), (0, 40, 90), (17, 80, 80)],
-    [(5 * i, 5 * i + 9, 5 * i + 9) for i in range(MAX_REQUESTS)],
+    [(5 * i, 5 * i + 3, 5 * i + 3) for i in range(MAX_REQUESTS)],
+    [(40, 90, 90), *((60 * i, 60 * i + 1, 60 * i + 1) for i in range(16))],  # running ones, too
     [(700, 900, 900), (0, 56, 56)],
     [(0, 7, 7)],
 ]
@@ -73,7 +74,7 @@ def test_replay_equals_its_kernels_and_nearly_eager(backend: str, page_size: int
     need(backend)
     config = EngineConfig(
         device=DEVICE, dtype="bfloat16", attention_backend=backend, page_size=page_size,
-        num_pages=8192 // page_size, max_running_req=32, max_seq_len_override=1024,
+        num_pages=16384 // page_size, max_running_req=MAX_REQUESTS + 4, max_seq_len_override=1024,
         cuda_graph_bs=(1,), prefill_graph_max_tokens=256,
     )  # fmt: skip
     engine = build_engine(config, progress=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations import Mutation
 
 GRAMMAR, ENGINE = "minisgl.scheduler.grammar", "minisgl.engine.engine"
+FORMS = "minisgl.scheduler.forms"
 TESTS = "tests/test_structured_output.py::"
 PATH = "tests/test_request_path.py"
 DRAW = TESTS + "test_a_draw_waits_for_its_masks_and_the_next_step_waits_for_the_draw"
@@ -47,21 +48,21 @@ MUTATIONS = [
     ),
     Mutation(
         "grammar_errors_are_not_looked_at",
-        GRAMMAR,
+        FORMS,
         "if matcher.is_error():",
         "if False:",
         TESTS + "test_what_cannot_be_compiled_is_refused_with_the_reason",
     ),
     Mutation(
         "grammar_that_no_text_matches_is_let_in",
-        GRAMMAR,
+        FORMS,
         "matcher.compute_bitmask()",
         "pass",
         TESTS + "test_what_cannot_be_compiled_is_refused_with_the_reason",
     ),
     Mutation(
         "grammar_knows_the_tokenizer_only",
-        GRAMMAR,
+        FORMS,
         "size = max(vocab_size, ",
         "size = max(",
         TESTS + "test_tokens_that_the_tokenizer_lacks_are_never_allowed",

@@ -15,6 +15,7 @@ MANAGER = "minisgl.kvcache.cache_manager"
 QUEUE, QUEUE_TESTS = "minisgl.scheduler.queue", "tests/test_queue.py::"
 
 BUILD = "minisgl.scheduler.build"
+MIXED, MIXED_TESTS = "minisgl.scheduler.mixed", "tests/test_mixed_steps.py::"
 
 MUTATIONS = [
     Mutation(
@@ -677,5 +678,75 @@ MUTATIONS = [
         "if req.host_len == req.prompt_len + 1:",
         "if True:",
         TESTS + "test_what_is_constant_travels_once",
+    ),
+    Mutation(
+        "mixed_steps_have_any_number_of_tokens",
+        MIXED,
+        "sum(req.extend_len for req in reqs) <= self.max_tokens",
+        "True",
+        MIXED_TESTS + "test_limits_of_a_mixed_step",
+    ),
+    Mutation(
+        "mixed_steps_have_any_number_of_requests",
+        MIXED,
+        "len(reqs) <= self.max_requests",
+        "True",
+        MIXED_TESTS + "test_limits_of_a_mixed_step",
+    ),
+    Mutation(
+        "mixed_steps_have_any_context",
+        MIXED,
+        "sum(req.device_len for req in reqs) <= MAX_CONTEXT",
+        "True",
+        MIXED_TESTS + "test_context_is_limited_in_all",
+    ),
+    Mutation(
+        "mixed_steps_score_prompts",
+        MIXED,
+        "not any(req.scores_prompt for req in reqs)",
+        "True",
+        MIXED_TESTS + "test_wanted_scores_of_a_prompt_keep_its_step_apart",
+    ),
+    Mutation(
+        "mixed_steps_take_pages_that_there_are_not",
+        MIXED,
+        "<= self.cache.available_tokens // size",
+        "<= self.cache.num_pages",
+        MIXED_TESTS + "test_no_page_is_promised_twice",
+    ),
+    Mutation(
+        "mixed_steps_cache_the_running_requests",
+        SCHEDULER,
+        "if req.cached_len == req.prefill_len:",
+        "if batch.phase is Phase.PREFILL:",
+        MIXED_TESTS + "test_only_prompts_that_end_go_to_the_prefix_cache",
+    ),
+    Mutation(
+        "mixed_steps_charge_answers_as_prompts",
+        QUEUE,
+        "if req.cached_len < req.prefill_len:",
+        "if batch.phase.value == 'prefill':",
+        MIXED_TESTS + "test_each_pays_for_what_it_computes",
+    ),
+    Mutation(
+        "long_prompts_take_whole_steps_beside_others",
+        MIXED,
+        "adder.budget = LONG_CHUNK",
+        "pass",
+        MIXED_TESTS + "test_a_long_prompt_gets_small_chunks_beside_others",
+    ),
+    Mutation(
+        "short_prompts_count_as_long",
+        MIXED,
+        "first.prefill_len - first.cached_len > LONG_CHUNK <",
+        "LONG_CHUNK <",
+        MIXED_TESTS + "test_a_short_prompt_beside_others_is_not_cut",
+    ),
+    Mutation(
+        "drafts_are_mixed_with_prompts",
+        BUILD,
+        "    elif isinstance(prefill, MixedPrefill):",
+        "    if isinstance(prefill, MixedPrefill):",
+        MIXED_TESTS + "test_limits_come_from_the_recorded_steps",
     ),
 ]

@@ -84,14 +84,14 @@ MUTATIONS = [
     ),
     Mutation(
         name="tools: a tag that cannot be compiled names itself",
-        module="minisgl.scheduler.grammar",
+        module="minisgl.scheduler.forms",
         old="tag_of(text).get('name', field)",
         new="field",
         test=TEST + "test_tags_that_cannot_be_used_are_refused",
     ),
     Mutation(
         name="tools: special tokens are spelled in a tag",
-        module="minisgl.scheduler.grammar",
+        module="minisgl.scheduler.forms",
         old="            if special:\n",
         new="            if False:\n",
         test=TEST + "test_a_random_model_calls_if_it_must[hermes]",

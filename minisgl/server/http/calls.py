@@ -54,6 +54,9 @@ MISTRAL = CallFormat(
 )
 MISTRAL_NAMED = CallFormat("mistral", (TOOL_CALLS,), f"{TOOL_CALLS}NAME[ARGS]", "", "")
 
+NO_TOOLS = ("this model's chat template does not show them to it; put a chat_template.jinja that "
+            "does into the model's folder, or ask for JSON by response_format")  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ChatAbilities:
@@ -61,7 +64,7 @@ class ChatAbilities:
 
     reasoning: bool = False
     calls: CallFormat | None = None
-    refusal: str = "this model's chat template has none"  # why there are no calls
+    refusal: str = NO_TOOLS  # why there are no calls
 
 
 def call_format(template: str) -> CallFormat | None:

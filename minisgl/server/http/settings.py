@@ -5,7 +5,6 @@ Generated from notebooks/12b_running.ipynb: edit there.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.config.engine import ServerConfig, max_seq_len
-from minisgl.config.model import ModelConfig
+from minisgl.config.model import ModelConfig, sampling_advice
 from minisgl.core import SamplingParams
 from minisgl.server.http.calls import ChatAbilities, chat_abilities, read_template
 
@@ -41,15 +40,8 @@ class ApiSettings:
 
 
 def sampling_defaults(path: Path) -> dict[str, Any]:
-    """Read the model's `generation_config.json`; without it, a temperature of 1."""
-    file = path / "generation_config.json"
-    advice = json.loads(file.read_text()) if file.is_file() else {}
-    if advice.get("do_sample") is False:
-        return {"temperature": 0.0}
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    known = {name: advice[name] for name in names if advice.get(name) is not None}
-    if known.get("top_k") == 0:  # the hub's spelling of "off"
-        del known["top_k"]
+    """Return the model's advice on sampling; without a temperature in it, 1."""
+    known = sampling_advice(path)
     try:
         SamplingParams(**known)
     except ValueError as error:  # the model's fault: say so now, not to each client

@@ -29,7 +29,7 @@ class TokenizeMsg(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     input_ids: list[int] | None = None
 
     def same_prompt(self, other: TokenizeMsg) -> bool:
-        """Return True if both have one prompt: the same objects, not only equal ones."""
+        """Return True if both have one prompt: the same objects (or both empty), not equal ones."""
         pairs = [(getattr(self, name), getattr(other, name)) for name in self.shared]
         return all(mine is its or not (mine or its) for mine, its in pairs)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.engine.heap import frozen_heap
 from minisgl.runtime.supervisor import WorkerContext
+from minisgl.scheduler.side import SLOTS, SideTokenizer
 from minisgl.server.workers.channels import Outbox, ZmqInbox, ZmqOutbox
 from minisgl.server.workers.logprobs import HeldLogprobs
 from minisgl.server.workers.messages import Message
@@ -30,22 +32,29 @@ from minisgl.token_bytes import TokenBytes
 from minisgl.tokenizer import Tokenizer
 
 
-class PromptThread(PromptQueue):
-    """Long prompts, encoded in a thread while the loop of the text worker goes on."""
+class PromptThreads(PromptQueue):
+    """Prompts that may take long, encoded in threads while the loop of the text worker goes on.
 
-    def __init__(self) -> None:
+    One client has half of the threads at most.
+    """
+
+    def __init__(self, count: int = SLOTS) -> None:
         super().__init__()
-        self._pool = ThreadPoolExecutor(1, "prompts")
-        self._job: tuple[int, Future[Message]] | None = None  # uid of the thread's prompt
+        self._pool, self._count = ThreadPoolExecutor(count, "prompts"), count
+        self._jobs: dict[int, tuple[str, Future[Message]]] = {}  # client and result, by uid
 
     def take(self, encode: Encode) -> list[Message]:
         done = list[Message]()
-        if self._job is not None and self._job[1].done():
-            (uid, result), self._job = self._job, None
-            done += [result.result()] if self.drop(uid) else []  # else its client has left
-        if self._job is None and (prompt := self.pop()) is not None:
+        for uid in [uid for uid, (_, job) in self._jobs.items() if job.done()]:
+            _, job = self._jobs.pop(uid)
+            done += [job.result()] if self.drop(uid) else []  # else its client has left
+        while len(self._jobs) < self._count:
+            held = Counter(client for client, _ in self._jobs.values())
+            prompt = self.pop(busy=[c for c in held if 2 * held[c] >= self._count])
+            if prompt is None:
+                break
             self.waiting[prompt.uid] = prompt  # until it is encoded
-            self._job = (prompt.uid, self._pool.submit(encode, prompt))
+            self._jobs[prompt.uid] = prompt.client, self._pool.submit(encode, prompt)
         return done
 
 
@@ -66,9 +75,12 @@ def text_process(config: ServerConfig, folder: Path, part: str, context: WorkerC
     to_scheduler, to_frontend = (ZmqOutbox(address(folder, p)) for p in ("scheduler", "frontend"))
     path = resolve_model_path(config.model_path)
     window = max_seq_len(config, ModelConfig.from_path(path))
-    worker = build_text_worker(Tokenizer(path), to_scheduler, to_frontend, window)
+    tokenizer = SideTokenizer(path)
+    tokenizer.side.start()
+    worker = build_text_worker(tokenizer, to_scheduler, to_frontend, window)
     with frozen_heap():
         context.ready()
-        run_text_worker(worker, inbox, context.beat, PromptQueue(PromptThread()))
+        run_text_worker(worker, inbox, context.beat, PromptQueue(PromptThreads()))
+    tokenizer.side.close()
     for box in (inbox, to_scheduler, to_frontend):
         box.close()

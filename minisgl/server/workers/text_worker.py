@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,6 +117,7 @@ class TextWorker:
                 last.prompt, last.ids = None, self._encode(msg)
                 last.prompt = msg
         except Exception as error:  # a chat template can raise anything
+            param = getattr(error, "param", param)
             why = f"{param}: {str(error).removeprefix(f'{param}: ')}"
             code = error.code if isinstance(error, PromptTooLong) else "invalid_request"
             return ErrorReply(uid=msg.uid, message=why, code=code, param=param)
@@ -190,7 +191,7 @@ Encode = Callable[[TokenizeMsg], Message]
 class PromptQueue:
     """Prompts to encode, of the client that had least, short before long; none starves.
 
-    Those of more than `SLICE` characters go to `aside`, if it is given.
+    Those that may take long (large, chats, with a grammar) go to `aside`, if it is given.
     """
 
     waiting: dict[int, TokenizeMsg]  # by uid
@@ -212,7 +213,8 @@ class PromptQueue:
         if before is None or not before.same_prompt(msg):
             size = characters(msg)
         self._last = (msg, size)
-        if self.aside is not None and size > SLICE:
+        slow = size > SLICE or msg.messages or msg.sampling_params.is_constrained
+        if self.aside is not None and slow:
             self.aside.add(msg)
             return
         self.waiting[msg.uid] = msg
@@ -232,10 +234,10 @@ class PromptQueue:
         done = [] if prompt is None else [encode(prompt)]
         return done + (self.aside.take(encode) if self.aside and self.aside.waiting else [])
 
-    def pop(self) -> TokenizeMsg | None:
-        """Return the next prompt that is still wanted, if there is one."""
-        while self._heaps:
-            client = min(self._clocks, key=self._clocks.__getitem__)
+    def pop(self, busy: Collection[str] = ()) -> TokenizeMsg | None:
+        """Return the next prompt that is still wanted, if there is one, of a client not `busy`."""
+        while clients := [client for client in self._clocks if client not in busy]:
+            client = min(clients, key=self._clocks.__getitem__)
             _, uid, size = heapq.heappop(self._heaps[client])
             msg = self.waiting.pop(uid, None)
             self._clocks[client] += size if msg else 0
@@ -250,7 +252,7 @@ def run_text_worker(
     worker: TextWorker, inbox: Inbox, beat: Callable[[], object] = lambda: None,
     prompts: PromptQueue | None = None,
 ) -> None:  # fmt: skip
-    """Handle answers, then one prompt, until an `ExitMsg`; `beat` at each read and each message."""
+    """Handle answers, then one prompt, until `ExitMsg`; `beat` at each read, after each message."""
     prompts, leave = PromptQueue() if prompts is None else prompts, False
     while not leave:
         beat()

@@ -1,0 +1,199 @@
+"""Grammars as requests ask for them, compiled; no tensor library is imported for that.
+
+Generated from notebooks/09a_structured_output.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+from minisgl.scheduler.messages import InvalidRequestError
+
+MAX_MULTIPLES = 1000  # sum of all `multipleOf` of a schema: each takes as many states
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=10_000,
+    max_lexer_states=10_000, max_grammar_size=20_000, verbose_errors=False,
+)  # fmt: skip
+ONE_LINE: Any = {  # else a model may answer with spaces indefinitely
+    "whitespace_flexible": False, "item_separator": ",[ ]?", "key_separator": ":[ ]?",
+}  # fmt: skip
+
+
+def check_multiples(schema: str) -> None:
+    """Raise `ValueError` if all `multipleOf` together take too many states."""
+    multiples = re.findall(r'"multipleOf": ([0-9.]+)', schema)
+    digits = [number.replace(".", "").strip("0") for number in multiples]
+    if sum(map(int, filter(None, digits))) > MAX_MULTIPLES:
+        raise ValueError(f"the digits of all multipleOf must add up to {MAX_MULTIPLES} at most")
+
+
+def schema_grammar(schema: str) -> str:
+    """Convert a JSON schema to llguidance's form."""
+    check_multiples(schema)
+    return LLMatcher.grammar_from_json_schema(schema, defaults=ONE_LINE)
+
+
+def free_grammar(text: str) -> str:
+    """Convert a grammar in Lark's or llama.cpp's notation (GBNF); it embeds no schema."""
+    lark = grammar_from("grammar", text)
+    if "%json" in lark:
+        raise ValueError("a schema inside of a grammar is not supported, use json_schema")
+    return lark
+
+
+FORMS: dict[str, Callable[[str], str]] = {
+    "json_schema": schema_grammar,
+    "json_object": schema_grammar,
+    "regex": LLMatcher.grammar_from_regex,
+    "choice": lambda text: grammar_from("choice", text),
+    "grammar": free_grammar,
+}
+
+
+def tag_of(text: str) -> dict[str, Any]:
+    """Parse a structural tag: its `format` is the tree, its `name` identifies it in errors."""
+    try:
+        given = json.loads(text)
+    except RecursionError:
+        given = None
+    return given if isinstance(given, dict) else {}
+
+
+class TagCompiler:
+    """A structural tag in Lark's notation for one tokenizer, whose special tokens are no text."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.rules = [r"TEXT: /(.|\n)*/"]
+
+    def lark(self, text: str) -> str:
+        """Return the whole grammar; raise `ValueError` that names a node of no known form."""
+        check_multiples(text)
+        start = self.expression(tag_of(text).get("format"))
+        return "\n".join([f"start: {start}", *self.rules])
+
+    def define(self, body: str, kind: str = "part_{}") -> str:
+        """Define a rule, or a terminal, and return its name."""
+        name = kind.format(len(self.rules))
+        self.rules.append(f"{name}: {body}")
+        return name.partition("[")[0]
+
+    def literal(self, text: str) -> str:
+        """Return a fixed text: special tokens by their numbers, the rest quoted."""
+        ids = self.tokenizer.tokenize_str(text, parse_special=True)
+        parts = [] if ids else ['""']
+        for special, run in groupby(ids, self.tokenizer.is_special_token):
+            if special:
+                parts += [f"<[{token}]>" for token in run]
+            else:
+                parts.append(json.dumps(self.tokenizer.decode_str(list(run)), ensure_ascii=False))
+        return " ".join(parts)
+
+    def without(self, marker: str) -> str:
+        """Define any text without the marker."""
+        pattern = re.escape(marker).replace("/", r"\/").replace("\n", "n")
+        return self.define(rf"TEXT & ~/(.|\n)*{pattern}(.|\n)*/", "TEXT_{}")
+
+    def until(self, marker: str) -> str:
+        """Define any text up to and including the first marker."""
+        literal = self.literal(marker)
+        if "<[" in literal:
+            return f"{self.without(marker)} {literal}"
+        return self.define(f"TEXT {literal}", "part_{}[lazy]")
+
+    def expression(self, node: Any) -> str:
+        """Return the expression of one node; raise `ValueError` if its form is unknown."""
+        match node:
+            case {"type": "const_string", "value": str(text)}:
+                return self.literal(text)
+            case {"type": "any_text"}:
+                return "TEXT"
+            case {"type": "json_schema", "json_schema": dict(schema)}:
+                return self.define("%json " + json.dumps({**schema, "x-guidance": ONE_LINE}))
+            case {"type": "sequence", "elements": [_, *_] as parts}:
+                return " ".join(map(self.expression, parts))
+            case {"type": "or", "elements": [_, *_] as parts}:
+                return self.either(parts)
+            case {
+                "type": "tag",
+                "begin": str(begin),
+                "content": {"type": "any_text"},
+                "end": str(end),
+            }:
+                return f"{self.literal(begin)} {self.until(end)}"
+            case {"type": "tag", "begin": str(begin), "content": content, "end": str(end)}:
+                return f"{self.literal(begin)} {self.expression(content)} {self.literal(end)}"
+            case {
+                "type": "tags_with_separator",
+                "tags": [_, *_] as tags,
+                "separator": str(between),
+            }:
+                return self.repeated(node, self.either(tags), f"{self.literal(between)} ", "")
+            case {
+                "type": "triggered_tags",
+                "triggers": [str(trigger)],
+                "tags": [_, *_] as tags,
+            } if trigger:
+                return self.triggered(node, trigger, tags)
+        raise ValueError(f"no node of a structural tag that is supported: {node!r:.80}")
+
+    def either(self, nodes: list[Any]) -> str:
+        """Define one of several nodes."""
+        return self.define(" | ".join(map(self.expression, nodes)))
+
+    def repeated(self, node: dict[str, Any], one: str, between: str, end: str) -> str:
+        """Return one or more, unless limited to one; or also none, if that is allowed."""
+        many = one if node.get("stop_after_first") else f"{one} ({between}{one})* {end}"
+        empty = end or '""'
+        return many if node.get("at_least_one") else f"({many} | {empty})"
+
+    def triggered(self, node: dict[str, Any], trigger: str, tags: list[Any]) -> str:
+        """Define text with a tag wherever the trigger occurs."""
+        rest = []
+        for tag in tags:
+            match tag:
+                case {"begin": str(begin)} if begin.startswith(trigger):
+                    rest.append({**tag, "begin": begin[len(trigger) :]})
+                case _:
+                    must = f"a tag must begin with its trigger {trigger!r}, got {tag!r:.80}"
+                    raise ValueError(must)
+        call = self.define(f"{self.until(trigger)} {self.either(rest)}")
+        return self.repeated(node, call, "", self.without(trigger))
+
+
+def compile_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> LLMatcher:
+    """Compile a matcher; raise `InvalidRequestError` that names the field and the reason."""
+    try:
+        if isinstance(tokenizer, str):
+            raise ValueError(tokenizer)
+        tag = field == "structural_tag"
+        source = TagCompiler(tokenizer).lark(text) if tag else FORMS[field](text)
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
+        matcher.compute_bitmask()  # of the first token
+        if matcher.is_error():  # it never raises
+            why = matcher.get_error()
+            raise ValueError("no text matches" if why.startswith("NoExtensionBias") else why)
+    except Exception as error:  # a client's text: nothing in it may end the scheduler's loop
+        name = f"{tag_of(text).get('name', field)!s:.100}" if field == "structural_tag" else field
+        raise InvalidRequestError(f"{name}: {error!s:.500}", param=name) from None
+    return matcher
+
+
+def load_tokens(folder: Path, vocab_size: int, ends: Collection[int]) -> LLTokenizer | str:
+    """Load the tokenizer of a model folder for llguidance, or return why it cannot be used."""
+    try:
+        about = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+        about |= {"truncation": None, "padding": None}  # of the training
+        ids = [token["id"] for token in about.get("added_tokens", [])]
+        known = about.get("model", {}).get("vocab", ())
+        size = max(vocab_size, len(known), *(i + 1 for i in ids))
+        return LLTokenizer(json.dumps(about), n_vocab=size, eos_token=sorted(ends))
+    except (OSError, ValueError) as error:
+        return f"the model's tokenizer cannot be used: {error}"

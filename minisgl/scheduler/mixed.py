@@ -1,0 +1,52 @@
+"""Prompts beside running requests: short ones in one step with them, long ones in chunks.
+
+Generated from notebooks/09f_mixed_steps.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from minisgl.core import Batch, Phase, Req
+from minisgl.scheduler.phases import PrefillAdder, PrefillManager
+
+MAX_CONTEXT = 32_768  # tokens of all requests in a mixed step: prefill kernels decode slowly
+LONG_CHUNK = 2048  # tokens
+
+
+class MixedPrefill(PrefillManager):
+    """Computes short prompts together with the next token of every running request."""
+
+    max_tokens = max_requests = 0  # of a mixed step; 0: none is mixed
+
+    def schedule(self) -> Batch | None:
+        """Return the next prefill step, with all running requests if they fit."""
+        batch = super().schedule()
+        running = list(self.decode.running.values())
+        if batch is None or not running:
+            return batch
+        reqs = batch.reqs + running
+        fits = (
+            len(reqs) <= self.max_requests
+            and sum(req.extend_len for req in reqs) <= self.max_tokens
+            and sum(req.device_len for req in reqs) <= MAX_CONTEXT
+            and not any(req.scores_prompt for req in reqs)
+            and self.has_pages(reqs)
+        )
+        return Batch(reqs, Phase.PREFILL) if fits else batch
+
+    def has_pages(self, reqs: list[Req]) -> bool:
+        """Return True if the new tokens of all these requests have pages without a retraction."""
+        size, allocated = self.cache.page_size, self.cache.allocated_len
+        short = (max(0, req.device_len - allocated.get(req, req.cached_len)) for req in reqs)
+        return sum(-(-tokens // size) for tokens in short) <= self.cache.available_tokens // size
+
+    def adder(self) -> PrefillAdder:
+        """Start a step; beside running requests it has little room for a long prompt."""
+        adder, first = super().adder(), self.chunked_req or self.waiting.first()
+        if first is None or not self.decode.running or not self.limits.mixed_prefill_threshold:
+            return adder
+        if first.prefill_len - first.cached_len > LONG_CHUNK < adder.budget:
+            adder.limits = replace(adder.limits, max_extend_tokens=LONG_CHUNK)
+            adder.budget = LONG_CHUNK
+        return adder

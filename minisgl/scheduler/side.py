@@ -1,0 +1,174 @@
+"""Chats and grammars of strangers, in processes that end with a job that takes too long.
+
+Generated from notebooks/09a_structured_output.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from minisgl.config.model import ModelConfig
+from minisgl.core import SamplingParams
+from minisgl.scheduler.messages import InvalidRequestError
+from minisgl.tokenizer import Tokenizer
+from minisgl.tokenizer_files import ChatTemplates
+
+
+def asked_for(params: SamplingParams) -> tuple[str, str] | None:
+    """Return the field that constrains an output, and its grammar as text; None if none does."""
+    texts: dict[str, Any] = {
+        "json_schema": params.json_schema,
+        "json_object": '{"type": "object"}' if params.json_object else None,
+        "regex": params.regex,
+        "choice": json.dumps(params.choice) if params.choice else None,
+        "grammar": params.grammar,
+        "structural_tag": params.structural_tag,
+    }
+    return next(((field, text) for field, text in texts.items() if text is not None), None)
+
+
+SLOTS = 4  # jobs at once, in a server
+START, SECONDS = 60.0, 10.0  # for a process and a tokenizer to load, for a job
+MEMORY, MAX_ANSWER = 2**32, 2**27  # bytes
+KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TZ")  # of the environment: no secrets
+
+
+class SideProcess:
+    """A process of `side_process.serve` that does one job at a time."""
+
+    def __init__(self, setup: bytes) -> None:
+        self._pipe, theirs = Pipe()
+        env = {name: os.environ[name] for name in KEPT if name in os.environ}
+        env["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
+        quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        with theirs:
+            code = f"from minisgl.scheduler.side_process import serve; serve({theirs.fileno()})"
+            command, fds = [sys.executable, "-P", "-c", code], [theirs.fileno()]
+            self._process = subprocess.Popen(command, pass_fds=fds, env=env, **quiet)  # type: ignore[call-overload]
+        self._pipe.send_bytes(setup)
+
+    def call(self, seconds: float, *job: Any) -> Any:
+        """Return the answer to a job; an `OSError` or `EOFError` if there is none in time."""
+        self._pipe.send_bytes(msgspec.msgpack.encode((seconds, *job), enc_hook=plain))
+        if not self._pipe.poll(seconds):
+            raise TimeoutError
+        return msgspec.msgpack.decode(self._pipe.recv_bytes(MAX_ANSWER))
+
+    def end(self) -> None:
+        """Kill the process, whatever it is doing."""
+        self._process.kill()
+        self._process.wait()
+        self._pipe.close()
+
+
+def plain(value: Any) -> Any:
+    """Convert a mapping or sequence of any class; a template gets nothing but JSON's types."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    raise ValueError(f"messages: must hold JSON values, got {type(value).__name__}")
+
+
+def end_all(processes: list[SideProcess]) -> None:
+    """End the processes that wait for a job."""
+    while processes:
+        processes.pop().end()
+
+
+class Side:
+    """Side processes of one model: one for each thread that waits for an answer at a time."""
+
+    def __init__(self, setup: Sequence[Any], seconds: float = SECONDS) -> None:
+        self._setup, self._seconds = msgspec.msgpack.encode(setup), seconds
+        self._idle = list[SideProcess]()
+        self.compile = lru_cache(256)(partial(self.call, "compile"))
+        weakref.finalize(self, end_all, self._idle)
+
+    def start(self) -> None:
+        """Start a process before the first job comes."""
+        self._idle.append(SideProcess(self._setup))
+
+    def close(self) -> None:
+        """End the processes; a later job starts one again."""
+        end_all(self._idle)
+
+    def _take(self, task: str) -> SideProcess:
+        """Return a process that has done `task`; one that has died meanwhile is replaced."""
+        while True:
+            try:
+                process, fresh = self._idle.pop(), False
+            except IndexError:
+                process, fresh = SideProcess(self._setup), True
+            try:
+                process.call(START, task)
+                return process
+            except (OSError, EOFError) as error:
+                process.end()
+                if fresh:
+                    raise RuntimeError(f"no side process can be started: {error!r}") from error
+
+    def call(self, kind: str, field: Any, *given: Any) -> Any:
+        """Do a job; a `ValueError` names the field at fault."""
+        process = self._take("load" if kind == "compile" else "start")
+        try:
+            value, why, param, expected = process.call(self._seconds, kind, field, *given)
+        except (OSError, EOFError):
+            process.end()
+            name = field if kind == "compile" else "messages"
+            most = f"{self._seconds:g} seconds and {MEMORY >> 30} GiB"
+            must = f"{name}: must {kind} within {most}, got what does not"
+            raise InvalidRequestError(must, param=name) from None
+        except BaseException:  # nothing was sent, or an interrupt came
+            process.end()
+            raise
+        self._idle.append(process)
+        if why is None:
+            return value
+        if param is not None:
+            raise InvalidRequestError(why, param=param)
+        raise (ValueError if expected else RuntimeError)(why)
+
+
+class SideTemplates(ChatTemplates):
+    """Chat templates that are rendered in a side process."""
+
+    def __init__(self, templates: ChatTemplates, side: Side) -> None:
+        super().__init__(templates.texts, templates.special_tokens)
+        self._side = side
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """Return a conversation as one string; a `ValueError` if that takes too long."""
+        try:
+            return str(self._side.call("render", messages, variables))
+        except (UnicodeEncodeError, OverflowError) as error:
+            raise ValueError(f"messages: must hold Unicode and 64-bit integers, {error}") from None
+
+
+class SideTokenizer(Tokenizer):
+    """A tokenizer that renders chats, and tries the grammars of parameters, in side processes."""
+
+    def __init__(self, path: str | Path, seconds: float = SECONDS) -> None:
+        super().__init__(path)
+        model = ModelConfig.from_path(Path(path))
+        ends = sorted(model.eos_token_ids or self.eos_token_ids)
+        about = (self.templates.texts, self.templates.special_tokens)
+        self.side = Side((*about, str(path), model.vocab_size, ends), seconds)
+        self.templates = SideTemplates(self.templates, self.side)
+
+    def encode_params(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters in ids; a `ValueError` also for a grammar that cannot be compiled."""
+        if (asked := asked_for(params)) is not None:
+            self.side.compile(*asked)
+        return super().encode_params(params)

@@ -1,0 +1,64 @@
+"""The main function of a side process.
+
+Generated from notebooks/09a_structured_output.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from minisgl.scheduler.forms import compile_grammar, load_tokens
+from minisgl.scheduler.side import MEMORY
+from minisgl.tokenizer_files import ChatTemplates
+
+
+def limit_process() -> None:
+    """Drop what a side process does not need: files, memory, precedence, the user's signals."""
+    for sig in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(sig, signal.SIG_IGN)
+    os.nice(5)
+    for kind, most in (("AS", MEMORY), ("FSIZE", 0), ("CORE", 0)):
+        with suppress(OSError, ValueError):  # a system that has no such limit, or a lower one
+            resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (most, most))
+
+
+def limit_work(seconds: float) -> None:
+    """Limit the processor time of this process from now on."""
+    most = int(sum(os.times()[:2]) + seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def serve(fd: int) -> None:
+    """Do the jobs that come through a pipe, until it is closed."""
+    limit_process()
+    pipe = Connection(fd)
+    texts, special_tokens, folder, *sizes = msgspec.msgpack.decode(pipe.recv_bytes())
+    templates = ChatTemplates(texts, special_tokens)
+    load = cache(partial(load_tokens, Path(folder), *sizes))
+    jobs: dict[str, Callable[..., Any]] = {
+        "start": lambda: None,
+        "load": lambda: load() and None,
+        "render": lambda messages, variables: templates.render(messages, **variables),
+        "compile": lambda field, text: compile_grammar(load(), field, text) and None,
+    }
+    with suppress(EOFError, OSError):  # our parent is gone
+        while True:
+            seconds, kind, *given = msgspec.msgpack.decode(pipe.recv_bytes())
+            limit_work(seconds)
+            try:
+                answer = msgspec.msgpack.encode((jobs[kind](*given), None, None, True))
+            except Exception as error:
+                why, param = str(error) or type(error).__name__, getattr(error, "param", None)
+                refused = (None, why, param, isinstance(error, ValueError))
+                answer = msgspec.msgpack.encode(refused)
+            pipe.send_bytes(answer)

@@ -1,0 +1,69 @@
+"""Faults in how chats and grammars of strangers are kept from harming others."""
+
+from tests.mutations import Mutation
+
+SIDE, TEST = "minisgl.scheduler.side", "tests/test_side.py::"
+TEXT, PROCESS = "minisgl.server.workers.text_worker", "minisgl.server.workers.text_process"
+
+MUTATIONS = [
+    Mutation(
+        "side: a job may take any time",
+        SIDE,
+        "if not self._pipe.poll(seconds):",
+        "if False:",
+        TEST + "test_a_grammar_has_a_deadline",
+    ),
+    Mutation(
+        "side: grammars are not tried before the scheduler compiles them",
+        SIDE,
+        "self.side.compile(*asked)",
+        "pass",
+        TEST + "test_a_grammar_has_a_deadline",
+    ),
+    Mutation(
+        "side: a late process is used again",
+        SIDE,
+        """        except (OSError, EOFError):
+            process.end()
+""",
+        """        except (OSError, EOFError):
+            self._idle.append(process)
+""",
+        TEST + "test_a_late_job_ends_with_its_process_and_the_next_one_is_served",
+    ),
+    Mutation(
+        "side: the first failure of a process is an error of whoever comes next",
+        SIDE,
+        "                if fresh:\n",
+        "                if True:\n",
+        TEST + "test_a_process_that_has_died_is_replaced",
+    ),
+    Mutation(
+        "side: a job that nobody waits for runs on",
+        "minisgl.scheduler.side_process",
+        "            limit_work(seconds)\n",
+        "            limit_work(10**6)\n",
+        TEST + "test_the_kernel_ends_a_job_that_nobody_waits_for",
+    ),
+    Mutation(
+        "side: a template runs beside the API keys",
+        SIDE,
+        "for name in KEPT if name in os.environ",
+        "for name in os.environ",
+        TEST + "test_a_side_process_gets_no_secrets",
+    ),
+    Mutation(
+        "lanes: chats are rendered in the loop of the text worker",
+        TEXT,
+        "size > SLICE or msg.messages or ",
+        "size > SLICE or ",
+        TEST + "test_chats_and_grammars_go_aside",
+    ),
+    Mutation(
+        "lanes: one client occupies all threads",
+        PROCESS,
+        "2 * held[c] >= self._count",
+        "held[c] > self._count",
+        TEST + "test_one_client_occupies_half_of_the_threads",
+    ),
+]

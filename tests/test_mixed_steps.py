@@ -1,0 +1,248 @@
+"""Prompts beside running requests: mixed steps, and chunks of long prompts."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recorder import RecordingGraph
+
+from minisgl.config.engine import SchedulerConfig
+from minisgl.core import Batch, Phase, SamplingParams
+from minisgl.engine.engine import Engine, build_engine
+from minisgl.engine.graph import GraphRunner
+from minisgl.engine.prefill_graph import MAX_REQUESTS, PrefillRunner
+from minisgl.engine.runners import MAX_MIXED_TOKENS
+from minisgl.llm import LLM
+from minisgl.scheduler import mixed
+from minisgl.scheduler.build import Parts, build_scheduler
+from minisgl.scheduler.channel import InProcessChannel
+from minisgl.scheduler.messages import UserMsg
+from minisgl.scheduler.mixed import MixedPrefill
+from minisgl.scheduler.queue import ANSWER_WEIGHT, FairQueue
+from tests.fakes import Driver, expected, record_on_a_cpu
+
+POLICIES = pytest.mark.parametrize("policy", ["fcfs", "fair"])
+
+
+def started(driver: Driver, running: int = 3, **params: Any) -> Driver:
+    """Start some requests, and decode twice."""
+    for uid in range(running):
+        driver.ask(uid, [uid + 1] * 5, max_tokens=40, ignore_eos=True, **params)
+    driver.go(3)
+    driver.engine.steps.clear()
+    return driver
+
+
+def is_mixed(driver: Driver, prompt: int = 6, **params: Any) -> bool:
+    """Ask once more; True if the running requests got a token in the prompt's step."""
+    driver.ask(99, [9] * prompt, max_tokens=4, **params)
+    while not (steps := [step for step in driver.engine.steps if 99 in step.uids]):
+        driver.go()
+    assert steps[0].phase == "prefill"
+    return len(steps[0].uids) > 1
+
+
+@POLICIES
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_short_prompt_joins_the_running_requests(policy: str, overlap: bool) -> None:
+    driver = started(Driver(policy=policy, overlap=overlap, mixed=(9, 4)))
+    driver.ask(99, [9] * 6, max_tokens=4)
+    driver.go()
+    (step,) = driver.engine.steps[-1:]
+    assert (step.uids, step.extend) == ([99, 0, 1, 2], [6, 1, 1, 1])
+    assert sorted(step.sampled) == [0, 1, 2, 99]
+    driver.drain()
+
+
+@pytest.mark.parametrize(
+    ("limits", "prompt", "joins"),
+    [((9, 4), 6, True), ((8, 4), 6, False), ((9, 3), 6, False), ((0, 0), 1, False)],
+)
+def test_limits_of_a_mixed_step(limits: tuple[int, int], prompt: int, joins: bool) -> None:
+    assert is_mixed(started(Driver(mixed=limits)), prompt) is joins
+
+
+def test_context_is_limited_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def contexts(driver: Driver) -> int:
+        return 6 + sum(req.device_len for req in driver.scheduler.decode.running.values())
+
+    most = contexts(started(Driver(mixed=(64, 8))))
+    monkeypatch.setattr(mixed, "MAX_CONTEXT", most)
+    assert is_mixed(started(Driver(mixed=(64, 8))))
+    monkeypatch.setattr(mixed, "MAX_CONTEXT", most - 1)
+    assert not is_mixed(started(Driver(mixed=(64, 8))))
+
+
+def test_wanted_scores_of_a_prompt_keep_its_step_apart() -> None:
+    assert not is_mixed(started(Driver(mixed=(64, 8))), prompt_logprobs=1)
+
+
+def test_no_page_is_promised_twice() -> None:
+    """Three answers that each need a page now, and as many pages as the prompt alone takes."""
+    driver = Driver(mixed=(64, 8), num_pages=8, reserve=1)
+    started(driver, 3)
+    while any(
+        driver.cache.allocated_len[req] >= req.device_len
+        for req in driver.scheduler.decode.running.values()
+    ):
+        driver.go()
+    prefill = driver.scheduler.prefill
+    assert isinstance(prefill, MixedPrefill)
+    running = list(driver.scheduler.decode.running.values())
+    free = driver.cache.available_tokens // driver.cache.page_size
+    assert prefill.has_pages(running[:free]) and not prefill.has_pages(running * 4)
+    driver.ask(99, [9] * 6, max_tokens=4)
+    driver.drain()
+    assert [r.token for r in driver.replies[99]] == expected([9] * 6, 4)
+
+
+def test_only_prompts_that_end_go_to_the_prefix_cache() -> None:
+    driver = started(Driver(mixed=(64, 8)))
+    with mock.patch.object(driver.cache, "cache_req", wraps=driver.cache.cache_req) as cached:
+        assert is_mixed(driver)
+    assert [call.args[0].uid for call in cached.call_args_list] == [99]
+
+
+def test_each_pays_for_what_it_computes() -> None:
+    driver = started(Driver(policy="fair", mixed=(64, 8)))
+    queue = driver.scheduler.prefill.waiting
+    assert isinstance(queue, FairQueue)
+    plain, paid = queue.charge, list[dict[str, int]]()
+
+    def charge(batch: Batch) -> None:
+        before = {client: share.served for client, share in queue._shares.items()}
+        plain(batch)
+        after = {client: share.served for client, share in queue._shares.items()}
+        paid.append({client: served - before[client] for client, served in after.items()})
+
+    with mock.patch.object(queue, "charge", charge):
+        driver.ask(99, [9] * 6, client="new", max_tokens=4)
+        while not any(99 in step.uids for step in driver.engine.steps):
+            driver.go()
+    assert paid[-1] == {"": 3 * ANSWER_WEIGHT, "new": 6}
+
+
+@pytest.mark.parametrize(("policy", "running"), [("fair", 1), ("fair", 0), ("fcfs", 1)])
+def test_a_long_prompt_gets_small_chunks_beside_others(
+    policy: str, running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mixed, "LONG_CHUNK", 16)
+    driver = started(Driver(policy=policy, mixed_prefill_threshold=2), running)
+    driver.ask(99, [9] * 70, max_tokens=2, ignore_eos=True)
+    driver.drain()
+    sizes = [n for s in driver.engine.steps for uid, n in zip(s.uids, s.extend) if uid == 99]
+    small = policy == "fair" and running
+    assert sizes[:-1] == ([16, 16, 16, 16, 6] if small else [64, 6])
+
+
+def test_a_short_prompt_beside_others_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed, "LONG_CHUNK", 16)
+    driver = started(Driver(policy="fair"))
+    for uid in (90, 91, 92):
+        driver.ask(uid, [uid] * 16, max_tokens=2)
+    driver.go(2)
+    assert [90, 91, 92] in [step.uids for step in driver.engine.steps]
+
+
+@pytest.mark.parametrize(("fields", "limits"), [
+    ({}, (8, MAX_REQUESTS)),
+    ({"prefill_graph_max_tokens": 4096}, (MAX_MIXED_TOKENS, MAX_REQUESTS)),
+    ({"prefill_graph_max_tokens": 0}, (0, 0)),
+    ({"num_speculative_tokens": 2}, (0, 0)),
+    ({"deterministic": True, "attention_backend": "torch"}, (0, 0)),
+])  # fmt: skip
+def test_limits_come_from_the_recorded_steps(
+    fields: dict[str, Any], limits: tuple[int, int]
+) -> None:
+    config = SchedulerConfig(**{
+        "device": "cpu", "page_size": 4, "num_pages": 64, "max_running_req": 4, "overlap": True,
+        "cuda_graph_bs": (1, 2), "prefill_graph_max_tokens": 8, "max_extend_tokens": 4096, **fields,
+    })  # fmt: skip
+    parts = Parts(engine=partial(build_engine, new_graph=RecordingGraph))
+    with mock.patch.object(PrefillRunner, "capture"), mock.patch.object(GraphRunner, "capture"):
+        prefill = build_scheduler(config, InProcessChannel(), parts=parts).prefill
+    assert isinstance(prefill, MixedPrefill)
+    assert (prefill.max_tokens, prefill.max_requests) == limits
+
+
+ARRIVALS = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    arrivals=ARRIVALS, overlap=st.booleans(), policy=st.sampled_from(["fcfs", "fair"]),
+    pages=st.integers(12, 40), limits=st.tuples(st.integers(0, 40), st.integers(0, 9)),
+    chunk=st.integers(4, 20), salt=st.integers(1, 3),
+)  # fmt: skip
+def test_answers_do_not_depend_on_what_is_mixed(
+    arrivals: list[tuple[int, int, int]], overlap: bool, policy: str, pages: int,
+    limits: tuple[int, int], chunk: int, salt: int,
+) -> None:  # fmt: skip
+    """Any arrivals, pools so small that requests are retracted, and limits of all sizes."""
+    with mock.patch.object(mixed, "LONG_CHUNK", chunk):
+        driver = Driver(overlap=overlap, policy=policy, num_pages=pages, reserve=1, mixed=limits)
+        want = {}
+        for uid, (steps, prompt, new) in enumerate(arrivals):
+            ids = [1 + (uid * salt + i) % 5 for i in range(prompt)]
+            want[uid] = expected(ids, new)
+            driver.ask(uid, ids, max_tokens=new)
+            driver.go(steps)
+        driver.drain()
+    assert {uid: [r.token for r in driver.replies[uid]] for uid in want} == want
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_engine_answers_as_without(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded model, sampled and greedy, with log probabilities and penalties."""
+    how: dict[str, Any] = {"device": "cpu", "page_size": 4, "num_pages": 96}
+    how["max_seq_len_override"] = 48
+    if recorded:
+        record_on_a_cpu(monkeypatch)
+        how |= {"cuda_graph_bs": (4, 8), "prefill_graph_max_tokens": 64}
+
+    def answers(limits: tuple[int, int]) -> tuple[dict[int, list[Any]], int]:
+        mixed_steps = 0
+        found: dict[int, list[Any]] = {}
+        with LLM(schedule_policy="fair", **how) as llm:
+            prefill, engine = llm.scheduler.prefill, llm.scheduler.engine
+            assert isinstance(prefill, MixedPrefill) and isinstance(engine, Engine)
+            assert (prefill.max_tokens > 0) is recorded
+            prefill.max_tokens, prefill.max_requests = limits
+            plain = engine.prepare
+
+            def prepare(batch: Batch) -> Any:
+                nonlocal mixed_steps
+                old = sum(req.cached_len >= req.prefill_len for req in batch.reqs)
+                inputs = plain(batch)
+                if batch.phase is Phase.PREFILL and old > 0:
+                    mixed_steps += 1
+                    assert (inputs.runner is not None) is recorded
+                return inputs
+
+            monkeypatch.setattr(engine, "prepare", prepare)
+            for uid in range(8):
+                params = SamplingParams(
+                    temperature=0.8 * (uid % 2), seed=uid, max_tokens=14, ignore_eos=True,
+                    logprobs=2 if uid % 3 == 0 else None,
+                    frequency_penalty=0.5 if uid % 3 == 1 else 0.0,
+                )  # fmt: skip
+                ids = llm.tokenizer.encode(f"Question {uid}: what is {uid} plus one?")
+                llm.channel.put_messages(UserMsg(uid, list(ids), params))
+                for _ in range(3):
+                    llm.scheduler.step_overlap()
+            while llm.scheduler.has_work:
+                llm.scheduler.step_overlap()
+            for reply in llm.channel.take_replies():
+                found.setdefault(reply.uid, []).append(reply.token)  # type: ignore[union-attr]
+        return found, mixed_steps
+
+    apart, none = answers((0, 0))
+    together, some = answers((256, 16))
+    assert (none, apart) == (0, together) and some >= 5

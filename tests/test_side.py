@@ -1,0 +1,252 @@
+"""Chats and grammars of strangers end alone: late, large or fatal, nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from minisgl.config.engine import ServerConfig
+from minisgl.config.paths import resolve_model_path
+from minisgl.core import SamplingParams
+from minisgl.llm import LLM
+from minisgl.scheduler.messages import InvalidRequestError, UserMsg
+from minisgl.scheduler.side import Side, SideProcess, SideTokenizer
+from minisgl.server.frontend import RequestFailed
+from minisgl.server.in_process import InProcessServer
+from minisgl.server.workers.messages import ConvertMsg, TokenizeMsg
+from minisgl.server.workers.text_process import PromptThreads
+from minisgl.server.workers.text_worker import PromptQueue
+from minisgl.tokenizer import Tokenizer
+
+FOLDER = resolve_model_path(None)
+LOOPS = "{% for a in messages[0].content %}" * 9 + "{% endfor %}" * 9
+ENDLESS = [{"role": "user", "content": "endless" * 100}]
+OPEN = {"add_generation_prompt": True}
+CHAT = [{"role": "user", "content": "Hi"}]
+NUMBER = SamplingParams(regex="[0-9]+")
+LONG = [{"role": "user", "content": "x" * 2**22}]  # it takes longer than no time at all
+SLOW = SamplingParams(choice=[f"{i} or so" for i in range(1000)])
+
+
+def side_of(template: str, seconds: float = 60.0) -> Side:
+    return Side(({"default": template}, {}, str(FOLDER), 0, []), seconds)
+
+
+def side_processes() -> list[psutil.Process]:
+    """Those of this process, of all tokenizers."""
+    found = psutil.Process().children(recursive=True)
+    return [p for p in found if "minisgl.scheduler.side" in " ".join(p.cmdline())]
+
+
+@pytest.fixture
+def tokenizer() -> Iterator[SideTokenizer]:
+    made = SideTokenizer(FOLDER)
+    yield made
+    made.side.close()
+
+
+def refused(call: Callable[[], object]) -> InvalidRequestError:
+    with pytest.raises(InvalidRequestError) as caught:
+        call()
+    return caught.value
+
+
+def test_a_late_job_ends_with_its_process_and_the_next_one_is_served() -> None:
+    template = "{% if messages[0].content|length > 9 %}" + LOOPS + "{% else %}yes{% endif %}"
+    side = side_of(template, seconds=0.3)
+    error = refused(lambda: side.call("render", ENDLESS, OPEN))
+    assert error.param == "messages" and "must render within 0.3 seconds" in error.message
+    assert not side_processes() and side.call("render", CHAT, OPEN) == "yes"
+    side.close()
+    assert not side_processes()
+
+
+def test_a_grammar_has_a_deadline() -> None:
+    hurried = SideTokenizer(FOLDER, seconds=0.0)
+    error = refused(lambda: hurried.encode_params(SLOW))
+    assert error.param == "choice" and error.message.startswith("choice: must compile within 0 s")
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [("{{ 'a' * 10**11 }}", "MemoryError"), ("{{ raise_exception('no') }}", "no")],
+)
+def test_what_a_template_raises_is_an_answer(template: str, why: str) -> None:
+    side = side_of(template)
+    with pytest.raises(RuntimeError, match=f"^{why}$"):
+        side.call("render", CHAT, OPEN)
+    assert len(side_processes()) == 1  # it serves on
+    side.close()
+
+
+def test_a_process_that_has_died_is_replaced(tokenizer: SideTokenizer) -> None:
+    first = tokenizer.render_chat(CHAT)
+    (idle,) = side_processes()
+    idle.kill()
+    idle.wait(20)
+    assert tokenizer.render_chat(CHAT) == first
+
+
+def test_a_crash_is_an_error_of_its_own_request() -> None:
+    side, found = side_of(LOOPS), list[str]()
+
+    def ask() -> None:
+        found.append(refused(lambda: side.call("render", ENDLESS, OPEN)).message)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while not (busy := [p for p in side_processes() if p.cpu_times().user > 0.3]):
+        pass
+    busy[0].send_signal(signal.SIGSEGV)
+    thread.join(60)
+    assert found and found[0].startswith("messages: must render within")
+
+
+def test_the_kernel_ends_a_job_that_nobody_waits_for() -> None:
+    process = SideProcess(msgspec.msgpack.encode(({"default": LOOPS}, {}, "", 0, [])))
+    process.call(60.0, "start")
+    with pytest.raises(TimeoutError):
+        process.call(0.0, "render", ENDLESS, OPEN)
+    assert process._process.wait(120) == -signal.SIGXCPU
+    process.end()
+
+
+def test_a_side_process_gets_no_secrets(
+    tokenizer: SideTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINISGL_API_KEY", "sk-secret")
+    tokenizer.side.start()
+    tokenizer.render_chat(CHAT)
+    (process,) = side_processes()
+    assert "sk-secret" not in str(process.environ())
+
+
+@pytest.mark.parametrize(
+    ("messages", "variables"),
+    [
+        (CHAT, {}),
+        ([*CHAT, {"role": "assistant", "content": "Hel"}], {"continue_final_message": True}),
+        (({"role": "user", "content": ["a", {"type": "text", "text": "b"}]},), {"x": (1, 2)}),
+        ([], {}),
+        ([{"role": "user"}], {}),
+        (CHAT, {"continue_final_message": True, "add_generation_prompt": True}),
+        (CHAT, {"tools": [{"type": "function"}]}),
+    ],
+)
+def test_chats_are_rendered_as_beside_nothing(
+    tokenizer: SideTokenizer, messages: Any, variables: dict[str, Any]
+) -> None:
+    def outcome(by: Tokenizer) -> object:
+        try:
+            return by.render_chat(messages, **variables)
+        except ValueError as error:
+            return str(error)
+
+    assert outcome(tokenizer) == outcome(Tokenizer(FOLDER))
+
+
+def test_what_is_not_json_is_refused(tokenizer: SideTokenizer) -> None:
+    for odd in (object(), 2**80, "\ud800"):
+        with pytest.raises(ValueError, match=r"^messages: must hold"):
+            tokenizer.render_chat(CHAT, odd=odd)
+    assert tokenizer.render_chat(CHAT)
+
+
+# ------------------------------------------------------------------ the text worker and the rest
+
+
+def test_chats_and_grammars_go_aside() -> None:
+    lanes = PromptQueue(PromptThreads())
+    for uid, fields in enumerate(
+        ({"text": "a"}, {"messages": CHAT}, {"text": "a", "sampling_params": NUMBER})
+    ):
+        lanes.add(TokenizeMsg(uid=uid, **fields))
+    lanes.add(ConvertMsg(uid=3, messages=CHAT))
+    assert lanes.aside is not None and lanes.waiting.keys() == {0}
+    assert lanes.aside.waiting.keys() == {1, 2, 3}
+
+
+def test_one_client_occupies_half_of_the_threads() -> None:
+    threads, gate, begun = PromptThreads(4), threading.Event(), list[int]()
+
+    def encode(msg: TokenizeMsg) -> UserMsg:
+        begun.append(msg.uid)
+        gate.wait(60)
+        return UserMsg(msg.uid, [1])
+
+    for uid in range(8):
+        threads.add(TokenizeMsg(uid=uid, messages=CHAT, client="greedy" if uid < 7 else "other"))
+    try:
+        threads.take(encode)
+        assert sorted(threads._jobs) == [0, 1, 7]
+        threads.drop(0)  # its client has left, and its thread is still occupied
+        threads.take(encode)
+        assert sorted(threads._jobs) == [0, 1, 7]
+    finally:
+        gate.set()
+    done = list[Any]()
+    while threads.waiting:
+        done += threads.take(encode)
+    assert sorted(msg.uid for msg in done) == list(range(1, 8))
+
+
+def test_others_are_answered_while_a_chat_is_rendered(tmp_path: Path) -> None:
+    """By a server whose template has no end for some; then the side process dies."""
+    folder = tmp_path / "model"
+    shutil.copytree(FOLDER, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% if 'endless' in messages[0].content %}" + LOOPS + "{% endif %}Hi"
+    )
+    config = ServerConfig(model_path=str(folder), device="cpu", page_size=4, num_pages=200)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+
+    async def ask(server: InProcessServer) -> None:
+        async def answer(client: str, messages: Any) -> int:
+            count = 0
+            replies = server.frontend.generate(params, client=client, messages=messages)
+            async for reply in replies:
+                count = reply.completion_tokens
+            return count
+
+        await server.frontend.start()
+        endless = [asyncio.ensure_future(answer("greedy", ENDLESS)) for _ in range(9)]
+        await asyncio.sleep(0)
+        assert await answer("other", CHAT) == 4
+        assert not any(task.done() for task in endless)
+        for task in endless[2:]:
+            task.cancel()
+        while len(side_processes()) < 3:
+            await asyncio.sleep(0.01)
+        for process in side_processes():
+            process.kill()
+        for task in endless[:2]:
+            with pytest.raises(RequestFailed, match=r"^messages: must render") as caught:
+                await task
+            assert caught.value.param == "messages"
+        assert await answer("greedy", CHAT) == 4
+        await server.frontend.stop()
+
+    with InProcessServer(config) as server:
+        server._tokenizer.side._seconds = 600.0
+        asyncio.run(ask(server))
+    assert not side_processes()
+
+
+def test_an_llm_has_the_same_deadlines() -> None:
+    with LLM(device="cpu", page_size=4, num_pages=100) as llm:
+        assert llm.tokenizer is not None
+        assert llm.chat(CHAT, SamplingParams(max_tokens=2))[0]["prompt_tokens"]
+        llm.tokenizer.side._seconds = 0.0
+        for call in (lambda: llm.chat(LONG), lambda: llm.generate("Hi", SLOW)):
+            with pytest.raises(ValueError, match=r"must (render|compile) within 0 seconds"):
+                call()
+    assert not side_processes()
