@@ -58,7 +58,7 @@ from minisgl.benchmark.trace import (
     reusable_tokens,
     synthesize,
 )
-from minisgl.benchmark.workload import Chat, RandomRequest, chat_workload, random_workload
+from minisgl.benchmark.workload import RandomRequest, random_workload
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.flags import engine_fields
 from minisgl.config.paths import resolve_model_path
@@ -777,17 +777,3 @@ def test_no_answer_at_all_is_a_failure() -> None:
     assert commands.status_of([{"interrupted": False, "completed": 0}]) == 1
     assert commands.status_of([{"interrupted": False, "completed": 1}]) == 0
     assert commands.status_of([{"interrupted": True, "completed": 1}]) == 130
-
-
-def test_compare_gives_equal_answers(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def short(count: int, seed: int) -> list[Chat]:
-        return [dataclasses.replace(chat, max_tokens=24) for chat in chat_workload(count, seed)]
-
-    monkeypatch.setattr(commands, "chat_workload", short)
-    out = tmp_path / "compare.json"
-    assert main(["compare", "--requests", "2", "--repeats", "1", "--json", str(out)]) == 0
-    results = json.loads(out.read_text())["results"]
-    assert results["equal_answers"] == results["requests"] == 2 and results["ratio"] > 0
-    assert "equal answers 2 of 2" in capsys.readouterr().out

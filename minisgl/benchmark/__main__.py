@@ -19,17 +19,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from minisgl.benchmark import compare_hf, kernels, latency, load, offline, options, overhead, trace
+from minisgl.benchmark import kernels, latency, load, offline, options, overhead, trace
 from minisgl.benchmark.report import save
 from minisgl.benchmark.roofline import Roofline
 from minisgl.benchmark.serving import flags_of, served
 from minisgl.benchmark.simulate import simulate_flags
 from minisgl.benchmark.summary import summarize, table
-from minisgl.benchmark.workload import RandomRequest, chat_workload, random_workload
+from minisgl.benchmark.workload import RandomRequest, random_workload
 from minisgl.config import flags
 from minisgl.config.engine import SchedulerConfig, choose_dtype, max_seq_len
 from minisgl.config.model import ModelConfig
-from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams
 from minisgl.engine.engine import Engine
 from minisgl.engine.heap import frozen_heap
@@ -304,16 +303,8 @@ def run_simulate(args: argparse.Namespace) -> Result:
     return {"load": about, **summary}, 0
 
 
-def run_compare(args: argparse.Namespace) -> Result:
-    """Compare our engine with `transformers.generate` on the same chats."""
-    chats = chat_workload(args.requests, args.seed)
-    results = compare_hf.compare(chats, resolve_model_path(args.model), args.repeats)
-    print(compare_hf.comparison_text(results))
-    return results, 0
-
-
 RUNS = dict.fromkeys(ENGINE_RUNS, run_on_engine) | {
-    "online": run_online, "trace": run_trace, "overhead": run_overhead, "compare": run_compare,
+    "online": run_online, "trace": run_trace, "overhead": run_overhead,
     "simulate": run_simulate,
 }  # fmt: skip
 

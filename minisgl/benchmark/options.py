@@ -188,14 +188,6 @@ def add_overhead(parser: argparse.ArgumentParser) -> None:
     add_size(group, "--repeats", "runs of each side, of which the median counts")
 
 
-def add_compare(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the comparison with `transformers.generate`."""
-    group = parser.add_argument_group("workload")
-    group.add_argument("--model", default=None, help="model folder; none: the embedded model")
-    add_integer(group, "--requests", "chats at once (default 64)", default=64)
-    add_integer(group, "--repeats", "timed runs of each side (default 3)", default=3)
-
-
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that choose a server and its protocol."""
     group = parser.add_argument_group("server")
@@ -278,7 +270,6 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "online": ("a server under load, by arrivals or by clients", add_online),
     "trace": ("a server on recorded or synthetic chats", add_trace),
     "overhead": ("what HTTP and text cost the engine", add_overhead),
-    "compare": ("the engine beside transformers.generate", add_compare),
     "simulate": ("a load on GPUs that are not there", add_simulate),
 }
 

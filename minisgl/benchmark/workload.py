@@ -1,4 +1,4 @@
-"""Workloads that a seed fixes: chats with one system prompt, and random token ids.
+"""A workload that a seed fixes: random token ids.
 
 Generated from notebooks/13_benchmark.ipynb: edit there.
 """
@@ -12,49 +12,6 @@ import numpy as np
 
 from minisgl.config.rules import refuse
 from minisgl.core import IntArray
-
-SYSTEM = (
-    "You are a small assistant that lives inside a book about inference engines. "
-    "Answer exactly and briefly. When a task asks for numbers, give numbers only. "
-    "When a task asks for a story, tell it from beginning to end. "
-    "Never make up a value that is not in the list that you were given. "
-)
-ANIMALS = ("fox", "bear", "owl", "mouse", "cat", "dog", "rabbit", "wolf")
-
-
-@dataclass(frozen=True)
-class Chat:
-    """One chat request: its conversation and how many new tokens it may have."""
-
-    messages: list[dict[str, str]]
-    max_tokens: int
-
-
-def question(rng: np.random.Generator, kind: str) -> str:
-    """Write one task in plain words; `kind` is sum, sort, list or story."""
-    if kind == "sum":
-        a, b = rng.integers(0, 500, size=2)
-        return f"What is {a} + {b}?"
-    if kind == "sort":
-        numbers = rng.choice(100, size=int(rng.integers(4, 9)), replace=False)
-        return "Sort these: " + ", ".join(str(n) for n in numbers)
-    if kind == "list":
-        names = rng.choice(900, size=int(rng.integers(20, 60)), replace=False) + 100
-        values = rng.integers(100, 1000, size=len(names))
-        pairs = "\n".join(f"k{n} = {v}" for n, v in zip(names, values, strict=True))
-        return f"Here is a list:\n{pairs}\nWhat is the value of k{rng.choice(names)}?"
-    return f"Tell me a story about a {rng.choice(ANIMALS)}."
-
-
-def chat_workload(count: int = 64, seed: int = 0) -> list[Chat]:
-    """Make `count` chats with one system prompt (repeated to a realistic length), mixed tasks."""
-    rng = np.random.default_rng(seed)
-    system = {"role": "system", "content": SYSTEM * 4}
-    kinds = rng.choice(["sum", "sort", "list", "story"], size=count, p=[0.3, 0.2, 0.2, 0.3])
-    return [
-        Chat([system, {"role": "user", "content": question(rng, kind)}], max_tokens=256)
-        for kind in kinds
-    ]
 
 
 @dataclass(frozen=True)
