@@ -23,6 +23,7 @@ from fastapi import FastAPI, Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
 
 from minisgl.core import SamplingParams
 from minisgl.parallel.gloo import loopback_store
@@ -470,6 +471,19 @@ def test_pages_of_other_sites_are_refused() -> None:
         assert asyncio.run(status(**headers)) == (200 if passes else 403), headers
 
 
+@pytest.mark.parametrize("name", [b"host", b"origin"])
+def test_a_second_host_is_checked_as_well(name: bytes) -> None:
+    """A proxy in front may have looked at the other one."""
+    names, page = OwnNames(FastAPI(), {"mine.example"}), b"http://" * (name == b"origin")
+    for hosts, passes in (
+        ((b"localhost", b"mine.example"), True),
+        ((b"localhost", b"evil.example"), False),
+        ((b"evil.example", b"localhost"), False),
+    ):
+        refusal = names.foreign(Headers(raw=[(name, page + host) for host in hosts]))
+        assert (refusal is None) == passes
+
+
 def test_no_proxy_sees_what_stays_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
@@ -676,6 +690,7 @@ import time
 
 from minisgl.server.cli import main
 from minisgl.server.http import bodies
+from minisgl.server.http.errors import ApiError
 
 real, kept, calls = bodies.parse, [], []
 
@@ -700,7 +715,7 @@ if __name__ == "__main__":
 FAULTS = {
     "the stream waited for": "spin()",
     "memory grew by": "kept.append(b'x' * 2**24)",
-    "500: POST": "1 / 0",
+    "500: POST": "raise ApiError(500, 'planted', code='planted')",
 }
 
 

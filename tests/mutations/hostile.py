@@ -6,6 +6,13 @@ TEST = "tests/test_hostile.py::"
 
 MUTATIONS = [
     Mutation(
+        name="pages: only the first Host is checked",
+        module="minisgl.server.http.access",
+        old="in headers.items():",
+        new="in dict(reversed(headers.items())).items():",
+        test=TEST + "test_a_second_host_is_checked_as_well",
+    ),
+    Mutation(
         name="bodies: a list collects all of its errors",
         module="minisgl.server.http.bodies",
         old='found["fail_fast"] = True',

@@ -123,10 +123,10 @@ class OwnNames:
 
     def foreign(self, headers: Headers) -> ApiError | None:
         """Return the error for a request whose `Host` or `Origin` is not ours, or None."""
-        for name, given in (("host", headers.get("host")), ("origin", headers.get("origin"))):
-            host = host_name(given or "")
-            known = is_loopback(host) or host in self._names
-            if given is not None and not known and (name == "origin" or not is_address(host)):
+        for name, given in headers.items():  # one that comes twice, twice
+            host, asks = host_name(given), name == "origin"
+            known = is_loopback(host) or host in self._names or (is_address(host) and not asks)
+            if name in ("host", "origin") and not known:
                 why = f"{name}: {given!r:.80} is not allowed; see --allow-origin, or set an API key"
                 return ApiError(403, why, code="foreign_origin", param=name)
         return None
