@@ -204,8 +204,8 @@ def error_of(events: Sequence[str]) -> str | None:
 class Watch:
     """Clients of a gateway, from before a fault until all of them have an end."""
 
-    def __init__(self, url: str, tokens: int) -> None:
-        self.url, self.tokens = url, tokens
+    def __init__(self, url: str, tokens: int, answers: int = 1) -> None:
+        self.url, self.tokens, self.answers = url, tokens, answers
         self.started = 0  # streams with a first token
         self.fault = 0.0
         self.late: list[tuple[float, float, int]] = []  # of probes: sent, seconds, status
@@ -213,7 +213,7 @@ class Watch:
     async def stream(self, client: httpx.AsyncClient, number: int) -> End:
         """Read a stream to its end, and name that end."""
         body = {"model": "minisgl-tiny", "prompt": f"{number}: a fox", "max_tokens": self.tokens}
-        body |= {"stream": True, "ignore_eos": True, "seed": number}
+        body |= {"n": self.answers, "stream": True, "ignore_eos": True, "seed": number}
         end = End("closed without an end", "", 0.0)
         try:
             async with (

@@ -113,10 +113,10 @@ def test_a_death_ends_the_streams_of_one_replica(live: SimpleNamespace, part: st
     workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
     async def watch() -> list[End]:
-        seen = Watch(live.url, 200)
+        seen = Watch(live.url, 200, answers=8)  # long enough to be there when it happens
         async with httpx.AsyncClient(timeout=300, trust_env=False) as client:
             streams = [asyncio.ensure_future(seen.stream(client, i)) for i in range(16)]
-            while seen.started < 8:
+            while seen.started < 8 and not any(stream.done() for stream in streams):
                 await asyncio.sleep(0.01)
             (workers[0] if part == "worker" else victim).kill()
             return await asyncio.gather(*streams)
