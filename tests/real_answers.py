@@ -36,7 +36,7 @@ CARD = {"temperature": 0.2, "top_p": 0.9}  # advice of the model's card
 TOPICS = ("volcanoes", "the Roman Empire", "bees", "steam engines", "chess", "the moon",
           "bread", "glaciers", "vaccines", "jazz", "bridges", "whales")  # fmt: skip
 TURNS = (
-    "Tell me about {0}.", "What matters most about {0}?", "Give me one surprising fact.",
+    "Tell me about {0}.", "Why are {0} important?", "Give me one surprising fact.",
     "Summarize our conversation in one sentence.",
 )  # fmt: skip
 

@@ -31,6 +31,7 @@ from minisgl.models.weights import load_weights
 from minisgl.parallel.comm import SingleRank
 from minisgl.tokenizer import Tokenizer
 from tests.dense import DensePlan, dense_batch
+from tests.fp8_accuracy import divergence
 
 QUESTIONS = [
     "What is the capital of France?", "Write a haiku about autumn.",
@@ -382,6 +383,11 @@ def measure_structured(model: Model) -> dict[str, Any]:
     return {"free": free, "with_schema": bound, "parsed": json.loads(bound)}
 
 
+def measure_fp8(model: Model) -> dict[str, Any]:
+    """Divergence of FP8 weights and of an FP8 KV cache in the engine, which keeps activations."""
+    return divergence(model.folder, [model.tokenizer.encode(t).tolist() for t in TEXTS], "cpu")
+
+
 def measure_step(model: Model) -> dict[str, Any]:
     """CPU milliseconds of a decode step by kind of operation, and the floor that bytes set."""
     from torch.profiler import ProfilerActivity, profile
@@ -436,6 +442,7 @@ def main() -> None:
     found = json.loads(args.out.read_text()) if args.out.exists() else {}
     quick: dict[str, Callable[[Model], Any]] = {
         "attention": measure_attention,
+        "fp8": measure_fp8,
         "permutation": measure_permutation,
         "conversation": measure_conversation,
         "structured": measure_structured,
