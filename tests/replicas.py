@@ -26,7 +26,6 @@ import numpy as np
 import psutil
 
 from minisgl.benchmark.report import save
-from minisgl.benchmark.workload import question
 
 PORT = 19410  # of the gateway; its replicas and its metrics have the ports above
 CHATS, TURNS, STREAMS = 12, 4, 64
@@ -135,6 +134,13 @@ def retries(port: int = PORT + 9) -> float:
 POLICY_FLAGS = {"prefix_hash": ("--prefix-token-count", "16")}  # 64 characters: within each first
 
 
+def long_question(rng: np.random.Generator) -> str:
+    """A list of 20 to 60 pairs, and a question about one of them."""
+    names = rng.choice(900, size=int(rng.integers(20, 60)), replace=False) + 100
+    pairs = "\n".join(f"k{name} = {rng.integers(100, 1000)}" for name in names)
+    return f"Here is a list:\n{pairs}\nWhat is the value of k{rng.choice(names)}?"
+
+
 async def converse(url: str, seed: int = 0, scattered: bool = False) -> dict[str, Any]:
     """Hold conversations, four at a time; return the share of prompt tokens found in a cache.
 
@@ -142,7 +148,7 @@ async def converse(url: str, seed: int = 0, scattered: bool = False) -> dict[str
     """
     found: Counter[str] = Counter()
     limit, rng = asyncio.Semaphore(4), np.random.default_rng(seed)
-    firsts = [f"Conversation {seed} {chat}. {question(rng, 'list')}" for chat in range(CHATS)]
+    firsts = [f"Conversation {seed} {chat}. {long_question(rng)}" for chat in range(CHATS)]
     histories: list[list[dict[str, str]]] = [[] for _ in firsts]
 
     async def turn(client: httpx.AsyncClient, chat: int, text: str) -> None:
@@ -160,7 +166,8 @@ async def converse(url: str, seed: int = 0, scattered: bool = False) -> dict[str
 
     async with httpx.AsyncClient(timeout=300, trust_env=False) as client:
         for number in range(TURNS):
-            texts = [question(rng, "sum") for _ in firsts] if number else firsts
+            sums = [f"What is {a} + {b}?" for a, b in rng.integers(0, 500, size=(CHATS, 2))]
+            texts = sums if number else firsts
             order = rng.permutation(CHATS).tolist()  # users do not take turns
             await asyncio.gather(*(turn(client, chat, texts[chat]) for chat in order))
     share = round(found["cached"] / found["prompt_tokens"], 3)
