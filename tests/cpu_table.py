@@ -49,7 +49,7 @@ def read_rate(threads: int) -> float:
     return block.nbytes / seconds_of(block.sum)[0]
 
 
-def measure_minisgl(quantization: str, threads: int) -> dict[str, Any]:
+def measure_minisgl(model: str, quantization: str, threads: int) -> dict[str, Any]:
     """Start, decode at three batch sizes, and prefill of 1,000 tokens."""
     start = time.perf_counter()
     import numpy as np
@@ -58,7 +58,8 @@ def measure_minisgl(quantization: str, threads: int) -> dict[str, Any]:
     from minisgl import LLM, SamplingParams
 
     torch.set_num_threads(threads)
-    llm = LLM("smollm2", quantization=quantization, device="cpu")
+    dummy = not (model == "smollm2" or [*Path(model).glob("*.safetensors")])
+    llm = LLM(model, quantization=quantization, device="cpu", use_dummy_weight=dummy)
     found: dict[str, Any] = {
         "ready_s": round(time.perf_counter() - start, 2),
         "ready_cpu_s": round(time.process_time(), 2),
@@ -113,9 +114,10 @@ def measure_llama(threads: int) -> dict[str, Any]:
     return found | {name: round(statistics.median(rate), 1) for name, rate in rates.items()}
 
 
-def one(name: str, threads: int) -> dict[str, Any]:
+def one(name: str, model: str, threads: int) -> dict[str, Any]:
     """Measure one row in a process of its own, on so many CPUs."""
-    command = [sys.executable, "-m", "tests.cpu_table", "--one", name, "--threads", str(threads)]
+    command = [sys.executable, "-m", "tests.cpu_table", "--one", name]
+    command += ["--threads", str(threads), "--model", model]
     settings = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
     if done.returncode:
@@ -129,12 +131,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--formats", nargs="+", default=["none", "fp16", "int8"])
+    parser.add_argument("--model", default="smollm2", help="or a folder; random weights if none")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", help="measure this format here")
     args = parser.parse_args()
     if args.one:
         llama = args.one == "llama.cpp"
-        row = measure_llama(args.threads) if llama else measure_minisgl(args.one, args.threads)
+        row = (
+            measure_llama(args.threads)
+            if llama
+            else measure_minisgl(args.model, args.one, args.threads)
+        )
         print(json.dumps(row))
         return
     from minisgl.benchmark.report import circumstances
@@ -145,7 +152,7 @@ def main() -> None:
     formats = [*args.formats, *(["llama.cpp"] if find_spec("xllamacpp") else [])]
     found["rows"] = {}
     for name in formats:
-        found["rows"][name] = one(name, args.threads)
+        found["rows"][name] = one(name, args.model, args.threads)
         print(name, json.dumps(found["rows"][name]), flush=True)
         if args.out:
             args.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -87,29 +87,38 @@ class DecodePlan(AttentionPlan):
     """Decode over the rows of the device's page table; all inputs are in the buffers."""
 
     def __init__(
-        self, pool: KVPool, page_table: Tensor, buffers: DecodeBuffers, scale: float
-    ) -> None:
-        """Plan over `page_table`, int32 [rows, width]: `width` positions of each row are read."""
+        self, pool: KVPool, page_table: Tensor, buffers: DecodeBuffers, scale: float,
+        fixed: bool = False,
+    ) -> None:  # fmt: skip
+        """Plan over `page_table`, int32 [rows, width]: `width` positions of each row are read.
+
+        fixed: the inputs stay as they are, so slots and masks serve all layers.
+        """
         self.pool, self.page_table, self.scale = pool, page_table, scale
         self.buffers, self.out_loc = buffers, buffers.out_loc
         width = page_table.shape[1]
         self.positions = torch.arange(width, device=self.out_loc.device)
         self.at_once = max(1, POSITIONS // width)
+        self.found = self.find_slots() if fixed else None
+
+    def find_slots(self) -> list[tuple[Tensor, Tensor]]:
+        """Return slots [some, width] and mask [some, 1, 1, width] of some requests at a time."""
+        rows, last = self.buffers.rows, self.buffers.positions
+        found = []
+        for row, end in zip(rows.split(self.at_once), last.split(self.at_once), strict=True):
+            seen = self.positions <= end[:, None]
+            slots = self.page_table.index_select(0, row)
+            slots = torch.where(seen, slots, slots[:, :1])  # past its end a row names anything
+            found.append((slots, seen[:, None, None]))
+        return found
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
         """Attend for some requests at a time, padded to one width and masked; read the pool."""
         grouped = q.unflatten(1, (self.pool.num_kv_heads, -1))  # [bs, kv_heads, group, d]
-        rows, last = (
-            self.buffers.rows.split(self.at_once),
-            self.buffers.positions.split(self.at_once),
-        )
+        found = self.find_slots() if self.found is None else self.found
         out = []
-        for queries, row, end in zip(grouped.split(self.at_once), rows, last, strict=True):
-            seen = self.positions <= end[:, None]
-            slots = self.page_table.index_select(0, row)
-            slots = torch.where(seen, slots, slots[:, :1])  # past its end a row names anything
+        for queries, (slots, mask) in zip(grouped.split(self.at_once), found, strict=True):
             keys, values = self.pool.load_kv(slots, layer_id, q.dtype)
-            mask = seen[:, None, None]
             out.append(
                 F.scaled_dot_product_attention(
                     queries, keys.transpose(1, 2), values.transpose(1, 2), mask, scale=self.scale
@@ -138,7 +147,8 @@ class TorchBackend:
             for part in (meta.table_idx, meta.seq_lens - 1)
         )
         table = self.tables.device_page_table[:, : int(meta.seq_lens.max())]
-        return DecodePlan(self.pool, table, DecodeBuffers(rows, positions, out_loc), self.scale)
+        buffers = DecodeBuffers(rows, positions, out_loc)
+        return DecodePlan(self.pool, table, buffers, self.scale, fixed=True)
 
     def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> AttentionPlan:
         """Decode at one batch size over the caller's buffers; reads whole rows."""

@@ -149,6 +149,13 @@ MUTATIONS = [
         f"{TEST}test_graph_plan_ignores_stale_table_entries[torch]",
     ),
     Mutation(
+        "attention: a captured plan keeps the slots of its first step",
+        TORCH,
+        "self.found = self.find_slots() if fixed else None",
+        "self.found = self.find_slots()",
+        f"{TEST}test_graph_plan_ignores_stale_table_entries[torch]",
+    ),
+    Mutation(
         "attention: slices of a decode step leave out a request",
         TORCH,
         "self.at_once = max(1, POSITIONS // width)",
