@@ -18,14 +18,18 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
 
 from minisgl import events
 from minisgl.config.paths import resolve_model_path
-from minisgl.core import Batch, Phase, SamplingParams
+from minisgl.core import Batch, Phase, Req, SamplingParams
 from minisgl.engine.step import ForwardInput, SampledTokens
 from minisgl.kvcache.audit import check_integrity
 from minisgl.kvcache.cache_manager import CacheManager
@@ -41,7 +45,8 @@ from minisgl.scheduler.requests import Limits, make_req
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.simulated import SimulatedExecutor, salt_hash
-from minisgl.scheduler.speculative import SpeculativeScheduler
+from minisgl.scheduler.speculative import NGramProposer, SpeculativeScheduler, VerifyBatch
+from tests.reference import Admission, Fairness, Prefixes, Rest, Shadow
 
 VOCAB = 2240  # of the embedded model, whose tokenizer the grammars need
 ENDS = frozenset([0])
@@ -57,11 +62,12 @@ class Ask(NamedTuple):
     max_tokens: int | None = 4
     client: str = ""
     options: tuple[tuple[str, Any], ...] = ()  # further fields of SamplingParams
+    strange: bool = False  # with a token that the model does not have
 
     @property
     def prompt(self) -> list[int]:
         shared = [(self.text * 5 + i * (i + self.text)) % 23 + 1 for i in range(self.length)]
-        return shared + [1000 + self.uid % 1000] * self.tail
+        return shared + [1000 + self.uid % 1000] * self.tail + [VOCAB] * self.strange
 
 
 class Abort(NamedTuple):
@@ -102,11 +108,17 @@ class Jump(NamedTuple):
     seconds: float
 
 
+class Misuse(NamedTuple):
+    """A part is called as no caller may: it must refuse, and change nothing."""
+
+    what: str
+
+
 class Exit(NamedTuple):
     """The loop is told to end, and starts again."""
 
 
-Op = Ask | Abort | Turn | Again | Swap | Fail | Jump | Exit
+Op = Ask | Abort | Turn | Again | Swap | Fail | Jump | Misuse | Exit
 
 
 def short(op: Op) -> str:
@@ -135,6 +147,8 @@ class Script:
     min_shared: int = 0
     mirrored: bool = False
     grammars: bool = False
+    shadowed: bool = False  # the state according to the events is compared with the real one
+    lag: int | None = None  # turns by which a second rank is behind; None: there is none
 
     def __str__(self) -> str:
         plain = Script(())
@@ -144,7 +158,7 @@ class Script:
         return "\n".join(["Script(", "    ops=(", *ops, "    ),", *fields, ")"])
 
 
-REGEXES = ("[a-z ]{3,9}", "(yes|no), [0-9]{2,4}!", "a*")
+REGEXES = ("[a-z ]{3,9}", "(yes|no), [0-9]{2,4}!", "a*", "(ab){2,40}")
 
 
 def make_script(seed: int) -> Script:
@@ -159,10 +173,12 @@ def make_script(seed: int) -> Script:
         "overlap": rng.random() < 0.7, "drafts": pick((0, 0, 3, 7)),
         "reserve": pick((None, None, 0, 1, 4)), "min_shared": pick((0, 1, 8)),
         "mirrored": rng.random() < 0.2, "grammars": rng.random() < 0.3,
+        "shadowed": rng.random() < 0.2, "lag": pick((0, 1, 4, *[None] * 27)),
     }  # fmt: skip
     weights = {Ask: 1.0, Turn: pick((1, 2, 5)), Abort: pick((0, 0.1, 0.5)),
                Again: pick((0, 0.1)), Swap: pick((0, 0.2)), Fail: pick((0, 0, 0.05)),
-               Jump: pick((0, 0.1)), Exit: pick((0, 0, 0.02))}  # fmt: skip
+               Jump: pick((0, 0.1)), Misuse: pick((0, 0.1, 0.4)),
+               Exit: pick((0, 0, 0.02))}  # fmt: skip
     longest, answers = rng.randint(1, sizes["window"] + 2), pick((1, 4, 20, 60))
     texts, ops, uid = rng.randint(1, 4), list[Op](), 0
     for kind in rng.choices(list(weights), list(weights.values()), k=150):
@@ -170,7 +186,10 @@ def make_script(seed: int) -> Script:
             uid += uid == 0 or rng.random() < 0.9  # else one that is in use, or was
             ops.append(make_ask(rng, uid, texts, longest, answers, sizes["grammars"]))
         elif kind is Abort:
-            ops.append(Abort(max(0, uid - rng.randint(0, 6))))
+            left = max(0, uid - rng.randint(0, 6))
+            ops.append(Abort(left))
+            if rng.random() < 0.2:  # its number comes again at once
+                ops.append(make_ask(rng, left, texts, longest, answers, sizes["grammars"]))
         elif kind is Turn:
             ops.append(Turn(rng.randint(1, 6)))
         elif kind is Again:
@@ -181,6 +200,8 @@ def make_script(seed: int) -> Script:
             ops.append(Fail(pick(CALLS), rng.randint(0, 4), rng.random() < 0.5))
         elif kind is Jump:
             ops.append(Jump(pick((0.001, 2.0, 1e6))))
+        elif kind is Misuse:
+            ops.append(Misuse(pick(MISUSES)))
         else:
             ops.append(Exit())
     return Script(tuple(ops), **sizes)
@@ -205,10 +226,13 @@ def make_ask(
     if rng.random() < 0.05:
         options["prompt_logprobs"] = 0
         most = rng.choice((0, most))
+    if rng.random() < 0.02 and "regex" not in options:
+        options["allowed_token_ids"] = (VOCAB,)
     tail = rng.choice((0, 0, 1, 3))
     length = rng.randint(0 if rng.random() < 0.05 else 1, longest)
     given = tuple(item for item in options.items() if item[1] is not False)
-    return Ask(uid, rng.randint(1, texts), length, tail, most, rng.choice("abc"), given)
+    strange = rng.random() < 0.02
+    return Ask(uid, rng.randint(1, texts), length, tail, most, rng.choice("abc"), given, strange)
 
 
 class Fault(BaseException):
@@ -216,6 +240,10 @@ class Fault(BaseException):
 
 
 CALLS = ("prepare", "step", "wait", "sample_deferred", "reset")
+MISUSES = (
+    "a free page", "a page twice", "no page", "too many pages", "a free row",
+    "past the end of a row", "a request that is over", "a lost prefix", "kept pages",
+)  # fmt: skip
 
 
 class Executor(SimulatedExecutor):
@@ -241,7 +269,7 @@ class Executor(SimulatedExecutor):
             for req in inputs.batch.reqs:
                 row = self.token_pool[req.table_idx, : req.host_len]
                 assert row.tolist() == req.input_ids.tolist(), f"{req}: wrong tokens in its row"
-            self.world.trace.append((inputs.batch.phase.value, writes.tolist()))
+            self.world.note_step(inputs)
             return Waiting(self, output)
 
         return self.perhaps_fail("step", real)
@@ -274,6 +302,40 @@ class Waiting(NamedTuple):
     def wait(self) -> SampledTokens:
         tokens: SampledTokens = self.executor.perhaps_fail("wait", self.output.wait)
         return tokens
+
+
+class Proposer(NGramProposer):
+    """The usual drafts; their acceptance is charged to the reference, too."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+
+    def learn(self, req: Req, drafted: int, accepted: int) -> None:
+        if self.world.fair is not None:
+            self.world.fair.charge(Phase.DECODE, [req] * accepted)
+        super().learn(req, drafted, accepted)
+
+
+class Watched(PrefillManager):
+    """Admission whose decisions are compared with the reference's."""
+
+    world: World
+
+    def schedule(self) -> Batch | None:
+        return self.world.watch(super().schedule)
+
+
+class WatchedDelayed(Watched, DelayedPrefill):
+    """The same with groups."""
+
+
+def over_the_wire(messages: list[Msg]) -> list[Msg]:
+    """Messages as another rank gets them (chapter 10)."""
+    return WIRE.decode(msgspec.msgpack.encode(messages))
+
+
+WIRE = msgspec.msgpack.Decoder(list[Msg])
 
 
 @cache
@@ -346,13 +408,18 @@ class Live:
     answer: Iterator[Told]
     clamped: bool
     heard: int = 0
+    matched: int | None = None  # tokens that it found in the cache at its first admission
 
 
 class World:
     """A scheduler with all its parts, its clients, and what both should be doing."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, follows: bool = False) -> None:
         self.script, self.now = script, 0.0
+        self.follower = None if script.lag is None or follows else World(script, follows=True)
+        self.follows, self.inbox = follows, deque[tuple[list[Msg], list[Op]]]()
+        self.notes: list[Op] = []  # what the follower has to do before its next turn
+        self.said: list[Reply] = []
         self.pending: list[Msg] = []  # messages on their way to the scheduler
         self.sent: list[Msg] = []
         self.live: dict[int, Live] = {}  # by uid
@@ -360,11 +427,18 @@ class World:
         self.waiting: deque[int] = deque()  # uids in the order of admission, if that is by arrival
         self.back: set[int] = set()  # those of them that were retracted
         self.joined: dict[int, int] = {}  # by the step that made them running
-        self.half_done = -1  # the request whose prompt was half done before this turn
+        self.half_done: Req | None = None  # whose prompt was half done before this turn
         self.last_prefill = -1  # the last turn that launched a prefill step
         self.audited = self.exiting = False
         self.steps, self.trace = 0, list[Any]()  # turns of the loop; steps of the executor
+        self.over: Req | None = None  # the last that was released
+        self.peeked: Any = None  # a prefix that was found and not locked
+        self.reqs: dict[int, Req] = {}  # that were taken in and are not over, by uid
+        self.fair = Fairness(script.budget) if script.policy == "fair" else None
+        self.prefixes = Prefixes(script.page_size, sure=script.cache == "radix")
+        self.shadow = Shadow(script.num_pages) if script.shadowed else None
         self.scheduler = self.build()
+        self.admission = Admission(self.cache, self.scheduler.decode, self.scheduler.prefill.limits)
         self.limits = Limits(script.window, script.num_pages * script.page_size, VOCAB, ENDS)
 
     def build(self) -> Scheduler:
@@ -382,9 +456,9 @@ class World:
         decode, fair = DecodeManager(s.reserve), s.policy == "fair"
         prefill = PrefillLimits(s.budget, s.min_shared, max(1, s.budget // 4) if fair else None)
         queue = FairQueue(s.budget) if fair else ArrivalOrder()
-        manager = (PrefillManager if fair else DelayedPrefill)(self.cache, decode, prefill, queue)
-        if isinstance(manager, DelayedPrefill):
-            manager.share, manager.most = 2, 4
+        manager = (Watched if fair else WatchedDelayed)(self.cache, decode, prefill, queue)
+        manager.world = self
+        self.rest = Rest(manager) if isinstance(manager, DelayedPrefill) else None
         audit = IdleAudit(every=1.0, clock=lambda: self.now)
 
         def audited(scheduler: Scheduler) -> None:
@@ -393,7 +467,9 @@ class World:
 
         kind, drafts = Scheduler, dict[str, Any]()
         if s.drafts:
-            kind, drafts = SpeculativeScheduler, {"num_speculative_tokens": s.drafts, "max_rows": 8}
+            kind, drafts = SpeculativeScheduler, {
+                "num_speculative_tokens": s.drafts, "max_rows": 8, "proposer": Proposer(self),
+            }  # fmt: skip
         return kind(
             self.executor, self.cache, manager, decode, self,
             make_req=lambda msg: make_req(msg, limits, grammars.constrain), make_room=make_room,
@@ -407,13 +483,20 @@ class World:
         """Deliver what is pending; note what must be replied at once. Each turn begins here."""
         self.steps += 1
         self.now += 0.01
-        chunked = self.scheduler.prefill.chunked_req
-        self.half_done = -1 if chunked is None else chunked.uid
+        self.half_done = self.scheduler.prefill.chunked_req
         if block:
-            assert not self.scheduler.has_work, "the loop waits for input although it has work"
+            waits = self.scheduler.has_work or self.scheduler.in_flight is not None
+            assert not waits, "the loop waits for input although it has work"
             assert self.audited, "an idle loop is not audited"
         self.audited = False
         messages, self.pending = self.pending, []
+        if self.follows:
+            messages, notes = self.inbox.popleft()
+            for op in notes:
+                self.do(op)
+        if self.follower is not None:
+            self.follower.inbox.append((over_the_wire(messages), self.notes))
+            self.notes = []
         for msg in messages:
             if isinstance(msg, UserMsg):
                 self.expect(msg)
@@ -424,7 +507,8 @@ class World:
     def expect(self, msg: UserMsg) -> None:
         """Note what a request must be answered."""
         size, total, params = len(msg.input_ids), self.limits.total, msg.sampling_params
-        if msg.uid in self.live or not 0 < size < total:
+        ids = [*msg.input_ids, *(params.allowed_token_ids or ())]
+        if msg.uid in self.live or not 0 < size < total or max(ids) >= VOCAB:
             self.due.append((msg.uid, "error"))
             return
         room = total - size
@@ -435,6 +519,7 @@ class World:
 
     def send(self, replies: Sequence[Reply]) -> None:
         """Check every reply."""
+        self.said += replies
         for reply in replies:
             self.hear(reply)
 
@@ -462,37 +547,69 @@ class World:
             assert (reply.top_logprobs or []) == tops, f"request {uid}: {reply.top_logprobs}"
         assert (reply.notice is not None) == (live.clamped and live.heard == 1), reply
         assert reply.prompt_tokens == len(live.prompt), reply
-        assert reply.cached_tokens < len(live.prompt), reply
-        assert reply.cached_tokens % self.script.page_size == 0, reply
+        assert reply.cached_tokens == live.matched, f"{reply}: it found {live.matched}"
         if reply.finished:
             del self.live[uid]
 
     def observe(self, event: events.Event) -> None:
         """Follow the queue: retracted requests first, then those that never ran, as they came."""
+        if self.shadow is not None:
+            self.shadow.change_request(event)
         match event:
             case events.RequestAdded(uid=uid):
                 self.waiting.append(uid)
+                self.reqs[uid] = self.scheduler.reqs[uid]
+                if self.fair is not None:
+                    self.fair.add(self.reqs[uid])
             case events.RequestRetracted(uid=uid):
                 self.check_retracted(uid)
                 self.waiting.appendleft(uid)
                 self.back.add(uid)
-            case events.RequestAdmitted(uid=uid):
-                first = self.waiting[0]
-                if self.script.policy == "fcfs" or first in self.back:
-                    assert uid == first, f"request {uid} overtakes {first}"
+                self.keep(self.reqs[uid])
+                if self.fair is not None:
+                    self.fair.back.appendleft(self.reqs[uid])
+            case events.RequestAdmitted(uid=uid, pages=pages):
+                self.check_admitted(self.reqs[uid], len(pages) * self.script.page_size)
                 self.waiting.remove(uid)
                 self.back.discard(uid)
             case events.RequestReleased(uid=uid):
                 if uid in self.waiting:
                     self.waiting.remove(uid)
+                else:
+                    self.keep(self.reqs[uid])
                 self.back.discard(uid)
                 self.joined.pop(uid, None)
+                self.over = self.reqs.pop(uid)
+                if self.fair is not None:
+                    self.fair.leave(self.over)
             case events.StepLaunched(step=step):
                 for place, uid in enumerate(self.scheduler.decode.running):
                     self.joined.setdefault(uid, 1000 * step + place)
+            case events.NodeEvicted():
+                self.prefixes.sure = False
             case events.SchedulerReset():
-                for part in (self.waiting, self.back, self.joined):
+                for part in (self.waiting, self.back, self.joined, self.reqs, self.prefixes.known):
                     part.clear()
+                self.prefixes.sure = self.script.cache == "radix"
+                self.over = self.peeked = None
+                if self.fair is not None:
+                    self.fair = Fairness(self.script.budget)
+
+    def keep(self, req: Req) -> None:
+        """What a request computed stays cached."""
+        if self.script.cache == "radix":
+            self.prefixes.insert(req, min(req.cached_len, req.host_len))
+
+    def note_step(self, inputs: ForwardInput) -> None:
+        """A step was computed: charge it, and remember the prefixes of complete prompts."""
+        batch = inputs.batch
+        self.trace.append((batch.phase.value, inputs.out_loc.tolist()))
+        reqs = list(batch.drafts) if isinstance(batch, VerifyBatch) else batch.reqs
+        if self.fair is not None:
+            self.fair.charge(batch.phase, reqs)
+        if batch.phase is Phase.PREFILL and self.script.cache == "radix":
+            for req in inputs.sampled:
+                self.prefixes.insert(req, req.device_len)
 
     # -------------------------------------------------------------- checks
 
@@ -506,6 +623,52 @@ class World:
         older = [self.joined[other] for other in scheduler.decode.running]
         assert all(turn < own for turn in older), f"request {uid} is not the youngest"
 
+    def check_admitted(self, req: Req, matched: int) -> None:
+        """Check whose turn it was, and what it found in the cache."""
+        first = self.waiting[0]
+        if self.fair is None or first in self.back:
+            assert req.uid == first, f"request {req.uid} overtakes {first}"
+        if self.fair is not None:
+            chunked = self.scheduler.prefill.chunked_req
+            first_req = self.fair.first()
+            assert first_req is req, f"{req} overtakes {first_req}"
+            before = chunked is None or chunked.extend_len > 0 or not self.fair.chunk_first(chunked)
+            assert before, f"{req} overtakes {chunked}, whose prompt is half done"
+            self.fair.remove(req)
+        if self.prefixes.sure or self.script.cache == "naive":
+            found = self.prefixes.match(req)
+            assert matched == found, f"{req}: {matched} tokens found in the cache, not {found}"
+        live = self.live[req.uid]
+        if live.matched is None:
+            live.matched = matched
+
+    def watch(self, schedule: Callable[[], Batch | None]) -> Batch | None:
+        """Choose a prefill step; check who is in it, with how much, and who is not."""
+        manager = self.scheduler.prefill
+        chunked = manager.chunked_req
+        rests = self.rest is not None and self.rest.rests()
+        first = self.fair is not None and chunked is not None and self.fair.chunk_first(chunked)
+        batch = schedule()
+        if rests:
+            assert batch is None, "a prefill step, although a group is about to form"
+            return None
+        if batch is not None:
+            if self.rest is not None:
+                self.rest.launched()
+            assert self.admission.lengths_fit(batch), f"{batch.reqs}: too much or too little"
+            led = len(batch.reqs) > 1 and batch.reqs[0] is chunked
+            assert first or not led or self.fair is None, f"{chunked} was not the first"
+        waits = self.reqs[self.waiting[0]] if self.waiting else None
+        if self.fair is not None:
+            waits = self.fair.first()
+        whole = self.fair is not None and chunked is not None and not first  # all of it, or none
+        sure = self.prefixes.sure or self.script.cache == "naive"
+        if waits is not None and sure and not whole:
+            matched = self.prefixes.match(waits)
+            why = self.admission.refused(waits, matched, batch, manager.chunked_req)
+            assert why, f"{waits} is not admitted, although there is room"
+        return batch
+
     def check_batch(self, batch: Batch) -> None:
         """Check members and order of a step."""
         uids = [req.uid for req in batch.reqs]
@@ -516,8 +679,10 @@ class World:
             tokens = sum(req.extend_len for req in batch.reqs)
             assert tokens <= self.script.budget, f"{tokens} tokens in a step"
             assert sum(req.is_chunked for req in batch.reqs) <= 1, "two prompts are cut"
-            first = fair or self.half_done not in self.live or uids[0] == self.half_done
-            assert first, f"{uids}, but the prompt of {self.half_done} is half done"
+            half_done = None if fair else self.half_done
+            over = half_done is None or self.reqs.get(half_done.uid) is not half_done
+            first = over or batch.reqs[0] is half_done
+            assert first, f"{uids}, but the prompt of {half_done} is half done"
             twice = fair and self.last_prefill == self.steps - 1
             assert not (twice and self.scheduler.decode.running), "two prefill steps in a row"
             self.last_prefill = self.steps
@@ -534,6 +699,8 @@ class World:
         assert reqs.keys() == self.live.keys(), f"{list(reqs)} live, not {list(self.live)}"
         holders = [req for req in reqs.values() if req.table_idx >= 0]
         check_integrity(self.cache, holders)
+        if self.shadow is not None:
+            self.shadow.compare(self.cache, holders)
         held = self.script.rows - self.executor.tables.free_rows
         assert held == len(holders), f"{held} rows are taken, {len(holders)} requests have one"
         chunked, running = scheduler.prefill.chunked_req, scheduler.decode.running
@@ -557,6 +724,8 @@ class World:
             for name, value in vars(part).items() if hasattr(part, "__dict__") else ():
                 assert not isinstance(value, dict | deque | list) or not value, (name, value)
         assert not scheduler.prefill.waiting and not self.cache.allocated_len
+        dummies = self.executor.tables.page_table[self.script.rows] // self.script.page_size
+        assert (dummies == self.script.num_pages).all(), "the dummy row names pages of requests"
         whole = self.script.num_pages * self.script.page_size
         assert self.cache.available_tokens == whole, f"{self.cache.available_tokens} of {whole}"
 
@@ -569,7 +738,22 @@ class World:
             (scheduler.step_overlap if self.script.overlap else scheduler.step)(block=True)
         except Fault:
             self.recover()
+        if self.executor.grammars is not None:
+            assert self.executor.grammars.waiting is None, "the device waits for a deferred sample"
         self.check()
+        self.follow(self.script.lag or 0)
+
+    def follow(self, lag: int) -> None:
+        """Let the other rank take the turns by which it is further behind."""
+        while self.follower is not None and len(self.follower.inbox) > lag:
+            self.follower.turn()
+
+    def check_ranks(self) -> None:
+        """Both ranks did the same, and one alone was heard."""
+        self.follow(0)
+        if self.follower is not None:
+            assert self.trace == self.follower.trace, "the ranks launched different steps"
+            assert self.said == self.follower.said, "the ranks gave different replies"
 
     def recover(self) -> None:
         """Reset; a reset that fails is done again."""
@@ -585,8 +769,10 @@ class World:
 
     def leave(self) -> None:
         """Run the loop until it has taken its leave."""
+        self.follow(0)
         self.exiting = True
-        self.pending.append(ExitMsg())
+        if not self.follows:
+            self.pending.append(ExitMsg())
         try:
             self.scheduler.run()
         except Fault:
@@ -595,6 +781,58 @@ class World:
         assert self.scheduler.in_flight is None, "the last step's tokens were given to nobody"
         self.check()
         self.exiting = self.scheduler.exiting = False
+        if self.follower is not None:
+            self.follower.leave()
+
+    def misuse(self, what: str) -> None:
+        """Call a part as no caller may."""
+        cache, tables, pages = self.cache, self.executor.tables, self.cache.allocator
+        free = pages.free_set()
+        taken = np.setdiff1d(np.arange(self.script.num_pages), free)
+        rows = set(range(self.script.rows)) - {r.table_idx for r in self.scheduler.reqs.values()}
+        call: Callable[[], Any] | None = None
+        match what:
+            case "a free page" if len(free):
+                call = partial(pages.free, free[:1])
+            case "a page twice" if len(taken):
+                call = partial(pages.free, taken[[0, 0]])
+            case "no page":
+                call = partial(pages.free, np.array([-1]))
+            case "too many pages":
+                call = partial(pages.allocate, len(free) + 1)
+            case "a free row" if rows:
+                call = partial(tables.free, min(rows))
+            case "past the end of a row":
+                call = partial(tables.write, 0, tables.width - 1, np.zeros(2, np.int32))
+            case "a request that is over" if self.over is not None:
+                call = partial(cache.cache_req, self.over, finished=True)
+            case "a lost prefix" if self.script.cache == "radix":
+                self.lock_what_was_seen()
+            case "kept pages" if len(free) > 1:
+                kept = pages.allocate(2)
+                values = kept.tolist()
+                pages.free(kept[::-1].copy())
+                assert kept.tolist() == values, "pages change under their owner"
+                pages.allocate(2)
+                pages.free(np.array(values))
+        if call is not None:
+            try:
+                call()
+            except (ValueError, RuntimeError):
+                return
+            raise AssertionError(f"nobody minds: {what}")
+
+    def lock_what_was_seen(self) -> None:
+        """Lock a prefix that was found some turns ago; one that was evicted since is refused."""
+        cache = self.cache
+        if self.peeked is not None:
+            with suppress(RuntimeError):
+                cache.lock(self.peeked)
+                slots = self.peeked.slots()
+                assert len(slots) == self.peeked.cached_len, "a prefix lost its end"
+                cache.unlock(self.peeked)
+        text = Ask(0, 1 + len(self.trace) % 4, 40).prompt
+        self.peeked = cache.prefix_cache.match_prefix(np.array(text, np.int32))
 
     def put(self, msg: Msg) -> None:
         """A message on its way."""
@@ -617,6 +855,10 @@ class World:
                 random.Random(seed).shuffle(self.pending)
             case Fail(call=call):
                 self.executor.failing[call] = op
+                self.notes.append(op)
+            case Misuse(what=what):
+                self.misuse(what)
+                self.notes.append(op)
             case Jump(seconds=seconds):
                 self.now += seconds
             case Exit():
@@ -626,7 +868,10 @@ class World:
         """The whole script, then turns until nothing is left to do."""
         for op in self.script.ops:
             self.do(op)
-        self.executor.failing.clear()
+        self.follow(0)
+        for world in (self, self.follower):
+            if world is not None:
+                world.executor.failing.clear()
         work = sum(20 + len(live.prompt) + 60 for live in self.live.values())
         limit = 100 + work + 200 * len(self.pending)
         while self.pending or self.scheduler.has_work:
@@ -634,6 +879,7 @@ class World:
             limit -= 1
             assert limit > 0, f"never idle: {list(self.live)} get nothing"
         self.turn()
+        self.check_ranks()
 
 
 def play(script: Script) -> World:
@@ -654,7 +900,7 @@ def failure(script: Script) -> str:
 
 PLAIN: dict[str, Any] = {
     "mirrored": False, "grammars": False, "drafts": 0, "min_shared": 0, "policy": "fcfs",
-    "cache": "naive", "reserve": None, "overlap": False,
+    "cache": "naive", "reserve": None, "overlap": False, "shadowed": False, "lag": None,
 }  # fmt: skip
 
 
@@ -682,6 +928,8 @@ def simpler_op(op: Op) -> Iterator[Op]:
         yield op._replace(skip=op.skip - 1)
     if not isinstance(op, Ask):
         return
+    if op.strange:
+        yield op._replace(strange=False)
     if op.options:
         yield op._replace(options=())
         yield from (op._replace(options=(item,)) for item in op.options if len(op.options) > 1)

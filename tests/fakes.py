@@ -1,15 +1,14 @@
 """An engine without a model: the scheduler's logic in microseconds.
 
-`FakeEngine` keeps real tables and gives tokens that depend on the prompt and the position alone,
-so every schedule must give the same answer. It checks what a device would rely on.
+`FakeEngine` gives tokens that depend on the prompt and the position alone, so every schedule must
+give the same answer. It checks what a device would rely on, as the executor below it does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,16 +17,14 @@ from recorder import RecordingGraph
 
 from minisgl.core import Batch, Req, SamplingParams
 from minisgl.engine.engine import build_engine
-from minisgl.engine.step import ForwardInput, SampledTokens, build_forward_input
+from minisgl.engine.step import ForwardInput, ForwardOutput, SampledTokens
 from minisgl.events import Emit
 from minisgl.kvcache.audit import check_integrity
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.naive_cache import NaiveCache
-from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.scheduler import build as scheduler_build
 from minisgl.scheduler.channel import InProcessChannel
-from minisgl.scheduler.executor import Executor, StepOutput
 from minisgl.scheduler.messages import Reply, TokenReply, UserMsg
 from minisgl.scheduler.mixed import MixedPrefill
 from minisgl.scheduler.observe import IdleAudit
@@ -36,6 +33,7 @@ from minisgl.scheduler.queue import ArrivalOrder, FairQueue
 from minisgl.scheduler.requests import Limits, make_req
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
 from minisgl.scheduler.scheduler import Scheduler
+from minisgl.scheduler.simulated import Hashes, Ready, SimulatedExecutor
 
 VOCAB = 1000
 EOS = 999
@@ -77,24 +75,24 @@ class Step:
     seq_lens: list[int]
 
 
-@dataclass
-class FakeEngine:
-    """The part of `Engine` that a scheduler sees."""
+class FakeEngine(SimulatedExecutor):
+    """A simulated executor whose answers a test can predict, and which keeps a list of its steps.
 
-    num_pages: int = 64
-    page_size: int = 4
-    max_seq_len: int = 128
-    max_running_req: int = 8
-    steps: list[Step] = field(default_factory=list)
-    vocab_size: int = VOCAB
+    Each read of a slot is compared with the prefix that it should hold (chapter 09e).
+    """
 
-    def __post_init__(self) -> None:
-        self.tables = TableManager(
-            self.max_running_req, self.max_seq_len, self.page_size, self.num_pages, "cpu"
-        )
+    def __init__(
+        self, num_pages: int = 64, page_size: int = 4, max_seq_len: int = 128,
+        max_running_req: int = 8, vocab_size: int = VOCAB,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            num_pages=num_pages, page_size=page_size, max_seq_len=max_seq_len,
+            max_running_req=max_running_req, vocab_size=vocab_size,
+        )  # fmt: skip
+        self.max_running_req, self.steps = max_running_req, list[Step]()
 
     def prepare(self, batch: Batch) -> ForwardInput:
-        inputs = build_forward_input(batch, self.tables, self.page_size)
+        inputs = super().prepare(batch)
         writes = inputs.out_loc
         assert len(np.unique(writes)) == len(writes), "two tokens of a step share a slot"
         assert writes.max() < self.num_pages * self.page_size, "a request writes the dummy page"
@@ -109,27 +107,14 @@ class FakeEngine:
         )
         return inputs
 
-    def step(self, inputs: ForwardInput) -> StepOutput:
+    def sample(self, inputs: ForwardInput, prefixes: Hashes) -> ForwardOutput:
+        """Give the tokens that `fake_token` says."""
         ids = [
             fake_token(r.input_ids[: r.prompt_len].tolist(), r.device_len - r.prompt_len)
             for r in inputs.sampled
         ]
-        return SimpleNamespace(wait=lambda: SampledTokens(ids))
-
-    def sample_deferred(self) -> None:
-        """Do nothing: no step defers its sampling."""
-
-    def reset(self) -> None:
-        """The device keeps nothing."""
-
-    def counts(self) -> dict[str, int]:
-        return {}
-
-    def shutdown(self) -> None:
-        """Hold nothing."""
-
-
-fits: Executor = FakeEngine()  # for type checkers: it has all that a scheduler uses
+        self.token_pool[inputs.write_rows, inputs.write_positions] = ids
+        return Ready(SampledTokens(ids))
 
 
 class Driver:

@@ -13,7 +13,9 @@ import pytest
 from minisgl.core import Batch, Phase, Req, SamplingParams
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.page_table import TableManager
+from minisgl.scheduler.messages import Msg
 from minisgl.scheduler.simulated import SimulatedExecutor, WrongKV
+from tests import adversary
 from tests.adversary import (
     Abort,
     Again,
@@ -21,6 +23,7 @@ from tests.adversary import (
     Exit,
     Fail,
     Jump,
+    Misuse,
     Script,
     Swap,
     Turn,
@@ -58,8 +61,12 @@ def test_a_seed_is_all_there_is() -> None:
 def test_scripts_hold_all_that_can_happen() -> None:
     scripts = [make_script(seed) for seed in range(40)]
     ops = [op for script in scripts for op in script.ops]
-    assert {type(op) for op in ops} == {Ask, Abort, Turn, Again, Swap, Fail, Jump, Exit}
+    assert {type(op) for op in ops} == {
+        Ask, Abort, Turn, Again, Swap, Fail, Jump, Misuse, Exit,
+    }  # fmt: skip
     worlds = [play(script) for script in scripts]
+    assert any(world.follower is not None and len(world.trace) > 50 for world in worlds)
+    assert any(world.shadow is not None and len(world.trace) > 50 for world in worlds)
     assert sum(world.scheduler.retractions for world in worlds) > 10
     assert sum(getattr(world.scheduler, "accepted", 0) for world in worlds) > 100
     given = {name for op in ops if isinstance(op, Ask) for name, _ in op.options}
@@ -144,6 +151,20 @@ def test_a_planted_bug_shrinks_to_what_it_needs(monkeypatch: pytest.MonkeyPatch)
     assert text.endswith(f"reproduce: python -m tests.adversary {seed}")
     scope = {kind.__name__: kind for kind in (Script, Ask, Abort, Turn, Again, Swap, Fail, Exit)}
     assert eval(str(script), scope) == script  # what is printed can be pasted into a test
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [lambda sent: sent[::-1], lambda sent: sent + sent[:1], lambda sent: sent[1:]],
+    ids=["reordered", "twice", "lost"],
+)
+def test_messages_that_change_between_ranks_are_noticed(
+    wire: Callable[[list[Msg]], list[Msg]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks decide for themselves, so that each has to get the same messages in the same order."""
+    monkeypatch.setattr(adversary, "over_the_wire", wire)
+    scripts = (replace(make_script(seed), lag=1) for seed in range(100))
+    assert any(failure(script) for script in scripts)
 
 
 def test_an_empty_script_passes() -> None:

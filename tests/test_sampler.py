@@ -732,6 +732,17 @@ def test_kernels_take_nan_for_the_largest_and_harm_nobody(case: tuple[float, int
 
 
 @interpreted
+@pytest.mark.parametrize("kernel", [None, sample_kernels.sample_logits])
+def test_nan_wins_beside_infinity_and_equals_it_with_filters(kernel: Any) -> None:
+    logits = torch.randn(1, 10).repeat(4, 1)
+    logits[:, 4], logits[:, 5] = torch.inf, torch.nan
+    warm = {"temperature": 1.0}
+    reqs = [make_req(), make_req(**warm), make_req(**warm, top_k=3), make_req(**warm, top_p=0.5)]
+    sampler = Sampler(10, "cpu", kernel=kernel)
+    assert sampler.sample(logits, sampler.prepare(reqs)).next_ids.tolist() == [5, 5, 4, 4]
+
+
+@interpreted
 @pytest.mark.parametrize("programs", [1, 4, 528])
 def test_ties_go_to_the_smaller_id_in_a_slice_and_across_slices(programs: int) -> None:
     logits = torch.zeros(2, 5000)

@@ -146,8 +146,8 @@ def answer(prompt: list[int], most: int, ignore_eos: bool) -> list[int]:
 class CacheEngine(FakeEngine):
     """Its tokens depend on what stands in the slots of a row's page table, and nothing else."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
         self.slots = np.full(self.num_pages * self.page_size, -1)
 
     def prepare(self, batch: Batch) -> Any:

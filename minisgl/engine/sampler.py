@@ -100,7 +100,8 @@ def top_candidates(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return ids and values of each row's `width` largest, int64 and float32 [bs, width], sorted.
 
     Equal values come in the order of their ids: the id is part of the sort key, so no two keys
-    are equal and any correct algorithm gives this one order. NaN counts as +inf.
+    are equal and any correct algorithm gives this one order. NaN counts as +inf. A `width` of 0
+    needs no keys.
     """
     vocab = values.shape[-1]
     if width == 0:

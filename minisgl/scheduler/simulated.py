@@ -73,7 +73,7 @@ class SimulatedExecutor:
         self.kv = np.zeros((num_pages + 1) * page_size, np.uint64)
         self.of_token = mixed(np.arange(1, vocab_size + 1, dtype=np.uint64))
         self.of_position = mixed(np.arange(self.tables.width, dtype=np.uint64)) | np.uint64(1)
-        self.grammars, self.steps = grammars, 0
+        self.grammars, self.launched = grammars, 0
         processors = LogitsProcessors(vocab_size, self.tables.token_pool)
         self.sampler = None if grammars is None else Sampler(vocab_size, "cpu", 0, None, processors)
 
@@ -87,7 +87,7 @@ class SimulatedExecutor:
         self.tables.flush()
         new = self.forward(inputs)
         sample = partial(self.sample, inputs, new[inputs.last_idx])
-        self.steps += 1
+        self.launched += 1
         return sample() if self.grammars is None else self.grammars.defer(inputs, sample)
 
     def forward(self, inputs: ForwardInput) -> Hashes:
@@ -143,7 +143,7 @@ class SimulatedExecutor:
             self.grammars.reset()
 
     def counts(self) -> dict[str, int]:
-        return {"steps": self.steps}
+        return {"steps": self.launched}
 
     def shutdown(self) -> None:
         """Hold nothing."""

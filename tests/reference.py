@@ -1,0 +1,261 @@
+"""What the scheduler's parts should decide: dictionaries and sums, without heaps, trees or pages.
+
+The adversary compares each decision with these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from minisgl import events
+from minisgl.core import Batch, Phase, Req
+from minisgl.kvcache.cache_manager import CacheManager
+from minisgl.recording import Replay
+from minisgl.scheduler.phases import DecodeManager, PrefillLimits
+from minisgl.scheduler.retraction import DelayedPrefill
+
+
+@dataclass
+class Fairness:
+    """The order of the fair queue (chapter 08b): counters of clients, all requests in one list."""
+
+    step_tokens: int
+    served: dict[str, int] = field(default_factory=dict)
+    clocks: dict[str, float] = field(default_factory=dict)  # of each client's own requests
+    live: Counter[str] = field(default_factory=Counter)
+    waiting: dict[Req, tuple[float, int]] = field(default_factory=dict)  # tag, number of arrival
+    tags: dict[Req, tuple[float, int]] = field(default_factory=dict)  # of all that are not over
+    back: deque[Req] = field(default_factory=deque)
+    clock: float = 0.0
+    level: int = 0
+    count: int = 0
+
+    def waits(self, client: str) -> int:
+        return sum(req.client == client for req in self.waiting)
+
+    def add(self, req: Req) -> None:
+        """A new request; its client gets no credit for the time in which it wanted nothing."""
+        name = req.client
+        served = self.served.setdefault(name, 0)
+        if not self.waits(name):
+            others = [self.served[other.client] for other in self.waiting]
+            self.served[name] = max(served, int(self.clock), min(others, default=self.level))
+        self.tags[req] = self.clocks.setdefault(name, 0.0) + req.prompt_len, self.count
+        self.waiting[req] = self.tags[req]
+        self.live[name] += 1
+        self.count += 1
+
+    def remove(self, req: Req) -> None:
+        """A request waits no longer."""
+        if req in self.back:
+            self.back.remove(req)
+        elif req in self.waiting:
+            del self.waiting[req]
+            self.level = self.served[req.client]
+
+    def leave(self, req: Req) -> None:
+        """A request is over; a client without any is forgotten."""
+        self.remove(req)
+        del self.tags[req]
+        self.live[req.client] -= 1
+        if not self.live[req.client]:
+            del self.served[req.client], self.clocks[req.client]
+
+    def rank(self, req: Req) -> tuple[int, int]:
+        return req.prefill_len - req.cached_len, self.tags[req][1]
+
+    def first(self) -> Req | None:
+        """The next to be admitted: of the clients that count as equal, the shortest head."""
+        if self.back or not self.waiting:
+            return self.back[0] if self.back else None
+        least = min(self.served[req.client] for req in self.waiting)
+        heads: dict[str, Req] = {}
+        for req in sorted(self.waiting, key=lambda req: self.tags[req]):
+            if self.served[req.client] - least < self.step_tokens:
+                heads.setdefault(req.client, req)
+        return min(heads.values(), key=self.rank)
+
+    def chunk_first(self, chunked: Req) -> bool:
+        """Whether a half-done prompt goes on before the first that waits."""
+        first = self.first()
+        if first is None or first in self.back:
+            return first is None
+        if first.client == chunked.client:
+            return self.tags[chunked] <= self.tags[first]
+        ahead = self.served[chunked.client] - self.served[first.client]
+        if abs(ahead) < self.step_tokens:
+            return self.rank(chunked) <= self.rank(first)
+        return ahead < 0
+
+    def charge(self, phase: Phase, reqs: Sequence[Req]) -> None:
+        """Count a step's tokens to their clients."""
+        if phase is Phase.DECODE:
+            for req in reqs:
+                self.served[req.client] += 2
+            return
+        here = Counter(req.client for req in reqs)
+        for req in reqs:
+            name, tokens = req.client, req.extend_len
+            self.served[name] += tokens
+            self.clocks[name] += tokens / (self.waits(name) + here[name])
+        present = here.keys() | {req.client for req in self.waiting}
+        self.clock += sum(req.extend_len for req in reqs) / len(present)
+
+
+@dataclass
+class Prefixes:
+    """Cached prefixes as a set; unknown once one was evicted, until all are forgotten."""
+
+    page_size: int
+    known: set[tuple[Any, bytes]] = field(default_factory=set)
+    sure: bool = True
+
+    def prefixes(self, req: Req, length: int) -> list[tuple[Any, bytes]]:
+        """Whole pages of the beginning of a request, the shortest first."""
+        ends = range(self.page_size, length + 1, self.page_size)
+        salt, ids = req.sampling_params.cache_salt, req.input_ids
+        return [(salt, ids[:end].tobytes()) for end in ends]
+
+    def insert(self, req: Req, length: int) -> None:
+        """What a request has computed."""
+        self.known.update(self.prefixes(req, length))
+
+    def match(self, req: Req) -> int:
+        """Tokens that a waiting request finds; all but its last one, none if it is scored."""
+        if req.scores_prompt:
+            return 0
+        found = 0
+        for key in self.prefixes(req, req.host_len - 1):
+            if key not in self.known:
+                break
+            found += self.page_size
+        return found
+
+
+def promised(req: Req, page_size: int, reserve: int | None, matched: int) -> int:
+    """Pages that a request may still need beyond `matched` tokens: its last token needs none."""
+    end = req.max_device_len - 1
+    if reserve is not None:
+        end = min(end, max(matched, req.prefill_len) + reserve)
+    return math.ceil(end / page_size) - math.ceil(matched / page_size)
+
+
+@dataclass
+class Admission:
+    """Who may join a prefill step: tokens, rows, pages, and beginnings that others compute."""
+
+    cache: CacheManager
+    decode: DecodeManager
+    limits: PrefillLimits
+
+    def lengths_fit(self, batch: Batch) -> bool:
+        """Whether each member computes as much as there is room for."""
+        left, shortest = self.limits.max_extend_tokens, math.inf
+        for req in batch.reqs:
+            rest = req.prefill_len - req.cached_len
+            length = min(rest, self.room(rest, left, shortest))
+            if req.extend_len != length or left <= 0:
+                return False
+            own = rest if req.retracted else req.prefill_len - req.matched_len
+            shortest, left = min(shortest, own), left - length if length == rest else 0
+        return True
+
+    def room(self, rest: int, left: int, shortest: float) -> int:
+        """Tokens for a prompt with `rest` tokens to compute, behind others in the step."""
+        threshold = self.limits.mixed_prefill_threshold
+        if threshold is None or rest <= 2 * shortest:
+            return left
+        return max(0, min(left, threshold - (self.limits.max_extend_tokens - left)))
+
+    def beginning(self, req: Req, matched: int) -> tuple[Any, bytes] | None:
+        """What `req` would compute first, if that is worth waiting for another one's work."""
+        size = self.cache.page_size
+        shared = math.ceil(self.limits.min_shared / size) * size
+        if not shared:
+            return None
+        end = min(matched + shared, req.prompt_len - 1)
+        return req.sampling_params.cache_salt, req.input_ids[:end].tobytes()
+
+    def waits_for_another(self, req: Req, matched: int, reqs: Sequence[Req]) -> bool:
+        """Whether one of `reqs` computes a beginning that `req` could soon find in the cache."""
+        size = self.cache.page_size
+        own = self.beginning(req, matched)
+        far = req.prompt_len - 1 - matched >= math.ceil(self.limits.min_shared / size) * size
+        others = (self.beginning(other, other.matched_len) for other in reqs)
+        return own is not None and not req.scores_prompt and far and own in others
+
+    def refused(self, req: Req, matched: int, batch: Batch | None, chunked: Req | None) -> str:
+        """Return why the first that waits is not in the step; empty if it should be."""
+        reqs = [] if batch is None else batch.reqs
+        if self.cache.tables.free_rows == 0:
+            return "no row"
+        if any(other.is_chunked for other in reqs) or chunked is not None:
+            return "a prompt is half done"
+        left = self.limits.max_extend_tokens - sum(other.extend_len for other in reqs)
+        own = (r.prefill_len - (r.cached_len if r.retracted else r.matched_len) for r in reqs)
+        if left <= 0 or self.room(req.host_len - matched, left, min(own, default=math.inf)) <= 0:
+            return "no tokens"
+        if self.waits_for_another(req, matched, reqs):
+            return "another one computes its beginning"
+        size, reserve = self.cache.page_size, self.decode.reserve
+        holders = [*self.decode.running.values(), *reqs]
+        taken = sum(promised(other, size, reserve, other.cached_len) for other in holders)
+        taken += matched // size  # locked, its prefix may be evictable no more
+        req_end = req.max_device_len - 1
+        if reserve is not None:
+            req_end = min(req_end, max(matched, req.host_len) + reserve)
+        needed = math.ceil(req_end / size) - matched // size
+        return "no pages" if needed + taken > self.cache.available_tokens // size else ""
+
+
+class Rest:
+    """How long new requests wait for a group (chapter 09c)."""
+
+    SHARE, MOST = 2, 4
+
+    def __init__(self, manager: DelayedPrefill) -> None:
+        self.manager, self.left = manager, 0
+        # Ours are smaller, by as much as the engine's own are meant to be larger.
+        manager.share, manager.most = DelayedPrefill.share // 16, DelayedPrefill.most // 4
+
+    def rests(self) -> bool:
+        """Whether this turn has no prefill, so that a group can form."""
+        tables, self.left = self.manager.cache.tables, self.left - 1
+        group = min(len(self.manager.waiting), tables.num_rows // self.SHARE)
+        return self.left > 0 and self.manager.chunked_req is None and tables.free_rows < group
+
+    def launched(self) -> None:
+        """A prefill step was chosen."""
+        self.left = 0 if self.manager.cache.tables.free_rows else self.MOST
+
+
+class Shadow(Replay):
+    """The state according to the events (chapter 02c), compared with the real one."""
+
+    def change_request(self, event: events.Event) -> None:
+        """Apply an event; evictions take what was used longest ago."""
+        if isinstance(event, events.NodeEvicted):
+            oldest = next(iter(self.lru))
+            assert event.node == oldest, f"evicts {event.node}, but {oldest} is older"
+        super().change_request(event)
+
+    def compare(self, cache: CacheManager, live: Sequence[Req]) -> None:
+        """Check pages, rows, tree and order of use."""
+        assert self.free == set(cache.allocator.free_set().tolist()), "events: free pages"
+        size = cache.page_size
+        for req in live:
+            end = cache.allocated_len.get(req, req.cache_handle.cached_len)
+            row = cache.tables.page_table[req.table_idx, :end:size] // size
+            told = self.requests[req.uid]
+            assert told.row == req.table_idx and told.pages == row.tolist(), f"events: row of {req}"
+            assert told.shared == req.cache_handle.cached_len // size, f"events: prefix of {req}"
+        tree: Any = cache.prefix_cache
+        if hasattr(tree, "lru"):
+            order = [tree.first_page(node) for node in tree.lru]
+            assert list(self.lru) == order, "events: order of use"
+            locks = {tree.first_page(node): node.ref_count for node in tree.nodes()[1:]}
+            assert {n: node.locks for n, node in self.nodes.items()} == locks, "events: locks"
