@@ -506,12 +506,26 @@ def assemble(chapter: Chapter) -> dict[str, str]:
             where = full_name(name)
             raise BuildError(f"{chapter.stem}: no `> promise` line and no #| doc for {where}")
     for module in modules.values():
+        check_imports(chapter, module)
         module.import_from(modules.values())
     source = f"notebooks/{chapter.stem}.ipynb"
     return {
         name: module.render(chapter.docs.get(name) or chapter.promise, source)
         for name, module in modules.items()
     }
+
+
+def check_imports(chapter: Chapter, module: ModuleSource) -> None:
+    """Refuse imports of a chapter with a lab from itself: they replace what a reader wrote."""
+    number, _, _ = chapter.stem.partition("_")
+    own = {f"{PACKAGE}.{name}" for name in chapter.modules}
+    for text in module.imports.values() if number in labs.TESTS else ():
+        stmt = ast.parse(textwrap.dedent(text)).body[0]
+        if isinstance(stmt, ast.ImportFrom) and stmt.module in own:
+            raise BuildError(
+                f"{chapter.stem}: leave out `{ast.unparse(stmt)}`: the notebook has these names, "
+                f"and the exporter writes the import"
+            )
 
 
 def add_package_files(package: Package) -> None:
