@@ -490,10 +490,11 @@ def test_check_finds_orphans(book: Path, name: str) -> None:
 def test_modules_beside_the_package_are_not_installed_and_are_checked(root: Path) -> None:
     write(root, "02_pool", "#| default_exp training.pool\n#| export\nPAGES = 4")
     build.export(root, [])
-    assert (root / "training" / "pool.py").exists() and not (root / "minisgl" / "training").exists()
-    (root / "training" / "old.py").write_text("x = 1\n")
+    beside = root / "notebooks" / "training"
+    assert (beside / "pool.py").exists() and not (root / "minisgl" / "training").exists()
+    (beside / "old.py").write_text("x = 1\n")
     problems = build.find_problems(root, [])
-    assert "training/old.py: no chapter exports this file" in problems
+    assert "notebooks/training/old.py: no chapter exports this file" in problems
 
 
 @pytest.mark.parametrize("name", ["pool.py", "__init__.py", "py.typed"])
