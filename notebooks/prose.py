@@ -65,7 +65,6 @@ EXCEPTIONS = (
     'says "hello"',  # a user
     "Tell me a story",  # prompts
     "a story, tell it",
-    "To know `s`, one",  # a person
     "somebody believes",
 )
 FENCE = re.compile(r"^(```+|~~~+)(.*?)\n(.*?)^\1\s*$", re.MULTILINE | re.DOTALL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 import subprocess
 import sys
@@ -14,6 +15,18 @@ from minisgl.runtime.supervisor import WorkerContext
 def masked(told: str, context: WorkerContext) -> None:
     """Write into the file `told` which signals this worker blocks."""
     Path(told).write_text(str(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))))
+    context.ready()
+
+
+def slow_to_exit(folder: str, context: WorkerContext) -> None:
+    """Return at once; at exit, create the file `exiting` and wait for the file `go`."""
+
+    def wait() -> None:
+        Path(folder, "exiting").touch()
+        while not Path(folder, "go").exists():
+            time.sleep(0.01)
+
+    atexit.register(wait)
     context.ready()
 
 

@@ -26,7 +26,6 @@ import numpy as np
 import psutil
 
 from minisgl.benchmark.report import save
-from minisgl.benchmark.workload import question
 
 PORT = 19410  # of the gateway; its replicas and its metrics have the ports above
 CHATS, TURNS, STREAMS = 12, 4, 64
@@ -135,21 +134,28 @@ def retries(port: int = PORT + 9) -> float:
 POLICY_FLAGS = {"prefix_hash": ("--prefix-token-count", "16")}  # 64 characters: within each first
 
 
-async def converse(url: str, headers: bool = False) -> dict[str, Any]:
+def long_question(rng: np.random.Generator) -> str:
+    """A list of 20 to 60 pairs, and a question about one of them."""
+    names = rng.choice(900, size=int(rng.integers(20, 60)), replace=False) + 100
+    pairs = "\n".join(f"k{name} = {rng.integers(100, 1000)}" for name in names)
+    return f"Here is a list:\n{pairs}\nWhat is the value of k{rng.choice(names)}?"
+
+
+async def converse(url: str, seed: int = 0, scattered: bool = False) -> dict[str, Any]:
     """Hold conversations, four at a time; return the share of prompt tokens found in a cache.
 
-    With `headers` each request names its conversation in `x-session-id`.
+    If they are `scattered`, each request claims in `x-session-id` to be another conversation.
     """
     found: Counter[str] = Counter()
-    limit, rng = asyncio.Semaphore(4), np.random.default_rng(0)
-    firsts = [f"Conversation {chat}. {question(rng, 'list')}" for chat in range(CHATS)]
+    limit, rng = asyncio.Semaphore(4), np.random.default_rng(seed)
+    firsts = [f"Conversation {seed} {chat}. {long_question(rng)}" for chat in range(CHATS)]
     histories: list[list[dict[str, str]]] = [[] for _ in firsts]
 
     async def turn(client: httpx.AsyncClient, chat: int, text: str) -> None:
         messages = histories[chat]
         messages.append({"role": "user", "content": text})
         body = {"model": "minisgl-tiny", "messages": messages, "max_tokens": 24, "seed": 0}
-        named = {"x-session-id": f"chat {chat}"} if headers else {}
+        named = {"x-session-id": f"{rng.random()}"} if scattered else {}
         async with limit:
             response = await client.post(f"{url}/v1/chat/completions", json=body, headers=named)
         response.raise_for_status()
@@ -160,7 +166,8 @@ async def converse(url: str, headers: bool = False) -> dict[str, Any]:
 
     async with httpx.AsyncClient(timeout=300, trust_env=False) as client:
         for number in range(TURNS):
-            texts = [question(rng, "sum") for _ in firsts] if number else firsts
+            sums = [f"What is {a} + {b}?" for a, b in rng.integers(0, 500, size=(CHATS, 2))]
+            texts = sums if number else firsts
             order = rng.permutation(CHATS).tolist()  # users do not take turns
             await asyncio.gather(*(turn(client, chat, texts[chat]) for chat in order))
     share = round(found["cached"] / found["prompt_tokens"], 3)
@@ -204,8 +211,8 @@ def error_of(events: Sequence[str]) -> str | None:
 class Watch:
     """Clients of a gateway, from before a fault until all of them have an end."""
 
-    def __init__(self, url: str, tokens: int) -> None:
-        self.url, self.tokens = url, tokens
+    def __init__(self, url: str, tokens: int, answers: int = 1) -> None:
+        self.url, self.tokens, self.answers = url, tokens, answers
         self.started = 0  # streams with a first token
         self.fault = 0.0
         self.late: list[tuple[float, float, int]] = []  # of probes: sent, seconds, status
@@ -213,14 +220,14 @@ class Watch:
     async def stream(self, client: httpx.AsyncClient, number: int) -> End:
         """Read a stream to its end, and name that end."""
         body = {"model": "minisgl-tiny", "prompt": f"{number}: a fox", "max_tokens": self.tokens}
-        body |= {"stream": True, "ignore_eos": True, "seed": number}
+        body |= {"n": self.answers, "stream": True, "ignore_eos": True, "seed": number}
         end = End("closed without an end", "", 0.0)
         try:
             async with (
                 asyncio.timeout(PATIENCE) as limit,
                 client.stream("POST", f"{self.url}/v1/completions", json=body) as response,
             ):
-                end = end._replace(replica=response.headers["x-smg-routed-worker-id"][-5:])
+                end = end._replace(replica=response.headers.get("x-smg-routed-worker-id", "")[-5:])
                 if response.status_code != 200:
                     end = end._replace(kind=f"status {response.status_code}")
                 lines = [line async for line in self.lines(response, limit)]

@@ -490,10 +490,11 @@ def test_check_finds_orphans(book: Path, name: str) -> None:
 def test_modules_beside_the_package_are_not_installed_and_are_checked(root: Path) -> None:
     write(root, "02_pool", "#| default_exp training.pool\n#| export\nPAGES = 4")
     build.export(root, [])
-    assert (root / "training" / "pool.py").exists() and not (root / "minisgl" / "training").exists()
-    (root / "training" / "old.py").write_text("x = 1\n")
+    beside = root / "notebooks" / "training"
+    assert (beside / "pool.py").exists() and not (root / "minisgl" / "training").exists()
+    (beside / "old.py").write_text("x = 1\n")
     problems = build.find_problems(root, [])
-    assert "training/old.py: no chapter exports this file" in problems
+    assert "notebooks/training/old.py: no chapter exports this file" in problems
 
 
 @pytest.mark.parametrize("name", ["pool.py", "__init__.py", "py.typed"])
@@ -753,3 +754,40 @@ def test_prose_reports_the_place_of_each_private_word(tmp_path: Path) -> None:
     page.unlink()
     program.write_text(program.read_text().replace("Runs", "Run"))
     assert prose.main(str(tmp_path)) == 0
+
+
+def test_saving_in_jupyterlab_changes_no_text(tmp_path: Path) -> None:
+    """It also opens a notebook that was run after its text was written.
+
+    JupyterLab adds the kernel's `language_info`; the text half stays as it is.
+    """
+    from jupyter_server.services.contents.largefilemanager import LargeFileManager
+    from jupytext.sync_contentsmanager import build_sync_jupytext_contents_manager_class
+
+    shutil.copy2(ROOT / "pyproject.toml", tmp_path)
+    for suffix in (".md", ".ipynb"):
+        shutil.copy2(ROOT / f"notebooks/03_radix_cache{suffix}", tmp_path)
+    text, name = (tmp_path / "03_radix_cache.md"), "03_radix_cache.ipynb"
+    os.utime(text, (0, 0))
+    before = text.read_bytes()
+    manager = build_sync_jupytext_contents_manager_class(LargeFileManager)()
+    manager.root_dir = str(tmp_path)
+    model = manager.get(name)
+    model["content"]["metadata"]["language_info"] = {"name": "python", "version": "3.11.7"}
+    manager.save({"type": "notebook", "format": "json", "content": model["content"]}, name)
+    assert text.read_bytes() == before
+
+
+def test_a_chapter_with_a_lab_does_not_import_from_itself(tmp_path: Path) -> None:
+    """Such an import would put the package's class in place of the one in the notebook."""
+    cells = (
+        "#| default_exp one\n#| export\nclass Pool: ...",
+        "#| export two\nfrom minisgl.one import Pool\n\n\ndef pool() -> Pool:\n    return Pool()",
+    )
+    (tmp_path / "notebooks").mkdir()
+    for stem, refused in (("03_radix_cache", True), ("03b_prefix_caches", False)):
+        path = tmp_path / f"notebooks/{stem}.md"
+        path.write_text(chapter(*cells))
+        errors = build.generate(tmp_path).errors
+        assert ("leave out `from minisgl.one import Pool`" in str(errors)) == refused
+        path.unlink()

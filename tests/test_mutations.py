@@ -47,8 +47,8 @@ def copy_project(target: Path) -> Path:
         else:
             os.symlink(source, destination)
 
-    for name in ("minisgl", "training", "tests"):
-        shutil.copytree(ROOT / name, target / name, copy_function=copy)
+    for folder in ("minisgl", "notebooks/training", "tests"):
+        shutil.copytree(ROOT / folder, target / Path(folder).name, copy_function=copy)
     shutil.copy2(ROOT / "pyproject.toml", target / "pyproject.toml")
     os.symlink(ROOT / "notebooks", target / "notebooks")
     compileall.compile_dir(target / "minisgl", quiet=2)

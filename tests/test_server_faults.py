@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from minisgl import LLM
 from minisgl.core import SamplingParams
 from minisgl.runtime.heartbeat import Heartbeat, Watchdog
-from minisgl.runtime.supervisor import Supervisor, Worker
+from minisgl.runtime.supervisor import LEAVE, Supervisor, Worker
 from minisgl.scheduler.messages import AbortMsg
 from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.http.errors import ApiError
@@ -859,6 +859,21 @@ def test_a_signal_while_workers_start_is_heard_when_they_have(
         signal.signal(signal.SIGINT, before)
     assert process.pid is not None and process.exitcode is not None
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_a_worker_that_is_exiting_is_not_interrupted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Python would print an exception of the signal's handler as one of an atexit callback."""
+    worker = Worker("slow", "tests.parent:slow_to_exit", (str(tmp_path),))
+    with Supervisor([worker]) as group:
+        wait_for((tmp_path / "exiting").exists, "the worker to exit")
+        process = group.processes["slow"]
+        assert process.pid is not None
+        os.kill(process.pid, LEAVE)
+        (tmp_path / "go").touch()
+        process.join(200)
+    assert process.exitcode == 0 and capfd.readouterr().err == ""
 
 
 def test_a_worker_blocks_no_signals(tmp_path: Path) -> None:

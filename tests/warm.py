@@ -216,10 +216,10 @@ def listen(path: Path) -> socket.socket:
 
 
 def import_package() -> None:
-    """All modules of the package that import on this machine, but for the command."""
+    """All modules of the package that import on this machine, but for the command and Ray's."""
     package = importlib.import_module("minisgl")
     for module in pkgutil.walk_packages(package.__path__, "minisgl."):
-        if not module.name.endswith("__main__"):
+        if not module.name.endswith(("__main__", ".cluster")):
             with suppress(ImportError):
                 importlib.import_module(module.name)
 

@@ -21,7 +21,7 @@ from minisgl.engine.prefill_graph import PrefillRunner, capture_prefill
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
 
-MAX_MIXED_TOKENS = 512  # of a step with prompts and running requests: chapter 09f
+MAX_MIXED_TOKENS = 512  # of a step with prompts and running requests: chapter 09ba
 MAX_DRAFT_ROWS = 32  # of a step with drafts: with more, a draft costs what it may save
 
 

@@ -113,6 +113,8 @@ def worker_main(worker: Worker, report: Connection, counts: Any, folder: Path | 
     except Exception as error:
         kind = "lost" if isinstance(error, PeerFailed) else "failed"
         ending = Ending(kind, f"failed: {one_line(error)}", traceback.format_exc())
+    finally:
+        signal.signal(LEAVE, signal.SIG_IGN)  # it would break off what libraries do at exit
     # As bytes: `send` would pass tensors as memory that is shared with a process about to end.
     report.send_bytes(pickle.dumps(ending))
     sys.exit(ending.kind != "done")

@@ -1,6 +1,6 @@
 """Prompts beside running requests: short ones in one step with them, long ones in chunks.
 
-Generated from notebooks/09f_mixed_steps.ipynb: edit there.
+Generated from notebooks/09ba_mixed_steps.ipynb: edit there.
 """
 
 from __future__ import annotations

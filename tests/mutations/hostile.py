@@ -141,8 +141,8 @@ MUTATIONS = [
     Mutation(
         name="text worker: one client's prompts come first",
         module="minisgl.server.workers.text_worker",
-        old="client = min(self._clocks, key=self._clocks.__getitem__)",
-        new="client = next(iter(self._clocks))",
+        old="client = min(clients, key=self._clocks.__getitem__)",
+        new="client = clients[0]",
         test=TEST + "test_clients_take_turns_at_the_text_worker",
     ),
     Mutation(

@@ -189,8 +189,8 @@ MUTATIONS = [
     Mutation(
         "queue_clock_of_clients_counts_each_once",
         QUEUE,
-        "for req in batch.reqs) / present",
-        "for req in batch.reqs)",
+        "for req in prompts) / present",
+        "for req in prompts)",
         QUEUE_TESTS + "test_a_new_client_is_not_behind_those_who_wait",
     ),
     Mutation(

@@ -326,6 +326,13 @@ MUTATIONS = [
         "test_a_signal_while_workers_start_is_heard_when_they_have",
     ),
     Mutation(
+        name="server: a signal interrupts a worker that is exiting",
+        module="minisgl.runtime.supervisor",
+        old="        signal.signal(LEAVE, signal.SIG_IGN)",
+        new="        pass",
+        test=FAULTS + "test_a_worker_that_is_exiting_is_not_interrupted",
+    ),
+    Mutation(
         name="server: workers block what their parent held back",
         module="minisgl.runtime.supervisor",
         old="    signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_GROUP)  # since our start\n",
@@ -489,8 +496,8 @@ MUTATIONS = [
     Mutation(
         name="server: long prompts are encoded between two answers",
         module="minisgl.server.workers.text_worker",
-        old="is not None and size > SLICE:",
-        new="is not None and size > 100 * SLICE:",
+        old="slow = size > SLICE or",
+        new="slow = size > 100 * SLICE or",
         test=TEST + "test_a_long_prompt_stops_neither_answers_nor_short_prompts_nor_aborts",
     ),
     Mutation(

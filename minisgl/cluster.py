@@ -1,0 +1,185 @@
+"""Replicas of the server under Ray Serve: `serve run minisgl.cluster:app`.
+
+Generated from notebooks/13i_ray_serve.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import shlex
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, suppress
+from typing import Any
+
+from pydantic import BaseModel, Field
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Message, Scope
+
+from minisgl.server.cli import build_app, settings_of, started
+from minisgl.server.http.errors import ApiError
+from minisgl.server.http.formats import sse
+from minisgl.server.http.limits import ConcurrencyLimiter
+from minisgl.server.options import build_parser, config_from, operations_from
+
+
+def digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def conversation_of(headers: Mapping[str, str], body: bytes | bytearray) -> str:
+    """Return what all turns of a conversation have in common, or "" if nothing is."""
+    if session := headers.get("x-session-id"):
+        return f"session {session}"
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        fields = json.loads(body)
+        if "messages" not in fields:
+            return digest(json.dumps(fields["prompt"][:256]))
+        roles = [message["role"] for message in fields["messages"]]
+        return digest(json.dumps(fields["messages"][: roles.index("user") + 1]))
+    return ""
+
+
+def by_preference(conversation: str, loads: Mapping[str, int]) -> list[str]:
+    """Order replicas by rendezvous hashing, those above 1.25 times the mean load last."""
+    most = max(4.0, 1.25 * sum(loads.values()) / max(1, len(loads)))
+    ranked = [(loads[name] <= most, digest(f"{conversation} {name}"), name) for name in loads]
+    return [name for *_, name in sorted(ranked, reverse=True)]
+
+
+class ConversationRouter(RequestRouter):
+    """Sends the turns of a conversation, the first argument of a call, to one replica."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[Any], pending_request: PendingRequest | None = None
+    ) -> list[list[Any]]:
+        conversation = pending_request.args[0] if pending_request is not None else ""
+        if not conversation:  # Ray Serve takes the one with the fewest requests
+            return [candidate_replicas]
+        found = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        queues = self.replica_queue_len_cache
+        loads = {name: queues.get(found[name].replica_id) or 0 for name in found}
+        return [[found[name]] for name in by_preference(conversation, loads)]
+
+
+class Engine:
+    """One replica: the processes of a server, and its ASGI application without a socket."""
+
+    async def __init__(self, flags: str) -> None:  # type: ignore[misc] # Ray Serve awaits it
+        args = build_parser().parse_args(shlex.split(flags))
+        config, operations = config_from(args), operations_from(args)
+        settings, self._end = settings_of(config, operations), AsyncExitStack()
+        self._group, self._frontend, watchers = self._end.enter_context(started(config, operations))
+        limiter = ConcurrencyLimiter(config.max_running_req + operations.max_queue)
+        self._app = build_app(self._frontend, settings, limiter, watchers, operations)
+        while self._group.starting():
+            await asyncio.sleep(0.05)
+        await self._end.enter_async_context(self._app.router.lifespan_context(self._app))
+        self._end.callback(asyncio.ensure_future(self._fail_with_workers()).cancel)
+
+    async def _fail_with_workers(self) -> None:
+        while (broken := self._group.broken()) is None:
+            await asyncio.sleep(0.1)
+        self._frontend.fail_all(str(broken))
+        await asyncio.sleep(1.0)  # time for error events
+        os._exit(1)  # the router then has one replica less, at once
+
+    async def check_health(self) -> None:  # Ray Serve replaces a replica that raises
+        if self._frontend.failure is not None:
+            raise RuntimeError(self._frontend.failure)
+
+    async def __del__(self) -> None:  # after the drain
+        await self._end.aclose()
+
+    async def answer(self, conversation: str, scope: Scope, body: bytes) -> AsyncIterator[Any]:
+        """Yield the application's ASGI messages; those that wait come together."""
+        sent: asyncio.Queue[Message | None] = asyncio.Queue()
+        arriving: asyncio.Queue[Message] = asyncio.Queue()
+        arriving.put_nowait({"type": "http.request", "body": body})
+        task = asyncio.ensure_future(self._app(scope, arriving.get, sent.put))
+        task.add_done_callback(lambda _: sent.put_nowait(None))
+        messages: list[Message | None] = []
+        try:
+            while None not in messages:
+                messages = [await sent.get()]
+                while not sent.empty():
+                    messages.append(sent.get_nowait())
+                yield [message for message in messages if message is not None]
+        finally:  # the client left, or all is sent
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+ANY = {"access-control-allow-origin": "*"}  # pages may read it
+GONE = ApiError(503, "the replica of this request is gone", code="service_unavailable", headers=ANY)
+SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string",
+         "root_path", "headers", "client", "server")  # fmt: skip
+
+
+class Ingress:
+    """The application's address: has a replica answer each request, and passes the answer on."""
+
+    def __init__(self, engine: DeploymentHandle, max_body_size: int) -> None:
+        self._engine, self._max = engine.options(stream=True), max_body_size
+
+    async def __call__(self, request: Request) -> Response:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self._max:  # the replica refuses it, as any server does
+                break
+        conversation = conversation_of(request.headers, body)
+        scope = {name: request.scope[name] for name in SCOPE if name in request.scope}
+        answer = self._engine.answer.remote(conversation, scope, bytes(body))
+        try:
+            start, *rest = await anext(answer)
+        except RayError:
+            return JSONResponse(GONE.body(), GONE.status_code, GONE.headers)
+        response = StreamingResponse(self._bodies(rest, answer), start["status"])
+        response.raw_headers = [h for h in start["headers"] if h[0] != b"x-request-id"]  # twice
+        return response
+
+    async def _bodies(self, first: list[Message], answer: Any) -> AsyncIterator[bytes]:
+        try:
+            yield b"".join(message.get("body", b"") for message in first)
+            async for messages in answer:
+                yield b"".join(message.get("body", b"") for message in messages)
+        except RayError:
+            yield sse(GONE.body())
+        finally:
+            answer.cancel()
+
+
+class Cluster(BaseModel, extra="forbid"):
+    """Arguments of `serve run minisgl.cluster:app`, each written as `name=value`."""
+
+    flags: str = ""  # of `python -m minisgl`, for each replica
+    replicas: int = Field(1, ge=1)
+    max_replicas: int = Field(1, ge=1)  # above `replicas`: as many as the load needs, up to these
+    gpus: float | None = Field(None, ge=0)  # of a replica; none: its ranks, 0 with --device cpu
+
+
+def app(args: Cluster) -> serve.Application:
+    """Build the application; a wrong flag is an error before any replica starts."""
+    parsed = build_parser().parse_args(shlex.split(args.flags))
+    config, operations = config_from(parsed), operations_from(parsed)
+    gpus = config.tp.size * (config.device != "cpu") if args.gpus is None else args.gpus
+    places = config.max_running_req + operations.max_queue
+    scaling = {"min_replicas": args.replicas, "max_replicas": max(args.replicas, args.max_replicas),
+               "target_ongoing_requests": config.max_running_req}  # fmt: skip
+    router = RequestRouterConfig(request_router_class=ConversationRouter)
+    engine = serve.deployment(
+        Engine, ray_actor_options={"num_gpus": gpus}, max_ongoing_requests=places,
+        autoscaling_config=scaling, request_router_config=router, health_check_period_s=1.0,
+        graceful_shutdown_timeout_s=operations.drain_timeout, graceful_shutdown_wait_loop_s=0.5,
+    )  # fmt: skip
+    ingress = serve.deployment(Ingress, max_ongoing_requests=2**20)  # replicas have limits
+    return ingress.bind(engine.bind(args.flags), operations.max_body_size)
