@@ -46,32 +46,32 @@ def number_or(word: str, kind: Callable[[str], Any]) -> Callable[[str], Any]:
 
 ENGINE_FLAGS = (
     Flag("--tensor-parallel-size --tp", "tp", "ranks (default: 1)", {"type": int, "metavar": "N"}),
-    Flag("--expert-parallel", "expert_parallel", "experts split by rank", {"action": "store_true"}),
+    Flag("--expert-parallel", "expert_parallel", "shard experts by rank", {"action": "store_true"}),
     Flag("--attention-backend --attn", "attention_backend",
          "torch, triton, fi, or two for prefill,decode; fused only decodes; auto: triton,fused on "
          "a GPU, torch on a CPU; fi,fused (FlashInfer) may suit prompts of 4,096 tokens and more"),
-    Flag("--kernels", "kernels", "kernels for norms, few-row GEMMs and the sums of a layer"),
+    Flag("--kernels", "kernels", "kernels for norms, few-row GEMMs and residual adds"),
     Flag("--cache-type", "cache_type", "prefix cache"),
     Flag("--page-size", "page_size", "tokens per KV page"),
     Flag("--num-pages", "num_pages", "KV pages (default: what memory allows)"),
     Flag("--memory-ratio", "memory_ratio", "share of memory for weights and KV"),
     Flag("--memory-trial-tokens", "memory_trial_tokens",
-         "size the KV cache by a trial prefill of N tokens; 0: by the share alone"),
-    Flag("--max-seq-len-override", "max_seq_len_override", "window (default: the model's)"),
+         "size the KV cache by a trial prefill of N tokens; 0: by --memory-ratio alone"),
+    Flag("--max-seq-len-override", "max_seq_len_override", "context window (default: the model's)"),
     Flag("--max-running-requests --max-running-req", "max_running_req", "requests in one batch"),
-    Flag("--max-prefill-length", "max_extend_tokens", "prompt tokens a step (8192; CPU: 1024)"),
-    Flag("--schedule-policy", "schedule_policy", "in order of arrival, or clients in turns"),
+    Flag("--max-prefill-length", "max_extend_tokens", "prompt tokens per step (8192; CPU: 1024)"),
+    Flag("--schedule-policy", "schedule_policy", "order of arrival, or clients in rotation"),
     Flag("--reserve-tokens", "reserve_tokens",
-         "tokens of an answer whose pages are promised ahead; all: the longest possible one",
+         "answer tokens whose pages are reserved in advance; all: the longest possible answer",
          {"type": number_or("all", int), "metavar": "N"}),
     Flag("--num-speculative-tokens", "num_speculative_tokens", "n-gram drafts per step; 0: none"),
     Flag("--cuda-graph-max-bs", "cuda_graph_max_bs", "largest captured batch (256); 0: no graph"),
     Flag("--prefill-graph-max-tokens", "prefill_graph_max_tokens", "most tokens captured; 0: none"),
     Flag("--quantization", "quantization",
-         "weight format; none: of the checkpoint; auto: fp16 if that has 16 bits, on a CPU"),
-    Flag("--kv-cache-dtype", "kv_cache_dtype", "format of keys and values; model: as activations"),
-    Flag("--deterministic", "deterministic", "same bits in every batch", {"action": "store_true"}),
-    Flag("--disable-overlap", "overlap", "schedule and compute in turns",
+         "weight format; none: the checkpoint's; auto: fp16 for 16-bit checkpoints on a CPU"),
+    Flag("--kv-cache-dtype", "kv_cache_dtype", "KV-cache format; model: same as activations"),
+    Flag("--deterministic", "deterministic", "batch-invariant results", {"action": "store_true"}),
+    Flag("--disable-overlap", "overlap", "do not overlap scheduling and compute",
          {"action": "store_const", "const": False}),
 )  # fmt: skip
 
@@ -107,7 +107,7 @@ KEY_VARIABLE = "MINISGL_API_KEY"
 
 def add_key_flag(group: Group, what: str) -> None:
     """Add the flag of a server's key, for the server and for its clients."""
-    what += f"; better in {KEY_VARIABLE} in the environment: others can read a command line"
+    what += f"; prefer {KEY_VARIABLE} in the environment: others can read command lines"
     group.add_argument("--api-key", metavar="KEY", default=None, help=what)
 
 

@@ -45,12 +45,12 @@ def build_parser() -> argparse.ArgumentParser:
     flags.add_model_flags(model, MODELS)
     flags.add_engine_flags(parser.add_argument_group("engine"), ServerConfig())
     server = parser.add_argument_group("server")
-    what = "seed of requests that give none (default: a new one at each start)"
+    what = "seed for requests without one (default: a new one at each start)"
     server.add_argument("--seed", type=int, metavar="N", default=argparse.SUPPRESS, help=what)
     add_settings(server, SERVER_FLAGS, ServerConfig())
     flags.add_key_flag(server, "refuse requests without this bearer token")
-    server.add_argument("--shell", action="store_true", help="chat in this terminal, do not serve")
-    server.add_argument("--connect", metavar="URL", help="chat with a server that already runs")
+    server.add_argument("--shell", action="store_true", help="chat here instead of serving")
+    server.add_argument("--connect", metavar="URL", help="chat with a running server")
     add_settings(parser.add_argument_group("operations"), OPERATION_FLAGS, Operations())
     return parser
 
@@ -110,23 +110,23 @@ class Operations(Validated):
 SECONDS = flags.number_or("none", float)
 OPERATION_FLAGS: tuple[Setting, ...] = (
     ("max_queue", "N", int, "answers that may wait beyond those that run; more get 429"),
-    ("max_body_size", "BYTES", int, "of one request; larger ones get 413"),
+    ("max_body_size", "BYTES", int, "largest request body; larger ones get 413"),
     ("request_timeout", "S", SECONDS, "seconds for one answer, then 408; none: no limit"),
-    ("stall_timeout", "S", float, "seconds that a reader may take nothing before it is cut"),
-    ("drain_timeout", "S", float, "seconds for answers in flight when asked to stop"),
+    ("stall_timeout", "S", float, "seconds a client may read nothing before it is cut off"),
+    ("drain_timeout", "S", float, "seconds for answers in flight after a stop signal"),
     ("worker_timeout", "S", float, "seconds the scheduler or a text process may hang; 0: no limit"),
-    ("step_timeout", "S", float, "seconds of a step, or a wait for a stopped rank; 0: no limit"),
+    ("step_timeout", "S", float, "seconds for a step, or a wait for a stopped rank; 0: no limit"),
     ("log_format", "NAME", str, "text, json or none"),
-    ("log_prompts", "", bool, "prompts and answers in the log, prompts in the recording"),
+    ("log_prompts", "", bool, "write prompts and answers to the log, prompts to the recording"),
     ("trace", "FILE", str, "write a Chrome/Perfetto trace of requests, steps and streams"),
     ("record", "FILE", str, "record the scheduler's events, for python -m minisgl.viewer"),
     ("viewer", "FILE", str, "record, and show the recording at /viewer, behind the API key"),
-    ("key_for_all", "", bool, "the API key is asked for /metrics and /docs, too"),
-    ("api_key_file", "FILE", str, "more API keys, `NAME KEY` a line; logs show the name"),
-    ("isolate_prefixes", "", bool, "cached prefixes are shared only within one key or address"),
-    ("allow_origin", "URLS", str, "sites whose pages may use it; none: all if there is a key"),
-    ("trusted_proxies", "IPS", str, "proxies whose X-Forwarded-For counts, with commas between"),
-    ("debug", "", bool, "tracebacks of parts that fail"),
+    ("key_for_all", "", bool, "require the API key for /metrics and /docs, too"),
+    ("api_key_file", "FILE", str, "more API keys, one `NAME KEY` per line; logs show the name"),
+    ("isolate_prefixes", "", bool, "share cached prefixes only within one key or address"),
+    ("allow_origin", "URLS", str, "sites whose pages may connect; none: all if there is a key"),
+    ("trusted_proxies", "IPS", str, "comma-separated proxies whose X-Forwarded-For counts"),
+    ("debug", "", bool, "print tracebacks of failing parts"),
 )
 
 
