@@ -113,7 +113,7 @@ def biases(value: Any) -> Mapping[str, Any]:
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         raise ValueError("must be an object, or pairs of token id and bias")
     if not all(isinstance(pair[0], int) for pair in value):
-        raise ValueError("must have token ids; a text is not supported")
+        raise ValueError("must have token ids; text is not supported")
     return {"logit_bias": {str(token): -100 if bias is False else bias for token, bias in value}}
 
 
@@ -308,7 +308,7 @@ tokenizer_kwargs tools truncation
 def template_variables(given: dict[str, Any]) -> dict[str, Any]:
     """Check a template's variables: any name except the renderer's own arguments."""
     if reserved := given.keys() & set(RESERVED.split()):
-        raise ValueError(f"{min(reserved)!r:.80} is no variable of a chat template")
+        raise ValueError(f"{min(reserved)!r:.80} is not a variable of a chat template")
     if (size := len(encode(sendable(given)))) > 4096:
-        raise ValueError(f"at most 4096 bytes, got {size}")
+        raise ValueError(f"must be at most 4096 bytes, got {size}")
     return given
