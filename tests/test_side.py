@@ -26,6 +26,7 @@ from minisgl.server.workers.messages import ConvertMsg, TokenizeMsg
 from minisgl.server.workers.text_process import PromptThreads
 from minisgl.server.workers.text_worker import PromptQueue
 from minisgl.tokenizer import Tokenizer
+from tests.serving import wait_for
 
 FOLDER = resolve_model_path(None)
 LOOPS = "{% for a in messages[0].content %}" * 9 + "{% endfor %}" * 9
@@ -52,6 +53,20 @@ def tokenizer() -> Iterator[SideTokenizer]:
     made = SideTokenizer(FOLDER)
     yield made
     made.side.close()
+
+
+@pytest.fixture
+def rendering(monkeypatch: pytest.MonkeyPatch) -> list[SideProcess]:
+    """The processes that got a chat to render, in order; one that has just started got none yet."""
+    asked, call = list[SideProcess](), SideProcess.call
+
+    def noted(self: SideProcess, seconds: float, *job: Any) -> Any:
+        if job[0] == "render":
+            asked.append(self)
+        return call(self, seconds, *job)
+
+    monkeypatch.setattr(SideProcess, "call", noted)
+    return asked
 
 
 def refused(call: Callable[[], object]) -> InvalidRequestError:
@@ -96,7 +111,7 @@ def test_a_process_that_has_died_is_replaced(tokenizer: SideTokenizer) -> None:
     assert tokenizer.render_chat(CHAT) == first
 
 
-def test_a_crash_is_an_error_of_its_own_request() -> None:
+def test_a_crash_is_an_error_of_its_own_request(rendering: list[SideProcess]) -> None:
     side, found = side_of(LOOPS), list[str]()
 
     def ask() -> None:
@@ -104,9 +119,8 @@ def test_a_crash_is_an_error_of_its_own_request() -> None:
 
     thread = threading.Thread(target=ask)
     thread.start()
-    while not (busy := [p for p in side_processes() if p.cpu_times().user > 0.3]):
-        pass
-    busy[0].send_signal(signal.SIGSEGV)
+    wait_for(lambda: bool(rendering), "the chat to be rendered")
+    rendering[0]._process.send_signal(signal.SIGSEGV)
     thread.join(60)
     assert found and found[0].startswith("messages: must render within")
 
@@ -199,7 +213,9 @@ def test_one_client_occupies_half_of_the_threads() -> None:
     assert sorted(msg.uid for msg in done) == list(range(1, 8))
 
 
-def test_others_are_answered_while_a_chat_is_rendered(tmp_path: Path) -> None:
+def test_others_are_answered_while_a_chat_is_rendered(
+    tmp_path: Path, rendering: list[SideProcess]
+) -> None:
     """By a server whose template has no end for some; then the side process dies."""
     folder = tmp_path / "model"
     shutil.copytree(FOLDER, folder)
@@ -224,7 +240,8 @@ def test_others_are_answered_while_a_chat_is_rendered(tmp_path: Path) -> None:
         assert not any(task.done() for task in endless)
         for task in endless[2:]:
             task.cancel()
-        while len(side_processes()) < 3:
+        await asyncio.wait(endless[2:])
+        while len(rendering) < 3:
             await asyncio.sleep(0.01)
         for process in side_processes():
             process.kill()
