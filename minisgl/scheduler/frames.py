@@ -79,16 +79,17 @@ class Codec:
             return places[key]
 
         for at, msg in enumerate(messages):
+            if not hasattr(msg, "sampling_params"):  # a reply, as most messages are
+                continue
             blank = {}
-            for name in getattr(msg, "shared", ()):
+            for name in msg.shared:
                 if value := getattr(msg, name):
                     refs.append((at, name, place((name, id(value)), name, value)))
                     blank[name] = BLANK[name]
-            given = getattr(msg, "sampling_params", None)
-            if given is not None:
-                key = tuple(id(v) for name, v in vars(given).items() if name != "seed")
-                params.append((at, place(key, "sampling_params", given), given.seed))
-                wire[at] = msgspec.structs.replace(msg, sampling_params=PLAIN, **blank)
+            given = msg.sampling_params
+            key = tuple(id(v) for name, v in vars(given).items() if name != "seed")
+            params.append((at, place(key, "sampling_params", given), given.seed))
+            wire[at] = msgspec.structs.replace(msg, sampling_params=PLAIN, **blank)
         return self._encoder.encode((tables, wire, refs, params))
 
     def decode(self, frame: bytes) -> list[Any]:

@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ class Access:
         route.app = keyed
 
 
+@lru_cache(4096)
 def network_of(host: str) -> str:
     """Return an address; of IPv6 its first 64 bits, since one host has all addresses below."""
     try:
@@ -123,11 +124,12 @@ class OwnNames:
 
     def foreign(self, headers: Headers) -> ApiError | None:
         """Return the error for a request whose `Host` or `Origin` is not ours, or None."""
-        for name, given in headers.items():  # one that comes twice, twice
-            host, asks = host_name(given), name == "origin"
+        given = [(name, value) for name in ("host", "origin") for value in headers.getlist(name)]
+        for name, value in given:
+            host, asks = host_name(value), name == "origin"
             known = is_loopback(host) or host in self._names or (is_address(host) and not asks)
-            if name in ("host", "origin") and not known:
-                why = f"{name}: {given!r:.80} is not allowed; see --allow-origin, or set an API key"
+            if not known:
+                why = f"{name}: {value!r:.80} is not allowed; see --allow-origin, or set an API key"
                 return ApiError(403, why, code="foreign_origin", param=name)
         return None
 

@@ -284,6 +284,8 @@ def refuse_foreign(extra: Mapping[str, Any], here: Mapping[str, str]) -> None:
 
 def check_fields(extra: Mapping[str, Any], honoured: set[str], n: int | None) -> None:
     """Refuse what would change the answer, by the client's name; `extra` is what no schema has."""
+    if not extra:
+        return
     for name, value in extra.items():
         if (fine := HARMLESS.get(name)) is None or (name, value) == ("best_of", n):
             continue

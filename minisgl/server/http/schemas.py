@@ -217,7 +217,7 @@ class CompletionRequest(GenerationRequest):
 
     def prompts(self) -> list[str | list[int]]:
         """Return one entry per prompt; an empty list is one empty prompt, rejected later."""
-        if isinstance(self.prompt, str) or all(isinstance(token, int) for token in self.prompt):
+        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
             return [self.prompt]  # type: ignore[list-item]
         return list(self.prompt)  # type: ignore[arg-type]
 
