@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -38,8 +38,9 @@ from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.scheduler.executor import StepOutput
 from minisgl.scheduler.grammar import Grammars, load_grammars
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, Msg, Reply, UserMsg
+from minisgl.scheduler.mixed import MixedPrefill
 from minisgl.scheduler.observe import IdleAudit
-from minisgl.scheduler.phases import DecodeManager, PrefillLimits, PrefillManager
+from minisgl.scheduler.phases import DecodeManager, PrefillLimits
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue
 from minisgl.scheduler.requests import Limits, make_req
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
@@ -148,6 +149,7 @@ class Script:
     mirrored: bool = False
     grammars: bool = False
     shadowed: bool = False  # the state according to the events is compared with the real one
+    mixed: int = 0  # tokens of a step with prompts and running requests
     lag: int | None = None  # turns by which a second rank is behind; None: there is none
 
     def __str__(self) -> str:
@@ -175,6 +177,7 @@ def make_script(seed: int) -> Script:
         "mirrored": rng.random() < 0.2, "grammars": rng.random() < 0.3,
         "shadowed": rng.random() < 0.2, "lag": pick((0, 1, 4, *[None] * 27)),
     }  # fmt: skip
+    sizes["mixed"] = 0 if sizes["drafts"] else random.Random(-seed).choice((0, 4, 40))
     weights = {Ask: 1.0, Turn: pick((1, 2, 5)), Abort: pick((0, 0.1, 0.5)),
                Again: pick((0, 0.1)), Swap: pick((0, 0.2)), Fail: pick((0, 0, 0.05)),
                Jump: pick((0, 0.1)), Misuse: pick((0, 0.1, 0.4)),
@@ -317,7 +320,12 @@ class Proposer(NGramProposer):
         super().learn(req, drafted, accepted)
 
 
-class Watched(PrefillManager):
+def prompts_of(reqs: Iterable[Req]) -> list[Req]:
+    """Those of a step's requests that compute a part of their prompt; the others are running."""
+    return [req for req in reqs if req.cached_len < req.prefill_len]
+
+
+class Watched(MixedPrefill):
     """Admission whose decisions are compared with the reference's."""
 
     world: World
@@ -458,6 +466,7 @@ class World:
         queue = FairQueue(s.budget) if fair else ArrivalOrder()
         manager = (Watched if fair else WatchedDelayed)(self.cache, decode, prefill, queue)
         manager.world = self
+        manager.max_tokens, manager.max_requests = s.mixed, 4
         self.rest = Rest(manager) if isinstance(manager, DelayedPrefill) else None
         audit = IdleAudit(every=1.0, clock=lambda: self.now)
 
@@ -606,9 +615,12 @@ class World:
         self.trace.append((batch.phase.value, inputs.out_loc.tolist()))
         reqs = list(batch.drafts) if isinstance(batch, VerifyBatch) else batch.reqs
         if self.fair is not None:
-            self.fair.charge(batch.phase, reqs)
+            prompts = prompts_of(reqs)
+            if prompts:
+                self.fair.charge(Phase.PREFILL, prompts)
+            self.fair.charge(Phase.DECODE, [req for req in reqs if req not in prompts])
         if batch.phase is Phase.PREFILL and self.script.cache == "radix":
-            for req in inputs.sampled:
+            for req in prompts_of(inputs.sampled):
                 self.prefixes.insert(req, req.device_len)
 
     # -------------------------------------------------------------- checks
@@ -648,11 +660,18 @@ class World:
         chunked = manager.chunked_req
         rests = self.rest is not None and self.rest.rests()
         first = self.fair is not None and chunked is not None and self.fair.chunk_first(chunked)
-        batch = schedule()
+        step = schedule()
         if rests:
-            assert batch is None, "a prefill step, although a group is about to form"
+            assert step is None, "a prefill step, although a group is about to form"
             return None
-        if batch is not None:
+        batch = None
+        if step is not None:
+            batch = Batch(prompts_of(step.reqs), step.phase)
+            running = list(self.scheduler.decode.running.values())
+            assert step.reqs in (batch.reqs, batch.reqs + running), "some of the running requests"
+            if len(step.reqs) > len(batch.reqs):
+                tokens = sum(req.extend_len for req in step.reqs)
+                assert tokens <= self.script.mixed and len(step.reqs) <= 4, f"{tokens} mixed tokens"
             if self.rest is not None:
                 self.rest.launched()
             assert self.admission.lengths_fit(batch), f"{batch.reqs}: too much or too little"
@@ -667,7 +686,7 @@ class World:
             matched = self.prefixes.match(waits)
             why = self.admission.refused(waits, matched, batch, manager.chunked_req)
             assert why, f"{waits} is not admitted, although there is room"
-        return batch
+        return step
 
     def check_batch(self, batch: Batch) -> None:
         """Check members and order of a step."""
@@ -676,7 +695,7 @@ class World:
         fair = self.script.policy == "fair"
         if batch.phase is Phase.PREFILL:
             assert len(set(uids)) == len(uids), uids
-            tokens = sum(req.extend_len for req in batch.reqs)
+            tokens = sum(req.extend_len for req in prompts_of(batch.reqs))
             assert tokens <= self.script.budget, f"{tokens} tokens in a step"
             assert sum(req.is_chunked for req in batch.reqs) <= 1, "two prompts are cut"
             half_done = None if fair else self.half_done
