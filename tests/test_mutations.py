@@ -107,9 +107,9 @@ def test_names_are_unique() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_every_mutation_has_one_place() -> None:
+def test_every_mutation_has_one_place(runner: Runner) -> None:
     """Of all, and not only of those whose turn it is."""
-    counts = {m.name: path_of(m, ROOT).read_text("utf-8").count(m.old) for m in ALL}
+    counts = {m.name: path_of(m, runner.root).read_text("utf-8").count(m.old) for m in ALL}
     assert not {name: count for name, count in counts.items() if count != 1}
 
 
