@@ -219,7 +219,7 @@ class CompletionRequest(GenerationRequest):
         """Return one entry per prompt; an empty list is one empty prompt, rejected later."""
         if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
             return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+        return list(self.prompt)
 
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
