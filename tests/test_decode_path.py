@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ def opened(call: Callable[[], object]) -> set[str]:
         if event == "call" and frame.f_code.co_filename.startswith(package):
             seen.add(frame.f_code.co_filename.removeprefix(package))
 
+    gc.collect()  # what ends with an object is not on the way of this call
     sys.setprofile(look)
     try:
         call()

@@ -81,7 +81,7 @@ def test_no_step_ends_before_its_last_launch() -> None:
 def test_a_captured_prefill_step_is_padded() -> None:
     cost = StepCost(MODEL, GPU.ceilings, captured=(64, 512))
     shapes = {(100,): (512, True), (64,): (64, True), (513,): (513, False), (1, 1): (2, True)}
-    for shape, expected in [*shapes.items(), ((8,) * 17, (136, False))]:
+    for shape, expected in [*shapes.items(), ((2,) * 65, (130, False))]:
         assert cost.rows(np.array(shape)) == expected
     assert cost_on(MODEL, GPU).captured[-1] == 512
     assert cost_on(MODEL, GPU, 1, 256).captured[-1] == 256

@@ -420,7 +420,7 @@ def test_tokens_that_the_tokenizer_lacks_are_never_allowed() -> None:
 
 def test_equal_grammars_are_compiled_once_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    real = grammar.LLMatcher
+    real = forms.LLMatcher
 
     class Counting:
         grammar_from_regex = staticmethod(real.grammar_from_regex)
@@ -429,7 +429,7 @@ def test_equal_grammars_are_compiled_once_and_not_for_ever(monkeypatch: pytest.M
             calls.append(args[1])
             return real(*args, **kwargs)
 
-    monkeypatch.setattr(grammar, "LLMatcher", Counting)
+    monkeypatch.setattr(forms, "LLMatcher", Counting)
     grammars = Grammars(tokenizer, keep=2)
     for pattern in ("a", "b", "a", "b", "c", "a"):
         grammars.compile("regex", pattern).result()

@@ -8,8 +8,8 @@ MUTATIONS = [
     Mutation(
         name="pages: only the first Host is checked",
         module="minisgl.server.http.access",
-        old="in headers.items():",
-        new="in dict(reversed(headers.items())).items():",
+        old="for value in headers.getlist(name)]",
+        new="for value in headers.getlist(name)[:1]]",
         test=TEST + "test_a_second_host_is_checked_as_well",
     ),
     Mutation(
