@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,23 @@ def side_of(template: str, seconds: float = 60.0) -> Side:
     return Side(({"default": template}, {}, str(FOLDER), 0, []), seconds)
 
 
+EARLIER: set[int] = set()  # side processes of tests in other files, which may end at any time
+
+
 def side_processes() -> list[psutil.Process]:
-    """Those of this process, of all tokenizers."""
-    found = psutil.Process().children(recursive=True)
-    return [p for p in found if "minisgl.scheduler.side" in " ".join(p.cmdline())]
+    """Those that this test has started, of all tokenizers."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # a zombie is one, too
+            if "minisgl.scheduler.side" in " ".join(process.cmdline()):
+                found.append(process)
+    return [process for process in found if process.pid not in EARLIER]
+
+
+@pytest.fixture(autouse=True)
+def earlier() -> None:
+    """Leave out what was there before the test."""
+    EARLIER.update(process.pid for process in side_processes())
 
 
 @pytest.fixture
