@@ -605,7 +605,7 @@ class World:
                     self.fair = Fairness(self.script.budget)
 
     def keep(self, req: Req) -> None:
-        """What a request computed stays cached."""
+        """Keep a finished request's tokens as cached."""
         if self.script.cache == "radix":
             self.prefixes.insert(req, min(req.cached_len, req.host_len))
 

@@ -1,4 +1,4 @@
-"""What the scheduler's parts should decide: dictionaries and sums, without heaps, trees or pages.
+"""Oracle for the scheduler's parts: dictionaries and sums, without heaps, trees or pages.
 
 The adversary compares each decision with these.
 """
@@ -80,7 +80,7 @@ class Fairness:
         return min(heads.values(), key=self.rank)
 
     def chunk_first(self, chunked: Req) -> bool:
-        """Whether a half-done prompt goes on before the first that waits."""
+        """Return True if a half-done prompt goes on before the first that waits."""
         first = self.first()
         if first is None or first in self.back:
             return first is None
@@ -121,7 +121,7 @@ class Prefixes:
         return [(salt, ids[:end].tobytes()) for end in ends]
 
     def insert(self, req: Req, length: int) -> None:
-        """What a request has computed."""
+        """Return the tokens that a request has computed."""
         self.known.update(self.prefixes(req, length))
 
     def match(self, req: Req) -> int:
@@ -146,14 +146,14 @@ def promised(req: Req, page_size: int, reserve: int | None, matched: int) -> int
 
 @dataclass
 class Admission:
-    """Who may join a prefill step: tokens, rows, pages, and beginnings that others compute."""
+    """Rules of a prefill step: tokens, rows, pages, and prefixes that others compute."""
 
     cache: CacheManager
     decode: DecodeManager
     limits: PrefillLimits
 
     def lengths_fit(self, batch: Batch) -> bool:
-        """Whether each member computes as much as there is room for."""
+        """Return True if each member computes as much as there is room for."""
         left, shortest = self.limits.max_extend_tokens, math.inf
         for req in batch.reqs:
             rest = req.prefill_len - req.cached_len
@@ -172,7 +172,7 @@ class Admission:
         return max(0, min(left, threshold - (self.limits.max_extend_tokens - left)))
 
     def beginning(self, req: Req, matched: int) -> tuple[Any, bytes] | None:
-        """What `req` would compute first, if that is worth waiting for another one's work."""
+        """Return the tokens that `req` would compute first, if others may wait for them."""
         size = self.cache.page_size
         shared = math.ceil(self.limits.min_shared / size) * size
         if not shared:
@@ -181,7 +181,7 @@ class Admission:
         return req.sampling_params.cache_salt, req.input_ids[:end].tobytes()
 
     def waits_for_another(self, req: Req, matched: int, reqs: Sequence[Req]) -> bool:
-        """Whether one of `reqs` computes a beginning that `req` could soon find in the cache."""
+        """Return True if one of `reqs` computes a prefix that `req` could soon match."""
         size = self.cache.page_size
         own = self.beginning(req, matched)
         far = req.prompt_len - 1 - matched >= math.ceil(self.limits.min_shared / size) * size
@@ -213,7 +213,7 @@ class Admission:
 
 
 class Rest:
-    """How long new requests wait for a group (chapter 09c)."""
+    """Delay of new requests until a group has formed (chapter 09c)."""
 
     SHARE, MOST = 2, 4
 
@@ -223,7 +223,7 @@ class Rest:
         manager.share, manager.most = DelayedPrefill.share // 16, DelayedPrefill.most // 4
 
     def rests(self) -> bool:
-        """Whether this turn has no prefill, so that a group can form."""
+        """Return True if this turn has no prefill, so that a group can form."""
         tables, self.left = self.manager.cache.tables, self.left - 1
         group = min(len(self.manager.waiting), tables.num_rows // self.SHARE)
         return self.left > 0 and self.manager.chunked_req is None and tables.free_rows < group

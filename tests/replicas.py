@@ -194,7 +194,7 @@ def measure_cache(pages: int, policies: Sequence[str]) -> dict[str, Any]:
 
 
 class End(NamedTuple):
-    """How a stream ended: its last sign, its replica, and seconds after the fault."""
+    """End of a stream: its last event, its replica, and seconds after the fault."""
 
     kind: str
     replica: str

@@ -68,7 +68,7 @@ def rounded_rows(x: Tensor, steps: int) -> Tensor:
 
 
 def exact_int8(x: Tensor, weight: Tensor, steps: int) -> Tensor:
-    """What `Int8Rows` should compute, in float64."""
+    """Compute the product of `Int8Rows` in float64."""
     matrix = mixing_matrix(weight.shape[1]).double()
     sides = (mix(x.double(), matrix), mix(weight.double(), matrix) / len(matrix))
     return rounded_rows(sides[0], steps) @ rounded_rows(sides[1], 127).T

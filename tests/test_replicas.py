@@ -50,7 +50,7 @@ def test_turns_of_a_conversation_find_their_cache(pair: tuple[str, list[Live]]) 
 
 
 def test_errors_pass_through(pair: tuple[str, list[Live]]) -> None:
-    """What the client did wrong is no reason to ask another replica."""
+    """A client's mistake is no reason to ask another replica."""
     answer = ask(pair[0], "x", top_p=7)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "top_p"
 

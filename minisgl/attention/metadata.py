@@ -1,4 +1,4 @@
-"""What attention reads: the layout of a ragged batch, its plan, and what a backend offers.
+"""Layout of a ragged batch, the plan of attention over it, and the interface of a backend.
 
 Generated from notebooks/04_attention.ipynb: edit there.
 """

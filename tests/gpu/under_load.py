@@ -19,16 +19,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 from minisgl import LLM, SamplingParams
 from minisgl.benchmark import latency
 from minisgl.benchmark.report import save
-from minisgl.core import Batch, Phase, Req
-from minisgl.engine import prefill_graph
+from minisgl.core import Batch
 from minisgl.engine.heap import frozen_heap
+from minisgl.scheduler import mixed
 from minisgl.scheduler.messages import UserMsg
 from minisgl.scheduler.scheduler import Launched, Scheduler
 from tests.gpu.trials import engine
@@ -53,7 +52,7 @@ class Log:
             if kind == "decode":
                 kind += f" {8 * -(-batch.size // 8)}"
             self.launches.append((time.perf_counter(), kind))
-            return launch_joined(llm.scheduler, batch)
+            return Scheduler.launch(llm.scheduler, batch)
 
         llm.scheduler.launch = launch  # type: ignore[method-assign]
 
@@ -123,6 +122,7 @@ def long(model: str) -> dict[str, Any]:
         limits = prefill.limits
         for budget in (BUDGETS[-1], *BUDGETS):
             prefill.limits = replace(limits, max_extend_tokens=budget)
+            mixed.LONG_CHUNK = budget  # type: ignore[misc]
             alone = []
             for n in range(3):
                 latency.start_together(llm, 1, LONG, 2, 0.0, 10 * budget + n)
@@ -132,42 +132,6 @@ def long(model: str) -> dict[str, Any]:
             rows.append(row)
             print(row, flush=True)
     return {"model": model, "running": RUNNING, "answer": ANSWER, "long": LONG, "rows": rows}
-
-
-class Joined:
-    """Steps that compute short prompts together with the next token of every running request."""
-
-    def __init__(self, llm: LLM, most: int, context: int = 8192) -> None:
-        """Join if a step has at most `most` tokens and all texts `context`; 0: never."""
-        self.scheduler, self.most, self.context, self.count = llm.scheduler, most, context, 0
-        self.scheduler.next_step = self.next_step  # type: ignore[method-assign]
-
-    def next_step(self) -> Batch | None:
-        """Return the next step."""
-        scheduler = self.scheduler
-        batch = type(scheduler).next_step(scheduler)
-        if batch is None or batch.phase is Phase.DECODE or not scheduler.decode.running:
-            return batch
-        running = list(scheduler.decode.running.values())
-        tokens = len(running) + sum(req.extend_len for req in batch.reqs)
-        longest = max(req.device_len for req in running + batch.reqs)
-        if tokens > self.most or longest > self.context:
-            return batch
-        self.count += 1
-        scheduler.last_phase = Phase.DECODE  # the running requests were served
-        return Batch(batch.reqs + running, Phase.PREFILL)
-
-
-def launch_joined(scheduler: Scheduler, batch: Batch) -> Launched:
-    """Launch a step; only prompts that end in it go to the prefix cache."""
-    cache_req = scheduler.cache.cache_req
-
-    def ended(req: Req, finished: bool) -> None:
-        if finished or req.cached_len == req.prefill_len:
-            cache_req(req, finished)
-
-    with mock.patch.object(scheduler.cache, "cache_req", ended):
-        return Scheduler.launch(scheduler, batch)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -208,9 +172,8 @@ def arrive(llm: LLM, prompts: list[list[int]], rng: np.random.Generator) -> dict
 
 
 def busy(model: str) -> dict[str, Any]:
-    """Measure loads of prompts whose first 512 tokens are cached, with and without joined steps."""
+    """Measure loads of prompts whose first 512 tokens are cached, with and without mixed steps."""
     rng, rows = np.random.default_rng(4), list[dict[str, Any]]()
-    prefill_graph.MAX_REQUESTS = 64  # type: ignore[misc]
     with engine(model, schedule_policy="fair") as llm, frozen_heap():
         prefixes = [ids_of(rng, PROMPT) for _ in range(REQUESTS)]
         log = Log(llm)
@@ -218,10 +181,12 @@ def busy(model: str) -> dict[str, Any]:
             log.ask(ids, 2)
         log.finish()
         for more, most in ((0, 0), (0, 128), (0, 512), (100, 0), (100, 256), (100, 512), (0, 0)):
-            joined = Joined(llm, most)
+            prefill = llm.scheduler.prefill
+            assert isinstance(prefill, mixed.MixedPrefill)
+            prefill.max_tokens = most
             prompts = [ids + ids_of(rng, more) for ids in prefixes]
             row = {"further_tokens": more, "joined_up_to": most}
-            row |= arrive(llm, prompts, np.random.default_rng(5)) | {"joined": joined.count}
+            row |= arrive(llm, prompts, np.random.default_rng(5))
             rows.append(row)
             print(row, flush=True)
     return {"model": model, "rate": RATE, "requests": REQUESTS, "answer": WANTED, "rows": rows}
