@@ -90,7 +90,7 @@ class Req:
         self.device_len = device_len
 
     def advance(self) -> None:
-        """Advance the lengths after a launch: all is cached; at the end of the prefill, add a token."""
+        """Advance the lengths after a launch: all is cached; past the prefill, add a token."""
         lengths = (self.cached_len, self.device_len, self.max_device_len)
         assert 0 <= self.cached_len < self.device_len <= self.max_device_len, lengths
         self.cached_len = self.device_len

@@ -256,8 +256,8 @@ class Sampler:
     def prepare(self, reqs: Sequence[Req]) -> SamplingArgs | None:
         """Prepare the arguments of `sample`; return None if all are greedy without logprobs.
 
-        Host arithmetic only. The new token's position is `device_len`, which counts samples: the host
-        may not have the earlier tokens yet.
+        Host arithmetic only. The new token's position is `device_len`, which counts samples: the
+        host may not have the earlier tokens yet.
         """
         same = list(reqs)
         if self.cached.reqs != same:  # requests are equal if they are the same object

@@ -109,7 +109,7 @@ class GlooComm:
     def broadcast_object(self, obj: Any, src: int = 0, kind: Any = Any) -> Any:
         """Return the message of rank `src` on every rank; receivers check that it is a `kind`.
 
-        The format is MessagePack; a short message takes a single packet, its length first. Rank `src`
+        The format is MessagePack; a short message takes one packet, its length first. Rank `src`
         gets `obj` itself; another kind raises msgspec.ValidationError on the others.
         """
         content = msgspec.msgpack.encode(obj) if self.rank == src else b""
