@@ -62,7 +62,7 @@ def wait_full(ring, number):
 
 @gluon.jit
 def release(ring, number):
-    """Release the stage of tile `number` to the warp that loads."""
+    """Free the stage of tile `number` for the warp that loads."""
     _smem, _full, free = ring
     mbarrier.arrive(free.index(number % STAGES), count=1)
 
