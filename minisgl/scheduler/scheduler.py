@@ -78,9 +78,7 @@ class Scheduler:
                 raise InvalidRequestError(f"uid: {msg.uid} is still running", param="uid")
             req = self.make_req(msg)
         except InvalidRequestError as e:
-            self.channel.send(
-                [ErrorReply(uid=msg.uid, message=e.message, code=e.code, param=e.param)]
-            )
+            self.channel.send([ErrorReply(uid=msg.uid, message=str(e), code=e.code, param=e.param)])
             return
         self.reqs[req.uid] = req
         self.prefill.waiting.add(req)
