@@ -51,7 +51,7 @@ class DeviceLimits:
         """Whether our kernels' tiles fit: before 8.0 there is less memory, and no copies ahead."""
         return self.capability >= 80
 
-    def at_once(self, most: int, nbytes: int) -> int:
+    def resident_blocks(self, most: int, nbytes: int) -> int:
         """Return how many thread blocks run at once: `most` on an SM, if `nbytes` of each fit."""
         room = self.shared_memory + RESERVED
         return self.sms * min(most, room // (nbytes + RESERVED))
