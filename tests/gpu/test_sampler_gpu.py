@@ -15,7 +15,7 @@ from minisgl.engine.sample_kernel import load_sample_kernel
 from minisgl.engine.sampler import (
     Sampler,
     gumbel_noise,
-    kept,
+    nucleus_mask,
     sample_tokens,
     step_keys,
     token_bits,
@@ -111,7 +111,7 @@ def test_filters_leave_what_kept_leaves(dtype: torch.dtype) -> None:
             continue
         _, top = top_candidates(values[row : row + 1], VOCAB)
         limit = torch.tensor([k], device="cuda")
-        want = int(kept(top / warm, limit, top_p[row : row + 1]).sum())
+        want = int(nucleus_mask(top / warm, limit, top_p[row : row + 1]).sum())
         assert abs(int(ours[row]) - want) <= (0 if top_p[row] == 1 else 1 + want // 1000)
 
 
