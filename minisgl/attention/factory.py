@@ -35,7 +35,7 @@ class PairBackend:
         self.name, self.prefill, self.decode, self.recorded = name, prefill, decode, recorded
 
     def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> AttentionPlan:
-        """Plan with the backend that owns this batch's phase."""
+        """Plan with the backend of this batch's phase."""
         chosen = self.decode if meta.phase is Phase.DECODE else self.prefill
         return chosen.plan(meta, out_loc)
 
@@ -108,5 +108,5 @@ def create_backend(
     if len(built) == 1:
         return built[prefill]
     if recorded != decode:
-        logger.info("attention_backend: FlashInfer decodes eager steps, %r recorded ones", recorded)
+        logger.info("attention_backend: FlashInfer decodes eager steps, %r captured ones", recorded)
     return PairBackend(name, built[prefill], built[decode], built[recorded])

@@ -40,7 +40,7 @@ class DecodeManager:
         return sum(pages_to_come(req, page_size, self.reserve) for req in self.running.values())
 
     def update(self, reqs: Iterable[Req]) -> None:
-        """Keep requests that need another step, after a launch; drop those that had their last."""
+        """Keep requests that need another step after a launch; drop the others."""
         for req in reqs:
             if req.can_decode and not req.is_chunked:
                 self.running[req.uid] = req
@@ -100,7 +100,7 @@ class PrefillAdder:
         return True
 
     def try_admit(self, req: Req, whole: bool = False) -> bool:
-        """Admit a waiting request, if `whole` only with all of its prompt, or change nothing."""
+        """Admit a waiting request (if `whole`, only with its whole prompt), or change nothing."""
         if self.budget <= 0 or self.cache.tables.free_rows == 0:
             return False
         handle = self.cache.match_req(req)
@@ -154,7 +154,7 @@ class PrefillManager:
             self.waiting.remove(req)
 
     def adder(self) -> PrefillAdder:
-        """Start a step with a full token budget, and reserve what admitted requests may need."""
+        """Start a step with a full token budget, and reserve the pages of admitted requests."""
         size, reserve = self.cache.page_size, self.decode.reserve
         reserved = self.decode.pages_to_come(size)
         if self.chunked_req is not None:
