@@ -620,7 +620,7 @@ def test_recorded_steps_of_flashinfer_decode_by_our_kernel(
     for name in ("fi", "torch,fi"):
         caplog.clear()
         backend = world.backend(name)
-        assert backend.name == name and "'fused' captured ones" in caplog.text
+        assert backend.name == name and "'fused' recorded ones" in caplog.text
         assert isinstance(backend.plan(world.meta, world.out_loc), FlashInferPlan)
         assert isinstance(backend.graph_plan(3, static_buffers(world, 3)), FusedPlan)
     caplog.clear()

@@ -108,5 +108,5 @@ def create_backend(
     if len(built) == 1:
         return built[prefill]
     if recorded != decode:
-        logger.info("attention_backend: FlashInfer decodes eager steps, %r captured ones", recorded)
+        logger.info("attention_backend: FlashInfer decodes eager steps, %r recorded ones", recorded)
     return PairBackend(name, built[prefill], built[decode], built[recorded])
