@@ -17,7 +17,7 @@ from minisgl.scheduler.queue import WaitingQueue
 def future_pages(req: Req, page_size: int, reserve: int | None = None) -> int:
     """Return the pages that an admitted request may still need; its last token needs no K and V.
 
-    With `reserve`, at most what the rest of its prompt and the next `reserve` tokens take.
+    With `reserve`, at most those for the rest of its prompt and the next `reserve` tokens.
     """
     end = req.max_device_len - 1
     if reserve is not None:
@@ -114,7 +114,7 @@ class PrefillAdder:
             return False
         req.restart()
         req.cached_len = handle.cached_len
-        # Locked pages are not evictable any more: lock first, then count what is left.
+        # Locked pages are not evictable any more: lock first, then count the rest.
         self.cache.lock(handle)
         needed = future_pages(req, self.cache.page_size, self.reserve)
         if needed > self.cache.available_tokens // self.cache.page_size - self.reserved:
