@@ -11,10 +11,10 @@ import traceback
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import APIRouter, FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
@@ -33,11 +33,10 @@ from minisgl.server.http.formats import (
     Completion,
     CompletionFormatter,
     Json,
-    encoded,
     sse,
     usage,
 )
-from minisgl.server.http.limits import DRAINING, LOADING, ConcurrencyLimiter
+from minisgl.server.http.limits import DRAINING, LOADING, ConcurrencyLimiter, Shares
 from minisgl.server.http.schemas import (
     MAX_ANSWERS,
     ChatRequest,
@@ -46,7 +45,7 @@ from minisgl.server.http.schemas import (
     GenerationRequest,
 )
 from minisgl.server.http.settings import ApiSettings
-from minisgl.server.workers.messages import UserReply
+from minisgl.server.workers.messages import TokenLogprob, UserReply
 
 T = TypeVar("T")
 
@@ -87,6 +86,7 @@ class RequestHandler:
         limits = [s for s in (body.timeout, settings.request_timeout) if s is not None]
         terms = {"request_id": name, "client": fair_client(self.client, body)}
         self.terms: dict[str, Any] = {**terms, "timeout": min(limits, default=None)}
+        self.held = 0  # log probabilities, alternatives included, that wait for the whole answer
 
     def _generate(self, task: Task) -> AsyncGenerator[UserReply, None]:
         return self.service.frontend.generate(task.params, **task.prompt, **self.terms)
@@ -96,21 +96,46 @@ class RequestHandler:
         answers = [self.formatter.answer() for _ in self.tasks]
         async with aclosing(self._replies()) as replies:
             async for task, reply in replies:
-                answers[task.index].add(reply)
+                answer = answers[task.index]
+                answer.add(reply)
+                if reply.logprobs:
+                    self.hold(reply.logprobs)
+                    pack, entries = partial(pack_answer, answer, self.formatter), reply.logprobs
+                    await build(self.request, pack, large=len(entries) > LARGE_REPLY)
         return answers
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer in one piece."""
         answers = await self.answers()
-        large = len(answers) > 64 or sum(len(answer.logprobs) for answer in answers) > 256
 
-        def formatted() -> list[msgspec.Raw]:
-            choices = (self.formatter.choice(n, answer) for n, answer in enumerate(answers))
-            return [msgspec.Raw(encoded(choice)) for choice in choices]
+        def formatted() -> list[dict[str, Any]]:
+            return [self.formatter.choice(n, answer) for n, answer in enumerate(answers)]
 
-        choices = await build(self.request, formatted, large)
+        choices = await build(self.request, formatted, self.large)
         head = {**self.head, "object": self.formatter.whole}
         return {**head, "choices": choices, "usage": usage(answers, self.prompts)}
+
+    @property
+    def large(self) -> bool:
+        """True for an answer that takes the event loop too long to format."""
+        return len(self.tasks) > 64 or self.held > LARGE_ANSWER
+
+    def hold(self, entries: Sequence[TokenLogprob]) -> None:
+        """Count log probabilities that wait for the whole answer; an `ApiError` above a share."""
+        count, shares = sum(1 + len(entry.top) for entry in entries), self.service.held
+        if not shares.take(self.client, count):
+            fits = self.held + count <= shares.most
+            why = (
+                f"logprobs: {self.held + count} in this answer, {shares.taken} in all are too many "
+            )
+            why += "to hold until it ends; stream it, or ask for fewer" + ", or try later" * fits
+            raise ApiError(429 if fits else 400, why, code="logprobs_full", param="logprobs")
+        self.held += count
+
+    def release(self) -> None:
+        """Return the log probabilities to the share, once the answer is sent or given up."""
+        self.service.held.give_back(self.client, self.held)
+        self.held = 0
 
     async def _replies(self) -> AsyncGenerator[tuple[Task, UserReply], None]:
         """Yield replies of all tasks as they come; closing this generator cancels every task."""
@@ -183,6 +208,14 @@ async def cancel(running: Sequence[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*running, return_exceptions=True)
 
 
+def pack_answer(answer: Completion, formatter: CompletionFormatter) -> None:
+    answer.pack(formatter.logprobs(answer.logprobs))
+
+
+MAX_HELD = 2**19  # log probabilities of all whole answers in progress
+LARGE_REPLY, LARGE_ANSWER = 64, 2**12  # tokens of a reply, log probabilities of an answer
+
+
 @contextmanager
 def failing_as_sent(body: GenerationRequest) -> Iterator[None]:
     """What fails in the block is an `ApiError`, which names the field as the client did."""
@@ -246,8 +279,16 @@ async def respond(request: Request, body: GenerationRequest, handler: RequestHan
     if body.stream:
         events = handler.events(body.include_usage)
         return await unless_gone(request, stream_response(events)) or Response(status_code=499)
-    whole = await unless_gone(request, handler.whole())
-    return Response(status_code=499) if whole is None else Json(whole)
+    response: Json | None = None
+    try:
+        whole = await unless_gone(request, handler.whole())
+        if whole is not None:
+            response = await build(request, partial(Json, whole), handler.large)
+            response.sent = handler.release
+    finally:
+        if response is None:
+            handler.release()
+    return response or Response(status_code=499)
 
 
 def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:
@@ -309,6 +350,7 @@ class Service:
     frontend: Frontend
     settings: ApiSettings
     limiter: ConcurrencyLimiter
+    held: Shares = field(default_factory=partial(Shares, MAX_HELD))
 
 
 STREAMED: dict[int | str, dict[str, Any]] = {  # for /openapi.json

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from fastapi.responses import JSONResponse
 from fastapi.sse import format_sse_event
+from starlette.types import Receive, Scope, Send
 
 from minisgl.server.http.chats import AnswerParser, as_delta, as_message
 from minisgl.server.http.tool_parser import Piece
@@ -21,7 +22,10 @@ from minisgl.server.workers.messages import TokenLogprob, UserReply
 
 @dataclass
 class Completion:
-    """An answer, collected; `text`, `pieces` and `logprobs` are what came since `forget`."""
+    """An answer, collected; `text`, `pieces` and `logprobs` are what came since `forget`.
+
+    `packed` has the log probabilities of a whole answer as JSON, by list.
+    """
 
     parser: AnswerParser | None = None
     text: str = ""
@@ -34,6 +38,7 @@ class Completion:
     reasoning_tokens: int = 0
     stop: str | None = None  # the stop string that ended it
     undecided: list[TokenLogprob] = field(default_factory=list)
+    packed: dict[str, bytearray] = field(default_factory=dict)
 
     def add(self, reply: UserReply) -> None:
         self.text += reply.text
@@ -48,6 +53,13 @@ class Completion:
     def forget(self) -> None:
         """Drop what has been sent; the counts stay."""
         self.text, self.pieces, self.logprobs = "", [], []
+
+    def pack(self, found: Mapping[str, Any]) -> None:
+        """Keep log probabilities, given in a route's format, as JSON: objects take more memory."""
+        for name, values in found.items():
+            if values:
+                self.packed.setdefault(name, bytearray()).extend(encoded(values)[1:-1] + b",")
+        self.logprobs = []
 
     def _parse(self, parser: AnswerParser, reply: UserReply) -> None:
         """Take a reply apart; count its thought; release the log probabilities of its content."""
@@ -152,6 +164,8 @@ class CompletionFormatter:
 
     def _entry(self, index: int, content: dict[str, Any], answer: Completion) -> dict[str, Any]:
         logprobs, reason = self.logprobs(answer.logprobs) if self._logprobs else None, None
+        for name, packed in answer.packed.items():
+            logprobs = {**(logprobs or {}), name: msgspec.Raw(b"[" + packed[:-1] + b"]")}
         if answer.finish_reason is not None:
             reason = answer.finish_reason
             reason = answer.parser.reason(reason) if answer.parser else reason
@@ -208,11 +222,30 @@ def as_json(payload: Any) -> str:
     return encoded(payload).decode()
 
 
+SLICE = 2**16  # bytes
+
+
 class Json(JSONResponse):
-    """A whole answer, encoded like the events of a stream."""
+    """A whole answer, encoded like the events of a stream, and sent slice by slice.
+
+    A peer that reads slowly fills no buffer. `sent` is called when it has all, or has left.
+    """
+
+    sent: Callable[[], object] | None = None
 
     def render(self, content: Any) -> bytes:
         return encoded(content)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        try:
+            await send({"type": "http.response.start", **head})
+            for at in range(0, len(self.body), SLICE):
+                piece, more = self.body[at : at + SLICE], at + SLICE < len(self.body)
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
+        finally:
+            if self.sent is not None:
+                self.sent()
 
 
 def sse(payload: Mapping[str, Any] | str) -> bytes:
