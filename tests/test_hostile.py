@@ -41,7 +41,7 @@ from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import MAX_UNKNOWN
 from minisgl.server.http.formats import ChatFormatter, Completion, CompletionFormatter
 from minisgl.server.http.keys import check_key, read_keys
-from minisgl.server.http.limits import MAX_HEAD, BodyLimit, ConcurrencyLimiter, Shares
+from minisgl.server.http.limits import MAX_HEAD, SLICE, BodyLimit, ConcurrencyLimiter, Shares
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from minisgl.server.observe.logs import RequestLog
 from minisgl.server.responses.schemas import ResponsesRequest
@@ -714,7 +714,7 @@ def test_packed_log_probabilities_are_the_same(formatter: CompletionFormatter) -
             entries = entries_of(rng, count)
             packed.logprobs += entries
             plain.logprobs += entries
-            packed.pack(formatter.logprobs(packed.logprobs))
+            packed.pack(formatter.logprobs)
             assert not packed.logprobs
         assert formats.encoded(formatter.choice(0, packed)) == formats.encoded(
             formatter.choice(0, plain)
@@ -776,7 +776,7 @@ def test_a_whole_answer_is_sent_in_slices(leaves: bool) -> None:
     assert ended == [len(sent)]
     if not leaves:
         pieces = [message["body"] for message in sent[1:]]
-        assert max(map(len, pieces)) <= formats.SLICE and b"".join(pieces) == answer.body
+        assert max(map(len, pieces)) <= SLICE and b"".join(pieces) == answer.body
         assert [message["more_body"] for message in sent[1:]] == [True] * (len(pieces) - 1) + [
             False
         ]

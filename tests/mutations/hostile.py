@@ -14,15 +14,15 @@ MUTATIONS = [
     ),
     Mutation(
         name="logprobs: whole answers hold any number of them",
-        module="minisgl.server.http.api",
-        old="if not shares.take(self.client, count):",
-        new="if shares.take(self.client, count) is None:",
+        module="minisgl.server.http.limits",
+        old="if not self._shares.take(self._client, count):",
+        new="if self._shares.take(self._client, count) is None:",
         test=TEST + "test_whole_answers_share_the_log_probabilities_that_wait",
     ),
     Mutation(
         name="logprobs: a response that fails keeps its share",
         module="minisgl.server.http.api",
-        old="        if response is None:\n            handler.release()",
+        old="        if response is None:\n            handler.held.release()",
         new="        pass",
         test=TEST + "test_whole_answers_share_the_log_probabilities_that_wait",
     ),
@@ -35,7 +35,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="answers: a large one is sent in one piece",
-        module="minisgl.server.http.formats",
+        module="minisgl.server.http.limits",
         old="SLICE = 2**16",
         new="SLICE = 2**30",
         test=TEST + "test_a_whole_answer_is_sent_in_slices",

@@ -36,7 +36,7 @@ from minisgl.server.http.formats import (
     sse,
     usage,
 )
-from minisgl.server.http.limits import DRAINING, LOADING, ConcurrencyLimiter, Shares
+from minisgl.server.http.limits import DRAINING, LOADING, MAX_HELD, ConcurrencyLimiter, Held, Shares
 from minisgl.server.http.schemas import (
     MAX_ANSWERS,
     ChatRequest,
@@ -45,7 +45,7 @@ from minisgl.server.http.schemas import (
     GenerationRequest,
 )
 from minisgl.server.http.settings import ApiSettings
-from minisgl.server.workers.messages import TokenLogprob, UserReply
+from minisgl.server.workers.messages import UserReply
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ class RequestHandler:
         limits = [s for s in (body.timeout, settings.request_timeout) if s is not None]
         terms = {"request_id": name, "client": fair_client(self.client, body)}
         self.terms: dict[str, Any] = {**terms, "timeout": min(limits, default=None)}
-        self.held = 0  # log probabilities, alternatives included, that wait for the whole answer
+        self.held = Held(service.held, self.client)
 
     def _generate(self, task: Task) -> AsyncGenerator[UserReply, None]:
         return self.service.frontend.generate(task.params, **task.prompt, **self.terms)
@@ -99,9 +99,9 @@ class RequestHandler:
                 answer = answers[task.index]
                 answer.add(reply)
                 if reply.logprobs:
-                    self.hold(reply.logprobs)
-                    pack, entries = partial(pack_answer, answer, self.formatter), reply.logprobs
-                    await build(self.request, pack, large=len(entries) > LARGE_REPLY)
+                    self.held.add(reply.logprobs)
+                    pack = partial(answer.pack, self.formatter.logprobs)
+                    await build(self.request, pack, large=len(reply.logprobs) > 64)
         return answers
 
     async def whole(self) -> dict[str, Any]:
@@ -111,31 +111,14 @@ class RequestHandler:
         def formatted() -> list[dict[str, Any]]:
             return [self.formatter.choice(n, answer) for n, answer in enumerate(answers)]
 
-        choices = await build(self.request, formatted, self.large)
+        choices = await build(self.request, formatted, self.is_large)
         head = {**self.head, "object": self.formatter.whole}
         return {**head, "choices": choices, "usage": usage(answers, self.prompts)}
 
     @property
-    def large(self) -> bool:
+    def is_large(self) -> bool:
         """True for an answer that takes the event loop too long to format."""
-        return len(self.tasks) > 64 or self.held > LARGE_ANSWER
-
-    def hold(self, entries: Sequence[TokenLogprob]) -> None:
-        """Count log probabilities that wait for the whole answer; an `ApiError` above a share."""
-        count, shares = sum(1 + len(entry.top) for entry in entries), self.service.held
-        if not shares.take(self.client, count):
-            fits = self.held + count <= shares.most
-            why = (
-                f"logprobs: {self.held + count} in this answer, {shares.taken} in all are too many "
-            )
-            why += "to hold until it ends; stream it, or ask for fewer" + ", or try later" * fits
-            raise ApiError(429 if fits else 400, why, code="logprobs_full", param="logprobs")
-        self.held += count
-
-    def release(self) -> None:
-        """Return the log probabilities to the share, once the answer is sent or given up."""
-        self.service.held.give_back(self.client, self.held)
-        self.held = 0
+        return len(self.tasks) > 64 or self.held.count > 2**12
 
     async def _replies(self) -> AsyncGenerator[tuple[Task, UserReply], None]:
         """Yield replies of all tasks as they come; closing this generator cancels every task."""
@@ -208,14 +191,6 @@ async def cancel(running: Sequence[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*running, return_exceptions=True)
 
 
-def pack_answer(answer: Completion, formatter: CompletionFormatter) -> None:
-    answer.pack(formatter.logprobs(answer.logprobs))
-
-
-MAX_HELD = 2**19  # log probabilities of all whole answers in progress
-LARGE_REPLY, LARGE_ANSWER = 64, 2**12  # tokens of a reply, log probabilities of an answer
-
-
 @contextmanager
 def failing_as_sent(body: GenerationRequest) -> Iterator[None]:
     """What fails in the block is an `ApiError`, which names the field as the client did."""
@@ -283,11 +258,11 @@ async def respond(request: Request, body: GenerationRequest, handler: RequestHan
     try:
         whole = await unless_gone(request, handler.whole())
         if whole is not None:
-            response = await build(request, partial(Json, whole), handler.large)
-            response.sent = handler.release
+            response = await build(request, partial(Json, whole), handler.is_large)
+            response.sent = handler.held.release
     finally:
         if response is None:
-            handler.release()
+            handler.held.release()
     return response or Response(status_code=499)
 
 

@@ -11,11 +11,10 @@ from math import isnan
 from typing import Any
 
 import msgspec
-from fastapi.responses import JSONResponse
 from fastapi.sse import format_sse_event
-from starlette.types import Receive, Scope, Send
 
 from minisgl.server.http.chats import AnswerParser, as_delta, as_message
+from minisgl.server.http.limits import SlicedResponse
 from minisgl.server.http.tool_parser import Piece
 from minisgl.server.workers.messages import TokenLogprob, UserReply
 
@@ -54,13 +53,6 @@ class Completion:
         """Drop what has been sent; the counts stay."""
         self.text, self.pieces, self.logprobs = "", [], []
 
-    def pack(self, found: Mapping[str, Any]) -> None:
-        """Keep log probabilities, given in a route's format, as JSON: objects take more memory."""
-        for name, values in found.items():
-            if values:
-                self.packed.setdefault(name, bytearray()).extend(encoded(values)[1:-1] + b",")
-        self.logprobs = []
-
     def _parse(self, parser: AnswerParser, reply: UserReply) -> None:
         """Take a reply apart; count its thought; release the log probabilities of its content."""
         before = parser.state
@@ -76,6 +68,13 @@ class Completion:
                 self.logprobs.append(entry)
             elif content is None and not reply.finished:
                 self.undecided.append(entry)
+
+    def pack(self, form: Callable[[Sequence[TokenLogprob]], dict[str, Any]]) -> None:
+        """Keep log probabilities, in a route's form, as JSON, which takes less memory."""
+        for name, values in form(self.logprobs).items():
+            if values:
+                self.packed.setdefault(name, bytearray()).extend(encoded(values)[1:-1] + b",")
+        self.logprobs = []
 
 
 def is_content(parser: AnswerParser, start: int, end: int) -> bool | None:
@@ -164,8 +163,9 @@ class CompletionFormatter:
 
     def _entry(self, index: int, content: dict[str, Any], answer: Completion) -> dict[str, Any]:
         logprobs, reason = self.logprobs(answer.logprobs) if self._logprobs else None, None
-        for name, packed in answer.packed.items():
-            logprobs = {**(logprobs or {}), name: msgspec.Raw(b"[" + packed[:-1] + b"]")}
+        if logprobs is not None:
+            packed = answer.packed.items()
+            logprobs |= {name: msgspec.Raw(b"[" + data[:-1] + b"]") for name, data in packed}
         if answer.finish_reason is not None:
             reason = answer.finish_reason
             reason = answer.parser.reason(reason) if answer.parser else reason
@@ -222,30 +222,13 @@ def as_json(payload: Any) -> str:
     return encoded(payload).decode()
 
 
-SLICE = 2**16  # bytes
+class Json(SlicedResponse):
+    """A whole answer, encoded like the events of a stream."""
 
-
-class Json(JSONResponse):
-    """A whole answer, encoded like the events of a stream, and sent slice by slice.
-
-    A peer that reads slowly fills no buffer. `sent` is called when it has all, or has left.
-    """
-
-    sent: Callable[[], object] | None = None
+    media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
         return encoded(content)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        head = {"status": self.status_code, "headers": self.raw_headers}
-        try:
-            await send({"type": "http.response.start", **head})
-            for at in range(0, len(self.body), SLICE):
-                piece, more = self.body[at : at + SLICE], at + SLICE < len(self.body)
-                await send({"type": "http.response.body", "body": piece, "more_body": more})
-        finally:
-            if self.sent is not None:
-                self.sent()
 
 
 def sse(payload: Mapping[str, Any] | str) -> bytes:

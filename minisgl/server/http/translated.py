@@ -70,7 +70,7 @@ class TranslatedHandler(RequestHandler):
                 async for _, reply in replies:
                     answer.add(reply)
                     if reply.logprobs:
-                        self.hold(reply.logprobs)
+                        self.held.add(reply.logprobs)
                     for event in self.builder.add(answer):
                         yield event
                     answer.forget()
@@ -96,6 +96,6 @@ class TranslatedHandler(RequestHandler):
                 traceback.print_exc()
             yield event_bytes(self.builder.fail(api_error(failure)))
         finally:
-            self.release()
+            self.held.release()
         if self.ending:
             yield self.ending
