@@ -46,7 +46,7 @@ class Stream:
         self.waiting: list[UserReply] = []
         self.error: ErrorReply | None = None  # how it ended, once `waiting` is taken
         self.timer: asyncio.TimerHandle | None = None  # its deadline
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # its turn, while it waits
 
     def put(self, reply: UserReply | ErrorReply) -> None:
         """Add a reply; after an error nothing more is taken in."""
@@ -55,15 +55,16 @@ class Stream:
                 self.error = reply
             else:
                 self.waiting.append(reply)
-            self._news.set()
+            if self._reader is not None and not self._reader.done():
+                self._reader.set_result(None)
 
     async def get(self) -> UserReply | ErrorReply:
         """Return all waiting replies, joined, or the error that ended the stream."""
-        await self._news.wait()
+        if not self.waiting and self.error is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         replies, self.waiting = self.waiting, []
-        if self.error is None:
-            self._news.clear()
-        elif not replies:
+        if self.error is not None and not replies:
             return self.error
         return join(replies)
 
@@ -103,6 +104,9 @@ class Observer:
         """Record the status and duration of an HTTP request; `scope` is ASGI's."""
 
 
+TOGETHER = 16  # prompts in one message, so that the engine need not wait for a burst's last one
+
+
 class Frontend:
     """Sends requests to the text workers and hands each reply to the stream that waits for it.
 
@@ -126,12 +130,12 @@ class Frontend:
         self._listener: threading.Thread | None = None
 
     def _send(self, uid: int, msg: TokenizeMsg | AbortMsg) -> None:
-        """Send a prompt with the others of this turn of the loop, an abort at once."""
+        """Send prompts of one turn of the loop together, up to `TOGETHER`; an abort at once."""
         place = uid % len(self._text_workers)  # always the same: no abort overtakes its prompt
         self._unsent[place].append(msg)
-        if isinstance(msg, AbortMsg):
+        if isinstance(msg, AbortMsg) or len(self._unsent[place]) == TOGETHER:
             self._flush(place)
-        else:
+        elif len(self._unsent[place]) == 1:
             asyncio.get_running_loop().call_soon(self._flush, place)
 
     def _flush(self, place: int) -> None:

@@ -152,13 +152,13 @@ class RequestHandler:
         """Yield the answer as server-sent events."""
         head = {**self.head, "object": self.formatter.chunk}
         head |= {"usage": None} if include_usage else {}
-        answers = [self.formatter.answer() for _ in self.tasks]
+        answers, counted = [self.formatter.answer() for _ in self.tasks], self.body.usage_in_chunks
         async with aclosing(self._replies()) as replies:
             async for task, reply in replies:
                 answer = answers[task.index]
                 first = answer.completion_tokens == 0
                 answer.add(reply)
-                if self.body.usage_in_chunks:
+                if counted:
                     head["usage"] = usage(answers, self.prompts)
                 for choice in self.formatter.deltas(task.index, answer, first):
                     yield sse({**head, "choices": [choice]})
@@ -216,7 +216,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await unless_gone(receive, self.stream_response(send))
         finally:
             await self._events.aclose()
 
@@ -226,28 +226,37 @@ async def stream_response(events: AsyncGenerator[bytes, None]) -> EventStream:
     return EventStream(await anext(events), events)
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T | None:
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T | None:
     """Run `work`, or cancel it when the client disconnects and return None."""
+    here, left = asyncio.current_task(), False
+    assert here is not None
 
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
+    async def watch() -> None:
+        nonlocal left
+        while (await receive())["type"] != "http.disconnect":
             pass
+        left = True
+        here.cancel()
 
-    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    watcher = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        return await work
+    except asyncio.CancelledError:
+        if not left or here.uncancel():  # the server cancels us, too
+            raise
+        return None
     finally:
-        await cancel([task, watcher])
+        watcher.cancel()
 
 
 async def respond(request: Request, body: GenerationRequest, handler: RequestHandler) -> Response:
     """Respond with a stream or the whole answer, as requested; 499 if the client has left."""
+    gone = Response(status_code=499)
     if body.stream:
         events = handler.events(body.include_usage)
-        return await unless_gone(request, stream_response(events)) or Response(status_code=499)
-    whole = await unless_gone(request, handler.whole())
-    return Response(status_code=499) if whole is None else Json(whole)
+        return await unless_gone(request.receive, stream_response(events)) or gone
+    whole = await unless_gone(request.receive, handler.whole())
+    return gone if whole is None else Json(whole)
 
 
 def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:
@@ -352,8 +361,8 @@ def add_generation_routes(keyed: APIRouter, service: Service) -> None:
 
         handler, gone = await build(request, made), Response(status_code=499)
         if body.stream is not False:
-            return await unless_gone(request, stream_response(handler.texts())) or gone
-        answers = await unless_gone(request, handler.answers())
+            return await unless_gone(request.receive, stream_response(handler.texts())) or gone
+        answers = await unless_gone(request.receive, handler.answers())
         return Json({"text": answers[0].text}) if answers else gone
 
 

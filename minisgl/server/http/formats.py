@@ -217,4 +217,6 @@ class Json(JSONResponse):
 
 def sse(payload: Mapping[str, Any] | str) -> bytes:
     """Encode one server-sent event: text as it is, anything else as JSON."""
-    return format_sse_event(data_str=payload if isinstance(payload, str) else as_json(payload))
+    if isinstance(payload, str):
+        return format_sse_event(data_str=payload)
+    return b"data: " + encoded(payload) + b"\n\n"
