@@ -26,7 +26,7 @@ from minisgl.events import StageTimed
 from minisgl.llm import OutputBuilder
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
 from minisgl.scheduler.requests import PROMPT_TAIL
-from minisgl.server.frontend import TOGETHER, Frontend, Observer, RequestFailed
+from minisgl.server.frontend import Frontend, Observer, RequestFailed
 from minisgl.server.http.api import EventStream, create_app, unless_gone
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.limits import DRAINING, LOADING, ConcurrencyLimiter
@@ -888,11 +888,11 @@ def test_first_prompts_of_a_burst_do_not_wait_for_the_last() -> None:
             sent.append([msg.uid for msg in messages])
 
     async def run() -> None:
-        frontend, count = Frontend([Outbox()], LocalQueue()), 2 * TOGETHER + 3
+        frontend, count = Frontend([Outbox()], LocalQueue(), together=4), 11
         streams = [frontend.generate(SamplingParams(), text="x") for _ in range(count)]
         firsts = [asyncio.ensure_future(anext(stream)) for stream in streams]
         await asyncio.sleep(0)  # all tasks have taken their first turn
-        assert [len(uids) for uids in sent] == [TOGETHER, TOGETHER]
+        assert [len(uids) for uids in sent] == [4, 4]
         await asyncio.sleep(0)
         assert [uid for uids in sent for uid in uids] == list(range(count)) and len(sent) == 3
         frontend.fail_all("over")

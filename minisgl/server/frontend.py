@@ -64,9 +64,7 @@ class Stream:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         replies, self.waiting = self.waiting, []
-        if self.error is not None and not replies:
-            return self.error
-        return join(replies)
+        return join(replies) if replies or self.error is None else self.error
 
 
 class RequestFailed(Exception):
@@ -104,9 +102,6 @@ class Observer:
         """Record the status and duration of an HTTP request; `scope` is ASGI's."""
 
 
-TOGETHER = 16  # prompts in one message, so that the engine need not wait for a burst's last one
-
-
 class Frontend:
     """Sends requests to the text workers and hands each reply to the stream that waits for it.
 
@@ -119,10 +114,10 @@ class Frontend:
 
     def __init__(
         self, text_workers: Sequence[Outbox], inbox: Inbox, observers: Sequence[Observer] = (),
-        max_waiting: int = 8192,
+        max_waiting: int = 8192, together: int = 16,
     ) -> None:  # fmt: skip
         self._text_workers, self._inbox = list(text_workers), inbox
-        self._observers, self._max_waiting = list(observers), max_waiting
+        self._observers, self._max_waiting, self._most = list(observers), max_waiting, together
         self._failed: list[Observer] = []  # at least once
         self._streams: dict[int, Stream] = {}
         self._unsent: list[list[TokenizeMsg | AbortMsg]] = [[] for _ in self._text_workers]
@@ -130,10 +125,10 @@ class Frontend:
         self._listener: threading.Thread | None = None
 
     def _send(self, uid: int, msg: TokenizeMsg | AbortMsg) -> None:
-        """Send prompts of one turn of the loop together, up to `TOGETHER`; an abort at once."""
+        """Send up to `together` prompts of one turn of the loop together, an abort at once."""
         place = uid % len(self._text_workers)  # always the same: no abort overtakes its prompt
         self._unsent[place].append(msg)
-        if isinstance(msg, AbortMsg) or len(self._unsent[place]) == TOGETHER:
+        if isinstance(msg, AbortMsg) or len(self._unsent[place]) == self._most:
             self._flush(place)
         elif len(self._unsent[place]) == 1:
             asyncio.get_running_loop().call_soon(self._flush, place)

@@ -68,7 +68,7 @@ MUTATIONS = [
     Mutation(
         name="server: the first prompt of a burst waits for the last",
         module="minisgl.server.frontend",
-        old=" or len(self._unsent[place]) == TOGETHER:",
+        old=" or len(self._unsent[place]) == self._most:",
         new=":",
         test=TEST + "test_first_prompts_of_a_burst_do_not_wait_for_the_last",
     ),
