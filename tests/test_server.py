@@ -27,7 +27,7 @@ from minisgl.llm import OutputBuilder
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
 from minisgl.scheduler.requests import PROMPT_TAIL
 from minisgl.server.frontend import Frontend, Observer, RequestFailed
-from minisgl.server.http.api import EventStream, create_app, unless_gone
+from minisgl.server.http.api import EventStream, cancel_on_disconnect, create_app
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.limits import DRAINING, LOADING, ConcurrencyLimiter
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest
@@ -920,7 +920,7 @@ def test_work_ends_with_its_client(end: str, moment: int) -> None:
             await left.wait()
             return {"type": "http.disconnect"}
 
-        task = asyncio.ensure_future(unless_gone(receive, work()))
+        task = asyncio.ensure_future(cancel_on_disconnect(receive, work()))
         for _ in range(moment):
             await asyncio.sleep(0)
         if end == "work":
