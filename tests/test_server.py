@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import openai
 import pytest
+from fastapi import Request
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -920,7 +921,8 @@ def test_work_ends_with_its_client(end: str, moment: int) -> None:
             await left.wait()
             return {"type": "http.disconnect"}
 
-        task = asyncio.ensure_future(cancel_on_disconnect(receive, work()))
+        request = Request({"type": "http"}, receive)
+        task = asyncio.ensure_future(cancel_on_disconnect(request, work()))
         for _ in range(moment):
             await asyncio.sleep(0)
         if end == "work":

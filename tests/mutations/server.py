@@ -75,8 +75,8 @@ MUTATIONS = [
     Mutation(
         name="server: a client that leaves cancels the task that serves it",
         module="minisgl.server.http.api",
-        old="if not left or here.uncancel():",
-        new="if left:",
+        old="if not watcher.done() or here.uncancel():",
+        new="if watcher.done():",
         test=TEST + "test_work_ends_with_its_client",
     ),
     Mutation(

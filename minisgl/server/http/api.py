@@ -224,7 +224,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await cancel_on_disconnect(receive, self.stream_response(send))
+            await cancel_on_disconnect(Request(scope, receive), self.stream_response(send))
         finally:
             await self._events.aclose()
 
@@ -234,23 +234,20 @@ async def stream_response(events: AsyncGenerator[bytes, None]) -> EventStream:
     return EventStream(await anext(events), events)
 
 
-async def cancel_on_disconnect(receive: Receive, work: Awaitable[T]) -> T | None:
+async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T | None:
     """Run `work`, or cancel it when the client disconnects and return None."""
-    here, left = asyncio.current_task(), False
-    assert here is not None
+    here: Any = asyncio.current_task()
 
     async def watch() -> None:
-        nonlocal left
-        while (await receive())["type"] != "http.disconnect":
+        while (await request.receive())["type"] != "http.disconnect":
             pass
-        left = True
         here.cancel()
 
     watcher = asyncio.ensure_future(watch())
     try:
         return await work
     except asyncio.CancelledError:
-        if not left or here.uncancel():  # the server cancels us, too
+        if not watcher.done() or here.uncancel():  # the server cancels us, too
             raise
         return None
     finally:
@@ -262,10 +259,10 @@ async def respond(request: Request, body: GenerationRequest, handler: RequestHan
     gone = Response(status_code=499)
     if body.stream:
         events = handler.events(body.include_usage)
-        return await cancel_on_disconnect(request.receive, stream_response(events)) or gone
+        return await cancel_on_disconnect(request, stream_response(events)) or gone
     response: Json | None = None
     try:
-        whole = await cancel_on_disconnect(request.receive, handler.whole())
+        whole = await cancel_on_disconnect(request, handler.whole())
         if whole is not None:
             response = await build(request, partial(Json, whole), handler.is_large)
             response.sent = handler.held.release
@@ -378,9 +375,8 @@ def add_generation_routes(keyed: APIRouter, service: Service) -> None:
 
         handler, gone = await build(request, made), Response(status_code=499)
         if body.stream is not False:
-            texts = stream_response(handler.texts())
-            return await cancel_on_disconnect(request.receive, texts) or gone
-        answers = await cancel_on_disconnect(request.receive, handler.answers())
+            return await cancel_on_disconnect(request, stream_response(handler.texts())) or gone
+        answers = await cancel_on_disconnect(request, handler.answers())
         return Json({"text": answers[0].text}) if answers else gone
 
 

@@ -217,11 +217,6 @@ def encoded(payload: Any) -> bytes:
     return data
 
 
-def as_json(payload: Any) -> str:
-    """Encode JSON as text."""
-    return encoded(payload).decode()
-
-
 class Json(SlicedResponse):
     """A whole answer, encoded like the events of a stream."""
 
