@@ -221,7 +221,7 @@ HOSTILE = {
     "nested": (header_bytes(field("n", 9, struct.pack("<IQ", 9, 1) + bytes(32))), "n: must be an"),
     "kind of value": (header_bytes(field("n", 99, bytes(16))), "n: must be of a type up to 12"),
     "not UTF-8": (header_bytes(field("t", 8, struct.pack("<Q", 2) + b"\xff\xfe")), "valid UTF-8"),
-    "twice": (header_bytes(field("n", 0, b"1"), field("n", 0, b"1")), "n: must be there once"),
+    "twice": (header_bytes(field("n", 0, b"1"), field("n", 0, b"1")), "n: must be unique"),
     "alignment": (header_bytes(field("general.alignment", 4, bytes(4))), "must be a power of"),
     "wide alignment": (
         header_bytes(field("general.alignment", 10, struct.pack("<Q", 2**63)), num_tensors=1,
