@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import multiprocessing
 import multiprocessing.util
 import os
 import random
 import re
+import shlex
 import sys
 import threading
 import time
@@ -38,6 +40,7 @@ from tests.interpreter import quicken
 # A server process that has imported torch once is forked for every rank: seconds less per test.
 multiprocessing.set_forkserver_preload(["tests.tp_drills", "minisgl.runtime.ranks"])
 QUICK: dict[str, Any] = {"method": "forkserver"}
+NAMED = r"rank [1-9] was killed by signal 9"
 LIMIT = 5.0  # seconds, within which a killed rank has to be told
 
 
@@ -320,8 +323,8 @@ def fused_model(comm: Comm) -> None:
     check_model(model, [2, 6], [2, 3])
 
 
-def kill_a_rank(delay: float, ready: bool = False, **fields: Any) -> dict[str, Any]:
-    """Kill rank 1 so long after the start of an `LLM`, or after its first answers if `ready`.
+def kill_a_rank(delay: float, ready: bool = False, ranks: int = 2, **fields: Any) -> dict[str, Any]:
+    """Kill a rank `delay` seconds after an `LLM` starts, or after its first answers.
 
     Returns the moment, what the engine was doing, the seconds from there to the error, and the
     error. Later than `LIMIT`, all threads of this process print where they stand.
@@ -342,7 +345,7 @@ def kill_a_rank(delay: float, ready: bool = False, **fields: Any) -> dict[str, A
     try:
         if not ready:
             timer.start()
-        llm = LLM(tensor_parallel_size=2, num_pages=256, **fields)
+        llm = LLM(tensor_parallel_size=ranks, num_pages=256, **fields)
         if ready:  # kernels are compiled at their first use, and meanwhile nobody looks
             llm.generate(prompts, replace(params, max_tokens=8))
             timer.start()
@@ -359,22 +362,21 @@ def kill_a_rank(delay: float, ready: bool = False, **fields: Any) -> dict[str, A
         if llm is not None:
             llm.shutdown()
         faulthandler.cancel_dump_traceback_later()
-    raise AssertionError(f"rank 1 was killed {delay:.2f} s after the start, and nothing happened")
+    raise AssertionError(f"a rank was killed {delay:.2f} s after the start, and nothing happened")
 
 
 def kill_drill(
-    times: int, seconds: float, ready: bool = False, **fields: Any
+    times: int, seconds: float, ready: bool = False, ranks: int = 2, **fields: Any
 ) -> list[dict[str, Any]]:
-    """Kill rank 1 at so many random moments of `seconds`; all are tried before one fails it."""
+    """Kill a rank other than 0 at `times` random moments of `seconds`; fail after all of them."""
     draw, kills = random.Random(times), []
     for _ in range(times):
-        kill = kill_a_rank(draw.uniform(0.0, seconds), ready, **fields)
+        kill = kill_a_rank(draw.uniform(0.0, seconds), ready, ranks, **fields)
         print("killed {state} after {after_s} s, told within {told_s} s: {error}".format(**kill),
               flush=True)  # fmt: skip
         kills.append(kill)
         assert not multiprocessing.active_children()
-    named = "rank 1 was killed by signal 9"
-    wrong = [kill for kill in kills if kill["told_s"] > LIMIT or named not in kill["error"]]
+    wrong = [kill for kill in kills if kill["told_s"] > LIMIT or not re.match(NAMED, kill["error"])]
     assert not wrong, wrong
     return kills
 
@@ -436,12 +438,19 @@ def orphan(how: str) -> None:
     assert how != "failed"
 
 
-if __name__ == "__main__":  # python -m tests.tp_drills TIMES SECONDS DEVICE [REPORT]
-    times, seconds, where, *report = sys.argv[1:]
-    more: dict[str, Any] = {}
-    if where == "cuda":  # GPUs that connect notice a death only after `distributed_timeout`
-        more = {"ready": True, "attention_backend": "triton,fused"}  # FlashInfer builds a minute
-    found = kill_drill(int(times), float(seconds), device=where, **more)
-    for path in report:
-        command = f"python -m tests.tp_drills {times} {seconds} {where} {Path(path).name}"
-        save(Path(path), {"limit_s": LIMIT, "kills": found}, command)
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m tests.tp_drills")
+    parser.add_argument("times", type=int)
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("device", choices=["cpu", "cuda"])
+    parser.add_argument("report", type=Path, nargs="?")
+    parser.add_argument("--ranks", type=int, default=2)
+    args = parser.parse_args()
+    more: dict[str, Any] = {"ranks": args.ranks}
+    if args.device == "cuda":  # GPUs notice a lost connection only after `distributed_timeout`
+        more |= {"ready": True, "attention_backend": "triton,fused"}  # FlashInfer builds a minute
+    found = kill_drill(args.times, args.seconds, device=args.device, **more)
+    if args.report:
+        words = [Path(word).name for word in sys.argv[1:]]
+        command = shlex.join(["python", "-m", "tests.tp_drills", *words])
+        save(args.report, {"limit_s": LIMIT, "kills": found}, command)

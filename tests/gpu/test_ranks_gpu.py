@@ -57,16 +57,20 @@ def test_sums_of_every_size_and_their_replay() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_an_llm_on_two_gpus_answers_as_on_one() -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_llm_on_several_gpus_answers_as_on_one(ranks: int) -> None:
     """Twice in one process; float32 to the last token, bfloat16 by kernels that sum."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
     params = SamplingParams(temperature=0.0, max_tokens=64)
     for dtype in ("float32", "bfloat16"):
         fields = {"dtype": dtype, "attention_backend": BACKENDS[dtype]}
         with LLM(device=DEVICE, num_pages=512, **fields) as one:
             want = [out["text"] for out in one.chat(TALKS, params)]
-        with LLM(device=DEVICE, num_pages=512, tensor_parallel_size=2, **fields) as two:
-            found = [out["text"] for out in two.chat(TALKS, params)]
-            assert len(two.ranks.comm.peers) == 1 and None not in two.ranks.comm.peers.values()
+        with LLM(device=DEVICE, num_pages=512, tensor_parallel_size=ranks, **fields) as many:
+            found = [out["text"] for out in many.chat(TALKS, params)]
+            peers = many.ranks.comm.peers
+            assert len(peers) == 1 and None not in peers.values()
         if dtype == "float32":
             assert found == want
         assert all(str(a + b) in text for (a, b), text in zip(SUMS, found, strict=False))
