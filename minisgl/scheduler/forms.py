@@ -1,4 +1,4 @@
-"""The grammars that requests specify, and their compilation, without importing a tensor library.
+"""The grammars of requests and their compilation, without importing a tensor library.
 
 Generated from notebooks/09a_structured_output.ipynb: edit there.
 """
