@@ -1,4 +1,4 @@
-"""One request and its life as three integers; how it chooses tokens; who runs in a step.
+"""A request as three integers, its sampling parameters, and the batch of one step.
 
 Generated from notebooks/01_requests.ipynb: edit there.
 """
@@ -33,7 +33,7 @@ IntArray = NDArray[np.int32]
 
 
 class Req:
-    """One generation: what is cached, what the next pass reaches, where it must end.
+    """One generation: the cached length, the end of the next pass, the maximum length.
 
     `0 <= cached_len < device_len <= max_device_len` holds in a batch. Compared by identity.
     """
@@ -60,10 +60,10 @@ class Req:
         self.prompt_len = self.host_len = self.device_len = self.prefill_len = int(prompt.size)
         self.max_device_len = self.prompt_len + int(max_new_tokens)
         self.cached_len = self.matched_len = 0  # matched: came from the prefix cache at admission
-        self.retracted = False  # True once it had to give its memory back
-        self.logits_params: Any = None  # what changes its logits before the draw (chapter 06d)
-        self.scores: list[Any] = []  # what steps found out about its prompt (chapter 08a)
-        self.matcher: Any = None  # follows its answer through a grammar (chapter 09a)
+        self.retracted = False  # True once it was preempted
+        self.logits_params: Any = None  # edits its logits before sampling (chapter 06d)
+        self.scores: list[Any] = []  # log probabilities of its prompt (chapter 08a)
+        self.matcher: Any = None  # restricts its answer to a grammar (chapter 09a)
         self._ids = np.empty(self.max_device_len, dtype=np.int32)
         self._ids[: self.prompt_len] = prompt
 
@@ -90,7 +90,7 @@ class Req:
         self.device_len = device_len
 
     def advance(self) -> None:
-        """Advance the lengths after a launch: all is cached; past the prompt a token is added."""
+        """Advance the lengths after a launch: all is cached; past the prefill, add a token."""
         lengths = (self.cached_len, self.device_len, self.max_device_len)
         assert 0 <= self.cached_len < self.device_len <= self.max_device_len, lengths
         self.cached_len = self.device_len
@@ -105,7 +105,7 @@ class Req:
 
     @property
     def can_decode(self) -> bool:
-        """True if another pass would give a token that is still wanted."""
+        """True if the request may still get another token."""
         return self.device_len < self.max_device_len
 
     @property
@@ -115,9 +115,9 @@ class Req:
 
     @property
     def scores_prompt(self) -> bool:
-        """Return True while `prompt_logprobs` are wanted and the host has no new token (08a).
+        """Return True while `prompt_logprobs` are requested and the host has no new token (08a).
 
-        Until then its prompt is computed in full.
+        Until then the whole prompt is computed.
         """
         asked = self.sampling_params.prompt_logprobs is not None
         return asked and self.host_len == self.prompt_len
@@ -130,14 +130,14 @@ class Req:
     def restart(self) -> None:
         """Return to the start: all tokens on the host are computed again.
 
-        Row, handle and `retracted` are the caller's to change.
+        The caller changes row, handle and `retracted`.
         """
         self.cached_len = 0
         self.prefill_len = self.device_len = self.host_len
 
 
 class Phase(enum.Enum):
-    """Prefill computes prompts (or chunks of them), decode one token for each request."""
+    """Kind of a pass: prefill computes prompts or chunks of them, decode one token per request."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -158,13 +158,13 @@ class Batch:
 
 MAX_LOGPROBS = 20
 MAX_RULES = 1024  # biases, bad words, tokens of a bad word, choices
-MAX_GRAMMAR = 16 * 1024  # characters of a grammar; a structural tag, of many, may have four times
+MAX_GRAMMAR = 16 * 1024  # characters of a grammar; a structural tag may have four times as many
 
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
 Bias = Annotated[Number, Field(ge=-100, le=100)]
 Biases = Annotated[dict[Count, Bias], Field(max_length=MAX_RULES)]
 WordIds = Annotated[tuple[Count, ...], Field(min_length=1, max_length=MAX_RULES)]
-BadWord = Annotated[  # the form decides what is checked, and what an error says
+BadWord = Annotated[  # the form selects the check and the error
     Annotated[Text, Tag("text")] | Annotated[WordIds, Tag("ids")],
     Discriminator(lambda value: "text" if isinstance(value, str) else "ids"),
     BeforeValidator(as_tuple),
@@ -186,18 +186,18 @@ BadWords = Annotated[Sequence[str | Sequence[int]], tuple_of(BadWord, max_length
 
 
 def json_text(value: Any) -> str:
-    """Encode a value as JSON with non-ASCII characters kept; a lone surrogate is escaped.
+    """Encode a value as JSON; keep non-ASCII characters, escape lone surrogates.
 
-    NaN and infinity are a ValueError.
+    NaN and infinity raise ValueError.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text.encode(errors="backslashreplace").decode()
 
 
 def schema_text(value: Any) -> str | None:
-    """Return a JSON schema, given as text or dict, as text; its order is kept.
+    """Return a JSON schema, given as text or dict, as text; keep the order of its keys.
 
-    ValueError for what is no JSON. Text is parsed and written anew, so its spaces do not count.
+    Invalid JSON raises ValueError. Text is parsed and written again, so spaces do not matter.
     """
     try:
         schema = json.loads(value) if isinstance(value, str) else value
@@ -208,7 +208,7 @@ def schema_text(value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class SamplingParams(Validated):
-    """Parameters of sampling, and of where an answer stops.
+    """Parameters of sampling and of stopping.
 
     temperature 0 is greedy; top_k -1 and top_p 1 are off; logprobs n adds n likely tokens."""
 
@@ -230,20 +230,20 @@ class SamplingParams(Validated):
     min_tokens: Count = 0
     bad_words: BadWords = ()
     allowed_token_ids: Annotated[Sequence[int], tuple_of(Count, min_length=1)] | None = None
-    cache_salt: Text | None = None  # cached prefixes are shared only under one salt
+    cache_salt: Text | None = None  # only equal salts share cached prefixes
     json_schema: Annotated[str | Mapping[str, Any] | None, PlainValidator(schema_text)] = None
     regex: Text | None = None
     choice: Annotated[Sequence[str], tuple_of(Text, max_length=MAX_RULES)] = ()
     grammar: Text | None = None
     json_object: bool = False
     structural_tag: Annotated[str | Mapping[str, Any] | None, PlainValidator(schema_text)] = None
-    spare_thoughts: bool = False  # stop strings end no thought
+    spare_thoughts: bool = False  # ignore stop strings inside a thought
 
     def __post_init__(self) -> None:
-        """Check all fields, then that a grammar is short and stands alone.
+        """Check all fields, then the length of a grammar and the fields that exclude each other.
 
-        It has MAX_GRAMMAR characters at most, the items of `choice` together. `max_tokens` 0 needs
-        `prompt_logprobs`.
+        A grammar has at most MAX_GRAMMAR characters; the items of `choice` count together.
+        `max_tokens` 0 needs `prompt_logprobs`.
         """
         Validated.__post_init__(self)
         given = [name for name in GRAMMARS if getattr(self, name)]

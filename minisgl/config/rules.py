@@ -84,7 +84,7 @@ def as_tuple(value: Any) -> Any:
 
 
 def spelled(pattern: str, wanted: str) -> AfterValidator:
-    """Refuse a text that does not match, and say what is wanted."""
+    """Refuse a string that does not match `pattern`; the message is `wanted`."""
 
     def check(text: str) -> str:
         if re.fullmatch(pattern, text):
@@ -113,9 +113,9 @@ def fields_model(cls: type) -> type[BaseModel]:
 
 
 class Validated:
-    """Base of frozen dataclasses whose fields are checked against their types, once, when made.
+    """Base of frozen dataclasses that check their fields against the types once, at construction.
 
-    ValueError names field and value. Fields come out in their final form, a list as a tuple.
+    ValueError names field and value. Fields are stored in their final form, a list as a tuple.
     """
 
     def __post_init__(self) -> None:
@@ -126,4 +126,4 @@ class Validated:
             checked = fields_model(cls).model_validate(values)
         except ValidationError as error:
             raise explain(error) from None
-        vars(self).update(vars(checked))  # the only write that a frozen object ever sees
+        vars(self).update(vars(checked))  # the only write to a frozen object

@@ -1,4 +1,4 @@
-"""Wires the parts of the book into one object that turns batches into tokens.
+"""All parts, assembled into one object that turns batches into tokens.
 
 Generated from notebooks/08_engine.ipynb: edit there.
 """
@@ -54,7 +54,7 @@ def dummy_request(row: int, length: int = 1) -> Req:
 def choose_forward(config: EngineConfig, model: nn.Module) -> Forward:
     """Return the model, or fused kernels over the same weights if they support it."""
     if config.kernels == "triton" and torch.device(config.device).type == "cuda":
-        from minisgl.models.fused import FusedModel, can_fuse  # Triton is not everywhere
+        from minisgl.models.fused import FusedModel, can_fuse  # Triton may be missing
 
         if can_fuse(model):
             return FusedModel(model)
@@ -73,7 +73,7 @@ def allocate_memory(
 
 
 class Deferral(Protocol):
-    """Keeps the sampling of a step that has to wait: `minisgl.scheduler.grammar`, chapter 09a."""
+    """Holds the sampling of a step that must wait: `minisgl.scheduler.grammar`, chapter 09a."""
 
     @property
     def waiting(self) -> ForwardOutput | None: ...  # the last step, if it is not sampled yet
@@ -88,7 +88,7 @@ Scorer = Callable[[ForwardInput, ForwardBatch], Tensor]  # a `Forward` that also
 
 
 class Engine:
-    """One rank's model, memory and stream. It handles rows and slots, not requests' lives."""
+    """One rank's model, memory and stream; the scheduler owns the lifecycle of requests."""
 
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, model: nn.Module, pool: KVPool,
@@ -120,7 +120,7 @@ class Engine:
             )  # fmt: skip
 
     def prepare(self, batch: Batch) -> ForwardInput:
-        """Lay a step out; for a captured one also pad and pack it. The batch stays as it is."""
+        """Lay a step out; pad and pack a captured one. The batch does not change."""
         runner, size = self.runners.choose(batch) if self.runners.decode else (None, 0)
         padded = None
         if runner is not None and batch.phase is Phase.DECODE:
@@ -137,7 +137,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, fi: ForwardInput) -> ForwardOutput:
-        """Start one step, and the copy of its tokens to the host; nothing waits."""
+        """Start one step, and the copy of its tokens to the host; do not wait for either."""
         if self.deferral is not None and self.deferral.waiting:  # this step reads those tokens
             raise RuntimeError(
                 "step: the one before is not sampled yet, call sample_deferred first"
@@ -177,7 +177,7 @@ class Engine:
         return self.sample(fi, runner.logits[:count], runner.steps[size].static.scatter[:count])
 
     def sample(self, fi: ForwardInput, logits: Tensor, scatter: Tensor) -> ForwardOutput:
-        """Sample now, or hand the sampling over until the step before it is known."""
+        """Sample now, or defer it until the host has the tokens of the previous step."""
         sample = partial(self.sample_now, fi, logits, scatter)
         if self.deferral is None or fi.sampling is None or fi.sampling.processing is None:
             return sample()
@@ -192,7 +192,7 @@ class Engine:
             return ForwardOutput(out)
 
     def sample_deferred(self) -> None:
-        """Sample a step that was kept, if there is one: the host has the tokens before it."""
+        """Sample the deferred step, if there is one; the host must have the tokens before it."""
         if self.deferral is not None:
             self.deferral.sample()
 
@@ -201,7 +201,7 @@ class Engine:
         return {"graph_replays": self.runners.decode.replays if self.runners.decode else 0}
 
     def reset(self) -> None:
-        """Wait for the device and forget the deferred draw; see `Scheduler.reset`."""
+        """Wait for the device and discard the deferred sampling; see `Scheduler.reset`."""
         if self.stream is not None:
             self.stream.synchronize()
         if self.deferral is not None:
@@ -213,7 +213,7 @@ class Engine:
         self.runners.free()
         self.runners = Runners()
         self.pool.free()
-        torch.cuda.empty_cache()  # torch keeps what is freed, out of reach of other processes
+        torch.cuda.empty_cache()  # torch keeps freed memory; return it to other processes
 
 
 def start_device(config: EngineConfig, comm: Comm, fake_graphs: bool = False) -> torch.device:
@@ -260,7 +260,7 @@ def count_pages(
     config: EngineConfig, model_config: ModelConfig, model: nn.Module, comm: Comm,
     free_before: int, stream: torch.cuda.Stream | None,
 ) -> int:  # fmt: skip
-    """Return the KV pages that the config asks for, or else as many as all ranks can have."""
+    """Return the configured number of KV pages, or else the most that every rank can hold."""
     if config.num_pages is not None:
         return config.num_pages
     return decide_pages(

@@ -25,7 +25,7 @@ FACTORS = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
 def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Scramble 64-bit numbers, one to one (the finaliser of splitmix64).
 
-    For each of the three SHIFTS, `x ^= x >> shift`; a product with one of FACTORS between two.
+    `x ^= x >> shift` for each of the three SHIFTS; between two of them, a product with a factor.
     """
     x = x ^ (x >> SHIFTS[0])
     x *= FACTORS[0]
@@ -118,7 +118,7 @@ def top_candidates(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Mark candidates to sample from, bool [bs, width]; `scaled` is sorted logits / temperature.
 
-    Keep the first top_k, and of these the fewest whose share reaches top_p; the first one always.
+    Keep the first top_k, and of these the fewest whose share reaches top_p; at least one.
     top_k int64 [bs], top_p float64 [bs]. Shares are summed as integers, which add up to the same
     total in any order: the result cannot depend on the width or on the number of rows.
     """
@@ -140,8 +140,8 @@ def draw(
     """Sample one token id per row, int64 [rows], of logits [rows, vocab]; sort only for filters.
 
     token_ids int32 [vocab]; keys int32 [2, rows]; temperature float32 [rows], 0 for greedy. With
-    filters no row is greedy, and `width` candidates are compared: top_k int64 [rows] is no larger;
-    top_p float64 [rows].
+    filters, no row is greedy and `width` candidates are compared: top_k int64 [rows], no larger,
+    and top_p float64 [rows].
     """
     scale = temperature[:, None]
     if top_k is None or top_p is None:
@@ -161,8 +161,8 @@ class SamplingArgs:
     width: NDArray[np.int64]  # [bs], candidates that the filters look at; 0: no filter
     top_p: NDArray[np.float64]  # [bs]
     logprob_rows: NDArray[np.int64]  # rows that asked for log probabilities
-    num_top: int  # most likely tokens that these rows want besides the chosen one
-    processing: Any = None  # for the logits processors; None: draw from the logits as they are
+    num_top: int  # most likely tokens reported for these rows besides the chosen one
+    processing: Any = None  # for the logits processors; None: sample from the logits as they are
 
     @property
     def filtered(self) -> bool:
@@ -175,11 +175,11 @@ class SamplingArgs:
         return not self.filtered and len(self.logprob_rows) == 0 and self.processing is None
 
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6  # beyond, nothing changes but float32 overflows
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6  # beyond these, only float32 overflows
 
 
 def filter_width(params: SamplingParams, vocab_size: int) -> int:
-    """Return the candidates of top-k and top-p: 0 if neither drops a token, all for top-p alone."""
+    """Return the number of candidates to filter: 0 without a filter, all for top-p alone."""
     if params.is_greedy:
         return 0
     if 0 < params.top_k < vocab_size:
@@ -205,7 +205,7 @@ class Processors(Protocol):
 
 
 class CachedArgs(NamedTuple):
-    """Arguments that stay while the batch does; the parameters of a request never change."""
+    """Arguments that stay the same while the batch does; a request's parameters never change."""
 
     reqs: list[Req]
     streams: NDArray[np.uint64]  # [bs]
@@ -213,9 +213,9 @@ class CachedArgs(NamedTuple):
 
 
 class Sampler:
-    """Turns logits into next tokens; holds a seed and no state that a request could see.
+    """Converts logits to next tokens; holds a seed and no state that affects a request.
 
-    `kernel(logits, keys, temperature, out, top_k, top_p)` draws all rows in one call: see
+    `kernel(logits, keys, temperature, out, top_k, top_p)` samples all rows in one call: see
     `minisgl.kernels.sample.sample_logits`. Without one the torch functions do the work.
     """
 
@@ -256,8 +256,8 @@ class Sampler:
     def prepare(self, reqs: Sequence[Req]) -> SamplingArgs | None:
         """Prepare the arguments of `sample`; return None if all are greedy without logprobs.
 
-        Host arithmetic only. The token to be sampled will stand at position `device_len`: it counts
-        samples, because the host may not have the tokens before it yet.
+        Host arithmetic only. The new token's position is `device_len`, which counts samples: the
+        host may not have the earlier tokens yet.
         """
         same = list(reqs)
         if self.cached.reqs != same:  # requests are equal if they are the same object
@@ -272,10 +272,10 @@ class Sampler:
         return replace(args, keys=keys_at(self.cached.streams, positions), processing=processing)
 
     def sample(self, logits: Tensor, args: SamplingArgs | None) -> SampleOutput:
-        """Sample one token per row of logits [bs, vocab_size], which are left as they are.
+        """Sample one token per row of logits [bs, vocab_size]; leave the logits unchanged.
 
-        They are bfloat16, float16 or float32. A NaN counts as the largest logit and a row of -inf
-        gives token 0: a broken row yields a valid id, and its neighbours are unharmed.
+        They are bfloat16, float16 or float32. A NaN counts as the largest logit, and a row of -inf
+        gives token 0: a broken row yields a valid id and does not affect other rows.
         """
         if logits.ndim != 2 or logits.shape[1] != self.vocab_size:
             raise ValueError(
@@ -323,9 +323,9 @@ class Sampler:
         return draw(logits, self.token_ids, 0, keys, temperature)
 
     def draw_fused(self, logits: Tensor, args: SamplingArgs) -> Tensor:
-        """Draw by the kernel: all rows in one call, whatever they need; int64 [bs].
+        """Sample all rows in one call of the kernel; int64 [bs].
 
-        Without a filter in the batch it gets none; else top_k int32, 0 for off, and top_p float64.
+        Filters are passed only if a row has one: top_k int32, 0 for off, and top_p float64.
         """
         assert self.kernel is not None
         arrays: list[NDArray[Any]] = [args.keys, args.temperature]

@@ -39,9 +39,9 @@ def new_positions(cached: IntArray, device: IntArray) -> IntArray:
 
 @dataclass(eq=False)
 class ForwardInput:
-    """All that one step needs, fixed once it is prepared; integers are int32.
+    """Input of one step, fixed once it is prepared; integers are int32.
 
-    If `sampled` is empty, `last_idx` names one token all the same: a model gives at least one row.
+    If `sampled` is empty, `last_idx` still names one token: a model returns at least one row.
     """
 
     batch: Batch
@@ -49,7 +49,7 @@ class ForwardInput:
     token_rows: IntArray  # [tokens], padding included
     positions: IntArray  # [tokens]
     out_loc: IntArray  # [tokens] slots
-    last_idx: IntArray  # [sampled] tokens whose logits are wanted
+    last_idx: IntArray  # [sampled] tokens that need logits
     write_rows: IntArray  # [sampled] where the new tokens go in the token pool
     write_positions: IntArray  # [sampled]
     meta: AttentionMetadata | None  # None for a captured decode step, whose plan is captured, too
@@ -62,7 +62,7 @@ def build_forward_input(
     batch: Batch, tables: TableManager, page_size: int, sampler: Sampler | None = None,
     padded: list[Req] | None = None,
 ) -> ForwardInput:  # fmt: skip
-    """Turn "who runs" into "what goes where"; arithmetic on the host only.
+    """Compute rows, positions and slots of a batch's tokens; arithmetic on the host only.
 
     `padded` is for a captured decode step: the batch's requests in any order, then dummies.
     """
@@ -104,13 +104,13 @@ class SampledTokens:
 def to_host(part: Tensor) -> Tensor:
     """Start a copy into fresh pinned memory; torch does not reuse it before the copy ends."""
     if part.device.type != "cuda":
-        return part.clone()  # a captured step leaves its result where the next one writes
+        return part.clone()  # the next replay overwrites this result
     host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
     return host.copy_(part, non_blocking=True)
 
 
 class ForwardOutput:
-    """A step that was started: its tokens on the device now, on the host once `wait` returns."""
+    """A started step: its tokens are on the device, and on the host once `wait` returns."""
 
     def __init__(self, out: SampleOutput) -> None:
         self.next_ids = out.next_ids

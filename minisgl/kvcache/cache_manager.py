@@ -1,4 +1,4 @@
-"""Who owns each page: the free list, the prefix cache, or one request.
+"""Owners of pages: each page belongs to the free list, the prefix cache, or one request.
 
 Generated from notebooks/03_radix_cache.ipynb: edit there.
 """
@@ -16,7 +16,7 @@ from minisgl.kvcache.prefix_cache import CacheHandle, PrefixCache
 
 
 class CacheManager:
-    """Owners of all pages; `lock`, `unlock` and `emit` are shared with the prefix cache."""
+    """Records of the owner of each page; `lock`, `unlock` and `emit` are the prefix cache's."""
 
     def __init__(
         self, num_pages: int, tables: TableManager, prefix_cache: PrefixCache,
@@ -37,14 +37,14 @@ class CacheManager:
         return self.allocator.free_pages * self.page_size + self.prefix_cache.evictable_tokens
 
     def match_req(self, req: Req) -> CacheHandle:
-        """Find the longest cached prefix of a request without its last token, which is computed."""
+        """Find a request's longest cached prefix; its last token is always computed."""
         ids = req.input_ids[: 0 if req.scores_prompt else -1]  # scores need all of them: 08a
         return self.prefix_cache.match_prefix(ids, req.sampling_params.cache_salt)
 
     def admit(self, req: Req, handle: CacheHandle) -> None:
-        """Write a request's locked prefix into a row of its own; keep its first `matched_len`."""
+        """Write a request's locked prefix into a new row; set `matched_len` the first time."""
         slots, req.table_idx, req.cache_handle = handle.slots(), self.tables.allocate(), handle
-        if not req.retracted:  # what one that comes back finds, it may have computed itself
+        if not req.retracted:  # a retracted one may match pages that it computed
             req.matched_len = handle.cached_len
         self.tables.write(req.table_idx, 0, slots)
         self.tables.write_tokens(req.table_idx, 0, req.input_ids)
@@ -53,7 +53,7 @@ class CacheManager:
             self.emit(events.RequestAdmitted(req.uid, req.table_idx, pages))
 
     def take_pages(self, num_pages: int) -> IntArray:
-        """Free pages, int32 [num_pages]; evicts what is missing, or raises and changes nothing."""
+        """Take pages, int32 [num_pages]; evict if too few are free, or raise and change nothing."""
         free, rest = self.allocator.free_pages, self.prefix_cache.evictable_tokens // self.page_size
         if num_pages > free + rest:
             raise OutOfPages(f"num_pages: {num_pages} wanted, {free} free and {rest} evictable")
@@ -62,20 +62,20 @@ class CacheManager:
         return self.allocator.allocate(num_pages)
 
     def free_slots(self, slots: IntArray) -> None:
-        """Free whole pages, named by their slots."""
+        """Free whole pages, given by their slots."""
         self.allocator.free(slots[:: self.page_size] // self.page_size)
         if self.emit is not None and len(slots):
             self.emit(events.PagesFreed(events.pages_of(slots, self.page_size)))
 
     def reset(self) -> None:
-        """Free all pages and rows, whoever held them; nothing is cached any more."""
+        """Free all pages and rows, and empty the prefix cache."""
         self.tables.reset()
         self.prefix_cache.reset()
         self.allocator.reset()
         self.allocated_len.clear()
 
     def allocate_paged(self, reqs: Sequence[Req]) -> None:
-        """Allocate each request's pages up to `device_len`, written into its row; all or none."""
+        """Allocate each request's pages up to `device_len` and fill its row; all or none."""
         plan: list[tuple[Req, int, int]] = []  # request, first and last position, whole pages
         for req in reqs:
             if req.cache_handle is None:
@@ -104,13 +104,13 @@ class CacheManager:
         known = min(req.cached_len, len(req.input_ids)) // self.page_size * self.page_size
         salt = req.sampling_params.cache_salt
         new, already = self.prefix_cache.insert_prefix(req.input_ids[:known], row[:known], salt)
-        duplicates = row[old.cached_len : already].copy()  # the cache had these pages before us
+        duplicates = row[old.cached_len : already].copy()  # cached before this request inserts
         if finished:
             self.release(req, max(old.cached_len, new.cached_len))
         else:
             self.prefix_cache.lock(new)
             self.prefix_cache.unlock(old)
-            if len(duplicates):  # the row must not name what is freed below
+            if len(duplicates):  # the row must not name pages freed below
                 self.tables.write(
                     req.table_idx, old.cached_len, new.slots()[old.cached_len : already]
                 )

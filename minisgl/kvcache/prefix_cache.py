@@ -1,4 +1,4 @@
-"""What a prefix cache promises: match, insert, lock, unlock, evict.
+"""Interface of a prefix cache: match, insert, lock, unlock, evict.
 
 Generated from notebooks/03_radix_cache.ipynb: edit there.
 """
@@ -27,11 +27,11 @@ class CacheHandle(Protocol):
 class InsertResult(NamedTuple):
     """Result of an insertion; both lengths are whole pages, `already_cached_len <= cached_len`."""
 
-    handle: CacheHandle  # everything of these tokens that the cache now holds
+    handle: CacheHandle  # the part of these tokens that the cache now holds
     already_cached_len: int  # leading tokens that it held before: your copies are duplicates
 
 
-Salt = str | None  # who shares a prefix: all with one string, or all without any
+Salt = str | None  # requests share prefixes only under equal salts
 
 
 class PrefixCache(Protocol):
@@ -52,7 +52,7 @@ class PrefixCache(Protocol):
         """Find the longest cached prefix of `ids` [n]; change neither contents nor sizes."""
 
     def insert_prefix(self, ids: IntArray, slots: IntArray, salt: Salt = None) -> InsertResult:
-        """Insert the slots [n] of the tokens `ids` [n]; leave what is cached already as it is."""
+        """Insert the slots [n] of the tokens `ids` [n]; do not change pages cached before."""
 
     def pages(self) -> IntArray:
         """Return every page that the cache holds, int32, in any order."""
@@ -61,17 +61,17 @@ class PrefixCache(Protocol):
         """Protect a prefix from eviction; locks add up."""
 
     def unlock(self, handle: CacheHandle) -> None:
-        """Take one lock back; the prefix counts as used now. RuntimeError if it holds none."""
+        """Remove one lock and mark the prefix as used; RuntimeError if it has none."""
 
     def evict(self, num_tokens: int) -> IntArray:
-        """Forget unlocked pages of `num_tokens` tokens, the oldest first; returns their slots."""
+        """Evict unlocked pages of `num_tokens` tokens, the oldest first; return their slots."""
 
     def reset(self) -> None:
         """Forget everything, locks included. No handle from before may be used any more."""
 
 
 class NotEvictable(RuntimeError):
-    """More tokens were asked back from a prefix cache than are cached and unlocked."""
+    """An eviction of more tokens than are cached and unlocked."""
 
 
 def check_evictable(cache: PrefixCache, num_tokens: int) -> None:

@@ -32,7 +32,7 @@ def page_bytes(ids: IntArray, page_size: int) -> bytes:
 
 @dataclass(eq=False, slots=True, repr=False)
 class Node:
-    """A run of whole pages, and how many locks protect it."""
+    """A run of whole pages and the number of its locks."""
 
     tokens: bytes  # token ids, int32 as raw bytes
     slots: IntArray  # [num_tokens]
@@ -63,15 +63,15 @@ class RadixCache:
         self.evictable_tokens = self.protected_tokens = 0
 
     def page_key(self, tokens: bytes, start: int, salt: Salt) -> bytes:
-        """Return the key of the child at byte `start`: a page; the first follows the salt."""
+        """Return the key of the child at byte `start`: a page; the salt precedes the first."""
         page = tokens[start : start + self.page_bytes]
         return page if start or not page or salt is None else b":" + salt.encode() + page
 
     def walk(self, tokens: bytes, salt: Salt) -> tuple[Node, int]:
-        """Follow whole pages of `tokens` down; returns the last node and the matched length."""
+        """Follow whole pages of `tokens` down; return the last node and the matched length."""
         node, start = self.root, 0
         while child := node.children.get(self.page_key(tokens, start, salt)):
-            if not tokens.startswith(child.tokens, start):  # they part inside this run
+            if not tokens.startswith(child.tokens, start):  # they differ inside this run
                 rest = np.frombuffer(tokens, np.int32, offset=start)
                 same = common_prefix(np.frombuffer(child.tokens, np.int32), rest, self.page_size)
                 return self.split(child, same), start // TOKEN_BYTES + same
@@ -83,7 +83,7 @@ class RadixCache:
         assert node.parent is not None and 0 < at < node.num_tokens and at % self.page_size == 0
         cut = at * TOKEN_BYTES
         upper = Node(node.tokens[:cut], node.slots[:at].copy(), node.parent, node.key)
-        upper.ref_count = node.ref_count  # who holds the lower half holds the upper one
+        upper.ref_count = node.ref_count  # a lock on the lower half holds the upper one
         node.parent.children[upper.key] = upper
         node.tokens, node.slots, node.parent = node.tokens[cut:], node.slots[at:].copy(), upper
         node.key = node.tokens[: self.page_bytes]
@@ -133,7 +133,7 @@ class RadixCache:
         return InsertResult(RadixHandle(node, length), cached)
 
     def evict(self, num_tokens: int) -> IntArray:
-        """Forget unlocked pages, the oldest first, and no more than needed; return their slots."""
+        """Evict unlocked pages, the oldest first, and no more than needed; return their slots."""
         check_evictable(self, num_tokens)
         missing = -(-num_tokens // self.page_size) * self.page_size
         self.evictable_tokens -= missing
@@ -165,7 +165,7 @@ class RadixCache:
         return np.concatenate([n.slots[:: self.page_size] for n in self.nodes()]) // self.page_size
 
     def lock(self, handle: CacheHandle) -> None:
-        """Protect a prefix, that is every node on its path."""
+        """Protect a prefix: add a lock to every node on its path."""
         path = path_of(handle)
         if self.emit is not None and path:
             self.emit(events.NodeLocked(self.first_page(path[0]), 1))
@@ -177,7 +177,7 @@ class RadixCache:
             node.ref_count += 1
 
     def unlock(self, handle: CacheHandle) -> None:
-        """Take one lock back and mark the path as just used."""
+        """Remove one lock and mark the path as just used."""
         path = path_of(handle)
         if path and path[0].ref_count == 0:
             raise RuntimeError(f"handle: of {handle.cached_len} tokens, is not locked")

@@ -30,12 +30,12 @@ def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
 
 
 def sort_by_expert(ids: Tensor, num_experts: int, first: int = 0) -> tuple[Tensor, list[int]]:
-    """Sort the pairs of `num_experts` experts from `first` on, and count each's; ids [n, top_k].
+    """Sort the pairs of `num_experts` experts from `first` on; count those of each; ids [n, top_k].
 
-    Pair `p` is choice `p % top_k` of token `p // top_k`; those of an expert keep their order.
+    Pair `p` is choice `p % top_k` of token `p // top_k`; pairs of one expert keep their order.
     """
     flat = ids.flatten() - first
-    flat = flat.where((flat >= 0) & (flat < num_experts), num_experts)  # all others: one more
+    flat = flat.where((flat >= 0) & (flat < num_experts), num_experts)  # all others: one extra
     counts: list[int] = flat.bincount(minlength=num_experts + 1).tolist()[:-1]
     return flat.argsort(stable=True)[: sum(counts)], counts
 
@@ -55,7 +55,7 @@ def grouped_experts(
     """Compute weighted sums over the experts of each token: x [n, hidden] to [n, hidden].
 
     ids, weights: [n, top_k], by `route`. gate_up [experts, 2 width, hidden] and
-    down [experts, hidden, width]: the weights of the experts from `first` on; others add nothing.
+    down [experts, hidden, width]: the experts from `first` on; other experts add nothing.
     linear, silu: the functions to compute with.
     """
     order, counts = sort_by_expert(ids, len(gate_up), first)
@@ -73,7 +73,7 @@ class MoE(nn.Module):
     """Routed experts in place of an MLP: x [n, hidden] to [n, hidden].
 
     Each rank holds an equal slice of the width of every expert, or, if `ctx.expert_parallel`, an
-    equal number of whole experts; ValueError if the ranks do not divide the one or the other.
+    equal number of whole experts; ValueError if the ranks do not divide that size.
     """
 
     layout: Literal["packed", "qwen", "mixtral"] = "qwen"  # of the checkpoint: see `models.moe`

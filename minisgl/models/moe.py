@@ -1,4 +1,4 @@
-"""Decoders with a mixture of experts, and how checkpoints store one.
+"""Decoders with a mixture of experts, and the layouts of their checkpoints.
 
 Generated from notebooks/11_mixture_of_experts.ipynb: edit there.
 """

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 FOREVER = timedelta(days=3650)
-PACKET = 1024  # bytes of a message that travel at once
+PACKET = 1024  # bytes of a message in the first packet
 LEAVE_SECONDS = 3.0  # of waiting for ranks that may have died
 
 
@@ -50,9 +50,9 @@ class GlooComm:
     """One rank of a group of processes; a process is in one such group at a time.
 
     Operations on tensors give up after `timeout` seconds, because all ranks compute at the same
-    pace. `broadcast_object` has no timeout; a death closes the connection and ends that wait too.
+    pace. `broadcast_object` has no timeout; a dead rank's connection closes and ends that wait.
     `on_failure()` is called when an operation fails; it may raise a better error than CommError.
-    A new rank has joined the group of `backend` and met all others when `__init__` returns.
+    When `__init__` returns, the rank has joined the group of `backend` and met all others.
     """
 
     backend = "gloo"
@@ -72,7 +72,7 @@ class GlooComm:
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
-        """Turn the transport's errors into ours."""
+        """Turn the transport's errors into CommError."""
         try:
             yield
         except RuntimeError as error:
@@ -80,7 +80,7 @@ class GlooComm:
             raise CommError(f"{what} on rank {self.rank} of {self.size}: {error}") from error
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum of `x` over the ranks; `x` itself is overwritten if it is contiguous."""
+        """Sum `x` over the ranks; a contiguous `x` is overwritten."""
         x = x.contiguous()
         with self.attempt("all_reduce"):
             dist.all_reduce(x)
@@ -95,7 +95,7 @@ class GlooComm:
         return torch.cat(parts, dim)
 
     def min_ints(self, values: Sequence[int]) -> list[int]:
-        """Return the element-wise minimum over the ranks; all pass equally many."""
+        """Return the element-wise minimum over the ranks; all pass the same number of values."""
         x = torch.tensor(list(values), dtype=torch.int64)
         with self.attempt("min_ints"):
             dist.all_reduce(x, op=dist.ReduceOp.MIN)
@@ -103,14 +103,14 @@ class GlooComm:
         return lowest
 
     def barrier(self) -> None:
-        """Return when all ranks have come here."""
+        """Wait until all ranks have made this call."""
         self.min_ints([0])
 
     def broadcast_object(self, obj: Any, src: int = 0, kind: Any = Any) -> Any:
-        """Return the message of rank `src` on every rank, checked against `kind` where it arrives.
+        """Return the message of rank `src` on every rank; receivers check that it is a `kind`.
 
-        It is in MessagePack; a short one travels in a single packet, its length first. Rank `src`
-        gets `obj` itself; another kind is a msgspec.ValidationError on the others.
+        The format is MessagePack; a short message takes one packet, its length first. Rank `src`
+        gets `obj` itself; another kind raises msgspec.ValidationError on the others.
         """
         content = msgspec.msgpack.encode(obj) if self.rank == src else b""
         start = bytearray(len(content).to_bytes(8, "little") + content[: PACKET - 8])
@@ -126,12 +126,12 @@ class GlooComm:
         return obj if self.rank == src else msgspec.msgpack.decode(found[:length], type=kind)
 
     def _send(self, x: torch.Tensor, src: int) -> None:
-        """Copy `x` of rank `src` into the `x` of all others, however long that takes to come."""
+        """Copy `x` of rank `src` into the `x` of all others; wait without a timeout."""
         with self.attempt("broadcast"):
             dist.broadcast(x, src, group=self.messages)
 
     def close(self) -> None:
-        """Leave the group; all ranks call this, when nothing uses it any more."""
+        """Leave the group; all ranks call this once nothing uses it."""
         leave_group()
 
 
@@ -139,7 +139,7 @@ def leave_group() -> None:
     """Leave the group that this process is in, if any, without waiting long for dead ranks."""
 
     def leave() -> None:
-        with suppress(RuntimeError):  # ranks left in another way: too late to act on
+        with suppress(RuntimeError):  # ranks left in another way: nothing to do
             dist.destroy_process_group()
 
     if dist.is_initialized():

@@ -14,7 +14,7 @@ from minisgl.scheduler.messages import Msg, Reply
 
 
 class BroadcastChannel:
-    """A channel for every rank: rank 0 alone has the outer one and passes on what it receives.
+    """A channel for every rank: rank 0 alone has the outer one and broadcasts its messages.
 
     `recv` is a collective call: all ranks make it once per turn of their loop, and get the same
     messages in the same order. Replies of the other ranks equal rank 0's and are dropped.

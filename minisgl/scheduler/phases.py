@@ -1,4 +1,4 @@
-"""The two phases: who may start, in chunks of prompts, and who produces a token per step.
+"""The two phases: prefill, which admits prompts in chunks, and decode, one token per step.
 
 Generated from notebooks/09_scheduler.ipynb: edit there.
 """
@@ -58,7 +58,7 @@ class PrefillLimits:
     """Limits of one prefill step, in tokens."""
 
     max_extend_tokens: int  # computed in one step
-    min_shared: int = 32  # a common prefix that is worth a step of waiting; 0: none is
+    min_shared: int = 32  # shortest common prefix worth a step of waiting; 0: none
     mixed_prefill_threshold: int | None = None  # see `room`; None: the budget alone counts
 
 
@@ -72,8 +72,8 @@ class PrefillAdder:
         self.budget = limits.max_extend_tokens  # tokens that this step may still compute
         self.reserved, self.reserve = reserved, reserve  # pages promised; see `pages_to_come`
         self.min_shared = -(-limits.min_shared // cache.page_size) * cache.page_size
-        self.shortest = math.inf  # tokens of the step's shortest prompt, chunks before included
-        self.prefixes = set[tuple[str | None, bytes]]()  # what this step computes first
+        self.shortest = math.inf  # tokens of the step's shortest prompt, earlier chunks included
+        self.prefixes = set[tuple[str | None, bytes]]()  # keys of prefixes computed in this step
 
     def room(self, tokens: int) -> int:
         """Return the tokens this step has left for a prompt with `tokens` left to compute."""
@@ -89,7 +89,7 @@ class PrefillAdder:
         length = min(self.room(rest), rest)
         if length == 0:
             return False
-        # What a retracted request finds in the cache may be its own work: `matched_len` is older.
+        # A retracted request may match pages it computed itself: `matched_len` is older.
         size = rest if req.retracted else req.prefill_len - req.matched_len
         self.shortest = min(self.shortest, size)
         req.schedule(req.cached_len + length)
@@ -137,7 +137,7 @@ class PrefillAdder:
 
 
 class PrefillManager:
-    """Requests that wait, and the one whose prompt is half done."""
+    """Waiting requests, and the one whose prompt is half computed."""
 
     def __init__(
         self, cache: CacheManager, decode: DecodeManager, limits: PrefillLimits, queue: WaitingQueue
@@ -147,7 +147,7 @@ class PrefillManager:
         self.chunked_req: Req | None = None
 
     def remove(self, req: Req) -> None:
-        """Forget a request, wherever it stands; what it holds is released by the caller."""
+        """Forget a request, queued or half computed; the caller releases its row and pages."""
         if req is self.chunked_req:
             self.chunked_req = None
         elif req.table_idx < 0:  # not admitted yet
@@ -163,7 +163,9 @@ class PrefillManager:
 
     def schedule(self) -> Batch | None:
         """Return the next prefill step: the chunked prompt and waiting ones, in queue order."""
-        if self.chunked_req is None and not self.waiting:  # most steps: count no promised pages
+        if (
+            self.chunked_req is None and not self.waiting
+        ):  # most steps: skip counting promised pages
             return None
         adder, chunked = self.adder(), self.chunked_req
         while adder.budget > 0:

@@ -30,7 +30,7 @@ class Launched(NamedTuple):
 
 @dataclass(eq=False)
 class Scheduler:
-    """Owns every request from its message to its last reply; the parts it works with are given."""
+    """Owner of every request from its message to its last reply; its parts are arguments."""
 
     engine: Executor
     cache: CacheManager
@@ -41,7 +41,7 @@ class Scheduler:
     make_room: Callable[..., None] | None = None  # called with the scheduler before a decode step
     audit: Callable[..., None] | None = None  # and before an idle loop blocks
     eos_token_ids: frozenset[int] = frozenset()
-    overlap: bool = True  # which loop `run` is
+    overlap: bool = True  # which loop `run` uses
     interleave: bool = False  # no two prefill steps in a row while requests are running
     last_phase: Phase = Phase.DECODE
     step_count: int = 0
@@ -49,7 +49,7 @@ class Scheduler:
     exiting: bool = False
     reqs: dict[int, Req] = field(default_factory=dict)  # those without a last reply, by uid
     in_flight: Launched | None = None
-    emit: events.Emit | None = None  # an observer of what happens; None: nobody observes
+    emit: events.Emit | None = None  # receives events; None: no observer
 
     @property
     def has_work(self) -> bool:
@@ -57,7 +57,7 @@ class Scheduler:
         return bool(self.reqs) or self.in_flight is not None
 
     def receive(self, block: bool) -> None:
-        """Take messages in; with `block` and nothing to do, audit and wait for one."""
+        """Handle waiting messages; with `block` and no work, audit and wait for one."""
         idle = block and not self.has_work
         if idle and self.audit is not None:
             self.audit(self)
@@ -107,14 +107,14 @@ class Scheduler:
         return self.decode.schedule()
 
     def abort(self, uid: int) -> None:
-        """End a request now, whatever it is doing. Too late is no error."""
+        """End a request now, in any state; do nothing if it has ended already."""
         req = self.reqs.get(uid)
         if req is not None:
             self.release(req)
             self.channel.send([abort_reply(req)])
 
     def release(self, req: Req) -> None:
-        """Forget a request and free all it holds; called once for each, whatever its state."""
+        """Forget a request in any state and free all its memory; called once for each."""
         del self.reqs[req.uid]
         self.prefill.remove(req)
         self.decode.remove(req)
@@ -131,7 +131,7 @@ class Scheduler:
         req.table_idx = -1
 
     def reset(self) -> None:
-        """Forget all requests, without a reply, and all cached prefixes: the state of a new one."""
+        """Forget all requests, without a reply, and all cached prefixes, as in a new scheduler."""
         self.engine.reset()
         self.cache.reset()
         self.prefill.waiting.reset()
@@ -142,7 +142,7 @@ class Scheduler:
             self.emit(events.SchedulerReset())
 
     def launch(self, batch: Batch) -> Launched:
-        """Start a step and move its requests on, as if it were done: the device keeps the order."""
+        """Start a step and advance its requests as if it were done; the device works in order."""
         self.cache.allocate_paged(batch.reqs)
         inputs = self.engine.prepare(batch)
         output = self.engine.step(inputs)
