@@ -149,7 +149,7 @@ class TagCompiler:
         return self.define(" | ".join(map(self.expression, nodes)))
 
     def repeated(self, node: dict[str, Any], one: str, between: str, end: str) -> str:
-        """Return a repetition: one or more by default; the node may limit it to one or allow none."""
+        """Return a repetition: one or more, but the node may limit it to one or allow none."""
         many = one if node.get("stop_after_first") else f"{one} ({between}{one})* {end}"
         empty = end or '""'
         return many if node.get("at_least_one") else f"({many} | {empty})"

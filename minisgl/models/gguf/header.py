@@ -113,7 +113,7 @@ class Cursor:
         return found
 
     def settle(self: Cursor, tensor: StoredTensor, base: int, alignment: int) -> StoredTensor:
-        """Return the tensor with its offset in the file; raise GgufError unless its bytes are there."""
+        """Return the tensor with its offset in the file, which must contain all its bytes."""
         start, size = base + tensor.start, tensor.rows * tensor.row_bytes
         if tensor.start % alignment or start + size > len(self.data):
             where = f"at a multiple of {alignment} and end within the file's {len(self.data)} bytes"
