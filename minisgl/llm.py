@@ -60,7 +60,7 @@ class OutputBuilder:
         }
 
     def push(self, reply: TokenReply) -> bool:
-        """Take in a reply; True if the text met a stop string, so that the rest is not wanted."""
+        """Add a reply; return True if a stop string ended the text, so that the rest is dropped."""
         self.out["cached_tokens"] = reply.cached_tokens
         if reply.notice is not None:
             self.out["notice"] = reply.notice
@@ -286,8 +286,8 @@ class LLM:
     ) -> list[dict[str, Any]]:
         """Answer one conversation, or a list of them; each is a list of role and content.
 
-        The prompt has the `tools`; calls stay in the text as the model wrote them, and only the server
-        parses them. `chat_template_kwargs` are variables of its chat template.
+        The prompt has the `tools`; calls stay in the text as the model wrote them, because only the
+        server parses them. `chat_template_kwargs` are variables of its chat template.
         """
         if self.tokenizer is None:
             raise ValueError(f"messages: {self.config.model_path} has no tokenizer")

@@ -367,7 +367,7 @@ def test_fields_are_refused_by_name(changes: dict[str, Any], message: str, tmp_p
 
 @pytest.mark.parametrize("name", ["token_embd", "blk.0.attn_q", "blk.0.attn_k", "blk.0.ffn_gate"])
 def test_sizes_need_their_tensors(name: str, tmp_path: Path) -> None:
-    assert f"{name}.weight: must be there" in refused(tmp_path, drop=f"{name}.weight")
+    assert f"{name}.weight: must be present" in refused(tmp_path, drop=f"{name}.weight")
 
 
 def test_number_of_experts_is_that_of_the_tensors(tmp_path: Path) -> None:

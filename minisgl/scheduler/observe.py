@@ -60,7 +60,7 @@ class StageClock:
 
 
 def emitter(*observers: Emit | None) -> Emit | None:
-    """Join observers into one `emit`, each disabled after its first failure; None for none."""
+    """Join observers into one `emit` that logs their first failures; None without observers."""
     live = [guarded(observe) for observe in observers if observe is not None]
     if len(live) < 2:
         return live[0] if live else None
