@@ -107,6 +107,23 @@ def test_one_request_takes_the_time_of_its_steps() -> None:
     assert (record.prompt_tokens, record.output_tokens, record.error) == (512, 4, None)
 
 
+def test_short_prompts_join_the_steps_of_running_requests() -> None:
+    load = [*requests(1, 64, 100), *(replace(r, due=0.2 + r.due) for r in requests(9, 48, 4, 0.02))]
+    apart, mixed = (run(load, mixed_tokens=most) for most in (0, 512))
+    assert apart.device.steps - mixed.device.steps == 9
+    first = [found.run.records[0].e2e for found in (apart, mixed)]
+    assert first[0] - first[1] == pytest.approx(9 * (step_seconds(48, 0) - FITTED.host), rel=0.1)
+
+
+def test_a_mixed_step_reads_the_context_of_running_requests() -> None:
+    cost = StepCost(MODEL, GPU.ceilings, captured=(64,))
+    long, short = (seconds_of(cost.columns(np.array([1, 1, 48]), np.array([cached, cached, 0]), 3),
+                              FITTED) for cached in (8000, 100))  # fmt: skip
+    both = cost.columns(np.array([1, 1]), np.array([8000, 8000]), 2)
+    assert 2 * seconds_of(both, FITTED) > long > short > seconds_of(cost.columns(
+        np.array([48]), np.array([0]), 1), FITTED)  # fmt: skip
+
+
 def test_the_clock_jumps_over_what_is_idle() -> None:
     found = run(requests(3, 100, 2, gap=1e6))
     assert found.device.steps == 6 and found.device.now > 2e6
@@ -123,7 +140,8 @@ def test_clients_wait_for_their_answers() -> None:
 def test_steps_and_pages_are_those_of_a_stored_run(name: str) -> None:
     stored = json.loads((DATA / f"{name}.json").read_text())["results"]
     model, gpu = ModelConfig.from_hf(KNOWN_CONFIGS[stored["model"]]), GPUS[name[:4]]
-    found = simulate(model, gpu, random_workload(model.vocab_size), config=ENGINE)
+    load = random_workload(model.vocab_size)
+    found = simulate(model, gpu, load, config=ENGINE, mixed_tokens=0)
     steps = stored["steps"]
     assert found.device.steps == steps["prefill_steps"] + steps["decode_steps"]
     assert summarize(found.run)["output_tokens"] == stored["output_tokens"]

@@ -1,4 +1,4 @@
-"""The Triton backend, with the wide query tiles of long prompts given to the kernel for Hopper.
+"""The Triton backend, with a Hopper kernel for the wide query tiles of long prompts.
 
 Generated from notebooks/04c_prefill_attention.ipynb: edit there.
 """
@@ -37,7 +37,7 @@ class HopperPlan(TritonPlan):
     ) -> None:  # fmt: skip
         super().__init__(backend, out_loc, args, tile_q, 1)
         self.boxes = boxes
-        self.compiled: Any = None  # by the first layer; the arguments of all have the same types
+        self.compiled: Any = None  # set by the first layer; all have the same argument types
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
         """Attend over the pool."""

@@ -32,10 +32,13 @@ from minisgl.benchmark.workload import RandomRequest
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.model import ModelConfig
 from minisgl.core import SamplingParams
+from minisgl.engine.prefill_graph import MAX_REQUESTS
+from minisgl.engine.runners import MAX_MIXED_TOKENS
 from minisgl.engine.step import ForwardInput, ForwardOutput, SampledTokens
 from minisgl.kvcache.pool import kv_bytes_per_token
 from minisgl.scheduler.build import Parts, build_prefill
 from minisgl.scheduler.messages import Msg, Reply, TokenReply, UserMsg
+from minisgl.scheduler.mixed import MixedPrefill
 from minisgl.scheduler.requests import Limits, make_req
 from minisgl.scheduler.retraction import make_room
 from minisgl.scheduler.scheduler import Scheduler
@@ -167,18 +170,23 @@ def count_pages(model: ModelConfig, gpu: Gpu, tp: int, page_size: int) -> int:
 
 def simulate(
     model: ModelConfig, gpu: Gpu, requests: Sequence[RandomRequest], *, config: SchedulerConfig,
-    tp: int = 1, clients: int | None = None,
+    tp: int = 1, clients: int | None = None, mixed_tokens: int = MAX_MIXED_TOKENS,
 ) -> Simulated:  # fmt: skip
-    """Run all requests through the real scheduler; `config` as for an engine on a GPU."""
+    """Run all requests through the real scheduler; `config` as for an engine on a GPU.
+
+    mixed_tokens: most new tokens of a step with prompts and running requests; 0: none is mixed.
+    """
     longest = max(len(request.input_ids) + request.output_len for request in requests)
     pages = config.num_pages or count_pages(model, gpu, tp, config.page_size)
-    device = Device()
+    device, cost = Device(), cost_on(model, gpu, tp, config.max_extend_tokens)
     engine = TimedExecutor(
-        cost_on(model, gpu, tp, config.max_extend_tokens), device, num_pages=pages,
-        page_size=config.page_size, max_seq_len=longest + 1,
+        cost, device, num_pages=pages, page_size=config.page_size, max_seq_len=longest + 1,
         max_running_req=config.max_running_req,
     )  # fmt: skip
     prefill = build_prefill(config, engine, Parts(), None)
+    if isinstance(prefill, MixedPrefill) and cost.captured:
+        prefill.max_tokens = min(mixed_tokens, cost.captured[-1])
+        prefill.max_requests = MAX_REQUESTS
     limits = Limits(longest + 1, pages * config.page_size, model.vocab_size)
     arrivals = Arrivals(device, requests, clients)
     scheduler = Scheduler(

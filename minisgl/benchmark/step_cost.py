@@ -21,6 +21,8 @@ from minisgl.kvcache.pool import kv_bytes_per_token
 
 Times = NDArray[np.float64]
 Lengths = NDArray[np.int64]
+FEW_ROWS = 16  # of a GEMM whose tiles are not those of 64 rows
+TILE_ROWS = 128  # of a prefill kernel: queries of a KV head
 
 
 class Factors(NamedTuple):
@@ -87,19 +89,24 @@ class StepCost:
         model, layers, one = self.model, self.model.num_layers, self.ceilings
         bytes_per_s, flops_per_s = one.bytes_per_s * self.tp, one.flops_per_s * self.tp
         (rows, captured), tokens = self.rows(extend), int(extend.sum())
-        decode, several = bool((extend == 1).all()), self.tp > 1
+        tiled = rows if rows <= FEW_ROWS else -(-rows // 64) * 64
+        one_token, several = extend == 1, self.tp > 1  # of running requests, in a mixed step too
+        decode = bool(one_token.all())
         sparse = 0 if model.moe is None else layers - len(model.moe.dense_layers)
         experts = self.expert_work(tokens, rows)
         body, head = body_parameters(model) - model.expert_parameters, head_parameters(model)
-        kv = int((cached + extend).sum()) * kv_bytes_per_token(model, 2)
-        pairs = int((extend * cached + extend * (extend + 1) // 2).sum())
+        kv = int((cached + extend)[one_token].sum()) * kv_bytes_per_token(model, 2)
+        pairs = int((extend * cached + extend * (extend + 1) // 2)[~one_token].sum())
+        if not decode:  # each row of a running request fills a tile of queries
+            group = model.num_qo_heads // model.num_kv_heads
+            pairs += TILE_ROWS // group * int(cached[one_token].sum())
         per_pair = 4 * layers * model.num_qo_heads * model.head_dim
         return np.array([
             layers * captured, layers * (captured and tokens > 1), sparse,
             2 * (body + head * (sampled > 0)) / bytes_per_s,
-            2 * (rows * body + sampled * head) / flops_per_s,
-            experts.nbytes / bytes_per_s, experts.flops / flops_per_s, kv / bytes_per_s * decode,
-            per_pair * pairs / flops_per_s * (not decode),
+            2 * (tiled * body + sampled * head) / flops_per_s,
+            experts.nbytes / bytes_per_s, experts.flops / flops_per_s, kv / bytes_per_s,
+            per_pair * pairs / flops_per_s,
             per_pair * rows / flops_per_s * (not decode),
             layers * rows * self.row_bytes() / one.bytes_per_s,
             2 * layers * several, 4 * layers * rows * model.hidden_size * several,
@@ -124,7 +131,7 @@ def times_of(columns: Times, factors: Factors) -> StepTimes:
     """Return the times of steps [..., factors]; few rows overlap less than many."""
     part: Any = Factors(*np.moveaxis(columns * np.array(factors), -1, 0))
     reads = part.weights, part.products
-    device = np.where(part.kv > 0, smooth_max(2, *reads), smooth_max(4, *reads))
+    device = np.where(part.host > 0, smooth_max(4, *reads), smooth_max(2, *reads))
     device = device + smooth_max(4, part.expert_weights, part.expert_products)
     device = device + part.captured_layer + part.rows_layer + part.expert_layer + part.kv
     device = device + part.pairs + part.queries + part.activations
@@ -176,8 +183,8 @@ def fit(columns: Times, measured: Times, start: Factors, rounds: int = 100) -> F
 
 
 FITTED = Factors(
-    captured_layer=1.26e-5, rows_layer=5.27e-6, expert_layer=6.68e-6, weights=0.99,
-    products=0.988, expert_weights=1.06, expert_products=1.29, kv=1.09, pairs=1.16, queries=619,
-    activations=1.05, reduce_layer=8.53e-6, reduce_byte=4.31e-12, launch_layer=3.72e-4,
+    captured_layer=1.21e-5, rows_layer=5.27e-6, expert_layer=7.36e-6, weights=1.02,
+    products=0.989, expert_weights=1.06, expert_products=1.29, kv=1.12, pairs=1.16, queries=619,
+    activations=1.05, reduce_layer=8.15e-6, reduce_byte=4.31e-12, launch_layer=3.71e-4,
     launch_expert_layer=4.95e-4, host=1.41e-3,
 )  # fmt: skip

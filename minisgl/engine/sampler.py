@@ -120,7 +120,8 @@ def kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
     Keep the first top_k, and of these the fewest whose share reaches top_p; at least one.
     top_k int64 [bs], top_p float64 [bs]. Shares are summed as integers, which add up to the same
-    total in any order: the result cannot depend on the width or on the number of rows.
+    total in any order: the result cannot depend on the width or on the number of rows. A share of
+    less than 2**-40 of the first is 0, and its candidate is dropped.
     """
     rank = torch.arange(scaled.shape[-1], device=scaled.device)
     first_k = rank < top_k[:, None]

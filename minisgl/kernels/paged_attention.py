@@ -37,7 +37,7 @@ def attend_range(
     HEAD_DIM: tl.constexpr, TILE_KV: tl.constexpr, DIM: tl.constexpr, MASK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Fold in the keys of [begin, end); `limit` is the last position a row sees, asked if MASK."""
+    """Fold in the keys of [begin, end); `limit` is the last position a row sees, read if MASK."""
     dims = tl.arange(0, DIM)
     for start in tl.range(begin, end, TILE_KV, num_stages=STAGES):
         positions = start + tl.arange(0, TILE_KV)
@@ -95,7 +95,7 @@ def tile_keys(
     request, tile, qo_indptr_ptr, last_ptr, splits,
     GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
 ):  # fmt: skip
-    """Return a request's first row of q, new and cached tokens; a tile's keys, keys of a split."""
+    """Return a request's first row of q, new and cached tokens; keys of a tile and of a split."""
     first = tl.load(qo_indptr_ptr + request)
     qo_len = tl.load(qo_indptr_ptr + request + 1) - first
     cached = (tl.load(last_ptr + request) + 1).to(tl.int32) - qo_len

@@ -24,10 +24,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from minisgl.kernels.paged_attention import UNALIGNED
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-ROWS = gl.constexpr(64)  # query rows of a warpgroup: what one wgmma instruction multiplies
+ROWS = gl.constexpr(64)  # query rows of a warpgroup, as in one wgmma instruction
 TILE_KV = gl.constexpr(128)  # keys of a tile
-STAGES = gl.constexpr(3)  # tiles of K, and as many of V, in shared memory
-# Triton has renamed it.
+STAGES = gl.constexpr(3)  # tiles of K, and again of V, in shared memory
+# Triton renamed it.
 start_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
@@ -62,14 +62,14 @@ def wait_full(ring, number):
 
 @gluon.jit
 def release(ring, number):
-    """Leave the stage of tile `number` to the warp that loads."""
+    """Free the stage of tile `number` for the warp that loads."""
     _smem, _full, free = ring
     mbarrier.arrive(free.index(number % STAGES), count=1)
 
 
 @gluon.jit
 def load_tile(ring, pages, number, row, start, last_page, column, BOX: gl.constexpr):
-    """Start the copy of one tile of K or V into its stage, once both warpgroups have left it."""
+    """Start the copy of one tile of K or V to its stage, once both warpgroups released it."""
     smem, full, free = ring
     slots = ()
     for b in gl.static_range(TILE_KV // BOX):  # past the last page: that page again
@@ -106,7 +106,7 @@ def load_tiles(
 
 @gluon.jit
 def mask_future(s, start, limit, S: gl.constexpr):
-    """Mask the scores of keys from `start` with -inf where a key lies behind the row's position."""
+    """Mask the scores of keys from `start` with -inf where a key is after the row's position."""
     positions = start + gl.arange(0, TILE_KV, gl.SliceLayout(0, S))
     return gl.where(positions[None, :] <= limit[:, None], s, float("-inf"))
 
@@ -122,7 +122,7 @@ def weigh(s, m, total, scale_log2):
 
 @gluon.jit
 def multiply_keys(q, keys, number, turns, who: gl.constexpr, S: gl.constexpr):
-    """Start Q @ K^T of a tile when it is there, and this warpgroup's turn has come."""
+    """Start Q @ K^T of a tile once it is loaded and it is this warpgroup's turn."""
     k = wait_full(keys, number)
     mbarrier.wait(turns.index(who), (number & 1) ^ (1 - who))
     nothing = gl.zeros([ROWS, TILE_KV], gl.float32, S)
@@ -134,7 +134,7 @@ def fold_tiles(
     state, q, keys, values, turns, who: gl.constexpr, begin, end, tiles, limit, scale_log2,
     MASK: gl.constexpr, S: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
-    """Fold in tiles [begin, end), counted from the last; `weights` are those of the tile before."""
+    """Fold in tiles [begin, end), counted from the last; `weights` are the previous tile's."""
     m, total, acc, weights, number = state
     for j in range(begin, end):
         p = gl.convert_layout(weights.to(q.dtype), P)
@@ -175,7 +175,7 @@ def first_tile(
 
 @gluon.jit
 def clear_rows(tile, count):
-    """Zero the rows from `count` on: what another request left there may be NaN."""
+    """Zero the rows from `count` on: another request may have left NaN there."""
     DIM: gl.constexpr = tile.shape[1]
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     row, held = gl.arange(0, TILE_KV, gl.SliceLayout(1, LINES)), tile.load(LINES)

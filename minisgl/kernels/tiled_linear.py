@@ -12,7 +12,7 @@ from minisgl.kernels.linear import Tiling, launch_rows
 
 
 def fixed_tiling(n: int, k: int) -> Tiling:
-    """Return tiles for a weight [n, k], whatever m is; raise ValueError if none divides it."""
+    """Return tiles for a weight [n, k] and any m; raise ValueError if none divides it."""
     if n % 16 or k % 16 or k < 64:
         must = "multiples of 16, with 64 columns or more"
         raise ValueError(f"deterministic: a weight's sizes must be {must}, got {n}, {k}")

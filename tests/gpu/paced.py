@@ -1,10 +1,11 @@
 """Loads that arrive by the clock, simulated (chapter 13da) or run by engines in this process.
 
-python3 -m tests.gpu.paced predict GPU FILE
-python3 -m tests.gpu.paced measure GPU FILE [SECONDS]
+python3 -m tests.gpu.paced predict FILE
+python3 -m tests.gpu.paced measure FILE [SECONDS]
 
-Both write a summary of each load; no engine is started after SECONDS. A prediction is committed
-before the run that it is about.
+`predict` writes a summary of each load for every kind of GPU, `measure` for the GPU at hand; no
+engine is started after SECONDS, and none that needs more GPUs than there are. A prediction is
+committed before the run that it is about.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from minisgl.benchmark import options, report
 from minisgl.benchmark.load import LoadRun, online_workload
@@ -26,6 +31,8 @@ from minisgl.config.known_models import KNOWN_CONFIGS
 from minisgl.config.model import ModelConfig
 from minisgl.engine.heap import frozen_heap
 from minisgl.llm import LLM
+from minisgl.scheduler.build import Parts, build_prefill
+from minisgl.scheduler.mixed import MixedPrefill
 
 
 class Load(NamedTuple):
@@ -44,27 +51,46 @@ class Load(NamedTuple):
         return with_burst(found, longer, 3.0) if self.burst else found
 
 
-class Engine(NamedTuple):
-    """A model on `tp` GPUs, the scheduler's policy, and what it gets to do."""
+class Setting(NamedTuple):
+    """A scheduling policy, its token budget, and the loads to run with them."""
 
-    model: str
-    tp: int
     policy: str
     budget: int
     loads: tuple[Load, ...]
 
 
+class Engine(NamedTuple):
+    """A model on `tp` GPUs; with several GPUs, one setting."""
+
+    model: str
+    tp: int
+    settings: tuple[Setting, ...]
+
+
 OFFLINE = Load(192, None, (64, 512), (64, 256))
+BUSY = Load(160, 20.0, (16, 128), (100, 300))  # most prompts join running requests in a step
 BURST = Load(72, 8.0, (64, 256), (64, 192), burst=20)
 ENGINES = [
-    Engine("Qwen3-8B", 1, "fcfs", 8192, (
-        OFFLINE, Load(96, 12.0, (200, 800), (50, 250)), Load(24, 2.5, (4000, 12000), (32, 128)),
-        BURST,
+    Engine("Qwen3-8B", 1, (
+        Setting("fcfs", 8192, (
+            OFFLINE, Load(96, 12.0, (200, 800), (50, 250)), Load(16, 2.5, (4000, 12000), (32, 128)),
+            BURST,
+        )),
+        Setting("fair", 8192, (BUSY, BURST)),
+        Setting("fair", 512, (BURST,)),
     )),
-    Engine("Qwen3-8B", 1, "fair", 512, (BURST,)),
-    Engine("Qwen3-8B", 2, "fcfs", 8192, (OFFLINE, Load(192, 24.0, (200, 800), (50, 250)))),
-    Engine("Qwen3-30B-A3B", 2, "fcfs", 8192, (OFFLINE, Load(80, 10.0, (200, 800), (50, 250)))),
-    Engine("Qwen3-30B-A3B", 1, "fcfs", 8192, (OFFLINE, Load(80, 10.0, (200, 800), (50, 250)))),
+    Engine("Qwen3-8B", 2, (
+        Setting("fcfs", 8192, (OFFLINE, Load(160, 24.0, (200, 800), (50, 250)))),
+    )),
+    Engine("Qwen3-30B-A3B", 2, (
+        Setting("fcfs", 8192, (OFFLINE, Load(80, 10.0, (200, 800), (50, 250)))),
+    )),
+    Engine("Qwen3-0.6B", 1, (
+        Setting("fcfs", 8192, (OFFLINE, Load(240, 40.0, (200, 800), (50, 250)))),
+    )),
+    Engine("Qwen3-30B-A3B", 1, (
+        Setting("fcfs", 8192, (OFFLINE, Load(80, 10.0, (200, 800), (50, 250)))),
+    )),
 ]  # fmt: skip
 
 
@@ -94,25 +120,53 @@ def measured(llm: LLM, requests: Sequence[RandomRequest]) -> LoadRun:
     return LoadRun(arrivals.records, 0.0, False)
 
 
-def runs(engine: Engine, gpu: str, measure: bool) -> Iterator[LoadRun]:
-    """The loads of an engine, one after the other."""
-    loads = [load.make(seed) for seed, load in enumerate(engine.loads)]
-    model = f"Qwen/{engine.model}"
-    fields: dict[str, Any] = {
-        "schedule_policy": engine.policy, "max_extend_tokens": engine.budget,
-    }  # fmt: skip
-    if not measure:
-        config = SchedulerConfig(device="cpu", **fields)
-        shape = ModelConfig.from_hf(KNOWN_CONFIGS[model])
-        for load in loads:
-            yield simulate(shape, GPUS[gpu], load, config=config, tp=engine.tp).run
-        return
-    with options.model_folder(model, True) as folder, LLM(
-        folder, use_dummy_weight=True, tensor_parallel_size=engine.tp, **fields
-    ) as llm:  # fmt: skip
-        measured(llm, online_workload(32, (64, 600), (8, 64), 100))
-        with frozen_heap():
-            yield from (measured(llm, load) for load in loads)
+def use(llm: LLM, config: SchedulerConfig) -> None:
+    """Give an idle engine of one GPU the queue, admission and cache that `config` asks for."""
+    scheduler, before = llm.scheduler, llm.scheduler.prefill
+    prefill = build_prefill(config, scheduler.engine, Parts(), None)
+    assert isinstance(prefill, MixedPrefill) and isinstance(before, MixedPrefill)
+    prefill.max_tokens = min(before.max_tokens, config.max_extend_tokens or 0)
+    prefill.max_requests = before.max_requests
+    scheduler.prefill, scheduler.cache, scheduler.decode = prefill, prefill.cache, prefill.decode
+    scheduler.interleave = config.schedule_policy == "fair"
+
+
+def config_of(setting: Setting) -> SchedulerConfig:
+    """Return the config of a setting."""
+    fields: dict[str, Any] = {"schedule_policy": setting.policy}
+    return SchedulerConfig(device="cpu", max_extend_tokens=setting.budget, **fields)
+
+
+def simulated(engine: Engine, gpu: str) -> Iterator[tuple[Setting, Load, LoadRun]]:
+    """Simulate the loads of an engine, one after the other."""
+    shape = ModelConfig.from_hf(KNOWN_CONFIGS[f"Qwen/{engine.model}"])
+    for setting, seed, load in loads_of(engine):
+        config, requests = config_of(setting), load.make(seed)
+        found = simulate(shape, GPUS[gpu], requests, config=config, tp=engine.tp)
+        yield setting, load, found.run
+
+
+def run_all(engine: Engine, **fields: Any) -> Iterator[tuple[Setting, Load, LoadRun]]:
+    """Run the loads of an engine, one after the other; a short form of each comes before it."""
+    first = engine.settings[0]
+    fields |= {"schedule_policy": first.policy, "max_extend_tokens": first.budget}
+    with (
+        options.model_folder(f"Qwen/{engine.model}", True) as folder,
+        LLM(folder, use_dummy_weight=True, tensor_parallel_size=engine.tp, **fields) as llm,
+    ):
+        for setting, seed, load in loads_of(engine):
+            if engine.tp == 1:
+                use(llm, config_of(setting))
+            measured(llm, [replace(r, due=0.0, output_len=8) for r in load.make(100 + seed)[:32]])
+            with frozen_heap():
+                yield setting, load, measured(llm, load.make(seed))
+
+
+def loads_of(engine: Engine) -> Iterator[tuple[Setting, int, Load]]:
+    """Return setting, seed and load of each run; the same load has the same seed."""
+    for setting in engine.settings:
+        for load in setting.loads:
+            yield setting, load.requests, load
 
 
 def summary_of(run: LoadRun, requests: Sequence[RandomRequest]) -> dict[str, Any]:
@@ -121,20 +175,22 @@ def summary_of(run: LoadRun, requests: Sequence[RandomRequest]) -> dict[str, Any
     return summarize(run._replace(records=kept))
 
 
-def main(what: str, gpu: str, file: str, seconds: str = "inf") -> None:
+def main(what: str, file: str, seconds: str = "inf") -> None:
     """Write the summaries, after each load."""
     start, rows = time.perf_counter(), list[dict[str, Any]]()
-    for engine in ENGINES:
-        if time.perf_counter() - start > float(seconds):
-            break
-        given = {"model": engine.model, "tp": engine.tp, "policy": engine.policy,
-                 "budget": engine.budget}  # fmt: skip
-        found = runs(engine, gpu, what == "measure")
-        for seed, (load, run) in enumerate(zip(engine.loads, found)):
-            rows.append(given | {"load": load._asdict()} | summary_of(run, load.make(seed)))
+    here = torch.cuda.get_device_name().lower() if what == "measure" else ""
+    for gpu, engine in product([name for name in GPUS if name in here or not here], ENGINES):
+        late = time.perf_counter() - start > float(seconds)
+        if here and (late or engine.tp > torch.cuda.device_count()):
+            continue
+        for setting, load, run in run_all(engine) if here else simulated(engine, gpu):
+            rows.append({
+                "gpu": gpu, "model": engine.model, "tp": engine.tp, "policy": setting.policy,
+                "budget": setting.budget, "load": load._asdict(),
+                **summary_of(run, load.make(load.requests)),
+            })  # fmt: skip
             print(round(time.perf_counter() - start, 1), rows[-1], flush=True)
-            command = f"python3 -m tests.gpu.paced {what} {gpu} FILE"
-            report.save(Path(file), {"gpu": gpu, "rows": rows}, command)
+            report.save(Path(file), {"rows": rows}, f"python3 -m tests.gpu.paced {what} FILE")
 
 
 if __name__ == "__main__":

@@ -54,6 +54,13 @@ MUTATIONS = [
         TESTS + "test_kept_is_the_definition",
     ),
     Mutation(
+        "sampler_top_k_keeps_tokens_without_weight",
+        SAMPLER,
+        "keep = first_k & ((up_to - weights).double() < limit)",
+        "keep = first_k & (((up_to - weights).double() < limit) | (top_p[:, None] == 1))",
+        TESTS + "test_kept_is_the_definition",
+    ),
+    Mutation(
         "sampler_minus_zero_is_less_than_zero",
         SAMPLER,
         "neginf=-torch.inf) + 0.0",
