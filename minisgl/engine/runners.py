@@ -22,12 +22,12 @@ from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
 
 MAX_MIXED_TOKENS = 512  # of a step with prompts and running requests: chapter 09ba
-MAX_DRAFT_ROWS = 32  # of a step with drafts: with more, a draft costs what it may save
+MAX_DRAFT_ROWS = 32  # of a step with drafts: with more, drafts cost more than they save
 
 
 @dataclass(frozen=True)
 class Runners:
-    """The captured steps of an engine; None where there are none of a kind."""
+    """The captured steps of an engine; None for a kind that has none."""
 
     decode: GraphRunner | None = None
     prefill: PrefillRunner | None = None
@@ -46,7 +46,7 @@ class Runners:
 
     @property
     def mixed_limits(self) -> tuple[int, int]:
-        """Return the most new tokens and requests of a mixed step; 0, 0: it would run eagerly."""
+        """Return the most new tokens and requests of a mixed step; 0, 0 if it would run eagerly."""
         if self.prefill is None:
             return 0, 0
         return min(MAX_MIXED_TOKENS, self.prefill.sizes[-1]), len(self.prefill.next_ids)
@@ -66,7 +66,7 @@ def capture_runners(
     tables: TableManager, forward: Forward, draw: Draw,
     new_graph: Callable[[], Graph] | None, progress: bool,
 ) -> Runners:  # fmt: skip
-    """Capture the steps that a resolved config asks for; nothing without `new_graph`."""
+    """Capture the steps of a resolved config; nothing without `new_graph`."""
     most = max(config.max_running_req, 1 + config.num_speculative_tokens)
     sizes = choose_sizes(config.cuda_graph_bs, config.cuda_graph_max_bs, most)
     if new_graph is None or not sizes:
