@@ -314,10 +314,10 @@ class Proposer(NGramProposer):
         super().__init__()
         self.world = world
 
-    def learn(self, req: Req, drafted: int, accepted: int) -> None:
+    def update(self, req: Req, drafted: int, accepted: int) -> None:
         if self.world.fair is not None:
             self.world.fair.charge(Phase.DECODE, [req] * accepted)
-        super().learn(req, drafted, accepted)
+        super().update(req, drafted, accepted)
 
 
 def prompts_of(reqs: Iterable[Req]) -> list[Req]:
@@ -590,7 +590,7 @@ class World:
                 self.joined.pop(uid, None)
                 self.over = self.reqs.pop(uid)
                 if self.fair is not None:
-                    self.fair.leave(self.over)
+                    self.fair.release(self.over)
             case events.StepLaunched(step=step):
                 for place, uid in enumerate(self.scheduler.decode.running):
                     self.joined.setdefault(uid, 1000 * step + place)

@@ -34,7 +34,7 @@ from minisgl.scheduler.requests import Limits, make_req
 from minisgl.server.chat.client import ApiClient, ServerError
 from minisgl.server.cli import main
 from minisgl.server.http import bodies
-from minisgl.server.http.access import Access, OwnNames, network_of
+from minisgl.server.http.access import Access, TrustedHosts, network_of
 from minisgl.server.http.bodies import BodyReader, SideThread, check_count, invalid, validator_of
 from minisgl.server.http.calls import ChatAbilities
 from minisgl.server.http.errors import ApiError
@@ -449,7 +449,7 @@ def test_pages_of_other_sites_are_refused() -> None:
         return 1
 
     async def status(**headers: str) -> int:
-        transport = httpx.ASGITransport(OwnNames(app, {"mine.example"}))
+        transport = httpx.ASGITransport(TrustedHosts(app, {"mine.example"}))
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             return (await client.get("/", headers=headers)).status_code
 
@@ -474,7 +474,7 @@ def test_pages_of_other_sites_are_refused() -> None:
 @pytest.mark.parametrize("name", [b"host", b"origin"])
 def test_a_second_host_is_checked_as_well(name: bytes) -> None:
     """A proxy in front may have looked at the other one."""
-    names, page = OwnNames(FastAPI(), {"mine.example"}), b"http://" * (name == b"origin")
+    names, page = TrustedHosts(FastAPI(), {"mine.example"}), b"http://" * (name == b"origin")
     for hosts, passes in (
         ((b"localhost", b"mine.example"), True),
         ((b"localhost", b"evil.example"), False),

@@ -23,7 +23,7 @@ from minisgl.kvcache.pool import KVPool
 TILE_Q, TILE_KV = 8, 64  # positions of a query block, and of a tile of keys
 
 
-def fold_tile(
+def attend_tile(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, m: Tensor, total: Tensor, acc: Tensor
 ) -> None:
     """Fold one tile of keys into the running maximum, sum and weighted sum of each row, in place.
@@ -65,7 +65,7 @@ class InvariantTorchPlan(AttentionPlan):
             seen = torch.arange(tile * TILE_KV, (tile + 1) * TILE_KV, device=device)
             keys, values = self.read_tile(layer_id, seen, live)
             b = slice(live * kv_heads)
-            fold_tile(queries[b], keys, values, seen > limit[b], m[b], total[b], acc[b])
+            attend_tile(queries[b], keys, values, seen > limit[b], m[b], total[b], acc[b])
         out = (acc / total).view(blocks, kv_heads, TILE_Q, -1, q.shape[2]).transpose(1, 2)
         return out.reshape(-1, *q.shape[1:]).index_select(0, place).to(q.dtype)
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.attention.factory import create_backend, parts_of
+from minisgl.attention.factory import backend_pair, create_backend
 from minisgl.attention.metadata import AttentionBackend, AttentionPlan, DecodeBuffers, ragged_arange
 from minisgl.config.engine import EngineConfig, SchedulerConfig
 from minisgl.config.model import ModelConfig
@@ -204,7 +204,7 @@ def prefill_plans(
     config: EngineConfig, model: ModelConfig, pool: KVPool, tables: TableManager
 ) -> PrefillPlans | None:
     """Return the attention of captured prefill, close to eager prefill's; None if unsupported."""
-    torch_alone = parts_of(config.attention_backend)[0] == "torch"
+    torch_alone = backend_pair(config.attention_backend)[0] == "torch"
     if torch_alone != (config.device == "cpu"):
         return None
     heads = model.num_qo_heads // config.tp.size

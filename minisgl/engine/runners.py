@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from minisgl.attention.factory import create_backend, parts_of
+from minisgl.attention.factory import backend_pair, create_backend
 from minisgl.attention.metadata import AttentionBackend
 from minisgl.config.engine import EngineConfig
 from minisgl.config.model import ModelConfig
 from minisgl.core import Batch, Phase
-from minisgl.engine.graph import Draw, Forward, Graph, GraphRunner, choose_sizes
+from minisgl.engine.graph import Forward, Graph, GraphRunner, Sample, choose_sizes
 from minisgl.engine.prefill_graph import PrefillRunner, capture_prefill
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
@@ -63,7 +63,7 @@ class Runners:
 
 def capture_runners(
     config: EngineConfig, model: ModelConfig, pool: KVPool, backend: AttentionBackend,
-    tables: TableManager, forward: Forward, draw: Draw,
+    tables: TableManager, forward: Forward, sample: Sample,
     new_graph: Callable[[], Graph] | None, progress: bool,
 ) -> Runners:  # fmt: skip
     """Capture the steps of a resolved config; nothing without `new_graph`."""
@@ -72,11 +72,11 @@ def capture_runners(
     if new_graph is None or not sizes:
         return Runners()
     how: dict[str, Any] = {
-        "forward": forward, "draw": draw, "tables": tables, "vocab_size": model.vocab_size,
+        "forward": forward, "sample": sample, "tables": tables, "vocab_size": model.vocab_size,
         "dtype": getattr(torch, config.dtype), "new_graph": new_graph,
     }  # fmt: skip
     prefill = capture_prefill(config, model, pool, progress, backend=backend, **how)
-    if config.num_speculative_tokens and parts_of(config.attention_backend)[1] in FUSED:
+    if config.num_speculative_tokens and backend_pair(config.attention_backend)[1] in FUSED:
         heads = model.num_qo_heads // config.tp.size
         backend = create_backend("store_first", pool=pool, tables=tables, num_qo_heads=heads)
     decode = GraphRunner(backend=backend, sizes=sizes, **how)

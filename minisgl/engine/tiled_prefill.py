@@ -12,7 +12,7 @@ from minisgl.attention.triton_backend import KernelArgs, TritonBackend
 from minisgl.engine.graph import StepBuffers
 from minisgl.engine.prefill_graph import Tiles
 
-MOST_SPLITS = 8  # scratch memory grows with them
+MAX_SPLITS = 8  # scratch memory grows with them
 
 
 class TiledPrefill:
@@ -36,7 +36,7 @@ class TiledPrefill:
         """Plan a prefill of `size` tokens for capture; small steps split the keys."""
         backend, tile_q = self.backend, self.tile_rows(size)
         programs = self.programs(size, tile_q)
-        splits = max(1, min(MOST_SPLITS, backend.num_sms // programs))
+        splits = max(1, min(MAX_SPLITS, backend.num_sms // programs))
         plan = backend.make_plan(static.out_loc, KernelArgs(*tiles), tile_q, splits, programs)
         heads, device = self.group * backend.pool.num_kv_heads, backend.device
         # Padding has no tile: its outputs stay these zeros.

@@ -51,7 +51,7 @@ class DeviceLimits:
         """True if our kernels' tiles fit; GPUs before 8.0 have less memory and no async copies."""
         return self.capability >= 80
 
-    def at_once(self, most: int, nbytes: int) -> int:
+    def resident_blocks(self, most: int, nbytes: int) -> int:
         """Return how many thread blocks run at once: `most` on an SM, if `nbytes` of each fit."""
         room = self.shared_memory + RESERVED
         return self.sms * min(most, room // (nbytes + RESERVED))

@@ -26,7 +26,7 @@ class WaitingQueue(Protocol):
     def remove(self, req: Req) -> None: ...  # waits no longer: admitted or aborted
     def chunk_comes_first(self, chunked_req: Req) -> bool: ...  # before the first waiting one
     def charge(self, batch: Batch) -> None: ...  # a step is about to be computed
-    def leave(self, req: Req) -> None: ...  # a request ended, in any state
+    def release(self, req: Req) -> None: ...  # a request ended, in any state
     def reset(self) -> None: ...  # forget all requests
 
 
@@ -48,7 +48,7 @@ class ArrivalOrder(deque[Req]):
     def charge(self, batch: Batch) -> None:
         """Do nothing: costs do not matter in arrival order."""
 
-    def leave(self, req: Req) -> None:
+    def release(self, req: Req) -> None:
         """Do nothing: there is nothing to settle."""
 
 
@@ -166,7 +166,7 @@ class FairQueue:
         present = sum(name in computed or share.waiting > 0 for name, share in self._shares.items())
         self._clock += sum(req.extend_len for req in prompts) / present
 
-    def leave(self, req: Req) -> None:
+    def release(self, req: Req) -> None:
         share = self._shares[req.client]
         share.live -= 1
         del self._tags[req]

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from minisgl.core import SamplingParams
 from minisgl.scheduler.frames import with_seed
 from minisgl.server.frontend import Frontend, RequestFailed
-from minisgl.server.http.access import BEARER, Access, client_of, for_browsers, keyed_route
+from minisgl.server.http.access import BEARER, Access, client_of, cors_middleware, keyed_route
 from minisgl.server.http.bodies import SideThread, build, invalid
 from minisgl.server.http.errors import FAILED, ApiError, api_error
 from minisgl.server.http.formats import (
@@ -114,7 +114,7 @@ class RequestHandler:
 
     async def _replies(self) -> AsyncGenerator[tuple[Task, UserReply], None]:
         """Yield replies of all tasks as they come; closing this generator cancels every task."""
-        with self.limiter.acquire(len(self.tasks), self.client), failing_as_sent(self.body):
+        with self.limiter.acquire(len(self.tasks), self.client), renamed_failures(self.body):
             if len(self.tasks) == 1:
                 async with aclosing(self._generate(self.tasks[0])) as replies:
                     async for reply in replies:
@@ -184,7 +184,7 @@ async def cancel(running: Sequence[asyncio.Future[Any]]) -> None:
 
 
 @contextmanager
-def failing_as_sent(body: GenerationRequest) -> Iterator[None]:
+def renamed_failures(body: GenerationRequest) -> Iterator[None]:
     """What fails in the block is an `ApiError`, which names the field as the client did."""
     try:
         yield
@@ -226,7 +226,7 @@ async def stream_response(events: AsyncGenerator[bytes, None]) -> EventStream:
     return EventStream(await anext(events), events)
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T | None:
+async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T | None:
     """Run `work`, or cancel it when the client disconnects and return None."""
 
     async def gone() -> None:
@@ -245,8 +245,10 @@ async def respond(request: Request, body: GenerationRequest, handler: RequestHan
     """Respond with a stream or the whole answer, as requested; 499 if the client has left."""
     if body.stream:
         events = handler.events(body.include_usage)
-        return await unless_gone(request, stream_response(events)) or Response(status_code=499)
-    whole = await unless_gone(request, handler.whole())
+        return await cancel_on_disconnect(request, stream_response(events)) or Response(
+            status_code=499
+        )
+    whole = await cancel_on_disconnect(request, handler.whole())
     return Response(status_code=499) if whole is None else Json(whole)
 
 
@@ -352,8 +354,8 @@ def add_generation_routes(keyed: APIRouter, service: Service) -> None:
 
         handler, gone = await build(request, made), Response(status_code=499)
         if body.stream is not False:
-            return await unless_gone(request, stream_response(handler.texts())) or gone
-        answers = await unless_gone(request, handler.answers())
+            return await cancel_on_disconnect(request, stream_response(handler.texts())) or gone
+        answers = await cancel_on_disconnect(request, handler.answers())
         return Json({"text": answers[0].text}) if answers else gone
 
 
@@ -399,7 +401,7 @@ def create_app(
         yield
         await frontend.stop()
 
-    headers, checks = for_browsers(settings.origins)
+    headers, checks = cors_middleware(settings.origins)
     around = [headers, *middleware, *checks]
     app = FastAPI(title="minisgl", lifespan=lifespan, middleware=around, redirect_slashes=False)
     service = Service(frontend, settings, limiter or ConcurrencyLimiter())

@@ -157,7 +157,7 @@ class Body:
 MAX_HEAD = 2**16  # bytes of a request's head
 
 
-class PatientHttp(HttpToolsProtocol):
+class TimeoutHttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol with bounded patience, in seconds, for each connection."""
 
     stall, head = 30.0, 30.0  # to take what we write, to send a whole request head
@@ -268,12 +268,12 @@ class PatientHttp(HttpToolsProtocol):
         HttpToolsProtocol.resume_writing(self)
 
 
-def patient_http(
+def timeout_http_protocol(
     stall: float, head: float = 30.0, connections: int = 2**31
 ) -> type[asyncio.Protocol]:
     """Return the protocol class for one server."""
     fields = {"stall": stall, "head": head, "places": Shares(connections)}
-    return type("PatientHttp", (PatientHttp,), fields)
+    return type("TimeoutHttpProtocol", (TimeoutHttpProtocol,), fields)
 
 
 def connection_places() -> tuple[int, int]:
@@ -290,7 +290,7 @@ def http_config(app: ASGIApp, stall: float, trusted: str | None) -> uvicorn.Conf
     """Make the settings of uvicorn; `trusted` proxies may set the address of a client."""
     places, backlog = connection_places()
     return uvicorn.Config(
-        app, http=patient_http(stall, connections=places), ws="none", log_level="warning",
+        app, http=timeout_http_protocol(stall, connections=places), ws="none", log_level="warning",
         access_log=False, backlog=backlog, proxy_headers=bool(trusted),
         forwarded_allow_ips=trusted, timeout_graceful_shutdown=2, timeout_keep_alive=75,
     )  # fmt: skip
