@@ -293,7 +293,7 @@ def run_overhead(args: argparse.Namespace) -> Result:
 
 
 def run_simulate(args: argparse.Namespace) -> Result:
-    """Simulate one replica of the given number, or of the number that a target needs."""
+    """Run one simulated replica of the given number, or of the number that a target needs."""
     with options.model_folder(args.model, True) as folder:
         replicas, summary = simulate_flags(ModelConfig.from_path(folder), args)
     print(f"{replicas} replicas, {replicas * args.tp} GPUs; one replica:\n{table(summary)}")
