@@ -356,7 +356,7 @@ MUTATIONS = [
     Mutation(
         name="server: workers block what their parent held back",
         module="minisgl.runtime.supervisor",
-        old="    signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_GROUP)  # since our start\n",
+        old="    signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_GROUP)",
         new="",
         test="tests/test_server_faults.py::test_a_worker_blocks_no_signals",
     ),
