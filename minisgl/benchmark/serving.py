@@ -22,7 +22,7 @@ from minisgl.server.options import FLAG_OF
 
 
 class Child(NamedTuple):
-    """A server that runs: its URL and its process."""
+    """A running server: its URL and its process."""
 
     url: str
     process: psutil.Process
@@ -54,20 +54,20 @@ def stop(process: subprocess.Popen[str], patience: float = 30.0) -> None:
 
 @contextmanager
 def served(folder: Path | None, flags: Sequence[str], patience: float = 600.0) -> Iterator[Child]:
-    """Our server on a free port; `ValueError` with its last words if it does not start."""
+    """Start a server on a free port; `ValueError` with its last output if that fails."""
     command = [sys.executable, "-m", "minisgl", "--port", "0", *flags]
     command += [] if folder is None else ["--model", str(folder)]
     if threading.current_thread() is threading.main_thread():  # a kill stops the server as well
         for sig in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(sig, lambda *_: sys.exit(1))
     with TemporaryFile("w+") as errors:
-        process = subprocess.Popen(  # in a session of its own: Ctrl-C is for us, we stop it
+        process = subprocess.Popen(  # in a session of its own: Ctrl-C reaches only this process
             command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
         )
         late = threading.Timer(patience, process.terminate)
         late.start()
         try:
-            # A library may have something to say before the line with the URL.
+            # A library may print before the line with the URL.
             line = next((line for line in process.stdout or () if "http://" in line), None)
             late.cancel()
             if line is None:

@@ -1,4 +1,4 @@
-"""Vectors of token ids from one rank's shard of the vocabulary.
+"""Embedding lookup in one rank's shard of the vocabulary.
 
 Generated from notebooks/05d_gemm.ipynb: edit there.
 """

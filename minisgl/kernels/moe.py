@@ -1,4 +1,4 @@
-"""Experts on a GPU: pairs of token and expert in blocks, and two grouped GEMMs over them.
+"""Experts on a GPU: blocks of (token, expert) pairs, and two grouped GEMMs over them.
 
 Generated from notebooks/11b_moe_kernels.ipynb: edit there.
 """
@@ -42,7 +42,7 @@ def top_experts(
         logits += tl.load(logits_ptr + place, mask=inside, other=0.0).to(tl.float32)
     logits = tl.where(experts < E, logits, float("-inf"))
     left, choice = logits, tl.full([tokens.shape[0], WIDTH], TOP_K, tl.int32)
-    # `most` is no less than TOP_K: Triton 3.6 fails on a loop that it knows to have one round.
+    # `most` is no less than TOP_K: Triton 3.6 fails on a loop with one constant iteration.
     for i in range(tl.minimum(TOP_K, most)):
         equal = left == tl.max(left, 1)[:, None]
         best = experts == tl.min(tl.where(equal, experts, WIDTH), 1)[:, None]  # the first of them
@@ -125,14 +125,14 @@ class Blocks:
 
 
 def max_blocks(pairs: int, experts: int, size: int) -> int:
-    """Return the most blocks any routing of `pairs` needs: an expert's last may hold one pair."""
+    """Return the most blocks that any routing of `pairs` needs; a last block may hold one pair."""
     return (pairs + min(pairs, experts) * (size - 1)) // size
 
 
 def tokens_of_program(n: int) -> int:
     """Return how many of n tokens a thread block of `align_kernel` sorts: a power of two."""
     if n <= 16:
-        return int(triton.next_power_of_2(n))  # all, and nobody has to count before
+        return int(triton.next_power_of_2(n))  # all, so no counting pass is needed
     return 8 if n <= 512 else 32
 
 
@@ -185,7 +185,7 @@ def expert_tile(
 
 @triton.jit
 def wait_then_launch():
-    """Wait for the kernels before, then launch the next one early: it may read their results."""
+    """Wait for the earlier kernels, then launch the next one early: it may read their results."""
     gdc_wait()
     gdc_launch_dependents()
 
@@ -202,10 +202,10 @@ def expert_kernel(
     GATED: x has the order of the tokens, w holds gate and up, and out has the order of the blocks.
     """
     if GATED and PDL:
-        wait_then_launch()  # the second GEMM reads the blocks before it waits
+        wait_then_launch()  # the second GEMM reads the blocks before its wait
     block = tl.program_id(1)
     count, expert = tl.load(rows_ptr + block), tl.load(experts_ptr + block).to(tl.int64)
-    away = expert < 0  # of another rank: only zeros for its place in the sum
+    away = expert < 0  # another rank's expert: store zeros for the sum
     if (count == 0) | (away & GATED):
         return
     cols, ks = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
@@ -232,14 +232,14 @@ def expert_kernel(
     tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=real[:, None])
 
 
-# (at most so many pairs for an expert on average, tiles of the first GEMM, of the second)
+# (largest mean number of pairs of an expert, tiles of the first GEMM, of the second)
 TILINGS = (
     (8, Tiling(16, 64, 128, 4, 3, True), Tiling(16, 64, 128, 4, 4, True)),
     (24, Tiling(32, 64, 64, 4, 3, True), Tiling(32, 64, 128, 4, 3, True)),
     (48, Tiling(64, 64, 64, 4, 4, False), Tiling(64, 64, 64, 4, 4, False)),
     (float("inf"), Tiling(128, 128, 64, 8, 3, False), Tiling(128, 256, 64, 8, 3, False)),
 )
-# The same for FP8 weights, which are widened: `choose_fp8_tiling` says why two warps.
+# The same for FP8 weights, which are widened; two warps as in `choose_fp8_tiling`.
 SMALL = Tiling(16, 64, 128, 2, 4, True)
 FP8_TILINGS = (
     (2, Tiling(16, 32, 128, 2, 6, True), SMALL),

@@ -208,7 +208,7 @@ MUTATIONS = [
     Mutation(
         name="server: a fault of ours leaves a stream waiting",
         module="minisgl.server.http.api",
-        old="except Exception as failure:  # a fault of ours must end the stream, too",
+        old="except Exception as failure:  # an internal error must end the stream, too",
         new="except RequestFailed as failure:",
         test=TEST + "test_fault_of_ours_ends_a_stream",
     ),

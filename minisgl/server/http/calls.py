@@ -1,4 +1,4 @@
-"""How families of models write calls of tools, and the grammar that makes them do so.
+"""Tool-call notations by model family, and the grammars that enforce them.
 
 Generated from notebooks/12a_tools.ipynb: edit there.
 """
@@ -21,7 +21,7 @@ class CallFormat:
 
     name: str
     markers: tuple[str, ...]  # a call may follow one; the first is that of the grammar
-    begin: str  # of one call, up to its arguments; NAME stands for the function's name
+    begin: str  # begins one call, up to its arguments; NAME stands for the function's name
     end: str
     separator: str
     opening: str = ""
@@ -29,7 +29,7 @@ class CallFormat:
 
     @property
     def after(self) -> list[str]:
-        """What may follow a call that is no content: a separator, an end marker."""
+        """Text that may follow a call and is no content: a separator, an end marker."""
         closing = self.end.removeprefix("}") + self.closing
         return [text for text in (self.separator.strip(), closing.strip()) if text]
 
@@ -60,11 +60,11 @@ NO_TOOLS = ("this model's chat template does not show them to it; put a chat_tem
 
 @dataclass(frozen=True)
 class ChatAbilities:
-    """A model's abilities by its chat template: whether it thinks first, and its form of calls."""
+    """A model's abilities by its chat template: reasoning, and the notation of calls."""
 
     reasoning: bool = False
     calls: CallFormat | None = None
-    refusal: str = NO_TOOLS  # why there are no calls
+    refusal: str = NO_TOOLS  # why calls are not supported
 
 
 def call_format(template: str) -> CallFormat | None:

@@ -1,4 +1,4 @@
-"""A chat as a client sends it, and its answer taken apart: thoughts, content and calls.
+"""A client's chat, and the parser of its answer: thoughts, content and calls.
 
 Generated from notebooks/12a_tools.ipynb: edit there.
 """
@@ -23,7 +23,7 @@ from minisgl.tokenizer import THINK, THOUGHT, overlap
 
 
 class AnswerParser:
-    """Takes an answer apart: thoughts, if the model has any, then content and calls.
+    """Splits an answer into thoughts, if the model has any, then content and calls.
 
     If `show_thoughts` is false, thoughts are left out.
     """
@@ -33,11 +33,11 @@ class AnswerParser:
     ) -> None:
         self.tools, self.show_thoughts, self.pieces = tools, show_thoughts, list[Piece]()
         self.buffer, self.opened = "", False
-        self.total = self.rest = 0  # characters that came, and those behind the thought
+        self.total = self.rest = 0  # characters received, and those after the thought
         self.state = self._start if reasoning else self._rest
 
     def push(self, text: str, last: bool = False, thinking: bool = False) -> list[Piece]:
-        """Take more of the answer. `thinking`: the prompt ended inside of a thought."""
+        """Parse more of the answer. `thinking`: the prompt ended inside a thought."""
         self.buffer, self.total = self.buffer + text, self.total + len(text)
         if self.state == self._start:
             self.opened = self.opened or thinking
@@ -133,14 +133,14 @@ class TextPart(BaseModel):
 
 
 class RefusalPart(BaseModel):
-    """An assistant's text when it refused."""
+    """An assistant's text of a refusal."""
 
     type: Literal["refusal"]
     refusal: Text
 
 
 class CalledFunction(BaseModel):
-    """A call by the model, with its arguments as the text that it wrote, or as an object."""
+    """A call by the model, with its arguments as text or as an object."""
 
     name: Text
     arguments: Text | Object | None = None

@@ -1,4 +1,4 @@
-"""Calls of tools in a text that grows: what is certain is given out at once.
+"""A streaming parser of tool calls: text is returned as soon as its kind is certain.
 
 Generated from notebooks/12a_tools.ipynb: edit there.
 """
@@ -29,7 +29,7 @@ class Content(NamedTuple):
 
 
 class CallStart(NamedTuple):
-    """It calls a function; `call` counts the calls of an answer."""
+    """The start of a function call; `call` counts the calls of an answer."""
 
     call: int
     id: str
@@ -52,13 +52,13 @@ def new_call_id() -> str:
 
 
 class ObjectEnd:
-    """Finds where a JSON object ends that comes in pieces."""
+    """Finds the end of a JSON object that arrives in pieces."""
 
     def __init__(self) -> None:
         self.depth, self.quoted, self.escaped = 0, False, False
 
     def find(self, text: str) -> int:
-        """Return how much of the next piece belongs to it; -1 if all does and it goes on."""
+        """Count the next piece's characters that belong to it; -1 if all do and more follow."""
         for at, char in enumerate(text):
             if self.escaped:
                 self.escaped = False
@@ -80,7 +80,7 @@ HEAD = re.compile(r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*' + ARGUMENTS)
 NAMED = re.compile(r"(?P<name>[\w.:/-]{1,64})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
 NO_OBJECT = re.compile(r'\{\s*[^\s"}]|(?!\{|[\w.:/-]{1,64}(?:\[\w*\]?\w*)*\s*$)')
 OTHER_KEY = r'|\{\s*"(?!(?:name|type|function|arguments|parameters|id)")[^"]*"'
-NO_HEAD = re.compile(NO_OBJECT.pattern + OTHER_KEY)  # without a marker: no call begins so
+NO_HEAD = re.compile(NO_OBJECT.pattern + OTHER_KEY)  # without a marker: no call begins like this
 
 
 class ToolParser:
@@ -98,7 +98,7 @@ class ToolParser:
         self.state = self._content
 
     def push(self, text: str, last: bool = False) -> list[Piece]:
-        """Take more of the answer; what has become certain. `last`: nothing follows."""
+        """Parse more of the answer; return the pieces now certain. `last`: nothing follows."""
         self.buffer, self.total = self.buffer + text, self.total + len(text)
         while self.state(last):
             pass
@@ -109,7 +109,7 @@ class ToolParser:
         return pieces
 
     def _say(self, text: str, behind: int) -> None:
-        """Append content, except white space at its end; `behind` it so many characters came."""
+        """Append content without trailing white space; `behind` characters followed it."""
         text = self.blank + text
         certain = text.rstrip()
         self.blank = text[len(certain) :]
@@ -165,7 +165,7 @@ class ToolParser:
         return self._give_up() if last or (body and no_head.match(body)) else False
 
     def _give_up(self) -> bool:
-        """Append the marker, or else the first character, as content, and go on behind it."""
+        """Append the marker, or else the first character, as content; continue after it."""
         text = self.marker or self.buffer[:1]
         self.buffer = self.buffer[len(text) - len(self.marker) :]
         self.state = self._content
@@ -188,7 +188,7 @@ class ToolParser:
         return end >= 0
 
     def _more_keys(self, last: bool) -> bool:
-        """Skip what else the object of a call holds, up to its closing brace."""
+        """Skip the other members of a call's object, up to its closing brace."""
         rest = self.buffer.lstrip()
         if self.object.depth or rest[:1] in ("}", ","):
             self.object.depth = self.object.depth or 1
@@ -200,7 +200,7 @@ class ToolParser:
         return bool(rest or last)
 
     def _tail(self, last: bool) -> bool:
-        """Skip what closes a call; behind a separator the next one follows."""
+        """Skip the end of a call; after a separator, parse the next one."""
         while self.closing:
             rest = self.buffer.lstrip()
             if not last and self.closing[0].startswith(rest) and rest != self.closing[0]:
@@ -216,7 +216,7 @@ class ToolParser:
 
 
 def read_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a call that is a complete JSON object; None if it is no call."""
+    """Return the name and arguments of a complete JSON call; None if it is no call."""
     try:
         given: Any = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Tools as clients send them, and what is asked of an answer's calls.
+"""Tools in requests, and the rules for an answer's calls.
 
 Generated from notebooks/12a_tools.ipynb: edit there.
 """
@@ -22,7 +22,7 @@ from minisgl.server.http.calls import (
 )
 from minisgl.tokenizer import check_unicode
 
-# JSON can hold half of a character, an unpaired surrogate; no message of ours can.
+# JSON can hold an unpaired surrogate; our messages cannot.
 Text = Annotated[str, AfterValidator(partial(check_unicode, "text"))]
 
 
@@ -58,13 +58,13 @@ class FunctionSpec(BaseModel):
 
 
 class Tool(BaseModel):
-    """The one kind of tool that there is."""
+    """A tool; functions are the only kind."""
 
     type: Literal["function"]
     function: FunctionSpec
 
     def as_template_input(self) -> dict[str, Any]:
-        """Return the tool as models see it in training: name, description, parameters."""
+        """Return the tool in the form that models are trained on: name, description, parameters."""
         about = self.function.model_dump(exclude_none=True, exclude={"strict"})
         about.setdefault("parameters", {**ANY_OBJECT, "properties": {}})
         return {"type": "function", "function": about}
@@ -190,7 +190,7 @@ class ResponseFormat(BaseModel, extra="forbid"):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: NamedSchema | None = None
-    content: Object | None = Field(default=None, alias="schema")  # llama.cpp's place for it
+    content: Object | None = Field(default=None, alias="schema")  # llama.cpp puts it here
 
     def asked(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams`; a schema counts, whatever the type is."""
