@@ -15,10 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernels.pdl import launch_options
 
-MAX_ROWS, MAX_WIDTH = (
-    256,
-    16384,
-)  # more would not be resident together; wider does not fit a program
+MAX_ROWS, MAX_WIDTH = 256, 16384  # more are not resident together; wider does not fit a program
 BITS = {2: tl.int16, 4: tl.int32}  # by the bytes of a number
 
 
