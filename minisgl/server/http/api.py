@@ -11,10 +11,10 @@ import traceback
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import APIRouter, FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
@@ -33,11 +33,10 @@ from minisgl.server.http.formats import (
     Completion,
     CompletionFormatter,
     Json,
-    encoded,
     sse,
     usage,
 )
-from minisgl.server.http.limits import DRAINING, LOADING, ConcurrencyLimiter
+from minisgl.server.http.limits import DRAINING, LOADING, MAX_HELD, ConcurrencyLimiter, Held, Shares
 from minisgl.server.http.schemas import (
     MAX_ANSWERS,
     ChatRequest,
@@ -87,6 +86,7 @@ class RequestHandler:
         limits = [s for s in (body.timeout, settings.request_timeout) if s is not None]
         terms = {"request_id": name, "client": fair_client(self.client, body)}
         self.terms: dict[str, Any] = {**terms, "timeout": min(limits, default=None)}
+        self.held = Held(service.held, self.client)
 
     def _generate(self, task: Task) -> AsyncGenerator[UserReply, None]:
         return self.service.frontend.generate(task.params, **task.prompt, **self.terms)
@@ -96,21 +96,29 @@ class RequestHandler:
         answers = [self.formatter.answer() for _ in self.tasks]
         async with aclosing(self._replies()) as replies:
             async for task, reply in replies:
-                answers[task.index].add(reply)
+                answer = answers[task.index]
+                answer.add(reply)
+                if reply.logprobs:
+                    self.held.add(reply.logprobs)
+                    pack = partial(answer.pack, self.formatter.logprobs)
+                    await build(self.request, pack, large=len(reply.logprobs) > 64)
         return answers
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer in one piece."""
         answers = await self.answers()
-        large = len(answers) > 64 or sum(len(answer.logprobs) for answer in answers) > 256
 
-        def formatted() -> list[msgspec.Raw]:
-            choices = (self.formatter.choice(n, answer) for n, answer in enumerate(answers))
-            return [msgspec.Raw(encoded(choice)) for choice in choices]
+        def formatted() -> list[dict[str, Any]]:
+            return [self.formatter.choice(n, answer) for n, answer in enumerate(answers)]
 
-        choices = await build(self.request, formatted, large)
+        choices = await build(self.request, formatted, self.is_large)
         head = {**self.head, "object": self.formatter.whole}
         return {**head, "choices": choices, "usage": usage(answers, self.prompts)}
+
+    @property
+    def is_large(self) -> bool:
+        """True for an answer that takes the event loop too long to format."""
+        return len(self.tasks) > 64 or self.held.count > 2**12
 
     async def _replies(self) -> AsyncGenerator[tuple[Task, UserReply], None]:
         """Yield replies of all tasks as they come; closing this generator cancels every task."""
@@ -248,8 +256,16 @@ async def respond(request: Request, body: GenerationRequest, handler: RequestHan
         return await cancel_on_disconnect(request, stream_response(events)) or Response(
             status_code=499
         )
-    whole = await cancel_on_disconnect(request, handler.whole())
-    return Response(status_code=499) if whole is None else Json(whole)
+    response: Json | None = None
+    try:
+        whole = await cancel_on_disconnect(request, handler.whole())
+        if whole is not None:
+            response = await build(request, partial(Json, whole), handler.is_large)
+            response.sent = handler.held.release
+    finally:
+        if response is None:
+            handler.held.release()
+    return response or Response(status_code=499)
 
 
 def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:
@@ -311,6 +327,7 @@ class Service:
     frontend: Frontend
     settings: ApiSettings
     limiter: ConcurrencyLimiter
+    held: Shares = field(default_factory=partial(Shares, MAX_HELD))
 
 
 STREAMED: dict[int | str, dict[str, Any]] = {  # for /openapi.json
