@@ -65,7 +65,6 @@ EXCEPTIONS = (
     'says "hello"',  # a user
     "Tell me a story",  # prompts
     "a story, tell it",
-    "somebody believes",
 )
 FENCE = re.compile(r"^(```+|~~~+)(.*?)\n(.*?)^\1\s*$", re.MULTILINE | re.DOTALL)
 UNREAD = re.compile(r"`[^`\n]*`|\]\([^)\s]*\)|https?://\S+|\$[^$\n]*\$")
