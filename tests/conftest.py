@@ -16,6 +16,7 @@ from pathlib import Path
 
 import build  # notebooks/build.py
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import HealthCheck, Phase, settings
 
 from tests.browser import browser  # noqa: F401, a fixture
@@ -47,6 +48,8 @@ if not GPU:
 # Each client of httpx would read all certificates, in 30 ms, for servers that speak no TLS.
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 os.environ.pop("SSL_CERT_FILE", None)
+# Tests that name no timeout get httpx's 5 seconds, which a busy machine exceeds.
+DEFAULT_TIMEOUT_CONFIG.read = DEFAULT_TIMEOUT_CONFIG.connect = 100
 
 # A busy machine is slow, and that is no fault of a test.
 settings.register_profile(
@@ -136,7 +139,7 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """No collection of garbage in a test looks at what is there now, and stays."""
+    """Freeze the objects of now: garbage collections in tests skip them."""
     gc.freeze()
 
 

@@ -261,7 +261,7 @@ def test_stop_token_ids_end_both_alike(request: pytest.FixtureRequest, kind: str
         ({}, "address 127.0.0.1"),
         ({"user": None}, "address 127.0.0.1"),
         ({"user": ""}, "address 127.0.0.1"),
-        ({"user": "address 127.0.0.1"}, "user address 127.0.0.1"),  # nobody can pose as an address
+        ({"user": "address 127.0.0.1"}, "user address 127.0.0.1"),  # no key can pose as an address
         ({"user": "日本"}, "user 日本"),
     ],
 )
@@ -538,7 +538,7 @@ ANY_VALUE = {"eos_token_id"}  # may be one or a list
 
 
 def test_fields_are_treated_as_the_table_says(live: Live) -> None:
-    """One client, one connection: what is refused names itself, what asks for nothing passes."""
+    """One client, one connection: rejected fields are named, neutral values pass."""
     odd = [{"something": "odd"}]
     with httpx.Client(base_url=live.url, timeout=300) as client:
         for path, body, schema in [
