@@ -123,12 +123,17 @@ class Server:
     def work(self) -> list[int]:
         return [spent(p) for p in self.processes if p.is_running()]
 
+    def client(self) -> httpx.Client:
+        """Return a client of another address than the attacker's."""
+        other = httpx.HTTPTransport(local_address="127.0.0.2")
+        return httpx.Client(transport=other, timeout=300)
+
     def read(self) -> None:
         """Read streams until `stopped`."""
         fields = {"prompt": "Once upon", "max_tokens": 200, "stream": True, "ignore_eos": True}
         while not self.stopped:
             before, self.since = self.work(), time.monotonic()
-            with suppress(httpx.HTTPError), httpx.Client(timeout=300) as client, client.stream(
+            with suppress(httpx.HTTPError), self.client() as client, client.stream(
                 "POST", self.url + COMPLETIONS, json=fields
             ) as response:  # fmt: skip
                 for line in response.iter_lines():

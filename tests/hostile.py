@@ -147,7 +147,7 @@ def spent(process: psutil.Process) -> int:
 
 @dataclass
 class Canary:
-    """A client that reads one stream after another, and what the server spends meanwhile."""
+    """A client of another address, which reads streams, and what the server spends meanwhile."""
 
     url: str
     processes: list[psutil.Process]
@@ -158,9 +158,10 @@ class Canary:
 
     def run(self) -> None:
         """Read streams until `stop`."""
+        client = httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"))
         while not self.stop:
             before = [spent(p) for p in self.processes]
-            with stream(self.url, max_tokens=100, user="canary") as response:
+            with stream(self.url, client, max_tokens=100, user="canary") as response:
                 lines = []
                 for line in filter(None, response.iter_lines()):
                     now = [spent(p) for p in self.processes]

@@ -50,7 +50,9 @@ def random_model(factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(factory.mktemp("model"), tokenizer=True, max_position_embeddings=WINDOW)
 
 
-def stream(url: str, **fields: Any) -> AbstractContextManager[httpx.Response]:
+def stream(
+    url: str, client: httpx.Client | None = None, **fields: Any
+) -> AbstractContextManager[httpx.Response]:
     """An endless stream from the URL of an API, unless the fields say else."""
     body = {
         "prompt": "hi",
@@ -60,7 +62,8 @@ def stream(url: str, **fields: Any) -> AbstractContextManager[httpx.Response]:
         "temperature": 1,
         **fields,
     }
-    return httpx.stream("POST", f"{url}/completions", json=body, timeout=200)
+    ask = httpx.stream if client is None else client.stream
+    return ask("POST", f"{url}/completions", json=body, timeout=200)
 
 
 def last_event(lines: Iterable[str]) -> str:

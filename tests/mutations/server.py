@@ -688,6 +688,6 @@ MUTATIONS = [
         module="minisgl.server.http.api",
         old=' and not client.startswith("key ")',
         new="",
-        test=API + "test_a_named_key_is_the_client_whatever_user_it_names",
+        test=API + "test_a_named_key_or_address_is_the_client_whatever_user_it_names",
     ),
 ]

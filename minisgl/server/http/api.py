@@ -84,7 +84,7 @@ class RequestHandler:
         about = {"created": int(time.time()), "model": settings.model_name}
         self.head = {"id": formatter.prefix + name, **about}
         limits = [s for s in (body.timeout, settings.request_timeout) if s is not None]
-        terms = {"request_id": name, "client": fair_client(self.client, body)}
+        terms = {"request_id": name, "client": fair_client(self.client, body, bool(settings.keys))}
         self.terms: dict[str, Any] = {**terms, "timeout": min(limits, default=None)}
         self.held = Held(service.held, self.client)
 
@@ -302,9 +302,10 @@ def check_model(asked: str | None, settings: ApiSettings) -> None:
         raise ApiError(404, f"model: {served}", code="model_not_found", param="model")
 
 
-def fair_client(client: str, body: GenerationRequest) -> str:
-    """Return who the scheduler charges: the named key, else the `user` in the body."""
-    return f"user {body.user}" if body.user and not client.startswith("key ") else client
+def fair_client(client: str, body: GenerationRequest, trusted: bool) -> str:
+    """Return who the scheduler charges: a named key, else the `user` of a trusted caller."""
+    named = trusted and body.user and not client.startswith("key ")
+    return f"user {body.user}" if named else client
 
 
 def tasks_for(

@@ -203,6 +203,7 @@ class Body:
 
 
 MAX_HEAD = 2**16  # bytes of a request's head
+MAX_PIPELINED = 16  # requests of a connection that wait for the answer before theirs
 
 
 class TimeoutHttpProtocol(HttpToolsProtocol):
@@ -272,8 +273,14 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
             HttpToolsProtocol.on_header(self, name, value)
 
     def on_headers_complete(self) -> None:
+        if self._refused:
+            return
         if self._head > MAX_HEAD:
             self._refuse_head()
+            return
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refused = True
+            self.transport.abort()  # an answer here would stand before those of earlier requests
             return
         self._idle = 0
         HttpToolsProtocol.on_headers_complete(self)

@@ -112,7 +112,7 @@ class TextWorker:
                 last.given = msg.sampling_params
             param = "prompt" if msg.messages is None else "messages"
             if isinstance(msg, ConvertMsg):
-                return convert(self._tokenizer, msg)
+                return convert(self._tokenizer, msg, max(self._window or 0, 2**16))
             if not last.has_prompt_of(msg):
                 last.prompt, last.ids = None, self._encode(msg)
                 last.prompt = msg
