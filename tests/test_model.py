@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from minisgl.config.model import ModelConfig, RopeScaling, RotaryConfig
-from minisgl.layers.attention import RotaryTable, apply_rotary
-from minisgl.layers.norm import QKNorm, RMSNorm
+from minisgl.layers.attention import QKNorm, RMSNorm, RotaryTable, apply_rotary
 from minisgl.models.registry import MODELS, build_model
 from minisgl.models.weights import WeightError, load_dummy_weights, load_weights
 from minisgl.parallel.comm import ParallelContext, SingleRank

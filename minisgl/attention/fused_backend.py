@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from minisgl.attention.metadata import AttentionMetadata, AttentionPlan, DecodeBuffers
@@ -62,12 +61,7 @@ class FusedBackend:
         """Plan an eager decode step; raise ValueError for a prefill."""
         if meta.phase is not Phase.DECODE:
             raise ValueError("attention_backend: 'fused' decodes only; pair it, as in 'fi,fused'")
-        rows, positions = (
-            torch.tensor(part, dtype=torch.int64, device=out_loc.device)
-            for part in (meta.table_idx, meta.seq_lens - 1)
-        )
-        buffers = DecodeBuffers(rows, positions, out_loc)
-        return self.graph_plan(len(rows), buffers)
+        return self.graph_plan(meta.batch_size, DecodeBuffers.of(meta, out_loc))
 
     def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> AttentionPlan:
         """Decode over static buffers."""

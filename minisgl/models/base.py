@@ -13,12 +13,12 @@ from minisgl.config.model import ModelConfig
 from minisgl.layers.attention import (
     Attention,
     Frequencies,
+    RMSNorm,
     RotaryTable,
     Rotation,
     plain_frequencies,
 )
 from minisgl.layers.linear import GatedMLP, LMHead, VocabParallelEmbedding
-from minisgl.layers.norm import RMSNorm
 from minisgl.parallel.comm import ParallelContext
 
 
