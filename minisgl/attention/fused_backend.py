@@ -1,4 +1,4 @@
-"""Decode attention that needs no plan: all it has to know lies in tensors on the device.
+"""Decode attention without a host plan: all its inputs are tensors on the device.
 
 Generated from notebooks/05e_decode_attention.ipynb: edit there.
 """
@@ -70,7 +70,7 @@ class FusedBackend:
 
 
 class VerifyPlan(AttentionPlan):
-    """Decode in which rows may be of one request: all keys and values are stored beforehand."""
+    """Decode that verifies drafts: rows may share a request, so K and V are stored first."""
 
     def __init__(self, backend: Any, buffers: DecodeBuffers) -> None:
         self.fused = FusedPlan(backend, buffers, drafts=True)
@@ -82,7 +82,7 @@ class VerifyPlan(AttentionPlan):
 
 
 class VerifyBackend(FusedBackend):
-    """The fused kernel behind a launch that stores, in captured steps too."""
+    """The fused kernel after a separate store, in captured steps too."""
 
     name = "store_first"
     plan_type = VerifyPlan
