@@ -146,7 +146,7 @@ def simulated(engine: Engine, gpu: str) -> Iterator[tuple[Setting, Load, LoadRun
 
 
 def run_all(engine: Engine, **fields: Any) -> Iterator[tuple[Setting, Load, LoadRun]]:
-    """Run the loads of an engine, one after the other; each runs twice, with other prompts first."""
+    """Run the loads of an engine, one after the other; each runs twice, the second counts."""
     first = engine.settings[0]
     fields |= {"schedule_policy": first.policy, "max_extend_tokens": first.budget}
     with (
