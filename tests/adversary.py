@@ -16,7 +16,7 @@ import secrets
 import sys
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
@@ -46,8 +46,13 @@ from minisgl.scheduler.requests import Limits, make_req
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.simulated import SimulatedExecutor, salt_hash
-from minisgl.scheduler.speculative import NGramProposer, SpeculativeScheduler, VerifyBatch
-from tests.reference import Admission, Fairness, Prefixes, Rest, Shadow
+from minisgl.scheduler.speculative import (
+    IntArray,
+    NGramProposer,
+    SpeculativeScheduler,
+    VerifyBatch,
+)
+from tests.reference import Admission, Fairness, Prefixes, Rest, Shadow, drafts_of
 
 VOCAB = 2240  # of the embedded model, whose tokenizer the grammars need
 ENDS = frozenset([0])
@@ -160,6 +165,7 @@ class Script:
         return "\n".join(["Script(", "    ops=(", *ops, "    ),", *fields, ")"])
 
 
+CROWDED = 0.3  # of all scripts
 REGEXES = ("[a-z ]{3,9}", "(yes|no), [0-9]{2,4}!", "a*", "(ab){2,40}")
 
 
@@ -183,6 +189,10 @@ def make_script(seed: int) -> Script:
                Jump: pick((0, 0.1)), Misuse: pick((0, 0.1, 0.4)),
                Exit: pick((0, 0, 0.02))}  # fmt: skip
     longest, answers = rng.randint(1, sizes["window"] + 2), pick((1, 4, 20, 60))
+    if random.Random(~seed).random() < CROWDED:  # many short requests, and pages for all of them
+        sizes |= {"rows": rng.randint(3, 6), "num_pages": 400 // page_size}
+        weights |= {Ask: 4.0, Turn: 4.0}
+        longest, answers = rng.randint(4, 40), pick((1, 3, 8))
     texts, ops, uid = rng.randint(1, 4), list[Op](), 0
     for kind in rng.choices(list(weights), list(weights.values()), k=150):
         if kind is Ask:
@@ -308,16 +318,33 @@ class Waiting(NamedTuple):
 
 
 class Proposer(NGramProposer):
-    """The usual drafts; their acceptance is charged to the reference, too."""
+    """The usual drafts, compared with the reference; it is charged for accepted ones, too."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
-        self.world = world
+        self.world, self.in_vain = world, Counter[Req]()
+
+    def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[IntArray]:
+        found = super().propose(reqs, limits)
+        for req, tokens, most in zip(reqs, found, limits):
+            assert req.matcher is None, f"drafts for {req}, which has a grammar"
+            expected = drafts_of(req.input_ids.tolist(), self.in_vain[req], most)
+            assert tokens.tolist() == expected, f"{req}: drafts {tokens}, not {expected}"
+        return found
 
     def learn(self, req: Req, drafted: int, accepted: int) -> None:
+        self.in_vain[req] = 0 if accepted else self.in_vain[req] + 1
         if self.world.fair is not None:
             self.world.fair.charge(Phase.DECODE, [req] * accepted)
         super().learn(req, drafted, accepted)
+
+    def forget(self, req: Req) -> None:
+        self.in_vain.pop(req, None)
+        super().forget(req)
+
+    def reset(self) -> None:
+        self.in_vain.clear()
+        super().reset()
 
 
 def prompts_of(reqs: Iterable[Req]) -> list[Req]:
@@ -675,6 +702,8 @@ class World:
             if self.rest is not None:
                 self.rest.launched()
             assert self.admission.lengths_fit(batch), f"{batch.reqs}: too much or too little"
+            if self.script.min_shared:
+                self.check_twins(batch, chunked)
             led = len(batch.reqs) > 1 and batch.reqs[0] is chunked
             assert first or not led or self.fair is None, f"{chunked} was not the first"
         waits = self.reqs[self.waiting[0]] if self.waiting else None
@@ -687,6 +716,13 @@ class World:
             why = self.admission.refused(waits, matched, batch, manager.chunked_req)
             assert why, f"{waits} is not admitted, although there is room"
         return step
+
+    def check_twins(self, batch: Batch, chunked: Req | None) -> None:
+        """Check that nobody computes what another one of the same step computes."""
+        for place, req in enumerate(batch.reqs):
+            if req is not chunked:
+                twin = self.admission.waits_for_another(req, req.cached_len, batch.reqs[:place])
+                assert not twin, f"{req} computes the same beginning as another one"
 
     def check_batch(self, batch: Batch) -> None:
         """Check members and order of a step."""
@@ -706,6 +742,8 @@ class World:
             assert not (twice and self.scheduler.decode.running), "two prefill steps in a row"
             self.last_prefill = self.steps
         else:
+            open_step = isinstance(batch, VerifyBatch) and self.scheduler.in_flight is not None
+            assert not open_step, "drafts for texts whose last token is not known"
             assert len(uids) <= max(8, self.script.rows), "too many drafts"
             turns = [self.joined[uid] for uid in uids]
             assert turns == sorted(turns), f"{uids} are not in the order of joining"
@@ -822,7 +860,7 @@ class World:
             case "a free row" if rows:
                 call = partial(tables.free, min(rows))
             case "past the end of a row":
-                call = partial(tables.write, 0, tables.width - 1, np.zeros(2, np.int32))
+                call = partial(tables.write, 0, tables.width, np.zeros(1, np.int32))
             case "a request that is over" if self.over is not None:
                 call = partial(cache.cache_req, self.over, finished=True)
             case "a lost prefix" if self.script.cache == "radix":
