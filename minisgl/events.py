@@ -1,4 +1,4 @@
-"""Typed events that the scheduler and the caches report, and the one function that receives them.
+"""Typed events from the scheduler and the caches, and the one function that receives them.
 
 Generated from notebooks/02b_events.ipynb: edit there.
 """
@@ -14,14 +14,14 @@ from minisgl.core import IntArray, Phase, Req
 
 
 class Event(msgspec.Struct, tag=True, array_like=True, gc=False):
-    """Something that happened; observers receive it at once, in order."""
+    """A reported change; observers receive it at once, in order."""
 
 
 Emit = Callable[[Event], None]
 
 
 def pages_of(slots: IntArray, page_size: int) -> list[int]:
-    """Return the page numbers of whole pages, named by their slots [n]."""
+    """Return the page numbers of whole pages, given by their slots [n]."""
     pages: list[int] = (slots[::page_size] // page_size).tolist()
     return pages
 
@@ -32,7 +32,7 @@ class RequestAdded(Event):
     uid: int
     prompt_len: int
     max_len: int  # tokens of prompt and answer together, at most
-    prompt: Sequence[int] = ()  # token ids; recordings leave them out unless asked for text
+    prompt: Sequence[int] = ()  # token ids; recordings omit them unless `text` is set
 
 
 class RequestAdmitted(Event):
@@ -50,7 +50,7 @@ class RequestRetracted(Event):
 
 
 class RequestReleased(Event):
-    """A request is over and holds nothing any more."""
+    """A request has ended and holds no row and no page."""
 
     uid: int
 
@@ -69,12 +69,12 @@ class StepLaunched(Event):
 
     @classmethod
     def of(cls, step: int, phase: Phase, reqs: Sequence[Req]) -> Self:
-        """Describe a step whose requests have been moved on."""
+        """Describe a step whose requests have advanced."""
         return cls(step, phase.value, [r.uid for r in reqs], [r.cached_len for r in reqs])
 
 
 class StepFinished(Event):
-    """The tokens of a step were handed out. The stage `process` ends here."""
+    """The tokens of a step were sent. The stage `process` ends here."""
 
     step: int
     tokens: list[tuple[int, int | None]]  # uid and token, in the order of the replies
@@ -154,6 +154,6 @@ class StageTimed(msgspec.Struct, frozen=True, tag=True):
     name: str  # receive, schedule, launch, wait, process
     start: float
     end: float
-    step: int  # that it was done for
-    size: int = 0  # requests in that step, where it is known
-    phase: str = ""  # prefill or decode, likewise
+    step: int  # the step it worked for
+    size: int = 0  # requests in that step, if known
+    phase: str = ""  # prefill or decode, if known

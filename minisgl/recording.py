@@ -45,7 +45,7 @@ class Recorder:
         self.buffer += b"\n"
 
     def __call__(self, event: Event) -> None:
-        """Record an event; when it is full, and twice a second, the buffer goes to the file."""
+        """Record an event; flush the buffer when it is full, and twice a second."""
         now = self.clock()
         if type(event) is RequestAdded and not self.text:
             event = RequestAdded(event.uid, event.prompt_len, event.max_len)
@@ -56,7 +56,7 @@ class Recorder:
             self.flushed = now
 
     def flush(self) -> None:
-        """Write the buffer, or as many of its lines as there is room for."""
+        """Write the buffer, or as many of its lines as `max_bytes` allows."""
         whole = len(self.buffer)
         fits = whole if whole <= self.left else self.buffer.rfind(b"\n", 0, max(0, self.left)) + 1
         lines = bytes(self.buffer[:fits])
@@ -80,7 +80,7 @@ class Observed(NamedTuple):
 
     @contextmanager
     def recorder(self) -> Iterator[Recorder | None]:
-        """Open the file for the block, if one is named; a full disk at its end is no error."""
+        """Open the file for the block, if one is named; a full disk on closing is no error."""
         if self.record is None:
             yield None
             return
@@ -95,14 +95,14 @@ Line = tuple[int, events.AnyEvent]
 
 @dataclass
 class Recording:
-    """Contents of a file: a description of the engine, and events behind their times in µs."""
+    """Contents of a file: a description of the engine, and events with their times in µs."""
 
     about: dict[str, Any]
     lines: list[Line]
 
 
 def read_recording(path: Path) -> Recording:
-    """Read a recording; ValueError if the file is none."""
+    """Read a recording; raise ValueError if the file is not one."""
     with file_of("recording", path):
         first, *lines = path.read_bytes().split(b"\n")
     try:

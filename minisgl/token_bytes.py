@@ -1,4 +1,4 @@
-"""The bytes that a token of a vocabulary stands for.
+"""The bytes of a vocabulary's tokens.
 
 Generated from notebooks/08a_prompt_logprobs.ipynb: edit there.
 """
@@ -34,4 +34,4 @@ class TokenBytes:
             return bytes(self._byte_of.get(char, 63) for char in piece)  # 63 is "?"
         if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
             return bytes([int(piece[3:5], 16)])
-        return piece.replace("\u2581", " ").encode()  # SentencePiece writes a space so
+        return piece.replace("\u2581", " ").encode()  # SentencePiece's space

@@ -332,11 +332,11 @@ class Proposer(NGramProposer):
             assert tokens.tolist() == expected, f"{req}: drafts {tokens}, not {expected}"
         return found
 
-    def learn(self, req: Req, drafted: int, accepted: int) -> None:
+    def update(self, req: Req, drafted: int, accepted: int) -> None:
         self.in_vain[req] = 0 if accepted else self.in_vain[req] + 1
         if self.world.fair is not None:
             self.world.fair.charge(Phase.DECODE, [req] * accepted)
-        super().learn(req, drafted, accepted)
+        super().update(req, drafted, accepted)
 
     def forget(self, req: Req) -> None:
         self.in_vain.pop(req, None)
@@ -617,7 +617,7 @@ class World:
                 self.joined.pop(uid, None)
                 self.over = self.reqs.pop(uid)
                 if self.fair is not None:
-                    self.fair.leave(self.over)
+                    self.fair.release(self.over)
             case events.StepLaunched(step=step):
                 for place, uid in enumerate(self.scheduler.decode.running):
                     self.joined.setdefault(uid, 1000 * step + place)

@@ -18,7 +18,7 @@ import httpx
 
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
-from minisgl.server.cli import Watchers, build_app
+from minisgl.server.cli import ServerObservers, build_app
 from minisgl.server.http.limits import ConcurrencyLimiter
 from minisgl.server.http.settings import settings_for
 from minisgl.server.in_process import InProcessServer
@@ -126,8 +126,8 @@ async def send_all(count: int, seed: int, path: Path) -> Counter[int]:
     config = ServerConfig(model_path=str(path), num_pages=2048, page_size=4, device="cpu")
     operations = Operations(log_format="none", request_timeout=60)
     with InProcessServer(config) as server:
-        watchers, settings = Watchers(operations), settings_for(config, path, 60)
-        app = build_app(server.frontend, settings, ConcurrencyLimiter(), watchers, operations)
+        observers, settings = ServerObservers(operations), settings_for(config, path, 60)
+        app = build_app(server.frontend, settings, ConcurrencyLimiter(), observers, operations)
         transport = httpx.ASGITransport(app)
         async with (
             app.router.lifespan_context(app),

@@ -169,7 +169,7 @@ def run_all(engine: Engine) -> None:
         engine.step(engine.prepare(batch))
     capture_runners(
         engine.config, engine.model_config, engine.pool, engine.backend, engine.tables,
-        engine.forward_pass, engine.sampler.draw_rows, Nothing, False,
+        engine.forward_pass, engine.sampler.sample_rows, Nothing, False,
     )  # fmt: skip
 
 

@@ -162,7 +162,7 @@ class WorkerPopen(Popen):
         return option == "-u"
 
 
-def leave_with_parent() -> None:
+def exit_with_parent() -> None:
     """Linux kills this process when the one that started it is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -15,7 +15,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
-from minisgl.attention.fused_backend import FusedBackend, StoreFirstBackend
+from minisgl.attention.fused_backend import FusedBackend, VerifyBackend
 from minisgl.attention.metadata import (
     AttentionMetadata,
     DecodeBuffers,
@@ -369,7 +369,7 @@ def check_drafts_of_model(model: CausalLM) -> None:
         want = model(ForwardBatch(Phase.PREFILL, ids, positions, out_loc, None, plan))
         stored = world.pool.buffer.clone()
         world.pool.buffer.copy_(before)
-        plan = world.backend(StoreFirstBackend).graph_plan(5, buffers)
+        plan = world.backend(VerifyBackend).graph_plan(5, buffers)
         places = (ids[order], buffers.positions, buffers.out_loc)
         got = FusedModel(model)(ForwardBatch(Phase.DECODE, *places, None, plan))
     close(got, want[order], 2 * limit_of(weight.dtype))
@@ -378,7 +378,7 @@ def check_drafts_of_model(model: CausalLM) -> None:
 
 def enlarge_blocks(replace_by: Callable[[Any, str, Any], None]) -> None:
     """Large blocks: the interpreter takes as long as there are programs, however large they are."""
-    real, choose = linear.row_block, linear.choose_tiling
+    real, choose = linear.choose_gemv_block, linear.choose_tiling
 
     def wide(*of: Any) -> tuple[int, ...] | None:
         block = real(*of)
@@ -388,7 +388,7 @@ def enlarge_blocks(replace_by: Callable[[Any, str, Any], None]) -> None:
         found = choose(*of, **how)
         return found and replace(found, bn=256, bk=512, splits=min(2, found.splits))
 
-    replace_by(linear, "row_block", wide)
+    replace_by(linear, "choose_gemv_block", wide)
     replace_by(linear, "choose_tiling", coarse)
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl.kernels.moe import Blocks
-from minisgl.kernels.moe_row import FusedExperts, route_row
+from minisgl.kernels.moe_row import FusedExperts, route_gemv
 from minisgl.kernels.norm import DeferredNorm
 from minisgl.layers.moe import grouped_experts, route
 from tests.fused_cases import close
@@ -83,9 +83,9 @@ def check_row(
         ids, weights = route(normed @ router.float().T, top_k, normalize)
     done = torch.zeros(1, dtype=torch.int32, device=device)
     layer = FusedExperts(router, gate_up, down, top_k, normalize, 0, done)
-    assert layer.takes_row
+    assert layer.supports_gemv
     for _ in range(2):
-        chosen, shares = route_row(row, router, done, eps, top_k, normalize)
+        chosen, shares = route_gemv(row, router, done, eps, top_k, normalize)
         assert chosen.tolist() == ids[0].tolist()
         close(shares, weights[0].to(device), limit)
         assert int(done) == 0

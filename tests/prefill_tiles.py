@@ -25,7 +25,7 @@ def check_recorded_tiles(world: World, size: int, tolerance: float) -> Any:
     assert isinstance(backend, TritonBackend)
     unused: Any = None
     runner = PrefillRunner(
-        plans=TiledPrefill(backend, dtype), forward=unused, draw=unused, backend=unused,
+        plans=TiledPrefill(backend, dtype), forward=unused, sample=unused, backend=unused,
         tables=world.tables, sizes=(size,), vocab_size=8, dtype=dtype, new_graph=unused,
     )  # fmt: skip
     n, zeros = world.meta.num_tokens, np.zeros(world.meta.num_tokens, np.int32)

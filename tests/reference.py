@@ -58,7 +58,7 @@ class Fairness:
             del self.waiting[req]
             self.level = self.served[req.client]
 
-    def leave(self, req: Req) -> None:
+    def release(self, req: Req) -> None:
         """A request is over; a client without any is forgotten."""
         self.remove(req)
         del self.tags[req]

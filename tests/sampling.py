@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from minisgl.engine.sampler import draw, gumbel_noise, step_keys
+from minisgl.engine.sampler import gumbel_noise, sample_tokens, step_keys
 
 
 def make_keys(rows: int, first: int = 0) -> torch.Tensor:
@@ -28,7 +28,7 @@ def assert_same_draws(
     got: torch.Tensor, logits: torch.Tensor, keys: torch.Tensor, temperature: torch.Tensor,
     top_k: torch.Tensor, top_p: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Each token is the one that `draw` takes, or one whose score differs by rounding only.
+    """Check each token against `sample_tokens`; scores may differ by rounding.
 
     Everything on one device, which the oracle uses, too.
     """
@@ -36,9 +36,9 @@ def assert_same_draws(
     ids = torch.arange(vocab, dtype=torch.int32, device=logits.device)
     k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)
     filtered = (temperature > 0) & ((k < vocab) | (top_p < 1))
-    want = draw(logits, ids, 0, keys, temperature)
+    want = sample_tokens(logits, ids, 0, keys, temperature)
     if filtered.any():
-        few = draw(logits[filtered], ids, vocab, keys[:, filtered], temperature[filtered],
+        few = sample_tokens(logits[filtered], ids, vocab, keys[:, filtered], temperature[filtered],
                    k[filtered], top_p[filtered])  # fmt: skip
         want[filtered] = few
     different = torch.nonzero(got != want).flatten().tolist()

@@ -22,9 +22,9 @@ import uvicorn
 
 from minisgl.config.engine import ServerConfig
 from minisgl.kvcache.audit import check_integrity
-from minisgl.server.cli import Watchers, build_app
+from minisgl.server.cli import ServerObservers, build_app
 from minisgl.server.frontend import Observer
-from minisgl.server.http.limits import ConcurrencyLimiter, patient_http
+from minisgl.server.http.limits import ConcurrencyLimiter, timeout_http_protocol
 from minisgl.server.http.settings import settings_for
 from minisgl.server.in_process import InProcessServer
 from minisgl.server.options import Operations
@@ -80,8 +80,8 @@ class Live:
         self.pages = fields.pop("num_pages", PAGES)
         config = ServerConfig(model_path=str(checkpoint), num_pages=self.pages, **fields)
         self.operations = operations or Operations(log_format="none")
-        self.watchers = Watchers(self.operations)
-        self.server = InProcessServer(config, [*self.watchers.all(), *observers])
+        self.observers = ServerObservers(self.operations)
+        self.server = InProcessServer(config, [*self.observers.all(), *observers])
         if max_waiting is not None:
             self.server.frontend._max_waiting = max_waiting
         self.limiter = ConcurrencyLimiter(limit)
@@ -91,11 +91,11 @@ class Live:
             self.server.frontend,
             settings,
             self.limiter,
-            self.watchers,
+            self.observers,
             self.operations,
         )
         self.app = app
-        protocol = patient_http(stall, head, connections)
+        protocol = timeout_http_protocol(stall, head, connections)
         options = uvicorn.Config(app, log_level="warning", http=protocol, ws="none")
         self.http = uvicorn.Server(options)
         self.sock = socket.create_server(("127.0.0.1", 0))

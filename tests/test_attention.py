@@ -505,7 +505,7 @@ def test_pair_backend_routes_by_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     for world in worlds.values():
         assert_close(world.attend("torch,triton"), dense_oracle(world))
     pair = worlds["decode"].backend("torch,triton")
-    assert isinstance(pair, factory.PairBackend) and pair.name == "torch,triton"
+    assert isinstance(pair, factory.HybridBackend) and pair.name == "torch,triton"
     pair.graph_plan(3, static_buffers(worlds["decode"], 3))
     assert calls == ["triton", "torch", "graph triton"]
     assert worlds["decode"].backend("torch,torch").name == "torch"
@@ -620,7 +620,7 @@ def test_recorded_steps_of_flashinfer_decode_by_our_kernel(
     for name in ("fi", "torch,fi"):
         caplog.clear()
         backend = world.backend(name)
-        assert backend.name == name and "'fused' recorded ones" in caplog.text
+        assert backend.name == name and "'fused' captured ones" in caplog.text
         assert isinstance(backend.plan(world.meta, world.out_loc), FlashInferPlan)
         assert isinstance(backend.graph_plan(3, static_buffers(world, 3)), FusedPlan)
     caplog.clear()

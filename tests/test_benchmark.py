@@ -28,12 +28,12 @@ from minisgl.benchmark.latency import (
     idle_times,
     latency_row,
     measure_latency,
-    middle,
+    median_row,
     start_together,
     steady_gaps,
     trace_row,
 )
-from minisgl.benchmark.offline import launches, measure_offline, redraw, run_once
+from minisgl.benchmark.offline import launches, measure_offline, resample, run_once
 from minisgl.benchmark.roofline import (
     Floors,
     Roofline,
@@ -93,13 +93,13 @@ def test_workload_keeps_its_bounds_and_vocabulary() -> None:
 
 def test_redraw_keeps_lengths_and_changes_tokens() -> None:
     before = random_workload(320, 20)
-    after = redraw(before, 320, seed=1)
+    after = resample(before, 320, seed=1)
     assert [(len(a.input_ids), a.output_len) for a in before] == [
         (len(b.input_ids), b.output_len) for b in after
     ]
     assert not any((a.input_ids[:32] == b.input_ids[:32]).all() for a, b in zip(before, after))
     assert max(int(r.input_ids.max()) for r in after) < 320
-    again = redraw(before, 320, seed=2)
+    again = resample(before, 320, seed=2)
     assert not (after[0].input_ids == again[0].input_ids).all()
 
 
@@ -445,7 +445,7 @@ def test_only_the_device_counts_in_a_trace(tmp_path: Path) -> None:
 
 def test_the_median_run_counts_and_all_are_kept() -> None:
     rows = [{"ms": ms, "name": name} for ms, name in ((0.2, "a"), (0.01, "b"), (0.03, "c"))]
-    assert middle(rows, "ms") == rows[2] | {"all_ms": [0.2, 0.01, 0.03]}
+    assert median_row(rows, "ms") == rows[2] | {"all_ms": [0.2, 0.01, 0.03]}
 
 
 # ------------------------------------------------------------------------------- command

@@ -81,13 +81,13 @@ def test_a_graph_holds_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
     from minisgl.models.fused import FusedModel
     from tests.fused_cases import World, small_model
 
-    monkeypatch.setattr(sample, "programs_wanted", lambda device: 2)
+    monkeypatch.setattr(sample, "target_programs", lambda device: 2)
     model = small_model("qwen3", num_hidden_layers=1, head_dim=128, num_attention_heads=4)
     world = World([5, 6], kv=4, dim=128)
     backend = FusedBackend(world.pool, world.tables, 4, 128**-0.5)
     sampler = Sampler(320, "cpu", 0, sample.sample_logits)
     runner = GraphRunner(
-        forward=FusedModel(model), draw=sampler.draw_rows, backend=backend, tables=world.tables,
+        forward=FusedModel(model), sample=sampler.sample_rows, backend=backend, tables=world.tables,
         sizes=[2], vocab_size=320, dtype=torch.float32, new_graph=RecordingGraph,
     )  # fmt: skip
     static = view_buffers(runner.memory, 2)

@@ -337,15 +337,15 @@ def test_one_row_of_eight_bits(group: int) -> None:
     kernels = products()
     weight, last = random_weight(1024, 1024, group), random_weight(64, 1024, group)
     x, residual, norm = normal(1, 1024), normal(1, 1024), normal(1024)
-    made = kernels.row_linear_add_norm(x, weight, residual, norm)
+    made = kernels.gemv_add_norm(x, weight, residual, norm)
     total = residual + x @ weight.dequantized(torch.float32).T
     close(made.total, total, 1e-5)
     normed = torch.nn.functional.rms_norm(total, (1024,), norm, 1e-6)
     y = normed @ last.dequantized(torch.float32).T
-    close(kernels.row_linear(made, last, eps=1e-6), y, 1e-5)
-    close(kernels.row_linear(made, last, eps=1e-6, gated=True), silu_mul(y), 1e-5)
+    close(kernels.gemv(made, last, eps=1e-6), y, 1e-5)
+    close(kernels.gemv(made, last, eps=1e-6, gated=True), silu_mul(y), 1e-5)
     odd = random_weight(64, 1024, 64)
-    assert kernels.row_linear(x, odd) is None, "scales of other groups than 128"
+    assert kernels.gemv(x, odd) is None, "scales of other groups than 128"
     close(kernels.linear(x, odd), x @ odd.dequantized(torch.float32).T, 1e-6)
 
 
@@ -417,8 +417,8 @@ def test_tiles_of_eight_bits_on_both_sides() -> None:
             assert (cut.splits - 1) * steps < k // cut.bk <= cut.splits * steps, "none is empty"
             nbytes = cut.stages * cut.bk * (cut.bm + cut.bn * (2 if gated else 1))
             assert nbytes <= limits.shared_memory
-            programs = n // cut.bn * cut.splits
-            assert m <= cut.bm and (cut.splits == 1 or programs <= limits.at_once(2, nbytes))
+            programs, most = n // cut.bn * cut.splits, limits.resident_blocks(2, nbytes)
+            assert m <= cut.bm and (cut.splits == 1 or programs <= most)
             assert limits is small or not split_k or programs > 120
     for m, n, k in ((257, 4096, 4096), (64, 4112, 4096), (64, 4096, 4160)):
         assert choose(m, n, k, gated=False, split_k=True) is None
@@ -474,7 +474,7 @@ def test_rows_are_quantized_where_they_are_made(monkeypatch: pytest.MonkeyPatch)
     """Behind a norm and a gate, as if they had been written and read in between."""
     kernels = products()
     from minisgl.kernels import fp8_linear
-    from minisgl.kernels.norm import add_norm, rows_for
+    from minisgl.kernels.norm import add_norm, gemm_input
     from minisgl.kernels.scaled_mm import quantize_rows
 
     def scaled(x: Any, weight: Fp8Weight) -> torch.Tensor:
@@ -485,9 +485,9 @@ def test_rows_are_quantized_where_they_are_made(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(fp8_linear, "scaled_linear", scaled)
     parts, residual, norm = normal(2, 70, 256), normal(70, 256), normal(256)
     gate_up, down = random_weight(512, 256, 256), random_weight(256, 256, 256)
-    room = rows_for(gate_up, residual)
+    room = gemm_input(gate_up, residual)
     assert room.shape == (80, 256) and room.dtype is FP8
-    assert rows_for(gate_up, residual[:9]).dtype is torch.float32, "too few rows"
+    assert gemm_input(gate_up, residual[:9]).dtype is torch.float32, "too few rows"
     x, total = add_norm(parts, residual, norm, 1e-6, room)
     wide, same = add_norm(parts, residual, norm, 1e-6)
     apart = quantize_rows(wide, 256)
@@ -512,7 +512,7 @@ def backend_named(name: str) -> Any:
     if name in ("torch", "invariant"):
         return TorchBackend if name == "torch" else InvariantTorchBackend
     pytest.importorskip("triton")
-    from minisgl.attention.fused_backend import FusedBackend, StoreFirstBackend
+    from minisgl.attention.fused_backend import FusedBackend, VerifyBackend
     from minisgl.attention.invariant_triton import InvariantTritonBackend
     from minisgl.attention.triton_backend import TritonBackend
     from minisgl.engine.tiled_prefill import TiledPrefill
@@ -532,7 +532,7 @@ def backend_named(name: str) -> Any:
 
     return {
         "triton": TritonBackend, "invariant_triton": InvariantTritonBackend, "recorded": Recorded,
-        "fused": FusedBackend, "store_first": StoreFirstBackend,
+        "fused": FusedBackend, "store_first": VerifyBackend,
     }[name]  # fmt: skip
 
 

@@ -31,10 +31,17 @@ import triton
 import triton.language as tl
 
 from minisgl.attention import fused_backend
-from minisgl.attention.fused_backend import FusedBackend, StoreFirstBackend
+from minisgl.attention.fused_backend import FusedBackend, VerifyBackend
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.kernels import linear as kernels
-from minisgl.kernels.decode_attention import SHAPES, SMALL, most_parts, shape_of, share_out, waves
+from minisgl.kernels.decode_attention import (
+    SHAPES,
+    SMALL,
+    choose_shape,
+    max_splits,
+    split_kv,
+    tile_shapes,
+)
 from minisgl.kernels.device import H200, DeviceLimits
 from minisgl.kernels.embedding import embed
 from minisgl.kernels.norm import DeferredNorm, add_norm
@@ -63,7 +70,7 @@ def test_row_linear_applies_the_factor_of_a_norm(gated: bool, bias: bool) -> Non
     squares = torch.stack([part.square().sum() for part in x.split(400, 1)])  # by three programs
     b = normal(n, seed=3) if bias and not gated else None
     row = DeferredNorm(x, x * norm, squares)
-    got = kernels.row_linear(row, w, eps=1e-5, bias=b, gated=gated)
+    got = kernels.gemv(row, w, eps=1e-5, bias=b, gated=gated)
     y = rms(x, norm, 1e-5) @ w.T
     want = torch.nn.functional.silu(y[:, :n]) * y[:, n:] if gated else y
     assert got is not None
@@ -78,21 +85,21 @@ def test_a_norm_is_deferred_to_the_product_behind_it(dtype: torch.dtype, size: f
     x, w, norm = normal(1, k) * size, normal(n, k, seed=1), normal(n, seed=2) * size
     residual, last = normal(1, n, seed=3) * size, normal(16, n, seed=4)
     x, w, norm, residual, last = (t.to(dtype) for t in (x, w, norm, residual, last))
-    made = kernels.row_linear_add_norm(x, w, residual, norm)
+    made = kernels.gemv_add_norm(x, w, residual, norm)
     assert made is not None and made.squares is not None
     limit = 1e-5 if dtype == torch.float32 else 1e-2
     total = residual.double() + x.double() @ w.double().T
     close(made.total, total, limit)
     close(made.row, made.total.double() * norm.double(), limit)
     close(made.squares.sum(), made.total.double().square().sum(), 1e-5)
-    got = kernels.row_linear(made, last, eps=1e-5)
+    got = kernels.gemv(made, last, eps=1e-5)
     assert got is not None and got.dtype == dtype
     close(got, rms(total, norm.double(), 1e-5) @ last.double().T, limit)
 
 
 def test_row_linear_declines_odd_sizes() -> None:
-    assert kernels.row_linear(normal(1, 96), normal(16, 96)) is None
-    assert kernels.row_linear(normal(2, 1024), normal(16, 1024)) is None
+    assert kernels.gemv(normal(1, 96), normal(16, 96)) is None
+    assert kernels.gemv(normal(2, 1024), normal(16, 1024)) is None
 
 
 @pytest.mark.parametrize("rows", [1, 7, 16, 20, 33, 64, 65, 130])
@@ -234,9 +241,9 @@ def test_rotate_and_store(lens: list[int], heads: tuple[int, int], normed: bool)
 def shares_kernel(
     positions_ptr, batch_size, parts, out_ptr, BATCH: tl.constexpr, TILE: tl.constexpr
 ):  # type: ignore[no-untyped-def]
-    """What `share_out` gives each program, [programs, 5]."""
+    """What `split_kv` gives each program, [programs, 5]."""
     program = tl.program_id(0)
-    request, split, count, part, length = share_out(
+    request, split, count, part, length = split_kv(
         positions_ptr, batch_size, parts, program, BATCH, TILE
     )
     place = out_ptr + program * 5
@@ -301,23 +308,23 @@ def test_tiles_fill_one_wave_if_they_can() -> None:
     of = [shape for shape, _ in SHAPES]
     ranges = ((1, 4, SMALL[0], 49), (8, 32, of[0], 33), (40, 48, of[1], 49), (56, 64, of[2], 66))
     for first, last, shape, parts in (*ranges, (72, 400, of[3], 99)):
-        found = {shape_of(size, 8) for size in sizes if first <= size <= last}
+        found = {choose_shape(size, 8) for size in sizes if first <= size <= last}
         assert found == {(shape, parts)}, (first, last)
-    assert shape_of(64, 8, itemsize=1) == (of[3], 165), "half the bytes: more programs on an SM"
+    assert choose_shape(64, 8, itemsize=1) == (of[3], 165), "half the bytes: more programs on an SM"
     for size, kv, itemsize in itertools.product(sizes, (1, 5, 8, 500), (1, 2)):
-        assert shape_of(size, kv, itemsize=itemsize)[1] <= most_parts(kv)
+        assert choose_shape(size, kv, itemsize=itemsize)[1] <= max_splits(kv)
 
 
 def test_decode_is_cut_for_the_card_it_runs_on() -> None:
-    at_once = {card: [count for _, count in waves(limits)] for card, limits in CARDS.items()}
+    at_once = {card: [count for _, count in tile_shapes(limits)] for card, limits in CARDS.items()}
     assert at_once == {
         "A100": [216, 216, 432, 432],
         "L4": [58, 58, 116, 116],
         "H200": [264, 396, 528, 792],
     }
     small = DeviceLimits(40, 65_536, 75)  # too little for the largest tiles
-    assert [shape for shape, _ in waves(small)] == [shape for shape, _ in SHAPES[2:]]
-    assert shape_of(8, 8, CARDS["L4"]) == (SHAPES[2][0], 14) and most_parts(5000) == 1
+    assert [shape for shape, _ in tile_shapes(small)] == [shape for shape, _ in SHAPES[2:]]
+    assert choose_shape(8, 8, CARDS["L4"]) == (SHAPES[2][0], 14) and max_splits(5000) == 1
 
 
 @pytest.mark.parametrize("arch", in_turns(2, ["llama", "qwen3", "qwen2"]))
@@ -341,9 +348,9 @@ def test_a_row_without_a_kernel_launches_nothing_in_vain(
     odd: dict[str, int], few_programs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sizes decide at the start, also where only the last product of a layer has no kernel."""
-    monkeypatch.setattr(FusedLayer, "one_row", None)
+    monkeypatch.setattr(FusedLayer, "forward_row", None)
     model = small_model("qwen3", **{**FEW_HEADS, **odd})
-    assert not FusedModel(model).takes_row
+    assert not FusedModel(model).supports_gemv
     check_model(model, [9], None)
 
 
@@ -381,7 +388,7 @@ BEFORE_THE_LAST = {  # what is complete when the kernel before began with `wait_
 
 
 WAITS = ("gdc_wait", "wait_then_launch")
-READERS = ("tl.load", "prefetch", "load_angles", "load_tile", "share_out", "chosen_experts")
+READERS = ("tl.load", "prefetch", "load_angles", "load_tile", "split_kv", "chosen_experts")
 
 
 def kernel_sources() -> dict[str, ast.FunctionDef]:
@@ -454,22 +461,22 @@ def test_what_lies_before_the_embedding_is_complete_behind_it() -> None:
 
 def test_rows_of_one_request_see_each_other_where_all_are_stored_first() -> None:
     """One launch that stores and attends at once reads what is not there yet."""
-    check_drafts(StoreFirstBackend, qo=2, kv=1, dim=32)
+    check_drafts(VerifyBackend, qo=2, kv=1, dim=32)
     with pytest.raises(AssertionError):
         check_drafts(FusedBackend, qo=2, kv=1, dim=32)
 
 
 def test_scratch_suits_many_drafts_of_few_requests() -> None:
     world = World([4], kv=2, dim=32, qo=4)
-    scratch = world.backend(StoreFirstBackend).scratch
-    assert len(scratch.done) >= 2 * (32 + most_parts(2))
+    scratch = world.backend(VerifyBackend).scratch
+    assert len(scratch.done) >= 2 * (32 + max_splits(2))
 
 
 def test_only_rows_of_one_request_may_be_in_the_cache_since_this_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Keys of a request's other rows are loaded behind the launch that stores them."""
-    for backend, want in ((FusedBackend, False), (StoreFirstBackend, True)):
+    for backend, want in ((FusedBackend, False), (VerifyBackend, True)):
         seen: list[Any] = []
         monkeypatch.setattr(
             fused_backend, "decode_attention", lambda *of, seen=seen, **how: seen.append(how)

@@ -171,7 +171,7 @@ def toy_runner(sizes: tuple[int, ...] = (1, 2, 4), device: str = "cpu") -> Graph
     tables = TableManager(8, 16, 4, dummy_page=9, device=device)
     new_graph = RecordingGraph if device == "cpu" else torch.cuda.CUDAGraph
     return GraphRunner(
-        forward=toy_forward, draw=lambda logits, keys, temperature: logits[:, 0].long() % 50,
+        forward=toy_forward, sample=lambda logits, keys, temperature: logits[:, 0].long() % 50,
         backend=ToyBackend(torch.full((40, 1), -1.0, device=device)), tables=tables, sizes=sizes,
         vocab_size=3, dtype=torch.float32, new_graph=new_graph,
     )  # fmt: skip

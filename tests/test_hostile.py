@@ -9,7 +9,7 @@ import random
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -33,23 +33,23 @@ from minisgl.scheduler.messages import AbortMsg, Msg, TokenReply, UserMsg
 from minisgl.scheduler.requests import Limits, make_req
 from minisgl.server.chat.client import ApiClient, ServerError
 from minisgl.server.cli import main
-from minisgl.server.http import bodies
-from minisgl.server.http.access import Access, OwnNames, network_of
+from minisgl.server.http import api, bodies, formats
+from minisgl.server.http.access import Access, TrustedHosts, network_of
 from minisgl.server.http.bodies import BodyReader, SideThread, check_count, invalid, validator_of
 from minisgl.server.http.calls import ChatAbilities
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import MAX_UNKNOWN
-from minisgl.server.http.formats import Completion, CompletionFormatter
+from minisgl.server.http.formats import ChatFormatter, Completion, CompletionFormatter
 from minisgl.server.http.keys import check_key, read_keys
-from minisgl.server.http.limits import MAX_HEAD, BodyLimit, ConcurrencyLimiter, Shares
+from minisgl.server.http.limits import MAX_HEAD, SLICE, BodyLimit, ConcurrencyLimiter, Shares
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from minisgl.server.observe.logs import RequestLog
 from minisgl.server.responses.schemas import ResponsesRequest
 from minisgl.server.workers.channels import MOST_MESSAGES, LocalQueue
-from minisgl.server.workers.messages import TokenizeMsg, decode, encode
+from minisgl.server.workers.messages import TokenizeMsg, TokenLogprob, decode, encode
 from minisgl.server.workers.text_worker import PromptQueue
 from tests import hostile
-from tests.serving import Live, Served
+from tests.serving import Live, Served, wait_for
 
 pytest_plugins = ["tests.random_server"]
 
@@ -230,6 +230,24 @@ def test_jobs_of_one_client_wait_for_each_other() -> None:
         return order
 
     assert asyncio.run(run()) == ["b", *"aaaaa"]
+
+
+@pytest.mark.parametrize("size", [1, 70_000])
+def test_a_fault_of_ours_in_a_body_is_a_500(
+    size: int, live: Live, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is logged, and the client is not blamed; what a client sends stays a 400."""
+
+    def broken(*_: object) -> None:
+        raise KeyError("planted")
+
+    url, body = f"{live.url}/v1/completions", {"prompt": "x" * size}
+    assert httpx.post(url, content=b'{"prompt":').status_code == 400
+    assert "Traceback" not in capfd.readouterr().err
+    monkeypatch.setattr(bodies, "parse", broken)
+    answer = httpx.post(url, json=body, timeout=100)
+    assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
+    assert "KeyError: 'planted'" in capfd.readouterr().err
 
 
 def test_a_bomb_is_refused_by_a_server(live: Live) -> None:
@@ -449,7 +467,7 @@ def test_pages_of_other_sites_are_refused() -> None:
         return 1
 
     async def status(**headers: str) -> int:
-        transport = httpx.ASGITransport(OwnNames(app, {"mine.example"}))
+        transport = httpx.ASGITransport(TrustedHosts(app, {"mine.example"}))
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             return (await client.get("/", headers=headers)).status_code
 
@@ -474,7 +492,7 @@ def test_pages_of_other_sites_are_refused() -> None:
 @pytest.mark.parametrize("name", [b"host", b"origin"])
 def test_a_second_host_is_checked_as_well(name: bytes) -> None:
     """A proxy in front may have looked at the other one."""
-    names, page = OwnNames(FastAPI(), {"mine.example"}), b"http://" * (name == b"origin")
+    names, page = TrustedHosts(FastAPI(), {"mine.example"}), b"http://" * (name == b"origin")
     for hosts, passes in (
         ((b"localhost", b"mine.example"), True),
         ((b"localhost", b"evil.example"), False),
@@ -665,13 +683,116 @@ def test_large_answers_are_formatted_beside_the_event_loop(
     for fields, aside in (
         ({"n": 2}, False),
         ({"n": 65}, True),
-        ({"n": 30, "logprobs": 1, "max_tokens": 10}, True),
+        ({"n": 30, "logprobs": 20, "max_tokens": 10}, True),
     ):
         body = {"prompt": "x", "max_tokens": 1, "ignore_eos": True, **fields}
         answer = httpx.post(f"{live.url}/v1/completions", json=body, timeout=300)
         assert len(answer.json()["choices"]) == fields["n"] == len(threads), answer.text[:500]
         assert all(name.startswith("bodies") == aside for name in threads)
         threads.clear()
+
+
+def entries_of(rng: random.Random, count: int) -> list[TokenLogprob]:
+    """Log probabilities of `count` tokens, with line ends and half characters among them."""
+    words = [("a", b"a"), ("\u2028", "\u2028".encode()), ("\ufffd", b"\xf0"), ('"', b'"')]
+    return [
+        TokenLogprob(
+            *rng.choice(words), rng.choice([-0.5, None, float("-inf")]), at,
+            [(*rng.choice(words), -rng.random()) for _ in range(3)],
+        )
+        for at in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("formatter", [CompletionFormatter(True), ChatFormatter(True)])
+def test_packed_log_probabilities_are_the_same(formatter: CompletionFormatter) -> None:
+    """An answer that is packed piece by piece, and one that is formatted at its end."""
+    rng = random.Random(5)
+    for pieces in ([], [0], [1, 0, 7], [3, 2]):
+        packed, plain = formatter.answer(), formatter.answer()
+        for count in pieces:
+            entries = entries_of(rng, count)
+            packed.logprobs += entries
+            plain.logprobs += entries
+            packed.pack(formatter.logprobs)
+            assert not packed.logprobs
+        assert formats.encoded(formatter.choice(0, packed)) == formats.encoded(
+            formatter.choice(0, plain)
+        )
+
+
+def test_whole_answers_share_the_log_probabilities_that_wait(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many are a 400; a stream holds none; all come back, however the answer ends."""
+    held = Shares(500)
+    monkeypatch.setattr(api, "Service", partial(api.Service, held=held))
+    body = {"prompt": "x", "max_tokens": 3, "ignore_eos": True}
+    with Live(checkpoint) as live:
+        url = f"{live.url}/v1"
+        for path, fields, status in (
+            ("completions", {"n": 4, "logprobs": 20}, 200),
+            ("completions", {"n": 9, "logprobs": 20}, 400),
+            ("completions", {"n": 9, "logprobs": 20, "stream": True}, 200),
+            ("chat/completions", {"n": 9, "logprobs": True, "top_logprobs": 20}, 400),
+            ("responses", {"input": "x", "max_output_tokens": 40, "top_logprobs": 20}, 400),
+        ):
+            asked = {"messages": [{"role": "user", "content": "x"}], **body, **fields}
+            for name in {"completions": ["messages"], "chat/completions": ["prompt"]}.get(
+                path, ["messages", "prompt", "max_tokens"]
+            ):
+                del asked[name]
+            answer = httpx.post(f"{url}/{path}", json=asked, timeout=300)
+            assert answer.status_code == status, answer.text[:500]
+            if status == 400:
+                assert answer.json()["error"]["code"] == "logprobs_full"
+            wait_for(lambda: held.taken == 0, "the log probabilities to be given back")
+        with held_by(held, "address other", 440):
+            answer = httpx.post(f"{url}/completions", json={**body, "logprobs": 20}, timeout=300)
+            assert answer.status_code == 429, answer.text
+        live.assert_pages_home()
+
+
+@contextmanager
+def held_by(shares: Shares, client: str, count: int) -> Iterator[None]:
+    assert shares.take(client, count)
+    yield
+    shares.give_back(client, count)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_whole_answer_is_sent_in_slices(leaves: bool) -> None:
+    """So that a slow reader keeps one in a buffer; what the answer holds comes back at its end."""
+    answer, sent, ended = formats.Json({"text": "x" * 300_000}), list[Any](), list[int]()
+    answer.sent = lambda: ended.append(len(sent))
+
+    async def send(message: Any) -> None:
+        if leaves and sent:
+            raise OSError
+        sent.append(message)
+
+    with suppress(OSError):
+        asyncio.run(answer({"type": "http"}, None, send))  # type: ignore[arg-type]
+    assert ended == [len(sent)]
+    if not leaves:
+        pieces = [message["body"] for message in sent[1:]]
+        assert max(map(len, pieces)) <= SLICE and b"".join(pieces) == answer.body
+        assert [message["more_body"] for message in sent[1:]] == [True] * (len(pieces) - 1) + [
+            False
+        ]
+
+
+def test_an_echo_of_many_prompts_is_refused_before_any_work(live: Live) -> None:
+    prompts = ["once upon a time " * 20] * 1024
+    body = {"prompt": prompts, "logprobs": 20, "echo": True, "max_tokens": 1}
+    answer = httpx.post(f"{live.url}/v1/completions", json=body, timeout=300)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "echo"
+    for fine in ({"echo": False}, {"prompt": ["ab"] * 20}):
+        small = {**body, "prompt": prompts[:2], "logprobs": 1, **fine}
+        assert httpx.post(f"{live.url}/v1/completions", json=small).status_code != 500
+        CompletionRequest(**small).prepare(ChatAbilities())
+    with pytest.raises(ApiError, match="echo: "):  # each answer computes the scores anew
+        CompletionRequest(prompt="x" * 20_000, echo=True, n=14).prepare(ChatAbilities())
 
 
 # All of it at random
@@ -689,7 +810,7 @@ import sys
 import time
 
 from minisgl.server.cli import main
-from minisgl.server.http import bodies
+from minisgl.server.http import api, bodies, formats
 from minisgl.server.http.errors import ApiError
 
 real, kept, calls = bodies.parse, [], []

@@ -19,9 +19,9 @@ from minisgl.kernels.moe import (
     expert_parts,
     expert_sum,
     fit_tiling,
-    most_blocks,
+    max_blocks,
 )
-from minisgl.kernels.moe_row import experts_row, fits_row
+from minisgl.kernels.moe_row import experts_gemv, fits_row
 from minisgl.kernels.norm import DeferredNorm
 from minisgl.layers.moe import MoE, grouped_experts, route
 from tests.fused_cases import check_model, few_programs, small_model
@@ -45,7 +45,7 @@ def test_blocks_hold_every_pair_once(
     top_k = data.draw(st.integers(1, min(experts, 4)))
     logits = skewed_logits(n, experts, kind, n)
     blocks = align(logits[None], top_k, normalize, size)
-    assert len(blocks.rows) == most_blocks(n * top_k, experts, size)
+    assert len(blocks.rows) == max_blocks(n * top_k, experts, size)
     check_blocks(blocks, logits, top_k, normalize)
 
 
@@ -93,7 +93,7 @@ def test_split_logits_are_added_up() -> None:
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=20), st.sampled_from([1, 4, 16]))
 def test_most_blocks_is_enough_for_every_routing(counts: list[int], size: int) -> None:
     needed = sum(-(-count // size) for count in counts)
-    assert needed <= most_blocks(sum(counts), len(counts), size)
+    assert needed <= max_blocks(sum(counts), len(counts), size)
 
 
 @pytest.mark.parametrize("row", moe.TILINGS)
@@ -146,7 +146,7 @@ def test_a_token_without_experts_reads_those_that_there_are() -> None:
     weights = torch.randn(5, 64, 512), torch.randn(5, 512, 32)
     row = DeferredNorm(x, x, x.view(-1, 8).sum(1))
     one, other = (
-        experts_row(row, torch.tensor(ids, dtype=torch.int32), shares, *weights, x[0], 1e-6)
+        experts_gemv(row, torch.tensor(ids, dtype=torch.int32), shares, *weights, x[0], 1e-6)
         for ids in ([10**9, -(10**9)], [4, 0])
     )
     assert torch.equal(one.total, other.total)
@@ -196,7 +196,7 @@ def test_fused_model_equals_the_plain_one(arch: str, few_programs: None) -> None
     for layer in model.model.layers:
         if isinstance(layer.mlp, MoE):
             layer.mlp.gate.data *= 20  # so that experts differ in weight
-    with patch.object(moe_row, "experts_row", wraps=experts_row) as seen:
+    with patch.object(moe_row, "experts_gemv", wraps=experts_gemv) as seen:
         check_model(model, [9], None)
     assert seen.call_count == 2 * sum(isinstance(layer.mlp, MoE) for layer in model.model.layers)
     check_model(model, [5, 20], None)

@@ -46,7 +46,7 @@ def drain(queue: WaitingQueue) -> list[int]:
     order = []
     while len(queue):
         req = admit(queue)
-        queue.leave(req)
+        queue.release(req)
         order.append(req.uid)
     return order
 
@@ -84,7 +84,7 @@ def test_nobody_starves_behind_short_requests() -> None:
     for turn in range(1, 200):
         queue.add(make_req(turn, 10))
         req = admit(queue)
-        queue.leave(req)
+        queue.release(req)
         if req.uid == 0:
             break
     # Two wait at any time, so the clock moves by five tokens a turn, to 390.
@@ -100,7 +100,7 @@ def test_nobody_starves_behind_clients_that_come_once(clients: int) -> None:
         for uid in (2 * turn, 2 * turn + 1):  # two come, one is served
             queue.add(make_req(uid, 50, str(uid % clients)))
         req = admit(queue)
-        queue.leave(req)
+        queue.release(req)
         if req.uid == 0:
             break
     assert turn < 100
@@ -112,7 +112,7 @@ def test_a_new_client_is_not_behind_those_who_wait() -> None:
     for uid in range(30):
         queue.add(make_req(uid, 300, f"flood {uid % 3}"))
     for _ in range(12):
-        queue.leave(admit(queue))
+        queue.release(admit(queue))
     queue.add(make_req(99, 20, "chat"))
     first = queue.first()
     assert first is not None and first.uid == 99
@@ -323,7 +323,7 @@ class AnyHistory(RuleBasedStateMachine):
             self.queue.remove(req)
         else:
             req = self.running.pop(uid)
-        self.queue.leave(req)
+        self.queue.release(req)
 
     def teardown(self) -> None:
         assert len(self.queue) == len(self.waiting) == len(set(self.queue))
@@ -335,7 +335,7 @@ class AnyHistory(RuleBasedStateMachine):
             seen.add(first.uid)
         assert seen == set(self.waiting)
         for req in [*self.waiting.values(), *self.running.values()]:
-            self.queue.leave(req)
+            self.queue.release(req)
         kept = [getattr(self.queue, name) for name in ("_shares", "_tags", "_waiting", "_back")]
         assert not any(kept)
 

@@ -23,8 +23,8 @@ from minisgl.engine.sampler import (
     Sampler,
     engine_seeds,
     gumbel_noise,
-    kept,
     mix64,
+    nucleus_mask,
     step_keys,
     token_bits,
     top_candidates,
@@ -257,7 +257,7 @@ def test_kept_is_the_definition(data: st.DataObject) -> None:
     top_p = data.draw(st.sampled_from([0.05, 0.31, 0.5, 0.77, 0.93, 1.0]))
     width = data.draw(st.integers(top_k, vocab))
     ids, top = top_candidates(torch.tensor([values]), width)
-    keep = kept(top, torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64))
+    keep = nucleus_mask(top, torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64))
     got = sorted(ids[keep].tolist())
     want = np.flatnonzero(exact(np.array(values), 1.0, top_k, top_p)).tolist()
     assert got == want
@@ -634,7 +634,7 @@ def test_sample_logits_is_draw(data: st.DataObject) -> None:
         patch.setattr(sample_kernels, "SLICE_BLOCK", blocks[0])
         patch.setattr(sample_kernels, "FILTER_BLOCK", blocks[1])
         patch.setattr(
-            sample_kernels, "programs_wanted", lambda device: blocks[2]
+            sample_kernels, "target_programs", lambda device: blocks[2]
         )  # few: long slices
         plain = sample_kernels.sample_logits(logits, keys, temperature)
         got = sample_kernels.sample_logits(logits, keys, temperature, None, top_k, top_p)
@@ -657,7 +657,7 @@ def test_the_filter_keeps_what_kept_keeps(data: st.DataObject) -> None:
     warm = data.draw(st.sampled_from([0.25, 1.0, 2.0]))
     ids, top = top_candidates(logits, vocab)
     p = torch.tensor([top_p], dtype=torch.float64)
-    keep = kept(top / warm, torch.tensor([top_k]), p)
+    keep = nucleus_mask(top / warm, torch.tensor([top_k]), p)
     k = torch.tensor([top_k], dtype=torch.int32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sample_kernels, "FILTER_BLOCK", data.draw(st.sampled_from([8, 8192])))
@@ -677,7 +677,7 @@ def test_groups_whose_weight_is_not_in_their_largest_token(
     monkeypatch.setattr(sample_kernels, "FILTER_BLOCK", 8)
     logits, p = torch.arange(64.0)[None] / 64, torch.tensor([top_p], dtype=torch.float64)
     ids, top = top_candidates(logits, 64)
-    keep = kept(top, torch.tensor([64]), p)
+    keep = nucleus_mask(top, torch.tensor([64]), p)
     off = torch.zeros(1, dtype=torch.int32)
     threshold, last_id = sample_kernels.filter_logits(logits, torch.ones(1), off, p)
     assert allowed(logits[0], threshold.item(), last_id.item()) == sorted(ids[keep].tolist())
@@ -687,7 +687,7 @@ def test_groups_whose_weight_is_not_in_their_largest_token(
 def test_a_seed_reproduces_in_any_batch_and_at_any_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels cut rows differently at each batch size; the draws stay."""
     monkeypatch.setattr(sample_kernels, "SLICE_BLOCK", 128)
-    monkeypatch.setattr(sample_kernels, "programs_wanted", lambda device: 8)
+    monkeypatch.setattr(sample_kernels, "target_programs", lambda device: 8)
     vocab = 400
     logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(0)).bfloat16() * 3
     keys = make_keys(3)
@@ -752,7 +752,7 @@ def test_ties_go_to_the_smaller_id_in_a_slice_and_across_slices(programs: int) -
     cold = torch.zeros(2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sample_kernels, "SLICE_BLOCK", 64)
-        patch.setattr(sample_kernels, "programs_wanted", lambda device: programs)
+        patch.setattr(sample_kernels, "target_programs", lambda device: programs)
         assert sample_kernels.sample_logits(logits, make_keys(2), cold).tolist() == [700, 0]
 
 
@@ -788,9 +788,9 @@ def test_a_sampler_with_kernels_is_one_without(params: list[dict[str, float]], s
 @interpreted
 def test_draw_rows_is_the_same_with_and_without_the_kernel() -> None:
     logits, keys, temperature = torch.randn(3, 50), make_keys(3), torch.tensor([0.0, 0.5, 2.0])
-    slow = Sampler(50, "cpu").draw_rows(logits, keys, temperature)
+    slow = Sampler(50, "cpu").sample_rows(logits, keys, temperature)
     fast = Sampler(50, "cpu", kernel=sample_kernels.sample_logits)
-    assert torch.equal(fast.draw_rows(logits, keys, temperature), slow)
+    assert torch.equal(fast.sample_rows(logits, keys, temperature), slow)
     assert slow[0] == logits[0].argmax()
 
 

@@ -34,7 +34,7 @@ from minisgl.scheduler.messages import (
     UserMsg,
 )
 from minisgl.scheduler.observe import StageClock
-from minisgl.scheduler.phases import DecodeManager, PrefillAdder, PrefillLimits, pages_to_come
+from minisgl.scheduler.phases import DecodeManager, PrefillAdder, PrefillLimits, future_pages
 from minisgl.scheduler.requests import Limits, check_prompt, clamp_notice, finish_reason
 from minisgl.scheduler.requests import make_req as req_of
 from tests.fakes import EOS, VOCAB, Driver, FakeEngine, expected
@@ -122,16 +122,16 @@ def test_finish_reasons(token: int, fields: dict[str, Any], reason: str | None) 
 def test_promised_pages_are_exactly_what_a_life_takes(prompt: int, new: int, size: int) -> None:
     """Follow a request step by step: the promise plus what it has never changes, and ends at 0."""
     req = make_req(prompt, new)
-    total = pages_to_come(req, size)
+    total = future_pages(req, size)
     assert total == math.ceil((prompt + new - 1) / size)
     while True:
         req.schedule(req.device_len)
         owned = math.ceil(req.device_len / size)
         req.advance()
-        assert owned + pages_to_come(req, size) == total
+        assert owned + future_pages(req, size) == total
         if not req.can_decode:
             break
-    assert pages_to_come(req, size) == 0
+    assert future_pages(req, size) == 0
 
 
 def test_messages_survive_the_wire() -> None:

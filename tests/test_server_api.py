@@ -21,7 +21,7 @@ from minisgl import LLM
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import GRAMMARS, SamplingParams
 from minisgl.scheduler.messages import TokenReply, UserMsg
-from minisgl.server.cli import Watchers, build_app
+from minisgl.server.cli import ServerObservers, build_app
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.access import Access, client_of
 from minisgl.server.http.api import create_app, fair_client
@@ -662,9 +662,9 @@ def test_key_comes_before_the_body() -> None:
 @pytest.mark.parametrize("for_all", [False, True])
 def test_the_key_for_what_operators_read(for_all: bool) -> None:
     operations = Operations(log_format="none", key_for_all=for_all)
-    frontend, watchers = Frontend([LocalQueue()], LocalQueue()), Watchers(operations)
+    frontend, observers = Frontend([LocalQueue()], LocalQueue()), ServerObservers(operations)
     settings = ApiSettings("m", 9, api_key="key")
-    app = build_app(frontend, settings, ConcurrencyLimiter(), watchers, operations)
+    app = build_app(frontend, settings, ConcurrencyLimiter(), observers, operations)
 
     async def statuses(path: str) -> list[int]:
         transport = httpx.ASGITransport(app)

@@ -302,5 +302,5 @@ def test_what_a_server_tells_of_itself(live: Live) -> None:
 
 def test_the_share_of_the_pool_that_is_held() -> None:
     metrics = Metrics()
-    metrics.told(StatsMsg(used_pages=3, cached_pages=1, free_pages=4))
+    metrics.reported(StatsMsg(used_pages=3, cached_pages=1, free_pages=4))
     assert metrics.registry.get_sample_value("minisgl_kv_cache_usage") == 0.375

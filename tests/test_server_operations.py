@@ -214,10 +214,10 @@ def run_package(*flags: str, typed: str = "") -> tuple[int, str, str]:
 BUSY = """
 import multiprocessing, sys, time
 from pathlib import Path
-from minisgl.runtime.supervisor import leave_with_parent
+from minisgl.runtime.supervisor import exit_with_parent
 
 def child(folder, told):
-    leave_with_parent(Path(folder))
+    exit_with_parent(Path(folder))
     told.set()
     while True:
         time.sleep(0.01)
@@ -541,9 +541,9 @@ def test_log_lines_carry_no_text_unless_asked(checkpoint: Path) -> None:
     for prompts in (False, True):
         lines: list[str] = []
         with Live(checkpoint, operations=Operations(log_prompts=prompts)) as live:
-            assert live.watchers.log is not None
-            live.watchers.log._write = lines.append
-            live.watchers.log._spell = as_json
+            assert live.observers.log is not None
+            live.observers.log._write = lines.append
+            live.observers.log._spell = as_json
             body = {"prompt": "my secret is hunter2", "max_tokens": 4, "n": 2, "user": "ann"}
             answer = httpx.post(f"{live.url}/v1/completions", json=body).json()
             chat = {"messages": [{"role": "user", "content": "hunter2"}], "max_tokens": 2}
@@ -581,7 +581,7 @@ def test_an_observer_that_fails_harms_nobody(
     assert ours == set(OBSERVERS)
     trace = "/dev/full" if kind is TraceFile else None
     with Live(checkpoint, operations=Operations(log_format="text", trace=trace)) as live:
-        for observer in live.watchers.all():
+        for observer in live.observers.all():
             if isinstance(observer, RequestLog | Metrics) and type(observer) is kind:
                 vars(observer).update(_write=full, _clock=full)
         for _ in range(2):
@@ -597,7 +597,7 @@ def test_an_observer_that_fails_harms_nobody(
                 next(response.iter_lines())  # and leave
             live.assert_pages_home()
         assert httpx.get(f"{live.url}/health", timeout=200).status_code == 200
-        live.watchers.close()
+        live.observers.close()
     said = [record for record in caplog.records if "reported once" in record.getMessage()]
     told = [record.getMessage() for record in said]
     assert told[0].startswith(kind.__name__) and "No space left" in told[0], told
@@ -622,9 +622,9 @@ def test_a_scheduler_outlives_what_watches_it(
 def test_a_line_keeps_answers_apart_and_counts_as_usage_does(checkpoint: Path) -> None:
     lines: list[str] = []
     with Live(checkpoint, operations=Operations(log_prompts=True)) as live:
-        assert live.watchers.log is not None
-        live.watchers.log._write = lines.append
-        live.watchers.log._spell = as_json
+        assert live.observers.log is not None
+        live.observers.log._write = lines.append
+        live.observers.log._spell = as_json
         body = {"prompt": ["one fox", "two hens and a cow"], "n": 2, "max_tokens": 6}
         answer = httpx.post(f"{live.url}/v1/completions", json=body).json()
         wait_for(lambda: len(lines) == 1, "the line")
@@ -868,5 +868,5 @@ def test_keys_during_an_answer_and_ctrl_c(live: Live) -> None:
 
 def test_the_share_of_the_pool_that_is_held() -> None:
     metrics = Metrics()
-    metrics.told(StatsMsg(used_pages=3, cached_pages=1, free_pages=4))
+    metrics.reported(StatsMsg(used_pages=3, cached_pages=1, free_pages=4))
     assert metrics.registry.get_sample_value("minisgl_kv_cache_usage") == 0.375

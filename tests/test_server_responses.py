@@ -24,7 +24,7 @@ from minisgl.server.http.api import RequestHandler, create_app
 from minisgl.server.http.chats import AnswerParser
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import CHANGES, HARMLESS
-from minisgl.server.http.formats import Completion
+from minisgl.server.http.formats import Completion, encoded
 from minisgl.server.http.schemas import ChatRequest
 from minisgl.server.http.settings import ApiSettings
 from minisgl.server.http.tool_parser import CallArguments, CallStart, Content, Piece, Reasoning
@@ -718,7 +718,7 @@ def test_pieces_add_up(said: list[tuple[str, list[str]]], reason: str, size: int
             events += builder.add(answer_of(pieces[start : start + step], 1))
         events += builder.finish(Completion(finish_reason=reason, prompt_tokens=5), now=7)
         assert events[0]["response"]["output"] == []  # what was told stays as it was
-        assert assemble(json.loads(json.dumps(events))) == (expected or [("message", "")])
+        assert assemble(json.loads(encoded(events))) == (expected or [("message", "")])
         output = builder.response["output"]
         assert [item["id"].rpartition("_")[2] for item in output] == [
             str(number) for number in range(1, 1 + len(output))

@@ -16,7 +16,7 @@ from minisgl.benchmark.simulate import (
     Simulated,
     Timed,
     count_pages,
-    fewest,
+    min_replicas,
     replica_arrivals,
     share_of,
     simulate,
@@ -181,12 +181,12 @@ def test_routers_share_the_load() -> None:
 
 @pytest.mark.parametrize("need", [1, 2, 3, 7, 100])
 def test_the_fewest_replicas_are_found(need: int) -> None:
-    assert fewest(lambda count: count >= need) == need
+    assert min_replicas(lambda count: count >= need) == need
 
 
 def test_an_impossible_target_is_refused() -> None:
     with pytest.raises(ValueError, match="target: must be possible, got none with 64"):
-        fewest(lambda count: False, most=64)
+        min_replicas(lambda count: False, most=64)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ from minisgl.scheduler.speculative import (
     VerifyBatch,
     count_accepted,
     join_rows,
-    lookup,
+    prompt_lookup,
     verify_batch,
 )
 from minisgl.server.workers.scheduler_process import stats_of
@@ -68,7 +68,7 @@ def ids(*tokens: int) -> IntArray:
     ],
 )
 def test_look_up(text: list[int], want: list[int]) -> None:
-    found = lookup(ids(*text), 2, 5)
+    found = prompt_lookup(ids(*text), 2, 5)
     assert found.tolist() == want and found.dtype == np.int32
 
 
@@ -87,7 +87,7 @@ def slow_lookup(text: list[int], at_least: int, most: int) -> list[int]:
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 9), st.integers(1, 9))
 @settings(max_examples=150, deadline=None)
 def test_look_up_finds_what_a_slow_search_finds(text: list[int], low: int, most: int) -> None:
-    assert lookup(ids(*text), low, most).tolist() == slow_lookup(text, low, most)
+    assert prompt_lookup(ids(*text), low, most).tolist() == slow_lookup(text, low, most)
 
 
 class Asked:
@@ -111,14 +111,14 @@ def test_each_miss_wants_a_longer_match_and_a_hit_starts_anew() -> None:
     seen = []
     for _ in range(9):
         seen.append(shortest())
-        proposer.learn(req, 4, 0)
+        proposer.update(req, 4, 0)
     assert seen == [2, 3, 4, 5, 6, 7, 8, 8, 8]
-    proposer.learn(req, 4, 1)
+    proposer.update(req, 4, 1)
     assert shortest() == 2
-    proposer.forget(req)
-    proposer.forget(req)
+    proposer.release(req)
+    proposer.release(req)
     assert not proposer.misses
-    proposer.learn(req, 3, 0)
+    proposer.update(req, 3, 0)
     proposer.reset()
     assert not proposer.misses
 
@@ -180,8 +180,8 @@ class Oracle(NGramProposer):
             found.append(drafts)
         return found
 
-    def learn(self, req: Req, drafted: int, accepted: int) -> None:
-        super().learn(req, drafted, accepted)
+    def update(self, req: Req, drafted: int, accepted: int) -> None:
+        super().update(req, drafted, accepted)
         self.learned.append((drafted, accepted))
 
 
@@ -514,7 +514,7 @@ def test_limits_of_drafts() -> None:
 def test_steps_with_drafts_store_first(tmp_path: Path, drafts: int) -> None:
     """An engine that drafts captures no step that stores and attends in one launch."""
     pytest.importorskip("triton")
-    from minisgl.attention.fused_backend import FusedPlan, StoreFirstPlan
+    from minisgl.attention.fused_backend import FusedPlan, VerifyPlan
 
     path = make_checkpoint(tmp_path, "llama", num_hidden_layers=1, head_dim=32)
     config = EngineConfig(model_path=str(path), device="cpu", num_pages=8,
@@ -526,7 +526,7 @@ def test_steps_with_drafts_store_first(tmp_path: Path, drafts: int) -> None:
     engine = Engine(config, made.model_config, made.model, *memory, new_graph=RecordingGraph)
     graph = engine.runners.decode
     assert graph is not None and engine.runners.max_draft_rows == 2
-    kind = StoreFirstPlan if drafts else FusedPlan
+    kind = VerifyPlan if drafts else FusedPlan
     assert {type(step.plan) for step in graph.steps.values()} == {kind}
     for batch in (Batch, VerifyBatch):
         engine.step(engine.prepare(batch([engine.dummy_req], Phase.DECODE)))

@@ -673,7 +673,7 @@ def test_leaving_does_not_wait_for_dead_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], leave: Any
 ) -> None:
     """Nor does it fail for them, or print a traceback: their own end has been reported."""
-    monkeypatch.setattr(gloo, "LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr(gloo, "CLOSE_SECONDS", 0.1)
     monkeypatch.setattr(gloo.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(gloo.dist, "destroy_process_group", leave)
     comm = object.__new__(GlooComm)

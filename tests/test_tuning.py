@@ -88,10 +88,9 @@ def test_kernels_take_what_was_found():
     split = {"gated": False, "split_k": True}
     assert linear.choose_tiling(48, 1024, 2048, **split, limits=limits) is None
     assert linear.choose_tiling(48, 1024, 2048, **split) is not None
-    assert linear.row_block(4096, 1024, True, False, 0, limits) == (8, 512, 4, 1)
-    assert linear.row_block(4096, 1024, False, False, 0, limits) == linear.row_block(
-        4096, 1024, False, False
-    )
+    choose, of = linear.choose_gemv_block, (4096, 1024)
+    assert choose(*of, True, False, 0, limits) == (8, 512, 4, 1)
+    assert choose(*of, False, False, 0, limits) == choose(*of, False, False)
     gated = {"gated": True, "split_k": False}
     assert fp8_linear.choose_fp8_tiling(9, 3072, 1024, **gated, limits=limits).bn == 64
     deep = fp8_linear.choose_fp8_tiling(9, 6144, 4096, **plain, limits=limits)
@@ -109,19 +108,21 @@ def test_products_are_cut_as_the_table_says(monkeypatch):
     })  # fmt: skip
     vars(H200).update(tuned=tuned)  # frozen, and what kernels on a CPU are cut for
     seen = []
-    real = linear.launch_rows
+    real = linear.launch_few_row_gemm
     try:
         for module in (linear, fp8_linear):
-            monkeypatch.setattr(module, "launch_rows", lambda *a: (seen.append(a[3]), real(*a))[1])
+            monkeypatch.setattr(
+                module, "launch_few_row_gemm", lambda *a: (seen.append(a[3]), real(*a))[1]
+            )
         x, w = torch.randn(9, 1024), torch.randn(128, 1024)
         assert (linear.linear(x, w) - x @ w.T).abs().max() < 1e-3
         eight = tune_steps.random_weight(128, 1024, eight_bits=True, on=ON_CPU)
         want = x @ eight.dequantized(torch.float32).T
         assert (linear.linear(x, eight) - want).abs().max() < 1e-3
         assert [one.bn for one in seen] == [32, 16]
-        y = linear.row_linear(DeferredNorm(x[:1], x[:1], x[0].square()), w)
+        y = linear.gemv(DeferredNorm(x[:1], x[:1], x[0].square()), w)
         assert (y - torch.nn.functional.rms_norm(x[:1], (1024,)) @ w.T).abs().max() < 1e-3
-        linear.row_linear(x[:1], eight)
+        linear.gemv(x[:1], eight)
         assert tuned.asked >= set(tuned)
     finally:
         vars(H200).update(tuned=TunedTiles())
@@ -257,7 +258,7 @@ def test_one_rank_is_a_model_of_its_own():
 def test_one_row_meets_the_kernels_of_so_many_ranks(tp):
     """Behind a sum over ranks, no product is behind a norm whose factor is missing."""
     H200.tuned.asked.clear()
-    comm = tune_steps.Alone(tp)
+    comm = tune_steps.SkippedAllReduce(tp)
     check_model(small_model("qwen3", comm=comm, num_hidden_layers=1), [9], None)
     asked = {key.split()[1] for key in H200.tuned.asked}
     assert "plain" in asked and ("norm_plain" in asked) == (tp == 1)

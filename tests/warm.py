@@ -83,7 +83,7 @@ def become_python(words: list[str], env: dict[str, str], folder: str, session: b
     """What `python -m MODULE …` or `python FILE …` would run; it is gone when this process is."""
     if session:
         os.setsid()
-    forks.leave_with_parent()
+    forks.exit_with_parent()
     enter(folder, env)
     own_streams()
     sys.path[:0] = env.get("PYTHONPATH", "").split(os.pathsep)
@@ -98,7 +98,7 @@ def become_python(words: list[str], env: dict[str, str], folder: str, session: b
 
 def become_worker(words: list[str], env: dict[str, str], folder: str, session: bool) -> None:
     """A process of pytest-xdist; it starts Python as a new process unless a test forks it."""
-    forks.leave_with_parent()
+    forks.exit_with_parent()
     enter(folder, env, fork=False)
     own_streams()
     with as_process():

@@ -22,7 +22,7 @@ from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
 
 
-class PairBackend:
+class HybridBackend:
     """One backend for prefill, another for decode, and one for captured decode steps."""
 
     def __init__(
@@ -30,9 +30,9 @@ class PairBackend:
         name: str,
         prefill: AttentionBackend,
         decode: AttentionBackend,
-        recorded: AttentionBackend,
+        captured: AttentionBackend,
     ) -> None:
-        self.name, self.prefill, self.decode, self.recorded = name, prefill, decode, recorded
+        self.name, self.prefill, self.decode, self.captured = name, prefill, decode, captured
 
     def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> AttentionPlan:
         """Plan with the backend that owns this batch's phase."""
@@ -41,7 +41,7 @@ class PairBackend:
 
     def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> AttentionPlan:
         """Plan CUDA-graph replays with the backend that supports capture."""
-        return self.recorded.graph_plan(batch_size, buffers)
+        return self.captured.graph_plan(batch_size, buffers)
 
 
 BACKENDS = {
@@ -49,7 +49,7 @@ BACKENDS = {
     "triton": "minisgl.attention.hopper_backend:HopperBackend",  # TritonBackend and chapter 04c
     "fi": "minisgl.attention.flashinfer_backend:FlashInferBackend",
     "fused": "minisgl.attention.fused_backend:FusedBackend",  # decode only
-    "store_first": "minisgl.attention.fused_backend:StoreFirstBackend",  # "fused" for drafts
+    "store_first": "minisgl.attention.fused_backend:VerifyBackend",  # "fused" for drafts
 }
 INVARIANT = {  # for deterministic engines: see chapter 05f
     "torch": "minisgl.attention.invariant_torch:InvariantTorchBackend",
@@ -57,7 +57,7 @@ INVARIANT = {  # for deterministic engines: see chapter 05f
 }
 
 
-def parts_of(name: str) -> tuple[str, str]:
+def backend_pair(name: str) -> tuple[str, str]:
     """Split a name or a pair into the prefill and decode backends; ValueError if unknown."""
     prefill, comma, decode = name.partition(",")
     parts = prefill, decode if comma else prefill
@@ -96,17 +96,17 @@ def create_backend(
     Raise ValueError for an unknown name, or for one that is not batch-invariant if `deterministic`
     requires that, and ImportError when a backend's library is missing.
     """
-    prefill, decode = parts_of(name)
+    prefill, decode = backend_pair(name)
     if deterministic and name not in INVARIANT:
         raise ValueError(f"attention_backend: must be torch or triton for deterministic: {name!r}")
-    recorded = "fused" if decode == "fi" else decode
+    captured = "fused" if decode == "fi" else decode
     scale = pool.head_dim**-0.5 if sm_scale is None else sm_scale
     built: dict[str, AttentionBackend] = {
         part: load(part, deterministic)(pool, tables, num_qo_heads, scale)
-        for part in dict.fromkeys((prefill, decode, recorded))
+        for part in dict.fromkeys((prefill, decode, captured))
     }
     if len(built) == 1:
         return built[prefill]
-    if recorded != decode:
-        logger.info("attention_backend: FlashInfer decodes eager steps, %r recorded ones", recorded)
-    return PairBackend(name, built[prefill], built[decode], built[recorded])
+    if captured != decode:
+        logger.info("attention_backend: FlashInfer decodes eager steps, %r captured ones", captured)
+    return HybridBackend(name, built[prefill], built[decode], built[captured])

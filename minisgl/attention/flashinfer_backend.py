@@ -47,7 +47,7 @@ class FlashInferBackend:
         decode = library.BatchDecodeWithPagedKVCacheWrapper
         self.decode = decode(scratch, "NHD", use_tensor_cores=True)
         self.ring = StagingRing(self.device)
-        self.planned: Event | None = None  # behind the copies of the last plan
+        self.planned: Event | None = None  # recorded after the copies of the last plan
         self.model_args = {
             "num_qo_heads": num_qo_heads,
             "num_kv_heads": pool.num_kv_heads,
@@ -58,7 +58,7 @@ class FlashInferBackend:
         }
 
     def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> AttentionPlan:
-        """Plan the wrapper of the batch's phase; a plan before it serves no more."""
+        """Plan the wrapper of the batch's phase; the previous plan becomes invalid."""
         if self.planned is not None:
             self.planned.synchronize()  # its copies have left the wrapper's host buffers
         (pages,) = self.ring.upload(meta.kv_indices)
@@ -77,7 +77,7 @@ class FlashInferBackend:
 
 
 class FlashInferPlan(AttentionPlan):
-    """A wrapper that has been planned for one batch."""
+    """A wrapper with the plan of one batch."""
 
     def __init__(self, pool: KVPool, wrapper: Any, out_loc: Tensor) -> None:
         self.pool, self.wrapper, self.out_loc = pool, wrapper, out_loc
@@ -92,6 +92,6 @@ class FlashInferPlan(AttentionPlan):
         """Attend with one call of FlashInfer's wrapper over the pool."""
         cache = (self.pool.k_cache(layer_id), self.pool.v_cache(layer_id))
         q = q.contiguous()
-        out = torch.empty_like(q)  # the wrapper's own would be filled with zeros first
+        out = torch.empty_like(q)  # the wrapper would fill its own with zeros first
         self.wrapper.run(q, cache, out=out)
         return out

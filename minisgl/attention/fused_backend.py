@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minisgl.attention.metadata import AttentionMetadata, AttentionPlan, DecodeBuffers
 from minisgl.core import Phase
-from minisgl.kernels.decode_attention import Scratch, decode_attention, most_parts
+from minisgl.kernels.decode_attention import Scratch, decode_attention, max_splits
 from minisgl.kernels.device import device_limits
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
@@ -55,7 +55,7 @@ class FusedBackend:
         """Allocate scratch memory for as many requests as the tables have rows."""
         self.pool, self.tables, self.scale = pool, tables, sm_scale
         kv, rows = pool.num_kv_heads, max(tables.num_rows, 32) + 1  # few may have many drafts
-        most = kv * (rows + most_parts(kv, device_limits(pool.buffer.device)))
+        most = kv * (rows + max_splits(kv, device_limits(pool.buffer.device)))
         self.scratch = Scratch(most, num_qo_heads // kv, pool.head_dim, pool.buffer.device)
 
     def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> AttentionPlan:
@@ -75,7 +75,7 @@ class FusedBackend:
         return plan
 
 
-class StoreFirstPlan(AttentionPlan):
+class VerifyPlan(AttentionPlan):
     """Decode in which rows may be of one request: all keys and values are stored beforehand."""
 
     def __init__(self, backend: Any, buffers: DecodeBuffers) -> None:
@@ -87,8 +87,8 @@ class StoreFirstPlan(AttentionPlan):
         return self.fused.decode(q, k, v, layer_id)
 
 
-class StoreFirstBackend(FusedBackend):
+class VerifyBackend(FusedBackend):
     """The fused kernel behind a launch that stores, in captured steps too."""
 
     name = "store_first"
-    plan_type = StoreFirstPlan
+    plan_type = VerifyPlan

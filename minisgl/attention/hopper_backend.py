@@ -1,4 +1,4 @@
-"""The Triton backend, with the wide query tiles of long prompts given to the kernel for Hopper.
+"""The Triton backend, with a Hopper kernel for the wide query tiles of long prompts.
 
 Generated from notebooks/04c_prefill_attention.ipynb: edit there.
 """
@@ -15,7 +15,13 @@ from torch import Tensor
 
 from minisgl.attention.triton_backend import LOG2_E, KernelArgs, TritonBackend, TritonPlan
 from minisgl.kernels.device import device_limits
-from minisgl.kernels.prefill_attention import ROWS, TILE_KV, Boxes, boxes_of, prefill_attention
+from minisgl.kernels.prefill_attention import (
+    ROWS,
+    TILE_KV,
+    TensorMaps,
+    prefill_attention,
+    tensor_map,
+)
 from minisgl.kernels.store_kv import rows_contiguous
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
@@ -33,11 +39,11 @@ class HopperPlan(TritonPlan):
 
     def __init__(
         self, backend: TritonBackend, out_loc: Tensor, args: KernelArgs, tile_q: int,
-        boxes: Sequence[Boxes],
+        boxes: Sequence[TensorMaps],
     ) -> None:  # fmt: skip
         super().__init__(backend, out_loc, args, tile_q, 1)
         self.boxes = boxes
-        self.compiled: Any = None  # by the first layer; the arguments of all have the same types
+        self.compiled: Any = None  # set by the first layer; all have the same argument types
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
         """Attend over the pool."""
@@ -61,10 +67,10 @@ class HopperBackend(TritonBackend):
         self.fits = fits_hopper(pool)
 
     @cached_property
-    def boxes(self) -> list[Boxes]:
+    def boxes(self) -> list[TensorMaps]:
         """Tensor maps of K and V, by layer; the pool never moves."""
         layers, pool = range(self.pool.num_layers), self.pool
-        return [(boxes_of(pool.k_cache(n)), boxes_of(pool.v_cache(n))) for n in layers]
+        return [(tensor_map(pool.k_cache(n)), tensor_map(pool.v_cache(n))) for n in layers]
 
     def make_plan(
         self, out_loc: Tensor, args: KernelArgs, tile_q: int, splits: int, programs: int

@@ -23,7 +23,7 @@ from minisgl.kvcache.pool import KVPool
 TILE_Q, TILE_KV = 8, 64  # positions of a query block, and of a tile of keys
 
 
-def fold_tile(
+def attend_tile(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, m: Tensor, total: Tensor, acc: Tensor
 ) -> None:
     """Fold one tile of keys into the running maximum, sum and weighted sum of each row, in place.
@@ -48,8 +48,8 @@ class InvariantTorchPlan(AttentionPlan):
     scale: float
     out_loc: Tensor
     rows: Tensor  # int64 [blocks], row of the page table
-    last: Tensor  # int64 [blocks], position of a block's last query: no key behind it is read
-    live: list[int]  # blocks that fold each tile of keys: the first so many
+    last: Tensor  # int64 [blocks], position of a block's last query: no later key is read
+    live: list[int]  # number of leading blocks that fold each tile of keys
     place: Tensor | None = None  # int64 [n], of each token; None: one token in each block
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
@@ -65,7 +65,7 @@ class InvariantTorchPlan(AttentionPlan):
             seen = torch.arange(tile * TILE_KV, (tile + 1) * TILE_KV, device=device)
             keys, values = self.read_tile(layer_id, seen, live)
             b = slice(live * kv_heads)
-            fold_tile(queries[b], keys, values, seen > limit[b], m[b], total[b], acc[b])
+            attend_tile(queries[b], keys, values, seen > limit[b], m[b], total[b], acc[b])
         out = (acc / total).view(blocks, kv_heads, TILE_Q, -1, q.shape[2]).transpose(1, 2)
         return out.reshape(-1, *q.shape[1:]).index_select(0, place).to(q.dtype)
 
@@ -82,14 +82,14 @@ class InvariantTorchPlan(AttentionPlan):
 
     def read_tile(self, layer_id: int, seen: Tensor, live: int) -> list[Tensor]:
         """Load keys and values of these positions, float32 [live * KV heads, TILE_KV, d] each."""
-        positions = torch.minimum(seen, self.last[:live, None])  # what lies behind is masked anyway
+        positions = torch.minimum(seen, self.last[:live, None])  # later positions are masked anyway
         slots = self.page_table[self.rows[:live, None], positions]
         found = self.pool.load_kv(slots, layer_id, torch.float32)
         return [part.transpose(1, 2).flatten(0, 1) for part in found]
 
 
 class InvariantTorchBackend(TorchBackend):
-    """One way to compute a position, for prefill, decode and captured steps."""
+    """Backend that computes a position in one way in prefill, decode and captured steps."""
 
     def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> AttentionPlan:
         """Cut each request's new tokens at multiples of TILE_Q; the longest blocks come first."""
@@ -109,7 +109,7 @@ class InvariantTorchBackend(TorchBackend):
         return self.make_plan(out_loc, blocks_rows, blocks_last, place, live)
 
     def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> AttentionPlan:
-        """Decode over the caller's buffers; reads whole rows."""
+        """Decode over the caller's buffers; read whole rows."""
         tiles = -(-self.tables.page_table.shape[1] // TILE_KV)
         live = [batch_size] * tiles
         return self.make_plan(buffers.out_loc, buffers.rows, buffers.positions, None, live)

@@ -1,4 +1,4 @@
-"""The Triton backend with every choice made once, not for each batch.
+"""The Triton backend with every choice fixed, independent of the batch.
 
 Generated from notebooks/05f_batch_invariance.ipynb: edit there.
 """
@@ -11,7 +11,7 @@ QUERY_ROWS = 64
 
 
 class InvariantTritonBackend(TritonBackend):
-    """Prefill and decode by one shape of tile, with keys in one part."""
+    """Triton backend with one tile shape for prefill and decode, and keys in one part."""
 
     def query_rows(self, average_rows: int) -> int:
         """Return the rows of a query tile, the same for every batch."""

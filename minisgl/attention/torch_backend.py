@@ -54,9 +54,9 @@ class PerRequestPlan(AttentionPlan):
     ) -> None:
         self.pool, self.out_loc, self.scale = pool, out_loc, scale
         self.bounds = meta.qo_indptr.tolist()
-        self.hits = [self.hit(meta, i) for i in range(meta.batch_size)]
+        self.hits = [self.cached_slots(meta, i) for i in range(meta.batch_size)]
 
-    def hit(self, meta: AttentionMetadata, i: int) -> tuple[Tensor, Tensor] | None:
+    def cached_slots(self, meta: AttentionMetadata, i: int) -> tuple[Tensor, Tensor] | None:
         """Return slots and mask of a request that reads the pool; None if k and v are enough."""
         extend_len, seq_len = int(meta.extend_lens[i]), int(meta.seq_lens[i])
         if extend_len == seq_len and not self.pool.quantized:

@@ -34,7 +34,7 @@ class KernelArgs:
     last: Tensor  # [bs] position of each request's last token
     qo_indptr: Tensor  # [bs + 1]
     request: Tensor  # [tiles] request of a query tile
-    tile: Tensor  # [tiles] which of its request's tiles it is
+    tile: Tensor  # [tiles] number of the tile within its request
 
 
 def query_tile(average_rows: int, head_dim: int, widest: int) -> int:
@@ -44,7 +44,7 @@ def query_tile(average_rows: int, head_dim: int, widest: int) -> int:
     return 64 if average_rows > 16 else 16
 
 
-CPU_SMS = 16  # multiprocessors to plan for where there is no GPU, so that small batches are split
+CPU_SMS = 16  # multiprocessors to plan for without a GPU, so that small batches are split
 
 
 def count_sms(device: torch.device, dtype: torch.dtype) -> int:
@@ -113,7 +113,7 @@ class TritonBackend:
     def make_plan(
         self, out_loc: Tensor, args: KernelArgs, tile_q: int, splits: int, programs: int
     ) -> TritonPlan:
-        """Return a plan; a subclass may have a better kernel for so many programs with work."""
+        """Return a plan; a subclass may choose its kernel by the number of programs with work."""
         return TritonPlan(self, out_loc, args, tile_q, splits)
 
     def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> AttentionPlan:
@@ -135,7 +135,7 @@ class TritonBackend:
         return TritonPlan(self, buffers.out_loc, args, tile_q, self.num_splits(places, longest))
 
 
-LOG2_E = 1.4426950408889634  # the kernels use exp2, which is what the hardware has
+LOG2_E = 1.4426950408889634  # the kernels use exp2, as the hardware does
 TILE_KV = 64
 
 
@@ -150,11 +150,11 @@ class TritonPlan(AttentionPlan):
         self.out_loc, self.args, self.tile_q = out_loc, args, tile_q
         self.num_sms = backend.num_sms
         self.group, self.head_dim = backend.group, self.pool.head_dim
-        self.dim = max(16, 1 << (self.head_dim - 1).bit_length())  # tl.dot wants 16 at least
+        self.dim = max(16, 1 << (self.head_dim - 1).bit_length())  # tl.dot needs at least 16
         self.splits = splits
-        self.out: Tensor | None = None  # memory for the answers; None: new in each layer
+        self.out: Tensor | None = None  # memory for the output; None: new in each layer
         self.tile_kv, self.stages = TILE_KV, 3
-        self.warps = 8 if tile_q > 64 else 4  # 8 hold wide tiles unspilt
+        self.warps = 8 if tile_q > 64 else 4  # 8 hold wide tiles without spills
         rows = len(args.request) * self.pool.num_kv_heads * splits * tile_q if splits > 1 else 1
         self.parts = torch.empty(rows, self.dim, dtype=torch.float32, device=out_loc.device)
         self.lse = torch.empty(rows, dtype=torch.float32, device=out_loc.device)

@@ -153,8 +153,8 @@ def run_kernels(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Measure ceilings, GEMMs and decode attention in the model's shapes."""
     model, device = ModelConfig.from_path(folder), torch.device(args.device)
     dtype = getattr(torch, choose_dtype(args.dtype, device.type, model))
-    draw, (low, high) = random.Random(args.seed), args.lengths
-    lengths = np.array([draw.randint(low, high) for _ in range(args.batch)], dtype=np.int32)
+    rng, (low, high) = random.Random(args.seed), args.lengths
+    lengths = np.array([rng.randint(low, high) for _ in range(args.batch)], dtype=np.int32)
     ceilings = kernels.measure_rows(kernels.ceiling_rows(dtype, device), device)
     rows = kernels.decode_rows(model, args.backends, args.page_sizes, lengths, dtype, device)
     for batch in (n for n in (1, 8, 64) if n < args.batch):

@@ -152,10 +152,10 @@ def fused_product(name: str, x: torch.Tensor, weight: torch.Tensor) -> Product:
     if name in ("qkv", "gate_up"):
         squares = x.float().square().view(-1, 2).sum(1)  # of programs with two outputs each
         row = DeferredNorm(x, x, squares)
-        one: Product = partial(linear.row_linear, row, eps=1e-6, gated=name == "gate_up")
+        one: Product = partial(linear.gemv, row, eps=1e-6, gated=name == "gate_up")
     else:
         ones = torch.ones_like(weight[:, 0])
-        one = partial(linear.row_linear_add_norm, x, residual=ones[None], norm=ones)
+        one = partial(linear.gemv_add_norm, x, residual=ones[None], norm=ones)
     if one(weight) is None:
         raise ValueError(f"fused {name}: no block divides a weight of {list(weight.shape)}")
     return one

@@ -96,7 +96,7 @@ def latency_row(line: Timeline, batch: int) -> dict[str, Any]:
     return row | {"steps": len(gaps)}
 
 
-def middle(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+def median_row(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     """Return the row with the median value of `name`, and add the values of all rows."""
     ordered = sorted(rows, key=lambda row: row[name])
     return {**ordered[len(rows) // 2], f"all_{name}": [row[name] for row in rows]}
@@ -118,7 +118,7 @@ def measure_latency(
             seed += 1
             start_together(llm, batch, prompt_len, output_len, SAMPLING[name], seed)
             runs.append(latency_row(drive(llm), batch))
-        row = {**middle(runs[1:], "tpot_ms"), "sampling": name}
+        row = {**median_row(runs[1:], "tpot_ms"), "sampling": name}
         if roof is not None:
             work = roof.decode_work(np.full(batch, prompt_len + output_len // 2))
             row["floor_ms"] = round(roof.seconds(work) * 1e3, 4)

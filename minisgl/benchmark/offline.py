@@ -48,7 +48,7 @@ def launches(scheduler: Scheduler) -> Iterator[list[Launch]]:
         scheduler.launch = plain  # type: ignore[method-assign]
 
 
-def redraw(requests: Sequence[RandomRequest], vocab_size: int, seed: int) -> list[RandomRequest]:
+def resample(requests: Sequence[RandomRequest], vocab_size: int, seed: int) -> list[RandomRequest]:
     """Sample other prompts of the same lengths, so that nothing of them is cached."""
     rng = np.random.default_rng(seed)
     top = min(vocab_size, 10_001)
@@ -115,7 +115,7 @@ def measure_offline(
     seconds, gpus = [], llm.config.tp.size
     before = joules_drawn(gpus)
     for index in tqdm(range(repeats), desc="offline runs", disable=None):
-        fresh = redraw(requests, llm.limits.vocab_size, seed + 1 + index)
+        fresh = resample(requests, llm.limits.vocab_size, seed + 1 + index)
         with launches(llm.scheduler) as log:
             seconds.append(run_once(llm, fresh, temperature))
     after, output_tokens = joules_drawn(gpus), sum(r.output_len for r in requests)

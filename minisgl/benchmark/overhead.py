@@ -24,7 +24,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
 from minisgl.benchmark.load import Target
-from minisgl.benchmark.offline import redraw, run_once
+from minisgl.benchmark.offline import resample, run_once
 from minisgl.benchmark.serving import Child
 from minisgl.benchmark.workload import RandomRequest
 from minisgl.config.model import ModelConfig
@@ -118,7 +118,7 @@ def measure_overhead(
     with frozen_heap():  # a pause of ours would look like one of the server's
         for index in tqdm(range(repeats + 1), desc="repetitions", disable=None):
             for number, side in list(enumerate(runs))[:: -1 if index % 2 else 1]:
-                fresh = redraw(requests, vocab, seed + len(runs) * index + number)
+                fresh = resample(requests, vocab, seed + len(runs) * index + number)
                 found[side].append(runs[side](fresh))
     return overhead_row(requests, {side: timed[1:] for side, timed in found.items()})
 

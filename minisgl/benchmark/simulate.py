@@ -226,7 +226,7 @@ def share_of(
     return [request for request, mine in zip(requests, chosen) if mine]
 
 
-def fewest(meets: Callable[[int], bool], most: int = 2**14) -> int:
+def min_replicas(meets: Callable[[int], bool], most: int = 2**14) -> int:
     """Return the fewest replicas that meet a target; ValueError if `most` do not."""
     high = 1
     while not meets(high):
@@ -290,5 +290,5 @@ def simulate_flags(model: ModelConfig, args: argparse.Namespace) -> tuple[int, d
         return all(limit is None or times[name]["p99"] <= limit for name, limit in limits.items())
 
     asked = any(limit is not None for limit in limits.values())
-    replicas = fewest(meets) if asked else args.replicas
+    replicas = min_replicas(meets) if asked else args.replicas
     return replicas, run(replicas)

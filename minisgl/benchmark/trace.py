@@ -132,13 +132,13 @@ class ChatGenerator:
         self.next_chat = 0
         self.systems = [self.grow(([], 0), shape.system_len) for _ in range(shape.systems)]
 
-    def draw(self, ends: tuple[int, int]) -> int:
+    def sample_length(self, ends: tuple[int, int]) -> int:
         return int(self.rng.integers(ends[0], ends[1] + 1))
 
     def grow(self, text: Text, ends: tuple[int, int]) -> Text:
         """Append some tokens: a last block that was not full becomes another one."""
         blocks, length = text
-        kept, length = blocks[: length // BLOCK], length + self.draw(ends)
+        kept, length = blocks[: length // BLOCK], length + self.sample_length(ends)
         new = math.ceil(length / BLOCK) - len(kept)
         self.next_block += new
         return [*kept, *range(self.next_block - new, self.next_block)], length
@@ -146,7 +146,7 @@ class ChatGenerator:
     def session(self, now: float) -> Iterator[TraceLine]:
         """Yield the turns of one chat that begins at `now`."""
         parent, text = -1, self.systems[self.rng.integers(self.shape.systems)]
-        for turn in range(1, self.draw(self.shape.turns) + 1):
+        for turn in range(1, self.sample_length(self.shape.turns) + 1):
             blocks, length = self.grow(text, self.shape.question_len)
             text = self.grow((blocks, length), self.shape.answer_len)
             answer, chat = text[1] - length, self.next_chat

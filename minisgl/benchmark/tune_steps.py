@@ -31,7 +31,7 @@ from minisgl.config.paths import read_json, resolve_model_path
 from minisgl.engine.engine import Engine
 from minisgl.fp8 import Fp8Weight, fp8_weight
 from minisgl.kernels.device import DeviceLimits, device_limits
-from minisgl.kernels.linear import Tiling, launch_rows, row_block, row_linear_add_norm
+from minisgl.kernels.linear import Tiling, choose_gemv_block, gemv_add_norm, launch_few_row_gemm
 from minisgl.kernels.norm import DeferredNorm, add_norm
 from minisgl.llm import LLM
 from minisgl.parallel.comm import SingleRank
@@ -60,7 +60,7 @@ def config_of(model: str, tp: int) -> dict[str, Any]:
     return one_rank(config, tp)
 
 
-class Alone(SingleRank):
+class SkippedAllReduce(SingleRank):
     """One of several ranks without the others: what a sum would be, its own part stands for."""
 
     def __init__(self, size: int) -> None:
@@ -84,7 +84,7 @@ def engine_of(model: str, tp: int, quantization: str, sizes: Sequence[int]) -> I
         ) as llm:  # fmt: skip
             engine: Any = llm.scheduler.engine
             if tp > 1:  # kernels behind a sum over ranks are other ones
-                engine.forward_pass.comm = Alone(tp)
+                engine.forward_pass.comm = SkippedAllReduce(tp)
             yield engine
     gc.collect()
     torch.cuda.empty_cache()
@@ -126,7 +126,9 @@ def plain_product(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
     return F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1] if gated else y
 
 
-def gemv(kind: str, scales: int, n: int, k: int, on: dict[str, Any]) -> tuple[Product, Tensor]:
+def gemv_trial(
+    kind: str, scales: int, n: int, k: int, on: dict[str, Any]
+) -> tuple[Product, Tensor]:
     """Make a one-row product (GEMV) that takes tiles, and its expected result."""
     gated = "gated" in kind
     weight = random_weight(n * (2 if gated else 1), k, eight_bits=scales > 0, on=on)
@@ -136,19 +138,19 @@ def gemv(kind: str, scales: int, n: int, k: int, on: dict[str, Any]) -> tuple[Pr
     want = plain_product(x, weight, gated)
     if "norm" in kind:
         # As many sums as the product in front mostly makes: an engine finds its kernel compiled.
-        front = row_block(k, k, False, False, scales) or (1,)
+        front = choose_gemv_block(k, k, False, False, scales) or (1,)
         squares = x.float().square().view(-1, front[0]).sum(1)
         row, after = DeferredNorm(x, x, squares), (None, None)
         want = plain_product(F.rms_norm(x.float(), (k,)), weight, gated)
 
     def product(tiles: list[Any]) -> Tensor:
-        y = row_linear_add_norm(row, weight, *after, gated=gated, block=(*tiles,))
+        y = gemv_add_norm(row, weight, *after, gated=gated, block=(*tiles,))
         return want * 0 if y is None else y.total
 
     return product, want
 
 
-def gemm(
+def gemm_trial(
     kind: str, eight_bits: bool, rows: int, n: int, k: int, on: dict[str, Any]
 ) -> tuple[Product, Tensor]:
     """Make a product of a few rows that takes tiles and adds up its splits, and its result."""
@@ -160,7 +162,7 @@ def gemm(
         parts = Tiling(*tiles)
         dtype = torch.float32 if parts.splits > 1 else x.dtype
         out = torch.empty(parts.splits, rows, n, dtype=dtype, device=x.device)
-        launch_rows(x, weight, out, parts, None, gated)
+        launch_few_row_gemm(x, weight, out, parts, None, gated)
         return out.sum(0)
 
     return product, plain_product(x, weight, gated)
@@ -171,8 +173,8 @@ def trial_of(key: str, on: dict[str, Any] = ON_GPU) -> tuple[Product, Tensor]:
     kernel, kind, *sizes = key.split()
     first, n, k = map(int, sizes)
     if kernel == "row":
-        return gemv(kind, first, n, k, on)
-    return gemm(kind, kernel == "rows8", 8 if first == 16 else first, n, k, on)
+        return gemv_trial(kind, first, n, k, on)
+    return gemm_trial(kind, kernel == "rows8", 8 if first == 16 else first, n, k, on)
 
 
 def is_right(product: Product, want: Tensor, tiles: list[Any]) -> bool:

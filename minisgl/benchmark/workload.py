@@ -44,12 +44,10 @@ def random_workload(
     seed: int = 0,
 ) -> list[RandomRequest]:
     """Sample requests with lengths uniform between both ends, as engines' benchmarks do."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     top = min(vocab_size - 1, 10_000)
-    prompts = [
-        [draw.randint(0, top) for _ in range(draw.randint(*input_len))] for _ in range(count)
-    ]
-    lengths = [draw.randint(*output_len) for _ in range(count)]
+    prompts = [[rng.randint(0, top) for _ in range(rng.randint(*input_len))] for _ in range(count)]
+    lengths = [rng.randint(*output_len) for _ in range(count)]
     return [
         RandomRequest(np.array(ids, dtype=np.int32), n)
         for ids, n in zip(prompts, lengths, strict=True)

@@ -1,4 +1,4 @@
-"""What an engine, a scheduler and a server may use; "auto" is settled by `resolve`.
+"""Settings of an engine, a scheduler and a server; `resolve` replaces "auto".
 
 Generated from notebooks/01b_configuration.ipynb: edit there.
 """
@@ -57,14 +57,14 @@ BatchSizes = Annotated[tuple[Positive, ...], BeforeValidator(as_tuple)]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(Validated):
-    """Settings of an engine; "auto" and None stand for a choice that is made later.
+    """Settings of an engine; "auto" and None are replaced later.
 
     `memory_ratio` is the part of free memory for weights and KV cache, `distributed_timeout` is in
     seconds; `max_running_req` and `*_bs` count requests, `num_pages` pages; `page_size`
     and `max_seq_len_override` (None: the model's window) are in tokens. With
     `memory_trial_tokens` above 0 a trial prefill of that size measures the rest of a step's memory.
-    `kernels` "torch" keeps to plain PyTorch, "triton" takes fused kernels where they fit.
-    `deterministic`: same bits in every batch, see chapter 05f. "fp8": eight bits, see chapter 05g.
+    `kernels` "torch" uses only PyTorch, "triton" uses fused kernels where they fit.
+    `deterministic`: same bits in every batch, see chapter 05f. "fp8": see chapter 05g.
     `seed` serves requests without one; by default it comes from the operating system.
     """
 
@@ -95,10 +95,10 @@ class EngineConfig(Validated):
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(EngineConfig):
-    """An engine's config, who runs when, and how steps are filled.
+    """An engine's config, with the order of requests and the limits of steps.
 
     `max_extend_tokens` is the budget of one prefill step; None: 8192 on a GPU, 1024 on a CPU.
-    `reserve_tokens` of an answer have their pages promised ahead; None promises the longest
+    Pages for `reserve_tokens` of an answer are promised in advance; None promises the longest
     possible answer. `overlap` None: on a GPU.
     """
 
@@ -111,10 +111,10 @@ class SchedulerConfig(EngineConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(SchedulerConfig):
-    """A scheduler's config and where to serve; port 0 is any free one.
+    """A scheduler's config with the address of a server; port 0 is any free one.
 
     `num_tokenizer` counts tokenizer processes; 0 means that the detokenizer's process does both.
-    Strangers share a server, so requests are taken in a fair order.
+    A server has many users, so the default order of requests is fair.
     """
 
     schedule_policy: Literal["fcfs", "fair"] = "fair"
@@ -143,7 +143,7 @@ def max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
 def choose_device(device: str, rank: int) -> str:
     """Resolve "auto" to a device; ranks take the GPUs of one host in order."""
     if device == "auto":
-        import torch  # only here: reading a config must not cost the import of torch
+        import torch  # only here: reading a config must not import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return f"cuda:{rank}" if device == "cuda" else device
@@ -161,7 +161,7 @@ def choose_dtype(dtype: str, device: str, model: ModelConfig) -> str:
 def choose_backend(config: EngineConfig, device: str, dtype: str, head_dim: int) -> str:
     """Resolve "auto" to an attention backend; raise ValueError if a named one cannot run.
 
-    On a GPU it is Triton kernels: tiles for prefill, and the fused one for decode where it fits.
+    On a GPU, "auto" is Triton's tiled kernel for prefill and the fused one, if it fits, for decode.
     """
     backend, eight_bits = config.attention_backend, config.kv_cache_dtype == "fp8"
     if config.deterministic:  # one backend for prefill and decode

@@ -1,4 +1,4 @@
-"""The engine's flags, for every command line: names, what they mean, and which field they set.
+"""The engine's flags, for every command line: names, help texts and config fields.
 
 Generated from notebooks/01b_configuration.ipynb: edit there.
 """
@@ -21,7 +21,7 @@ class Flag(NamedTuple):
     names: str  # several, with spaces between
     field: str
     what: str  # for the help
-    more: Mapping[str, Any] = {}  # for `add_argument`, where the field's type does not say it
+    more: Mapping[str, Any] = {}  # for `add_argument`, beyond the field's type
 
 
 def argument_options(field: str) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def number_or(word: str, kind: Callable[[str], Any]) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         return None if text == word else kind(text)
 
-    read.__name__ = f"number-or-{word}"  # as argparse says what is invalid
+    read.__name__ = f"number-or-{word}"  # argparse prints it in its error
     return read
 
 
@@ -106,7 +106,7 @@ KEY_VARIABLE = "MINISGL_API_KEY"
 
 
 def add_key_flag(group: Group, what: str) -> None:
-    """Add the flag of a server's key, for the server and for its clients."""
+    """Add the flag for a server's API key, for the server and for its clients."""
     what += f"; prefer {KEY_VARIABLE} in the environment: others can read command lines"
     group.add_argument("--api-key", metavar="KEY", default=None, help=what)
 

@@ -1,4 +1,4 @@
-"""What an engine knows of a model: its numbers, read from `config.json`.
+"""The numbers that describe a model to the engine, read from `config.json`.
 
 Generated from notebooks/01b_configuration.ipynb: edit there.
 """
@@ -34,7 +34,7 @@ class RopeScaling(Validated):
     """Stretching of the rotary angles beyond the length of pretraining, `factor` times.
 
     `llama3` also reads the two `*_freq_factor` and `original_max_position` (tokens); `yarn` reads
-    `original_max_position` and what follows it; None means the value of the YaRN paper
+    `original_max_position` and the fields after it; None is the value of the YaRN paper
     (https://arxiv.org/abs/2309.00071).
     """
 
@@ -51,7 +51,7 @@ class RopeScaling(Validated):
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse impossible values, and fields that are fine alone but do not fit together."""
+        """Refuse impossible values, and fields that are valid alone but not together."""
         super().__post_init__()
         if self.kind != "linear" and self.original_max_position == 0:
             raise refuse("original_max_position", "above 0", 0)
@@ -72,7 +72,7 @@ class RotaryConfig:
     scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no rotary embedding can be."""
+        """Refuse values that no rotary embedding can have."""
         if self.head_dim % 2:
             raise refuse("head_dim", "even, because rotary embedding turns pairs", self.head_dim)
         if self.max_position > MAX_POSITION:
@@ -121,7 +121,7 @@ class ModelConfig:
     moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError if fields that are fine alone do not fit together."""
+        """Raise ValueError if fields are valid alone but not together."""
         if self.num_qo_heads % self.num_kv_heads:
             must = f"a divisor of num_attention_heads {self.num_qo_heads}"
             raise refuse("num_key_value_heads", must, self.num_kv_heads)
@@ -136,7 +136,7 @@ class ModelConfig:
         return max(1, self.num_kv_heads // tp_size)
 
     def check_tp(self, tp_size: int, expert_parallel: bool = False) -> None:
-        """Raise ValueError, which names sizes that would do, if ranks cannot share the model."""
+        """Raise ValueError, which names the possible sizes, if ranks cannot share the model."""
         moe, kv = self.moe, self.num_kv_heads
         if expert_parallel and moe is None:
             raise refuse(
@@ -176,7 +176,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Build from the contents of a `config.json`; ValueError names the field at fault."""
+        """Build from the contents of a `config.json`; a ValueError names the wrong field."""
         if not isinstance(config, Mapping):
             raise refuse("config", "a JSON object", config)
         family, rope = family_of(config), rope_fields(config)
@@ -231,14 +231,14 @@ class ConfigFile(BaseModel):
     use_sliding_window: bool | None = None
     sliding_window: Positive | None = None
     layer_types: list[Literal["full_attention", "sliding_attention"]] = []
-    num_experts: Positive | None = None  # this and the rest count in a mixture of experts alone
+    num_experts: Positive | None = None  # from here on: only for a mixture of experts
     num_experts_per_tok: Positive | None = None
     moe_intermediate_size: Positive | None = None
     norm_topk_prob: bool = False
     decoder_sparse_step: Positive = 1
     mlp_only_layers: list[Count] = []
 
-    # What would change the result and is not computed here has one value only.
+    # Features that change the result but are not implemented have one value only.
     hidden_act: Literal["silu"] = "silu"
     attention_bias: Literal[False] = False  # Qwen2's biases are not in its file
     mlp_bias: Literal[False] = False
@@ -248,7 +248,7 @@ class ConfigFile(BaseModel):
 
 @dataclass(frozen=True)
 class Family:
-    """Properties that an architecture implies and its config.json leaves out."""
+    """Properties that an architecture implies and its config.json omits."""
 
     architecture: str
     model_type: str
@@ -256,9 +256,9 @@ class Family:
     qk_norm: bool = False
     head_dim: int | None = None  # where the file has none; None: hidden_size / num_attention_heads
     sliding_window: bool = False  # whether the window counts where the file has no flag
-    kv_heads_optional: bool = False  # a file without them means as many as query heads
+    kv_heads_optional: bool = False  # without them, as many as query heads
     moe: bool = False
-    norm_topk_prob: bool = False  # whether or not the file says so
+    norm_topk_prob: bool = False  # regardless of the file
 
 
 FAMILIES = (
@@ -293,7 +293,7 @@ def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_one_spelling(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the file's fields under today's names and forms; null counts as absent."""
+    """Return the file's fields under their current names and forms; null counts as absent."""
     file = {name: value for name, value in config.items() if value is not None}
     file |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     dtype = file.get("dtype", file.get("torch_dtype", "float32"))
@@ -327,7 +327,7 @@ def read_scaling(rope: Mapping[str, Any], window: int) -> RopeScaling | None:
 
 
 def read_rotary(file: ConfigFile, rope: Mapping[str, Any], head_dim: int) -> RotaryConfig:
-    """Read the rotary settings; a YaRN window counts in full."""
+    """Read the rotary settings; with YaRN the window is the stretched one."""
     window = file.max_position_embeddings
     scaling = read_scaling(rope, window)
     if scaling is not None and scaling.kind == "yarn":

@@ -16,7 +16,7 @@ from minisgl.config.rules import refuse
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read one JSON object from a file; every failure is a ValueError that names the file."""
+    """Read one JSON object from a file; every failure raises a ValueError that names the file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

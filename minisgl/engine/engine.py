@@ -116,7 +116,7 @@ class Engine:
         with self.on_stream():
             self.runners = capture_runners(
                 config, model_config, pool, self.backend, tables, self.forward_pass,
-                self.sampler.draw_rows, new_graph, progress,
+                self.sampler.sample_rows, new_graph, progress,
             )  # fmt: skip
 
     def prepare(self, batch: Batch) -> ForwardInput:

@@ -104,7 +104,7 @@ def dummy_step(size: int, tables: TableManager) -> NDArray[np.int64]:
 
 
 Forward = Callable[[ForwardBatch], Tensor]  # to logits [rows wanted, vocab_size]
-Draw = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits, keys, temperature to ids
+Sample = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits, keys, temperature to ids
 
 
 class Graph(Protocol):
@@ -130,7 +130,7 @@ class GraphRunner:
     phase = Phase.DECODE
 
     def __init__(
-        self, *, forward: Forward, draw: Draw, backend: AttentionBackend,
+        self, *, forward: Forward, sample: Sample, backend: AttentionBackend,
         tables: TableManager, sizes: Sequence[int], vocab_size: int, dtype: torch.dtype,
         new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph, rows: int | None = None,
     ) -> None:  # fmt: skip
@@ -138,7 +138,7 @@ class GraphRunner:
         None: as many as the largest size. Raise ValueError for sizes below 1."""
         if not sizes or min(sizes) < 1:
             raise ValueError(f"sizes: must be positive batch sizes, got {list(sizes)}")
-        self.forward, self.draw, self.backend, self.tables = forward, draw, backend, tables
+        self.forward, self.sample, self.backend, self.tables = forward, sample, backend, tables
         self.sizes, self.new_graph = sorted(set(sizes)), new_graph
         self.device, most = tables.token_pool.device, self.sizes[-1]
         self.memory = torch.zeros(NUM_FIELDS * most, dtype=torch.int64, device=self.device)
@@ -151,7 +151,7 @@ class GraphRunner:
         self.replays = 0
 
     def run_step(self, static: StepBuffers, plan: AttentionPlan) -> None:
-        """Run what a graph holds: gather, forward, draw, scatter.
+        """Run what a graph holds: gather, forward, sample, scatter.
 
         Logits and ids end in memory of the runner, even if a model ignores `fb.logits`.
         """
@@ -169,9 +169,9 @@ class GraphRunner:
         out = self.forward(fb)
         if out.data_ptr() != logits.data_ptr():  # most models write them there themselves
             logits.copy_(out)
-        drawn = self.draw(logits, static.keys, static.temperature)
-        self.next_ids[:size].copy_(drawn)
-        tokens.index_copy_(0, static.scatter, drawn)
+        sampled = self.sample(logits, static.keys, static.temperature)
+        self.next_ids[:size].copy_(sampled)
+        tokens.index_copy_(0, static.scatter, sampled)
 
     def lay_out(self, size: int) -> tuple[StepBuffers, AttentionPlan]:
         """Fill the buffers with a step of dummy requests; return them and a plan over them."""

@@ -1,4 +1,4 @@
-"""How many KV pages fit: byte counts, and what all ranks can have of them.
+"""The number of KV pages that fit: byte counts, and the minimum over all ranks.
 
 Generated from notebooks/07c_memory.ipynb: edit there.
 """
@@ -32,7 +32,7 @@ def pages_by_ratio(
 ) -> int:
     """Return the pages in a fixed share of the memory free before the model, less the model.
 
-    The dummy page is paid for and not counted. Zero or less means that nothing fits.
+    The dummy page takes memory but is not counted. Zero or less means that nothing fits.
     """
     available = int(free_before * memory_ratio) - model_bytes
     return available // page_bytes - 1
@@ -41,9 +41,9 @@ def pages_by_ratio(
 def pages_by_peak(
     *, free_now: int, peak_bytes: int, current_bytes: int, memory_ratio: float, page_bytes: int
 ) -> int:
-    """Return the pages in a share of what is free with the model, less the largest step's memory.
+    """Return the pages in a share of the memory free after loading, less the largest step's.
 
-    `peak_bytes - current_bytes` is what a trial prefill needed for a moment: it stays reserved.
+    `peak_bytes - current_bytes`, the temporary memory of a trial prefill, stays reserved.
     """
     available = int(free_now * memory_ratio) - (peak_bytes - current_bytes)
     return available // page_bytes - 1
@@ -74,7 +74,7 @@ def cap_on_cpu(
 ) -> int:
     """Limit the pool on a CPU, where memory is shared, to 1 GiB, or one full window if larger.
 
-    Never more than `max_running_req` full windows, which is all that could be in use at once.
+    Never more than `max_running_req` full windows, the most that can be in use at once.
     """
     window = pages_for(max_seq_len, page_size)
     modest = max(GIB // page_bytes, window)
@@ -96,7 +96,7 @@ def require_pages(num_pages: int, *, page_bytes: int, page_size: int, max_seq_le
 
 
 def free_bytes(device: torch.device, comm: Comm) -> int:
-    """Free memory for this rank in bytes; ranks on a CPU share one memory."""
+    """Return the free memory for this rank in bytes; ranks on a CPU share one memory."""
     if device.type != "cuda":
         return psutil.virtual_memory().available // comm.size
     torch.cuda.synchronize(device)
@@ -164,7 +164,7 @@ def decide_pages(
     config: EngineConfig, model_config: ModelConfig, comm: Comm, *, free_before: int,
     model_bytes: int, trial: Callable[[int], tuple[int, int]],
 ) -> int:  # fmt: skip
-    """Return the KV pages all ranks can have; `NotEnoughMemory` if one full request cannot fit."""
+    """Return the KV pages for all ranks; `NotEnoughMemory` if one full request cannot fit."""
     device, page_size = torch.device(config.device), config.page_size
     page_bytes = page_bytes_of(config, model_config, comm.size)
     if config.memory_trial_tokens == 0:

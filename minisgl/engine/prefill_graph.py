@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.attention.factory import create_backend, parts_of
+from minisgl.attention.factory import backend_pair, create_backend
 from minisgl.attention.metadata import AttentionBackend, AttentionPlan, DecodeBuffers, ragged_arange
 from minisgl.config.engine import EngineConfig, SchedulerConfig
 from minisgl.config.model import ModelConfig
@@ -43,7 +43,7 @@ class Tiles(NamedTuple):
     last: Tensor  # [requests + 1] position of the last token; -1 for a request without tokens
     qo_indptr: Tensor  # [requests + 2] tokens
     request: Tensor  # [tiles] request of a query tile
-    tile: Tensor  # [tiles] which of its request's tiles it is
+    tile: Tensor  # [tiles] number of the tile within its request
 
 
 def num_tiles(size: int, group: int, tile_q: int) -> int:
@@ -82,12 +82,12 @@ class PrefillPlans(Protocol):
         ...
 
     def plan(self, size: int, static: StepBuffers, tiles: Tiles) -> AttentionPlan:
-        """Plan over buffers whose values change between replays, and addresses do not."""
+        """Plan over buffers whose values change between replays, but not their addresses."""
         ...
 
 
 class PerTokenPlans:
-    """Each token as a decode request of its own, which finds those before it in the pool."""
+    """Each token as its own decode request, which finds the earlier tokens in the pool."""
 
     group = 1
 
@@ -158,7 +158,7 @@ class PrefillRunner(GraphRunner):
         return packed
 
     def pack_tiles(self, fi: ForwardInput, tiles: Any, size: int) -> None:
-        """Cut the queries of each request into tiles; requests behind the last have no tokens."""
+        """Cut the queries of each request into tiles; requests after the last have no tokens."""
         meta, rows = fi.meta, self.plans.tile_rows(size)
         assert meta is not None
         bs, counts = meta.batch_size, -(-meta.extend_lens * self.plans.group // rows)
@@ -175,9 +175,9 @@ class PrefillRunner(GraphRunner):
         return self.bucket(sum(req.extend_len for req in batch.reqs))
 
 
-LAYER_SECONDS = 340e-6  # of a host that launches a layer
-SUMS_SECONDS = 190e-6  # and the sums of a layer over several ranks
-FLOPS = 600e12  # of a GPU in large GEMMs, each second
+LAYER_SECONDS = 340e-6  # host time to launch a layer
+SUMS_SECONDS = 190e-6  # and to launch its sums over several ranks
+FLOPS = 600e12  # operations per second of a GPU in large GEMMs
 
 
 def prefill_tokens(config: EngineConfig, model: ModelConfig) -> int:
@@ -204,7 +204,7 @@ def prefill_plans(
     config: EngineConfig, model: ModelConfig, pool: KVPool, tables: TableManager
 ) -> PrefillPlans | None:
     """Return the attention of captured prefill, close to eager prefill's; None if unsupported."""
-    torch_alone = parts_of(config.attention_backend)[0] == "torch"
+    torch_alone = backend_pair(config.attention_backend)[0] == "torch"
     if torch_alone != (config.device == "cpu"):
         return None
     heads = model.num_qo_heads // config.tp.size
@@ -213,7 +213,7 @@ def prefill_plans(
     )
     if torch_alone:
         return PerTokenPlans(backend)
-    tiled = import_module("minisgl.engine.tiled_prefill")  # Triton is not everywhere
+    tiled = import_module("minisgl.engine.tiled_prefill")  # Triton may be missing
     plans: PrefillPlans = tiled.TiledPrefill(backend, getattr(torch, config.dtype))
     return plans
 

@@ -23,11 +23,11 @@ LOGITS_AT_ONCE = 2**23  # 55 rows of a vocabulary of 152,000; a copy in float32 
 
 @dataclass(frozen=True)
 class PromptScorer:
-    """The forward pass of a step, with the log probabilities of prompts that ask for them."""
+    """The forward pass of a step, with the log probabilities of prompts that request them."""
 
-    hidden: Callable[[ForwardBatch], Tensor]  # to what the head reads [rows wanted, hidden]
+    hidden: Callable[[ForwardBatch], Tensor]  # to the head's input [selected rows, hidden]
     head: Callable[[Tensor], Tensor]  # from there to logits
-    rows: int  # through the head at once
+    rows: int  # rows per call of the head
 
     def score(self, req: Req, x: Tensor) -> None:
         """Add the scores of the tokens that follow the new ones; x [new tokens, hidden]."""
@@ -40,12 +40,12 @@ class PromptScorer:
             req.scores.append(ForwardOutput(out))
 
     def __call__(self, fi: ForwardInput, fb: ForwardBatch) -> Tensor:
-        """Return logits of the rows wanted; append the prompts' scores to their requests."""
+        """Return logits of the selected rows; append the prompts' scores to their requests."""
         reqs = fi.batch.reqs
         x = self.hidden(replace(fb, last_idx=None))
         for req, part in zip(reqs, x.split([req.extend_len for req in reqs])):
             if req.scores_prompt:
-                if req.cached_len == 0:  # it starts, perhaps again
+                if req.cached_len == 0:  # it starts, or restarts
                     req.scores.clear()
                 self.score(req, part)
         return self.head(x if fb.last_idx is None else x[fb.last_idx])

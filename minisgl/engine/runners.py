@@ -11,23 +11,23 @@ from typing import Any
 
 import torch
 
-from minisgl.attention.factory import create_backend, parts_of
+from minisgl.attention.factory import backend_pair, create_backend
 from minisgl.attention.metadata import AttentionBackend
 from minisgl.config.engine import EngineConfig
 from minisgl.config.model import ModelConfig
 from minisgl.core import Batch, Phase
-from minisgl.engine.graph import Draw, Forward, Graph, GraphRunner, choose_sizes
+from minisgl.engine.graph import Forward, Graph, GraphRunner, Sample, choose_sizes
 from minisgl.engine.prefill_graph import PrefillRunner, capture_prefill
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
 
 MAX_MIXED_TOKENS = 512  # of a step with prompts and running requests: chapter 09ba
-MAX_DRAFT_ROWS = 32  # of a step with drafts: with more, a draft costs what it may save
+MAX_DRAFT_ROWS = 32  # of a step with drafts: with more, drafts cost more than they save
 
 
 @dataclass(frozen=True)
 class Runners:
-    """The captured steps of an engine; None where there are none of a kind."""
+    """The captured steps of an engine; None for a kind that has none."""
 
     decode: GraphRunner | None = None
     prefill: PrefillRunner | None = None
@@ -46,7 +46,7 @@ class Runners:
 
     @property
     def mixed_limits(self) -> tuple[int, int]:
-        """Return the most new tokens and requests of a mixed step; 0, 0: it would run eagerly."""
+        """Return the most new tokens and requests of a mixed step; 0, 0 if it would run eagerly."""
         if self.prefill is None:
             return 0, 0
         return min(MAX_MIXED_TOKENS, self.prefill.sizes[-1]), len(self.prefill.next_ids)
@@ -63,20 +63,20 @@ class Runners:
 
 def capture_runners(
     config: EngineConfig, model: ModelConfig, pool: KVPool, backend: AttentionBackend,
-    tables: TableManager, forward: Forward, draw: Draw,
+    tables: TableManager, forward: Forward, sample: Sample,
     new_graph: Callable[[], Graph] | None, progress: bool,
 ) -> Runners:  # fmt: skip
-    """Capture the steps that a resolved config asks for; nothing without `new_graph`."""
+    """Capture the steps of a resolved config; nothing without `new_graph`."""
     most = max(config.max_running_req, 1 + config.num_speculative_tokens)
     sizes = choose_sizes(config.cuda_graph_bs, config.cuda_graph_max_bs, most)
     if new_graph is None or not sizes:
         return Runners()
     how: dict[str, Any] = {
-        "forward": forward, "draw": draw, "tables": tables, "vocab_size": model.vocab_size,
+        "forward": forward, "sample": sample, "tables": tables, "vocab_size": model.vocab_size,
         "dtype": getattr(torch, config.dtype), "new_graph": new_graph,
     }  # fmt: skip
     prefill = capture_prefill(config, model, pool, progress, backend=backend, **how)
-    if config.num_speculative_tokens and parts_of(config.attention_backend)[1] in FUSED:
+    if config.num_speculative_tokens and backend_pair(config.attention_backend)[1] in FUSED:
         heads = model.num_qo_heads // config.tp.size
         backend = create_backend("store_first", pool=pool, tables=tables, num_qo_heads=heads)
     decode = GraphRunner(backend=backend, sizes=sizes, **how)

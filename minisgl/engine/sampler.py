@@ -115,7 +115,7 @@ def top_candidates(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return ids, values.gather(-1, ids)
 
 
-def kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def nucleus_mask(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Mark candidates to sample from, bool [bs, width]; `scaled` is sorted logits / temperature.
 
     Keep the first top_k, and of these the fewest whose share reaches top_p; at least one.
@@ -134,7 +134,7 @@ def kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return keep
 
 
-def draw(
+def sample_tokens(
     logits: Tensor, token_ids: Tensor, width: int, keys: Tensor, temperature: Tensor,
     top_k: Tensor | None = None, top_p: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -149,7 +149,7 @@ def draw(
         return torch.addcmul(logits.float(), gumbel_noise(keys, token_ids), scale).argmax(-1)
     ids, values = top_candidates(logits.float(), width)
     scores = torch.addcmul(values, gumbel_noise(keys, ids.int()), scale)
-    scores.masked_fill_(~kept(values / scale, top_k, top_p), -torch.inf)
+    scores.masked_fill_(~nucleus_mask(values / scale, top_k, top_p), -torch.inf)
     return ids.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1)
 
 
@@ -291,13 +291,17 @@ class Sampler:
         wanted = logits
         if self.processors is not None and args.processing is not None:
             wanted = self.processors.process(logits, args.processing)
-        next_ids = self.draw(wanted, args) if self.kernel is None else self.draw_fused(wanted, args)
+        next_ids = (
+            self.sample_unfused(wanted, args)
+            if self.kernel is None
+            else self.sample_fused(wanted, args)
+        )
         if len(args.logprob_rows) == 0:
             return SampleOutput(next_ids)
         (rows,) = self.staging.upload(args.logprob_rows)
         return with_logprobs(logits, next_ids, rows, args.num_top)
 
-    def draw(self, logits: Tensor, args: SamplingArgs) -> Tensor:
+    def sample_unfused(self, logits: Tensor, args: SamplingArgs) -> Tensor:
         """Sample by torch functions: rows without filters, then rows with; int64 [bs]."""
         if not args.temperature.any():
             return logits.argmax(-1)
@@ -311,19 +315,19 @@ class Sampler:
                 arrays += [args.width[rows], args.top_p[rows]]
             at, *values = self.staging.upload(*arrays)
             chosen = logits if len(rows) == len(logits) else logits.index_select(0, at)
-            next_ids.index_copy_(0, at, draw(chosen, self.token_ids, width, *values))
+            next_ids.index_copy_(0, at, sample_tokens(chosen, self.token_ids, width, *values))
         return next_ids
 
-    def draw_rows(self, logits: Tensor, keys: Tensor, temperature: Tensor) -> Tensor:
+    def sample_rows(self, logits: Tensor, keys: Tensor, temperature: Tensor) -> Tensor:
         """Sample ids int64 [n] of logits [n, vocab] in a form that a CUDA graph can capture.
 
         keys int32 [2, n]; temperature float32 [n], 0 for a greedy row.
         """
         if self.kernel is not None:
             return self.kernel(logits, keys, temperature)
-        return draw(logits, self.token_ids, 0, keys, temperature)
+        return sample_tokens(logits, self.token_ids, 0, keys, temperature)
 
-    def draw_fused(self, logits: Tensor, args: SamplingArgs) -> Tensor:
+    def sample_fused(self, logits: Tensor, args: SamplingArgs) -> Tensor:
         """Sample all rows in one call of the kernel; int64 [bs].
 
         Filters are passed only if a row has one: top_k int32, 0 for off, and top_p float64.

@@ -1,4 +1,4 @@
-"""Plans of recorded prefill steps by the Triton kernels.
+"""Plans of captured prefill steps for the Triton kernels.
 
 Generated from notebooks/07d_recorded_prefill.ipynb: edit there.
 """
@@ -12,11 +12,11 @@ from minisgl.attention.triton_backend import KernelArgs, TritonBackend
 from minisgl.engine.graph import StepBuffers
 from minisgl.engine.prefill_graph import Tiles
 
-MOST_SPLITS = 8  # scratch memory grows with them
+MAX_SPLITS = 8  # scratch memory grows with them
 
 
 class TiledPrefill:
-    """Query tiles against the pool, whatever the lengths of the requests."""
+    """Attention of query tiles over the pool, for any lengths of the requests."""
 
     def __init__(self, backend: TritonBackend, dtype: torch.dtype) -> None:
         """Plan captured prefills on `backend`; `dtype` is that of queries and outputs."""
@@ -33,12 +33,12 @@ class TiledPrefill:
         return widest if enough else min(64, widest)
 
     def plan(self, size: int, static: StepBuffers, tiles: Tiles) -> AttentionPlan:
-        """Plan a prefill of `size` tokens for capture; few tokens behind many split the keys."""
+        """Plan a prefill of `size` tokens for capture; small steps split the keys."""
         backend, tile_q = self.backend, self.tile_rows(size)
         programs = self.programs(size, tile_q)
-        splits = max(1, min(MOST_SPLITS, backend.num_sms // programs))
+        splits = max(1, min(MAX_SPLITS, backend.num_sms // programs))
         plan = backend.make_plan(static.out_loc, KernelArgs(*tiles), tile_q, splits, programs)
         heads, device = self.group * backend.pool.num_kv_heads, backend.device
-        # Padding has no tile: its answers stay what they are here, numbers.
+        # Padding has no tile: its outputs stay these zeros.
         plan.out = torch.zeros(size, heads, backend.pool.head_dim, dtype=self.dtype, device=device)
         return plan

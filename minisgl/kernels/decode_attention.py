@@ -18,7 +18,7 @@ from minisgl.kernels.rotate_store import rotate
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 @triton.jit
-def fold(s, v, m, total, acc):
+def online_softmax_update(s, v, m, total, acc):
     """Fold scores s [g, t] and values v [t, d] into maximum m, sum `total`, weighted sum acc."""
     new = tl.maximum(m, tl.max(s, 1))
     p, old = tl.exp2(s - new[:, None]), tl.exp2(m - new)
@@ -39,13 +39,13 @@ def load_tile(k_ptr, v_ptr, slots_ptr, start, end, stride,
 
 
 @triton.jit
-def fold_tile(qa, qb, ka, kb, v, start, end, scale, m, total, acc, TILE: tl.constexpr):
+def attend_tile(qa, qb, ka, kb, v, start, end, scale, m, total, acc, TILE: tl.constexpr):
     """Fold in the loaded tile of positions from `start` on, of which those before `end` count."""
     ka, kb, v = ka.to(qa.dtype), kb.to(qa.dtype), v.to(qa.dtype)
     s = tl.dot(qa, tl.trans(ka), input_precision="ieee")
     s = tl.dot(qb, tl.trans(kb), s, input_precision="ieee") * scale
     inside = start + tl.arange(0, TILE)[None, :] < end
-    return fold(tl.where(inside, s, float("-inf")), v, m, total, acc)
+    return online_softmax_update(tl.where(inside, s, float("-inf")), v, m, total, acc)
 
 
 @triton.jit
@@ -54,12 +54,12 @@ def attend_cached(qa, qb, m, total, acc, k_ptr, v_ptr, slots_ptr, begin, end, sc
     """Fold the cached positions [begin, end) into the online softmax of queries, halves qa, qb."""
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         ka, kb, v = load_tile(k_ptr, v_ptr, slots_ptr, start, end, stride, HEAD_DIM, TILE)
-        m, total, acc = fold_tile(qa, qb, ka, kb, v, start, end, scale, m, total, acc, TILE)
+        m, total, acc = attend_tile(qa, qb, ka, kb, v, start, end, scale, m, total, acc, TILE)
     return m, total, acc
 
 
 @triton.jit
-def write_part(part_ptr, stat_ptr, m, total, acc, split, g, real,
+def write_partial(part_ptr, stat_ptr, m, total, acc, split, g, real,
                HEAD_DIM: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
     """Leave an unfinished result where the last program of its group finds it."""
     dims = tl.arange(0, HEAD_DIM)[None, :]
@@ -70,7 +70,7 @@ def write_part(part_ptr, stat_ptr, m, total, acc, split, g, real,
 
 
 @triton.jit
-def merge_parts(part_ptr, stat_ptr, count, g, real, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
+def merge_partials(part_ptr, stat_ptr, count, g, real, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
                 ROWS: tl.constexpr, MERGE: tl.constexpr):  # fmt: skip
     """Merge the split-KV parts of one request and KV head, MERGE at a time: [ROWS, HEAD_DIM]."""
     zeros = tl.zeros([ROWS], tl.float32)
@@ -106,9 +106,9 @@ class Scratch:
 
 
 @triton.jit
-def finish(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, first, split, count, g,
-           HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr,
-           MERGE: tl.constexpr):  # fmt: skip
+def write_output(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, first, split, count,
+                 g, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr,
+                 MERGE: tl.constexpr):  # fmt: skip
     """Write the result at `place`; of several parts, from `first` on, the last program merges."""
     dims = tl.arange(0, HEAD_DIM)[None, :]
     out_ptr += place.to(tl.int64) * GROUP * HEAD_DIM
@@ -118,13 +118,13 @@ def finish(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, first, s
     else:
         part_ptr += first.to(tl.int64) * GROUP * HEAD_DIM
         stat_ptr += first.to(tl.int64) * GROUP * 2
-        write_part(part_ptr, stat_ptr, m, total, acc, split, g, g < GROUP, HEAD_DIM, GROUP)
+        write_partial(part_ptr, stat_ptr, m, total, acc, split, g, g < GROUP, HEAD_DIM, GROUP)
         tl.debug_barrier()  # all threads have written before one of them says so
         before = tl.atomic_add(done_ptr + place, 1, sem="acq_rel")
         if before == count - 1:
             tl.debug_barrier()
             few = tl.arange(0, FEW)
-            y = merge_parts(part_ptr, stat_ptr, count, few, few < GROUP, HEAD_DIM, GROUP, FEW,
+            y = merge_partials(part_ptr, stat_ptr, count, few, few < GROUP, HEAD_DIM, GROUP, FEW,
                             MERGE).to(out_ptr.dtype.element_ty)  # fmt: skip
             tl.store(out_ptr + few[:, None] * HEAD_DIM + dims, y, mask=few[:, None] < GROUP)
             tl.store(done_ptr + place, 0)  # ready for the next layer
@@ -186,7 +186,7 @@ def add_new_token(qa, qb, k_ptr, v_ptr, head, k_norm_ptr, cos, sin, eps, k_cache
 
 
 @triton.jit
-def share_out(positions_ptr, batch_size, parts, program, BATCH: tl.constexpr, TILE: tl.constexpr):
+def split_kv(positions_ptr, batch_size, parts, program, BATCH: tl.constexpr, TILE: tl.constexpr):
     """Return (request, split, splits, keys of a split, length); split may lie beyond the last."""
     i = tl.arange(0, BATCH)
     lens = tl.load(positions_ptr + i, mask=i < batch_size, other=-1).to(tl.int32) + 1
@@ -208,27 +208,29 @@ SHAPES = (
     ((128, 4, 2, True), (2, 73_728)), ((128, 4, 2, False), (3, 73_728)),
     ((64, 2, 2, False), (4, 38_912)), ((32, 1, 6, False), (6, 37_376)),
 )  # fmt: skip
-EIGHT_BITS = SHAPES[0], ((32, 1, 6, False), (10, 20_736))
+FP8_SHAPES = SHAPES[0], ((32, 1, 6, False), (10, 20_736))
 
 
-def waves(limits: DeviceLimits, itemsize: int = 2) -> list[tuple[Shape, int]]:
+def tile_shapes(limits: DeviceLimits, itemsize: int = 2) -> list[tuple[Shape, int]]:
     """List the tile shapes a GPU can run, each with the thread blocks that run at once."""
-    shapes = EIGHT_BITS if itemsize == 1 else SHAPES
-    return [(shape, count) for shape, needs in shapes if (count := limits.at_once(*needs))]
+    shapes = FP8_SHAPES if itemsize == 1 else SHAPES
+    return [(shape, count) for shape, needs in shapes if (count := limits.resident_blocks(*needs))]
 
 
-def shape_of(bs: int, kv: int, limits: DeviceLimits = H200, itemsize: int = 2) -> tuple[Shape, int]:
+def choose_shape(
+    bs: int, kv: int, limits: DeviceLimits = H200, itemsize: int = 2
+) -> tuple[Shape, int]:
     """Choose the tile shape, and the number of parts to split a batch's keys into per KV head."""
-    programs, shapes = bs * kv, waves(limits, itemsize)
-    shape, at_once = next((one for one in shapes if programs <= one[1]), shapes[-1])
+    programs, shapes = bs * kv, tile_shapes(limits, itemsize)
+    shape, resident = next((one for one in shapes if programs <= one[1]), shapes[-1])
     if 4 * programs <= limits.sms:
-        shape, at_once = SMALL[0], limits.at_once(*SMALL[1])
-    return shape, max(1, at_once // kv)
+        shape, resident = SMALL[0], limits.resident_blocks(*SMALL[1])
+    return shape, max(1, resident // kv)
 
 
-def most_parts(num_kv_heads: int, limits: DeviceLimits = H200) -> int:
+def max_splits(num_kv_heads: int, limits: DeviceLimits = H200) -> int:
     """Return the most parts of a batch of any size, for each KV head."""
-    most = max(count for itemsize in (1, 2) for _, count in waves(limits, itemsize))
+    most = max(count for itemsize in (1, 2) for _, count in tile_shapes(limits, itemsize))
     return max(1, most // num_kv_heads)
 
 
@@ -249,7 +251,7 @@ def attend_split(q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, k_cache_ptr, v_cac
     m, total, acc = zeros - 1e30, zeros, tl.zeros([ROWS, HEAD_DIM], tl.float32)
     if EARLY:
         v = tl.where(begin < end, v, 0.0)  # of a first token nothing is stored yet
-        m, total, acc = fold_tile(qa, qb, ka, kb, v, begin, end, scale, m, total, acc, TILE)
+        m, total, acc = attend_tile(qa, qb, ka, kb, v, begin, end, scale, m, total, acc, TILE)
         begin += TILE
     m, total, acc = attend_cached(
         qa, qb, m, total, acc, k_cache_ptr, v_cache_ptr, page_table_ptr, begin, end, scale,
@@ -280,7 +282,7 @@ def decode_kernel(
         gdc_launch_dependents()
     k_scale = 1.0 if scales_ptr is None else tl.load(scales_ptr + head)
     v_scale = 1.0 if scales_ptr is None else tl.load(scales_ptr + KV + head)
-    request, split, count, part, length = share_out(positions_ptr, batch_size, parts, program,
+    request, split, count, part, length = split_kv(positions_ptr, batch_size, parts, program,
                                                     BATCH, TILE)  # fmt: skip
     if split < count:
         begin, end = split * part, tl.minimum((split + 1) * part, length - 1)
@@ -301,8 +303,8 @@ def decode_kernel(
             KV, GROUP, ROWS, HEAD_DIM, TILE, STAGES, NORM, ROTATE, EARLY,
         )  # fmt: skip
         place, first = request * KV + head, head * tl.num_programs(1) + program - split
-        finish(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, first, split, count,
-               tl.arange(0, ROWS), HEAD_DIM, GROUP, FEW, MERGE)  # fmt: skip
+        write_output(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, first, split,
+                     count, tl.arange(0, ROWS), HEAD_DIM, GROUP, FEW, MERGE)  # fmt: skip
 
 
 def decode_attention(
@@ -323,7 +325,7 @@ def decode_attention(
     """
     (bs, qo, dim), kv = q.shape, k.shape[1]
     limits, few = device_limits(q.device), triton.next_power_of_2(qo // kv)
-    (tile, warps, stages, early), parts = shape_of(bs, kv, limits, k_cache.element_size())
+    (tile, warps, stages, early), parts = choose_shape(bs, kv, limits, k_cache.element_size())
     tile = max(16, tile * 256 // max(256, dim * q.element_size()))
     parts = min(parts, bs * triton.cdiv(page_table.shape[1], tile))
     out = torch.empty(bs, qo, dim, dtype=q.dtype, device=q.device)

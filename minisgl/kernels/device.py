@@ -1,4 +1,4 @@
-"""What of a GPU decides how kernels are cut into programs.
+"""Limits of a GPU that decide the number and size of a kernel's programs.
 
 Generated from notebooks/04b_gpu_attention.ipynb: edit there.
 """
@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import triton
 
-RESERVED = 1024  # bytes of shared memory that CUDA keeps for itself, of each program
+RESERVED = 1024  # bytes of each program's shared memory that CUDA reserves
 
 
 class TunedTiles(dict[str, list[Any]]):
-    """Tiles that a search found the fastest on a kind of GPU, see chapter 13f; []: cuBLAS.
+    """Tiles that a search found fastest on a kind of GPU, see chapter 13f; []: cuBLAS.
 
-    `asked` holds the looked-up keys, the ones for a search to tune.
+    `asked` holds the keys of all look-ups, for a search to tune.
     """
 
     def __init__(self, found: dict[str, list[Any]] | None = None) -> None:
@@ -48,10 +48,10 @@ class DeviceLimits:
 
     @property
     def runs_tiles(self) -> bool:
-        """Whether our kernels' tiles fit: before 8.0 there is less memory, and no copies ahead."""
+        """True if our kernels' tiles fit; GPUs before 8.0 have less memory and no async copies."""
         return self.capability >= 80
 
-    def at_once(self, most: int, nbytes: int) -> int:
+    def resident_blocks(self, most: int, nbytes: int) -> int:
         """Return how many thread blocks run at once: `most` on an SM, if `nbytes` of each fit."""
         room = self.shared_memory + RESERVED
         return self.sms * min(most, room // (nbytes + RESERVED))
@@ -77,7 +77,7 @@ def divides(key: str, tiles: list[Any]) -> bool:
         return kernel == "rows"
     bn, bk = tiles[:2] if kernel == "row" else tiles[1:3]
     whole = len(tiles) == (4 if kernel == "row" else 7)
-    open_sum = kernel != "row" and tiles[-1] > 1 and kind != "split"  # nobody would add it up
+    open_sum = kernel != "row" and tiles[-1] > 1 and kind != "split"  # never added up
     return whole and not (int(n) % bn or int(k) % bk or open_sum)
 
 
@@ -92,7 +92,7 @@ def load_tuned(gpu: str) -> TunedTiles:
                 found[key] = tiles
         except FileNotFoundError:
             continue
-        except Exception as error:  # nothing in such a file stops an engine
+        except Exception as error:  # a bad file never stops an engine
             warnings.warn(f"tiles: {path} is ignored from here on: {error!r}", stacklevel=2)
     return found
 

@@ -20,16 +20,16 @@ from minisgl.kernels.linear import (
     Tiling,
     count_scales,
     count_splits,
+    few_row_gemm,
     find_tuned,
     gated_linear,
-    launch_rows,
+    launch_few_row_gemm,
     linear,
     mlp,
-    rows_linear,
     silu_and_mul,
     split_k_linear,
 )
-from minisgl.kernels.norm import rows_for
+from minisgl.kernels.norm import gemm_input
 from minisgl.kernels.scaled_mm import Fp8Rows, empty_rows, quantize_rows, scaled_linear
 
 
@@ -105,20 +105,20 @@ def choose_w8a8_tiling(
     if not split_k:
         return tiles
     nbytes = tiles.stages * (tiles.bm * tiles.bk + tiles.bn * w_bytes)
-    most = limits.at_once(2, nbytes) // (n // tiles.bn)
+    most = limits.resident_blocks(2, nbytes) // (n // tiles.bn)
     steps = ceil(k // tiles.bk / max(1, min(8, most)))  # of the loop, in each part
     return replace(tiles, splits=ceil(k // tiles.bk / steps))
 
 
-def takes_fp8(weight: Fp8Weight, x: Tensor) -> bool:
+def supports_fp8_gemm(weight: Fp8Weight, x: Tensor) -> bool:
     """Return True if the rows of x are quantized to FP8, with a scale each, for this product."""
     return len(x) > WIDENED and count_scales(weight) == 1 and has_scaled_mm(weight, x.dtype)
 
 
-@rows_for.register
-def fp8_rows_for(weight: Fp8Weight, like: Tensor) -> Tensor:
-    """Allocate rows as `rows_for` does, in FP8 if the product takes them."""
-    if takes_fp8(weight, like):
+@gemm_input.register
+def fp8_gemm_input(weight: Fp8Weight, like: Tensor) -> Tensor:
+    """Allocate rows as `gemm_input` does, in FP8 if the product takes them."""
+    if supports_fp8_gemm(weight, like):
         return empty_rows(len(like), like.shape[1], 1, like.device)
     return torch.empty_like(like)
 
@@ -126,23 +126,23 @@ def fp8_rows_for(weight: Fp8Weight, like: Tensor) -> Tensor:
 @mlp.register
 def fp8_mlp(down: Fp8Weight, x: Tensor, gate_up: Tensor) -> Tensor:
     """Compute `mlp`, quantizing the rows in the gate's kernel if `down` takes FP8 rows."""
-    if len(x) > FEW_ROWS and takes_fp8(down, x):
+    if len(x) > FEW_ROWS and supports_fp8_gemm(down, x):
         y: Tensor = quantize_rows(linear(x, gate_up), down.shape[1], gated=True)
     else:
         y = gated_linear(x, gate_up)
     return split_k_linear(y, down)
 
 
-@rows_linear.register
-def fp8_rows_linear(
+@few_row_gemm.register
+def fp8_few_row_gemm(
     weight: Fp8Weight, x: Tensor, bias: Tensor | None = None, *, gated: bool = False,
     split_k: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Compute `rows_linear` with an FP8 weight."""
+    """Compute `few_row_gemm` with an FP8 weight."""
     (m, k), n, dtype = x.shape, weight.shape[0] // (2 if gated else 1), x.dtype
     if isinstance(x, Fp8Rows):
         m, dtype = x.rows, torch.bfloat16
-    library, tiles, both = has_scaled_mm(weight, dtype), None, takes_fp8(weight, x)
+    library, tiles, both = has_scaled_mm(weight, dtype), None, supports_fp8_gemm(weight, x)
     if both or (count_scales(weight) is not None and (split_k or m <= WIDENED or not library)):
         choose = choose_w8a8_tiling if both else choose_fp8_tiling
         limits = device_limits(x.device)
@@ -151,7 +151,7 @@ def fp8_rows_linear(
         out_dtype = torch.float32 if tiles.splits > 1 else dtype
         out = torch.empty(tiles.splits, m, n, dtype=out_dtype, device=x.device)
         x = quantize_rows(x, k) if both else x.contiguous()
-        launch_rows(x, weight, out, tiles, bias, gated)
+        launch_few_row_gemm(x, weight, out, tiles, bias, gated)
         return out
     if library:
         y = scaled_linear(x, weight)

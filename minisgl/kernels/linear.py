@@ -23,7 +23,7 @@ from minisgl.kernels.pdl import launch_options
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 @triton.jit
-def finish_rows(y, up, scale_ptr, bias_ptr, N, cols,
+def apply_epilogue(y, up, scale_ptr, bias_ptr, N, cols,
                 GATED: tl.constexpr, BIAS: tl.constexpr, SCALES: tl.constexpr):  # fmt: skip
     """Finish sums y [BN] or [BM, BN]: apply the weight rows' scales, the bias and the gate."""
     if SCALES == 1:
@@ -38,7 +38,7 @@ def finish_rows(y, up, scale_ptr, bias_ptr, N, cols,
 
 
 @triton.jit
-def fold(w, x, scale_ptr, SCALES: tl.constexpr, FOLD: tl.constexpr):
+def partial_products(w, x, scale_ptr, SCALES: tl.constexpr, FOLD: tl.constexpr):
     """Multiply a weight tile [rows, BK] by x and add each FOLD columns up: [rows, BK / FOLD]."""
     y = w.to(tl.float32) * x[None, :]
     if FOLD > 1:
@@ -55,9 +55,9 @@ def add_products(w, u, k, total, up, x_ptr, scale_ptr, N, ks,
     x = tl.load(x_ptr + k + ks).to(tl.float32)
     folds = k + tl.arange(0, ks.shape[0] // FOLD) * FOLD
     scale_ptr += folds // 128 * (2 * N if GATED else N)  # one for 128 columns, side by side
-    total += fold(w, x, scale_ptr, SCALES, FOLD)
+    total += partial_products(w, x, scale_ptr, SCALES, FOLD)
     if GATED:
-        up += fold(u, x, scale_ptr + N, SCALES, FOLD)
+        up += partial_products(u, x, scale_ptr + N, SCALES, FOLD)
     return total, up
 
 
@@ -95,7 +95,7 @@ def row_kernel(
     if SQUARES > 0:
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         y, up = y * factor, up * factor
-    y = finish_rows(y, up, scale_ptr, bias_ptr, N, cols, GATED, BIAS, SCALES)
+    y = apply_epilogue(y, up, scale_ptr, bias_ptr, N, cols, GATED, BIAS, SCALES)
     if norm_ptr is not None:
         y = (residual + y).to(out_ptr.dtype.element_ty).to(tl.float32)
         tl.store(row_ptr + cols, (y * norm).to(row_ptr.dtype.element_ty))
@@ -110,7 +110,7 @@ def count_scales(weight: Tensor) -> int | None:
     return None if count > 1 and count * 128 != weight.shape[-1] else count
 
 
-def row_block(
+def choose_gemv_block(
     n: int, k: int, norm: bool, gated: bool, scales: int = 0, limits: DeviceLimits = H200
 ) -> tuple[int, int, int, int] | None:
     """Choose (BN, BK, warps, FOLD) of `row_kernel` for a weight [n, k]; None if none divides it."""
@@ -133,7 +133,7 @@ def row_block(
     return None if n % bn or k % bk else (bn, bk, warps, fold)
 
 
-def row_linear_add_norm(
+def gemv_add_norm(
     x: Tensor | DeferredNorm, weight: Tensor, residual: Tensor | None, norm: Tensor | None, *,
     eps: float = 0.0, bias: Tensor | None = None, gated: bool = False,
     block: tuple[int, int, int, int] | None = None,
@@ -148,7 +148,7 @@ def row_linear_add_norm(
     scales, limits = count_scales(weight), device_limits(row.device)
     if row.shape[0] != 1 or scales is None:
         return None
-    block = block or row_block(n, k, isinstance(x, DeferredNorm), gated, scales, limits)
+    block = block or choose_gemv_block(n, k, isinstance(x, DeferredNorm), gated, scales, limits)
     if block is None:
         return None
     bn, bk, warps, fold = block
@@ -166,21 +166,21 @@ def row_linear_add_norm(
     return made
 
 
-def row_linear(
+def gemv(
     x: Tensor | DeferredNorm, weight: Tensor, *, eps: float = 0.0, bias: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor | None:  # fmt: skip
     """Return the product of x [1, k] and weight [n, k]: [1, n]; None if no block fits the sizes."""
-    made = row_linear_add_norm(x, weight, None, None, eps=eps, bias=bias, gated=gated)
+    made = gemv_add_norm(x, weight, None, None, eps=eps, bias=bias, gated=gated)
     return None if made is None else made.total
 
 
-def takes_row(weight: Tensor, *, norm: bool = False, gated: bool = False) -> bool:
-    """Return True if `row_linear` computes this product; with `norm`, x is a `DeferredNorm`."""
+def supports_gemv(weight: Tensor, *, norm: bool = False, gated: bool = False) -> bool:
+    """Return True if `gemv` computes this product; with `norm`, x is a `DeferredNorm`."""
     n, k, scales = weight.shape[0] // (2 if gated else 1), weight.shape[1], count_scales(weight)
     if scales is None:
         return False
-    return row_block(n, k, norm, gated, scales, device_limits(weight.device)) is not None
+    return choose_gemv_block(n, k, norm, gated, scales, device_limits(weight.device)) is not None
 
 
 @triton.jit
@@ -244,7 +244,7 @@ def rows_kernel(
     if x_ptr.dtype.element_ty.primitive_bitwidth == 8:
         x_scale = tl.load(x_scale_ptr + rows[:, None], mask=real, other=0.0)
         y, up = y * x_scale, up * x_scale
-    y = finish_rows(y, up, scale_ptr, bias_ptr, N, cols, GATED, BIAS, SCALES)
+    y = apply_epilogue(y, up, scale_ptr, bias_ptr, N, cols, GATED, BIAS, SCALES)
     place = (split * M + rows[:, None]).to(tl.int64) * N + cols[None, :]
     tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=real)
 
@@ -327,7 +327,7 @@ def choose_tiling(
     return tiles.fit(2 * bk, 2 * bk * (2 if gated else 1), limits.shared_memory)
 
 
-def launch_rows(
+def launch_few_row_gemm(
     x: Tensor, weight: Tensor, out: Tensor, tiles: Tiling, bias: Tensor | None, gated: bool
 ) -> None:
     """Start `rows_kernel`; out holds `tiles.splits` results [m, n]. x [m or more, k]."""
@@ -372,7 +372,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 @singledispatch
-def rows_linear(
+def few_row_gemm(
     weight: Tensor, x: Tensor, bias: Tensor | None = None, *, gated: bool = False,
     split_k: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -388,26 +388,26 @@ def rows_linear(
         return (silu_and_mul(y) if gated else y)[None]
     dtype = torch.float32 if tiles.splits > 1 else x.dtype
     out = torch.empty(tiles.splits, m, n, dtype=dtype, device=x.device)
-    launch_rows(x, weight, out, tiles, bias, gated)
+    launch_few_row_gemm(x, weight, out, tiles, bias, gated)
     return out
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply x [m, k] by weight [n, k] and add bias [n]: [m, n]."""
-    row = row_linear(x, weight, bias=bias)
-    return rows_linear(weight, x, bias)[0] if row is None else row
+    row = gemv(x, weight, bias=bias)
+    return few_row_gemm(weight, x, bias)[0] if row is None else row
 
 
 def split_k_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply x [m, k] by weight [n, k] in parts [splits, m, n] to add up, float32 if several."""
-    row = row_linear(x, weight)
-    return rows_linear(weight, x, split_k=True) if row is None else row[None]
+    row = gemv(x, weight)
+    return few_row_gemm(weight, x, split_k=True) if row is None else row[None]
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Compute silu(x gate^T) * (x up^T) of x [m, k]; weight [2 n, k] holds gate and up: [m, n]."""
-    row = row_linear(x, weight, gated=True)
-    return rows_linear(weight, x, gated=True)[0] if row is None else row
+    row = gemv(x, weight, gated=True)
+    return few_row_gemm(weight, x, gated=True)[0] if row is None else row
 
 
 @singledispatch

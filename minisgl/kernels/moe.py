@@ -21,8 +21,8 @@ from minisgl.kernels.linear import (
     FEW_ROWS,
     Tiling,
     add_product,
+    apply_epilogue,
     count_scales,
-    finish_rows,
     prefetch,
 )
 from minisgl.kernels.pdl import launch_options
@@ -124,7 +124,7 @@ class Blocks:
     size: int
 
 
-def most_blocks(pairs: int, experts: int, size: int) -> int:
+def max_blocks(pairs: int, experts: int, size: int) -> int:
     """Return the most blocks any routing of `pairs` needs: an expert's last may hold one pair."""
     return (pairs + min(pairs, experts) * (size - 1)) // size
 
@@ -145,7 +145,7 @@ def align(
     Of the experts, this rank has `local` (None: all) from `first` on; blocks count from there.
     """
     (splits, n, experts), device = logits.shape, logits.device
-    count = most_blocks(n * top_k, experts, size)
+    count = max_blocks(n * top_k, experts, size)
     tokens = tokens_of_program(n)
     parts = triton.cdiv(n, tokens)
     width = triton.next_power_of_2(experts)
@@ -224,7 +224,7 @@ def expert_kernel(
     y, up = expert_tile(
         x_ptr, w_ptr, scale_ptr + cols, real, OUT, K, depth, GATED, SCALES, BM, BN, BK, SWAP, STAGES
     )
-    y = finish_rows(y, up, scale_ptr, x_ptr, OUT, cols, GATED, False, SCALES)
+    y = apply_epilogue(y, up, scale_ptr, x_ptr, OUT, cols, GATED, False, SCALES)
     if not GATED:
         y *= tl.load(weights_ptr + place, mask=real, other=0.0)[:, None]
         place = (pair % TOP_K) * N + pair // TOP_K
@@ -267,7 +267,7 @@ def fit_tiling(tiles: Tiling, out: int, k: int, gated: bool, room: int, itemsize
     return replace(tiles, bn=bn, bk=bk).fit(row, 2 * row if gated else row, room)
 
 
-def lines_ahead(k: int) -> int:
+def prefetch_lines(k: int) -> int:
     """Return the cache lines of a 16-bit row of k to prefetch: a power of two, at most 8."""
     return max(1, min(8, triton.next_power_of_2(k // 64 + 1) // 2))
 
@@ -280,7 +280,7 @@ def launch_experts(x: Tensor, w: Tensor, out: Tensor, blocks: Blocks, tiles: Til
         x, w, getattr(w, "scale", x), out, blocks.pairs, blocks.weights, blocks.experts,
         blocks.rows, out.shape[-2], width, k, TOP_K=top_k, GATED=gated, BM=tiles.bm, BN=tiles.bn,
         BK=tiles.bk, SCALES=count_scales(w), SWAP=tiles.swap, STAGES=tiles.stages,
-        AHEAD=lines_ahead(k), num_warps=tiles.warps, **launch_options(x),
+        AHEAD=prefetch_lines(k), num_warps=tiles.warps, **launch_options(x),
     )  # fmt: skip
 
 

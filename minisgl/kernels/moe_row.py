@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.kernels.linear import add_products, count_scales, finish_rows, split_k_linear
+from minisgl.kernels.linear import add_products, apply_epilogue, count_scales, split_k_linear
 from minisgl.kernels.moe import expert_parts, top_experts, wait_then_launch
 from minisgl.kernels.norm import DeferredNorm
 from minisgl.kernels.pdl import launch_options
@@ -96,7 +96,7 @@ def gate_up_row_kernel(
         total, up = add_products(w, u, k, total, up, row_ptr, row_ptr, N, ks, True, 0, 1)
     factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
     y, up = tl.sum(total, 1) * factor, tl.sum(up, 1) * factor
-    y = finish_rows(y, up, row_ptr, row_ptr, N, cols, True, False, 0)
+    y = apply_epilogue(y, up, row_ptr, row_ptr, N, cols, True, False, 0)
     y *= tl.load(weights_ptr + slot)
     tl.store(mid_ptr + slot * N + cols, y.to(mid_ptr.dtype.element_ty))
 
@@ -148,7 +148,7 @@ def fits_row(gate_up: Tensor, down: Tensor) -> bool:
     return hidden % bk == 0 and width % max(16, bn) == 0
 
 
-def route_row(
+def route_gemv(
     x: DeferredNorm, router: Tensor, done: Tensor, eps: float, top_k: int, normalize: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the experts of one token and their weights, [top_k] each; router [experts, hidden].
@@ -169,7 +169,7 @@ def route_row(
     return chosen, weights
 
 
-def experts_row(
+def experts_gemv(
     x: DeferredNorm, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, norm: Tensor,
     eps: float,
 ) -> DeferredNorm:  # fmt: skip
@@ -208,7 +208,7 @@ class FusedExperts:
     top_k: int
     normalize: bool
     first: int  # of this rank's experts
-    done: Tensor  # of `route_row`
+    done: Tensor  # of `route_gemv`
 
     def parts(self, x: Tensor) -> Tensor:
         """Compute the experts' outputs [top_k, n, hidden] of normalised x, still to be added up."""
@@ -216,11 +216,11 @@ class FusedExperts:
         return expert_parts(x, split_k_linear(x, self.router), *weights, *how, first=self.first)
 
     @property
-    def takes_row(self) -> bool:
+    def supports_gemv(self) -> bool:
         """Whether `row` has kernels for these weights."""
         return fits_row(self.gate_up, self.down)
 
     def row(self, x: DeferredNorm, norm: Tensor, eps: float) -> DeferredNorm:
         """Add the experts to x [1, hidden] and defer the next norm; the rank must hold them all."""
-        found = route_row(x, self.router, self.done, eps, self.top_k, self.normalize)
-        return experts_row(x, *found, self.gate_up, self.down, norm, eps)
+        found = route_gemv(x, self.router, self.done, eps, self.top_k, self.normalize)
+        return experts_gemv(x, *found, self.gate_up, self.down, norm, eps)

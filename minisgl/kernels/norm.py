@@ -27,7 +27,7 @@ class DeferredNorm(NamedTuple):
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 @triton.jit
-def to_eight_bits(y, scale_ptr):
+def to_fp8(y, scale_ptr):
     """Divide a row by a scale that makes its largest magnitude 448, and store the scale."""
     y = y.to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(y)), 1e-12) / 448.0
@@ -59,12 +59,12 @@ def add_norm_kernel(
     x = rounded.to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight
     if out_ptr.dtype.element_ty.primitive_bitwidth == 8:
-        y = to_eight_bits(y.to(sum_ptr.dtype.element_ty), scale_ptr + row)
+        y = to_fp8(y.to(sum_ptr.dtype.element_ty), scale_ptr + row)
     tl.store(out_ptr + row * N + cols, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @singledispatch
-def rows_for(weight: Tensor, like: Tensor) -> Tensor:
+def gemm_input(weight: Tensor, like: Tensor) -> Tensor:
     """Allocate rows like these [m, k] in the dtype that a product by `weight` reads."""
     return torch.empty_like(like)
 
@@ -74,7 +74,7 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (RMSNorm of the sum, the sum) of parts [p, m, n] and residual [m, n]; norm [n].
 
-    out: memory for the first, as `rows_for` allocates it.
+    out: memory for the first, as `gemm_input` allocates it.
     """
     m, n = residual.shape
     out = torch.empty_like(residual) if out is None else out

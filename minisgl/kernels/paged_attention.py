@@ -11,14 +11,14 @@ import triton.language as tl
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 @triton.jit
-def nothing_yet(ROWS: tl.constexpr, DIM: tl.constexpr):
+def empty_state(ROWS: tl.constexpr, DIM: tl.constexpr):
     """Return the online-softmax state (maximum, sum, weighted sum) of rows without any key."""
     zeros = tl.zeros([ROWS], tl.float32)
     return zeros - 1e30, zeros, tl.zeros([ROWS, DIM], tl.float32)
 
 
 @triton.jit
-def fold_tile(q, k, v, visible, scale_log2, m, total, acc, MASK: tl.constexpr):
+def attend_tile(q, k, v, visible, scale_log2, m, total, acc, MASK: tl.constexpr):
     """Fold one KV tile into the running maximum m, sum `total` and weighted sum acc of each row."""
     s = tl.dot(q, k, input_precision="ieee")
     if MASK:
@@ -37,7 +37,7 @@ def attend_range(
     HEAD_DIM: tl.constexpr, TILE_KV: tl.constexpr, DIM: tl.constexpr, MASK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Fold in the keys of [begin, end); `limit` is the last position a row sees, asked if MASK."""
+    """Fold in the keys of [begin, end); `limit` is the last position a row sees, read if MASK."""
     dims = tl.arange(0, DIM)
     for start in tl.range(begin, end, TILE_KV, num_stages=STAGES):
         positions = start + tl.arange(0, TILE_KV)
@@ -53,7 +53,7 @@ def attend_range(
         k = tl.load(k_ptr + slots[None, :] + dims[:, None], mask=tl.trans(real), other=0.0)
         v = tl.load(v_ptr + slots[:, None] + dims[None, :], mask=real, other=0.0)
         k, v = k.to(q.dtype), v.to(q.dtype)  # the cache may have fewer bits
-        m, total, acc = fold_tile(q, k, v, visible, scale_log2, m, total, acc, MASK)
+        m, total, acc = attend_tile(q, k, v, visible, scale_log2, m, total, acc, MASK)
     return m, total, acc
 
 
@@ -95,7 +95,7 @@ def tile_keys(
     request, tile, qo_indptr_ptr, last_ptr, splits,
     GROUP: tl.constexpr, TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
 ):  # fmt: skip
-    """Return a request's first row of q, new and cached tokens; a tile's keys, keys of a split."""
+    """Return a request's first row of q, new and cached tokens; keys of a tile and of a split."""
     first = tl.load(qo_indptr_ptr + request)
     qo_len = tl.load(qo_indptr_ptr + request + 1) - first
     cached = (tl.load(last_ptr + request) + 1).to(tl.int32) - qo_len
@@ -132,7 +132,7 @@ def attention_kernel(
         stop, limit = tl.minimum(begin + part, end), cached + token
         seen_by_all = tl.minimum(cached + tile * TILE_Q // GROUP + 1, stop)
         edge = begin + tl.maximum(seen_by_all - begin, 0) // TILE_KV * TILE_KV
-        m, total, acc = nothing_yet(TILE_Q, DIM)
+        m, total, acc = empty_state(TILE_Q, DIM)
         m, total, acc = attend_range(q, limit, m, total, acc, k_ptr, v_ptr, slots_ptr, begin, edge,
                                      scale_log2, kv_stride, HEAD_DIM, TILE_KV, DIM, False,
                                      STAGES)  # fmt: skip
@@ -162,7 +162,7 @@ def merge_kernel(
     first, qo_len, _cached, end, part = tile_keys(
         request, tile, qo_indptr_ptr, last_ptr, splits, GROUP, TILE_Q, TILE_KV
     )
-    m, total, acc = nothing_yet(TILE_Q, DIM)
+    m, total, acc = empty_state(TILE_Q, DIM)
     for i in range(tl.cdiv(end, part)):
         row = ((place * num_kv_heads + head) * splits + i) * TILE_Q + tl.arange(0, TILE_Q)
         lse = tl.load(lse_ptr + row)

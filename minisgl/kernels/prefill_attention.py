@@ -24,10 +24,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from minisgl.kernels.paged_attention import UNALIGNED
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-ROWS = gl.constexpr(64)  # query rows of a warpgroup: what one wgmma instruction multiplies
+ROWS = gl.constexpr(64)  # query rows of a warpgroup, as in one wgmma instruction
 TILE_KV = gl.constexpr(128)  # keys of a tile
-STAGES = gl.constexpr(3)  # tiles of K, and as many of V, in shared memory
-# Triton has renamed it.
+STAGES = gl.constexpr(3)  # tiles of K, and again of V, in shared memory
+# Triton renamed it.
 start_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
@@ -62,14 +62,14 @@ def wait_full(ring, number):
 
 @gluon.jit
 def release(ring, number):
-    """Leave the stage of tile `number` to the warp that loads."""
+    """Free the stage of tile `number` for the warp that loads."""
     _smem, _full, free = ring
     mbarrier.arrive(free.index(number % STAGES), count=1)
 
 
 @gluon.jit
 def load_tile(ring, pages, number, row, start, last_page, column, BOX: gl.constexpr):
-    """Start the copy of one tile of K or V into its stage, once both warpgroups have left it."""
+    """Start the copy of one tile of K or V to its stage, once both warpgroups released it."""
     smem, full, free = ring
     slots = ()
     for b in gl.static_range(TILE_KV // BOX):  # past the last page: that page again
@@ -106,13 +106,13 @@ def load_tiles(
 
 @gluon.jit
 def mask_future(s, start, limit, S: gl.constexpr):
-    """Mask the scores of keys from `start` with -inf where a key lies behind the row's position."""
+    """Mask the scores of keys from `start` with -inf where a key is after the row's position."""
     positions = start + gl.arange(0, TILE_KV, gl.SliceLayout(0, S))
     return gl.where(positions[None, :] <= limit[:, None], s, float("-inf"))
 
 
 @gluon.jit
-def weigh(s, m, total, scale_log2):
+def online_softmax(s, m, total, scale_log2):
     """Return a tile's softmax weights, the new maximum and sum, and the factor of earlier sums."""
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     weights = gl.exp2(s * scale_log2 - m_new[:, None])
@@ -122,7 +122,7 @@ def weigh(s, m, total, scale_log2):
 
 @gluon.jit
 def multiply_keys(q, keys, number, turns, who: gl.constexpr, S: gl.constexpr):
-    """Start Q @ K^T of a tile when it is there, and this warpgroup's turn has come."""
+    """Start Q @ K^T of a tile once it is loaded and it is this warpgroup's turn."""
     k = wait_full(keys, number)
     mbarrier.wait(turns.index(who), (number & 1) ^ (1 - who))
     nothing = gl.zeros([ROWS, TILE_KV], gl.float32, S)
@@ -130,11 +130,11 @@ def multiply_keys(q, keys, number, turns, who: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def fold_tiles(
+def update_tiles(
     state, q, keys, values, turns, who: gl.constexpr, begin, end, tiles, limit, scale_log2,
     MASK: gl.constexpr, S: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
-    """Fold in tiles [begin, end), counted from the last; `weights` are those of the tile before."""
+    """Fold in tiles [begin, end), counted from the last; `weights` are the previous tile's."""
     m, total, acc, weights, number = state
     for j in range(begin, end):
         p = gl.convert_layout(weights.to(q.dtype), P)
@@ -145,7 +145,7 @@ def fold_tiles(
         release(keys, number)
         if MASK:
             s = mask_future(s, (tiles - 1 - j) * TILE_KV, limit, S)
-        weights, m, total, rescale = weigh(s, m, total, scale_log2)
+        weights, m, total, rescale = online_softmax(s, m, total, scale_log2)
         acc = warpgroup_mma_wait(0, deps=[sums])
         release(values, number - 1)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, P.parent))[:, None]
@@ -166,7 +166,7 @@ def first_tile(
     release(keys, number)
     s = mask_future(s, (tiles - 1) * TILE_KV, limit, S)
     zeros = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
-    weights, m, total, _rescale = weigh(s, zeros - 1e30, zeros, scale_log2)
+    weights, m, total, _rescale = online_softmax(s, zeros - 1e30, zeros, scale_log2)
     v = wait_full(values, number)
     if end % TILE_KV != 0:
         clear_rows(v, end % TILE_KV)
@@ -175,7 +175,7 @@ def first_tile(
 
 @gluon.jit
 def clear_rows(tile, count):
-    """Zero the rows from `count` on: what another request left there may be NaN."""
+    """Zero the rows from `count` on: another request may have left NaN there."""
     DIM: gl.constexpr = tile.shape[1]
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     row, held = gl.arange(0, TILE_KV, gl.SliceLayout(1, LINES)), tile.load(LINES)
@@ -184,7 +184,7 @@ def clear_rows(tile, count):
 
 
 @gluon.jit
-def finish(state, q, values, A: gl.constexpr, P: gl.constexpr):
+def finalize(state, q, values, A: gl.constexpr, P: gl.constexpr):
     """Add the values of the last tile, and divide by the sum of all weights."""
     _m, total, acc, weights, number = state
     p = gl.convert_layout(weights.to(q.dtype), P)
@@ -225,12 +225,12 @@ def attend_tiles(
                                    scale_log2, DIM, S, P)  # fmt: skip
                 seen_by_all = (cached + tile * 2 * ROWS // GROUP + 1) // TILE_KV
                 edge = gl.maximum(tiles - seen_by_all, 1)
-                state = fold_tiles(state, q, keys, values, turns, who, 1, edge, tiles, limit,
+                state = update_tiles(state, q, keys, values, turns, who, 1, edge, tiles, limit,
                                    scale_log2, True, S, P)  # fmt: skip
-                state = fold_tiles(state, q, keys, values, turns, who, edge, tiles, tiles, limit,
+                state = update_tiles(state, q, keys, values, turns, who, edge, tiles, tiles, limit,
                                    scale_log2, False, S, P)  # fmt: skip
                 number = state[4]
-                q.store(finish(state, q, values, A, P).to(q.dtype))
+                q.store(finalize(state, q, values, A, P).to(q.dtype))
                 to_ptr = out_ptr + base * width + (token * width + column)
                 gl.store(to_ptr, q.load(LINES), mask=real)
 
@@ -275,7 +275,7 @@ def prefill_kernel(
     ], [4, 1], [232, 40])  # fmt: skip
 
 
-def boxes_of(cache: Tensor) -> TensorDescriptor:
+def tensor_map(cache: Tensor) -> TensorDescriptor:
     """Make a tensor map of a cache [pages, page_size, KV heads, dim]: boxes of one head's rows."""
     page_size, heads, dim = cache.shape[1:]
     rows = math.gcd(page_size, TILE_KV.value)
@@ -283,12 +283,12 @@ def boxes_of(cache: Tensor) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(cache.view(-1, heads * dim), [rows, dim], layout)
 
 
-Boxes = tuple[TensorDescriptor, TensorDescriptor]  # of K and V
+TensorMaps = tuple[TensorDescriptor, TensorDescriptor]  # of K and V
 
 
 def prefill_attention(
-    q: Tensor, boxes: Boxes, out: Tensor, page_table: Tensor,
-    tiles: Sequence[Tensor], scale_log2: float, most_programs: int, compiled: Any = None,
+    q: Tensor, boxes: TensorMaps, out: Tensor, page_table: Tensor,
+    tiles: Sequence[Tensor], scale_log2: float, max_programs: int, compiled: Any = None,
 ) -> Any:  # fmt: skip
     """Write the attention of a batch to `out`, and return the compiled kernel.
 
@@ -297,7 +297,7 @@ def prefill_attention(
     """
     kv_heads = boxes[0].shape[1] // boxes[0].block_shape[1]
     places = len(tiles[-1]) * kv_heads
-    grid = min(places, most_programs), 1, 1
+    grid = min(places, max_programs), 1, 1
     args = (q, *boxes, out, page_table, *tiles, kv_heads, places, scale_log2, q.stride(0),
             page_table.stride(0), q.shape[1] // kv_heads)  # fmt: skip
     if compiled is None:

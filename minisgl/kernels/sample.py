@@ -153,7 +153,7 @@ def merge_kernel(best_ptr, best_id_ptr, out_ptr, parts, PARTS: tl.constexpr):
 SLICE_BLOCK = 2048  # tokens that a program looks at together
 
 
-def programs_wanted(device: torch.device) -> int:
+def target_programs(device: torch.device) -> int:
     """Return the thread blocks of a launch: four per SM."""
     return 4 * device_limits(device).sms
 
@@ -224,14 +224,14 @@ def shifted_float(key, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def weigh(x, largest, temperature):
+def softmax_weight(x, largest, temperature):
     """Return exp((x - largest) / temperature) in 2**-40, int64, so that sums have no order."""
     share = tl.exp(x / temperature - largest / temperature)
     return (tl.where(share != share, 0.0, share) * 1099511627776.0).to(tl.int64)
 
 
 @triton.jit
-def weigh_above(
+def mass_above(
     row_ptr, vocab, floor, largest, temperature, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Return the weight of the keys above `floor` in each group, int64 [BLOCK]."""
@@ -239,7 +239,7 @@ def weigh_above(
     for start in range(0, vocab, BLOCK):
         x, key = load_keys(row_ptr, start + tl.arange(0, BLOCK), vocab, SHIFT)
         if tl.max(key, 0) > floor:
-            mass += tl.where(key > floor, weigh(x, largest, temperature), 0)
+            mass += tl.where(key > floor, softmax_weight(x, largest, temperature), 0)
     return mass
 
 
@@ -261,13 +261,13 @@ def nucleus_key(
     SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the smallest key, at least `floor`, above which all keys weigh less than `limit`."""
-    alone = weigh(shifted_float(maxima, SHIFT), largest, temperature)
+    alone = softmax_weight(shifted_float(maxima, SHIFT), largest, temperature)
     alone = tl.where(maxima > floor, alone, 0)
     low = bound_of_groups(maxima, alone, limit, floor, tl.max(maxima, 0))
     high = bound_of_groups(maxima, mass, limit, low, tl.max(maxima, 0))
     while low < high:
         middle = (low & high) + ((low ^ high) >> 1)
-        heavier = weigh_above(row_ptr, vocab, middle, largest, temperature, SHIFT, BLOCK)
+        heavier = mass_above(row_ptr, vocab, middle, largest, temperature, SHIFT, BLOCK)
         if tl.sum(heavier, 0).to(tl.float64) < limit:
             high = middle
         else:
@@ -314,16 +314,16 @@ def filter_row(row_ptr, vocab, temperature, top_k, top_p, SHIFT: tl.constexpr, B
     if (top_k > 0) & (top_k < vocab):
         floor = kth_key(row_ptr, vocab, top_k, maxima, SHIFT, BLOCK)
         room = top_k - count_from(row_ptr, vocab, floor + 1, SHIFT, BLOCK)
-        each = weigh(shifted_float(floor, SHIFT), largest, temperature)
-    mass = weigh_above(row_ptr, vocab, floor, largest, temperature, SHIFT, BLOCK)
+        each = softmax_weight(shifted_float(floor, SHIFT), largest, temperature)
+    mass = mass_above(row_ptr, vocab, floor, largest, temperature, SHIFT, BLOCK)
     above = tl.sum(mass, 0)
     limit = (above + room.to(tl.int64) * each).to(tl.float64) * top_p
     if above.to(tl.float64) >= limit:  # top-p cuts above the k-th
         floor = nucleus_key(
             row_ptr, vocab, floor, maxima, mass, limit, largest, temperature, SHIFT, BLOCK
         )
-        above = tl.sum(weigh_above(row_ptr, vocab, floor, largest, temperature, SHIFT, BLOCK), 0)
-        each, room = weigh(shifted_float(floor, SHIFT), largest, temperature), vocab
+        above = tl.sum(mass_above(row_ptr, vocab, floor, largest, temperature, SHIFT, BLOCK), 0)
+        each, room = softmax_weight(shifted_float(floor, SHIFT), largest, temperature), vocab
     n = ties_within(above, each, limit, room)
     last_id = nth_tie(row_ptr, vocab, floor, n, SHIFT, BLOCK)
     return float_key(shifted_float(floor, SHIFT)), last_id
@@ -380,7 +380,7 @@ def sample_logits(
     """Sample a token for each row of logits [bs, vocab], int64 [bs], into `out` if it is given.
 
     keys int32 [2, bs]; temperature float32 [bs], 0 for a greedy row. Filters: as in
-    `filter_logits`, both or none. Rows of logits may lie apart. Samples equal those of `draw`.
+    `filter_logits`, both or none. Rows of logits may lie apart. Samples equal `sample_tokens`'.
     """
     rows = len(logits)
     if logits.dtype not in UNSET_BITS:
@@ -406,7 +406,7 @@ def launch(
 ) -> None:
     """Launch both sampling stages: the best of each slice, then the best slice of each row."""
     rows, vocab = logits.shape
-    parts, width, block = slices(rows, vocab, programs_wanted(logits.device))
+    parts, width, block = slices(rows, vocab, target_programs(logits.device))
     best, best_id = torch.empty(2, rows, parts, dtype=torch.int32, device=logits.device)
     slice_kernel[(rows, parts)](
         logits, keys, temperature, *filters, best, best_id,

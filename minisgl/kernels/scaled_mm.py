@@ -14,7 +14,7 @@ from torch.nn.functional import ScalingType
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.fp8 import FP8, Fp8Weight
-from minisgl.kernels.norm import to_eight_bits
+from minisgl.kernels.norm import to_fp8
 from minisgl.kernels.pdl import launch_options
 
 
@@ -39,7 +39,7 @@ def quantize_rows_kernel(
     if GATED:
         gate, up = x.to(tl.float32), tl.load(x_ptr + K, mask=inside, other=0.0).to(tl.float32)
         x = (gate * tl.sigmoid(gate) * up).to(x.dtype)
-    x = to_eight_bits(x, scale_ptr + group * M + row)
+    x = to_fp8(x, scale_ptr + group * M + row)
     tl.store(out_ptr + row.to(tl.int64) * K + at, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 

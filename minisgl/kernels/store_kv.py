@@ -35,7 +35,7 @@ def store_kv_kernel(
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
-    """Return `x` [n, heads, dim] with each token's numbers contiguous; tokens may lie apart."""
+    """Return `x` [n, heads, dim] with each token's numbers contiguous; tokens may be apart."""
     heads_packed = x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
     return x if heads_packed else x.contiguous()
 
@@ -46,7 +46,7 @@ def store_kv(
 ) -> None:  # fmt: skip
     """Write k, v [n, kv_heads, head_dim] to slots `out_loc` int64 [n]; slot -1 is skipped.
 
-    The caches are contiguous, [pages, page_size, kv_heads, head_dim]. scales: to divide by,
+    The caches are contiguous, [pages, page_size, kv_heads, head_dim]. scales: divisors,
     float32 [2, kv_heads].
     """
     heads, dim = k.shape[1:]

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.kernels.linear import Tiling, launch_rows
+from minisgl.kernels.linear import Tiling, launch_few_row_gemm
 
 
 def fixed_tiling(n: int, k: int) -> Tiling:
-    """Return tiles for a weight [n, k], whatever m is; raise ValueError if none divides it."""
+    """Return tiles for a weight [n, k] and any m; raise ValueError if none divides it."""
     if n % 16 or k % 16 or k < 64:
         must = "multiples of 16, with 64 columns or more"
         raise ValueError(f"deterministic: a weight's sizes must be {must}, got {n}, {k}")
@@ -26,5 +26,5 @@ def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         raise ValueError("deterministic: dtype must be float16 or bfloat16 on a GPU, got float32")
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
     tiles = fixed_tiling(*weight.shape)
-    launch_rows(x.contiguous(), weight, out, tiles, bias, gated=False)
+    launch_few_row_gemm(x.contiguous(), weight, out, tiles, bias, gated=False)
     return out

@@ -31,7 +31,7 @@ def require(fact: bool, message: str) -> None:
 
 @singledispatch
 def check_cache(cache: PrefixCache, locked: Sequence[CacheHandle] | None = None) -> None:
-    """Recount a cache of any kind by what its protocol offers; raises IntegrityError."""
+    """Recount a cache of any kind through its protocol; raise IntegrityError."""
     sizes, pages = (cache.evictable_tokens, cache.protected_tokens), cache.pages()
     counted = len(pages) * cache.page_size
     require(sum(sizes) == counted, f"evictable and protected tokens: {sizes}, counted {counted}")
@@ -60,7 +60,7 @@ def node_fault(cache: RadixCache, node: Node) -> str:
 
 @check_cache.register
 def check_tree(cache: RadixCache, locked: Sequence[CacheHandle] | None = None) -> None:
-    """Recount a tree; given all locked handles, every lock too. Raises IntegrityError."""
+    """Recount a tree and, given all locked handles, every lock; raise IntegrityError."""
     nodes = cache.nodes()[1:]
     for node in nodes:
         fault = node_fault(cache, node)
@@ -128,7 +128,7 @@ def owners(manager: CacheManager, live: Sequence[Req] = ()) -> NDArray[np.int64]
 
 
 def check_integrity(manager: CacheManager, live: Sequence[Req] = ()) -> None:
-    """Recount pages, rows and locks, given all requests that hold any; raises IntegrityError."""
+    """Recount pages, rows and locks, given all requests that hold any; raise IntegrityError."""
     holders = [req for req in live if req.cache_handle is not None]
     rows = [req.table_idx for req in holders if req.table_idx >= 0]
     require(len(set(rows)) == len(rows), f"rows {rows}: two requests share one")

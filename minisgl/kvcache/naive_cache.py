@@ -1,4 +1,4 @@
-"""The prefix cache that never remembers.
+"""A prefix cache that stores nothing.
 
 Generated from notebooks/03b_prefix_caches.ipynb: edit there.
 """
@@ -18,7 +18,7 @@ from minisgl.kvcache.prefix_cache import (
 
 
 class EmptyHandle:
-    """The handle of a cache that holds nothing."""
+    """The handle of a cache that stores nothing."""
 
     cached_len = 0
 
@@ -28,7 +28,7 @@ class EmptyHandle:
 
 
 class NaiveCache:
-    """A prefix cache that never remembers: matches are empty, pages stay with their request."""
+    """A prefix cache that stores nothing: matches are empty, pages stay with their request."""
 
     evictable_tokens = 0
     protected_tokens = 0
@@ -36,7 +36,7 @@ class NaiveCache:
     def __init__(self, page_size: int) -> None:
         check_positive(page_size=page_size)
         self.page_size = page_size
-        self.emit: Emit | None = None  # has nothing to report
+        self.emit: Emit | None = None  # never called
 
     def match_prefix(self, ids: IntArray, salt: Salt = None) -> CacheHandle:
         """Find nothing."""

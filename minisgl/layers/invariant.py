@@ -1,4 +1,4 @@
-"""What layers compute by in a deterministic engine: no row depends on the others.
+"""Functions for the layers of a deterministic engine: no row depends on the others.
 
 Generated from notebooks/05f_batch_invariance.ipynb: edit there.
 """
@@ -34,7 +34,7 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 
 
 class OrderedSum:
-    """A group of ranks that adds up in the order of the ranks, whatever the size of the message."""
+    """A group of ranks that adds in rank order, for every size of the message."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
@@ -44,7 +44,7 @@ class OrderedSum:
         return getattr(self.comm, name)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum of `x` over the ranks, equal on all of them."""
+        """Sum `x` over the ranks, with equal bits on all of them."""
         total, *others = self.comm.all_gather(x[None], dim=0)
         for part in others:
             total = total + part

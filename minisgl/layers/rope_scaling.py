@@ -16,9 +16,9 @@ from minisgl.layers.attention import base_frequencies
 def llama3_frequencies(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """Keep fast planes, divide slow ones by the factor, blend linearly between the two bounds.
 
-    A plane is judged by how often it turns within the original window: more than
-    `high_freq_factor` times is fast, less than `low_freq_factor` times is slow. Radians per
-    position, float32 [head_dim / 2], in and out.
+    A plane is fast if it turns more than `high_freq_factor` times within the original window, and
+    slow if it turns less than `low_freq_factor` times. Input and output are radians per position,
+    float32 [head_dim / 2].
     """
     turns = scaling.original_max_position * inv_freq / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor

@@ -16,14 +16,14 @@ from minisgl.attention.metadata import ForwardBatch
 from minisgl.kernels.device import device_limits
 from minisgl.kernels.embedding import embed
 from minisgl.kernels.linear import (
+    gemv,
+    gemv_add_norm,
     linear,
     mlp,
-    row_linear,
-    row_linear_add_norm,
     split_k_linear,
-    takes_row,
+    supports_gemv,
 )
-from minisgl.kernels.norm import DeferredNorm, add_norm, rows_for
+from minisgl.kernels.norm import DeferredNorm, add_norm, gemm_input
 from minisgl.kernels.rotate_store import rotate_and_store
 from minisgl.layers.linear import GatedMLP
 from minisgl.parallel.comm import Comm
@@ -71,25 +71,29 @@ class FusedLayer:
     experts: Any = None  # a `FusedExperts` of chapter 11b
 
     @property
-    def takes_row(self) -> bool:
-        """True if there is a kernel for each product of `one_row`."""
-        own = takes_row(self.attention.qkv, norm=True) and takes_row(self.attention.out)
+    def supports_gemv(self) -> bool:
+        """True if there is a kernel for each product of `forward_row`."""
+        own = supports_gemv(self.attention.qkv, norm=True) and supports_gemv(self.attention.out)
         if self.gate_up is None or self.down is None:
-            return own and bool(self.experts.takes_row)
-        return own and takes_row(self.gate_up, norm=True, gated=True) and takes_row(self.down)
+            return own and bool(self.experts.supports_gemv)
+        return (
+            own and supports_gemv(self.gate_up, norm=True, gated=True) and supports_gemv(self.down)
+        )
 
-    def one_row(self, x: Tensor | DeferredNorm, norm: Tensor, fb: ForwardBatch, layer: int) -> Any:
-        """Run the layer for one token, x [1, hidden] to the next norm; the layer `takes_row`."""
+    def forward_row(
+        self, x: Tensor | DeferredNorm, norm: Tensor, fb: ForwardBatch, layer: int
+    ) -> Any:
+        """Run the layer for one token, x [1, hidden] to the next norm; it `supports_gemv`."""
         attention, eps = self.attention, self.attention.eps
         if isinstance(x, Tensor):  # no product is in front of the first layer
             x = DeferredNorm(x, add_norm(None, x, self.first_norm, eps)[0])
-        qkv: Any = row_linear(x, attention.qkv, eps=eps, bias=attention.bias)
+        qkv: Any = gemv(x, attention.qkv, eps=eps, bias=attention.bias)
         y = attention.attend(qkv, fb, layer)
-        row: Any = row_linear_add_norm(y, attention.out, x.total, self.second_norm)
+        row: Any = gemv_add_norm(y, attention.out, x.total, self.second_norm)
         if self.gate_up is None or self.down is None:
             return self.experts.row(row, norm, eps)
-        mid: Any = row_linear(row, self.gate_up, eps=eps, gated=True)
-        return row_linear_add_norm(mid, self.down, row.total, norm)
+        mid: Any = gemv(row, self.gate_up, eps=eps, gated=True)
+        return gemv_add_norm(mid, self.down, row.total, norm)
 
 
 def fuse_layer(layer: Any, eps: float, table: Tensor) -> FusedLayer:
@@ -129,7 +133,9 @@ class FusedModel:
         table = decoder.rotary.table
         self.layers = [fuse_layer(layer, self.eps, table) for layer in decoder.layers]
         self.final_norm = decoder.norm.weight
-        self.takes_row = self.comm.size == 1 and all(layer.takes_row for layer in self.layers)
+        self.supports_gemv = self.comm.size == 1 and all(
+            layer.supports_gemv for layer in self.layers
+        )
 
     def __call__(self, fb: ForwardBatch) -> Tensor:
         """Return logits, in `fb.logits` if that is given."""
@@ -140,11 +146,11 @@ class FusedModel:
         """Return the input of the head, [rows wanted, hidden]."""
         embedding = self.model.model.embed_tokens
         x: Any = self.comm.all_reduce(embed(fb.input_ids, embedding.weight, embedding.start))
-        if len(x) > 1 or not self.takes_row:
+        if len(x) > 1 or not self.supports_gemv:
             return self.all_rows(x, fb)
         norms = [layer.first_norm for layer in self.layers[1:]] + [self.final_norm]
         for layer_id, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
-            x = layer.one_row(x, norm, fb, layer_id)
+            x = layer.forward_row(x, norm, fb, layer_id)
         return add_norm(None, x.total, self.final_norm, self.eps)[0]
 
     def all_rows(self, residual: Tensor, fb: ForwardBatch) -> Tensor:
@@ -177,5 +183,5 @@ class FusedModel:
                 return both
             one = parts[0] if len(parts) == 1 else parts.sum(0).to(residual.dtype)
             parts = self.comm.all_reduce(one)[None]
-        out = None if weight is None else rows_for(weight, residual)
+        out = None if weight is None else gemm_input(weight, residual)
         return add_norm(parts, residual, norm, self.eps, out)

@@ -96,14 +96,14 @@ def read_stored(folder: Path) -> Stored | None:
     raise refuse("quantization_config", f"one of {FORMATS}", config)
 
 
-def find_kept(folder: Path) -> tuple[str, ...]:
+def find_unquantized(folder: Path) -> tuple[str, ...]:
     """List modules that an FP8 checkpoint does not quantize: names, or `re:` and a pattern."""
     config = read_json(folder / "config.json").get("quantization_config") or {}
     keys = ("modules_to_not_convert", "ignored_layers", "ignore")
     return tuple(name for key in keys for name in config.get(key) or ())
 
 
-def is_kept(module: str, kept: Iterable[str]) -> bool:
+def is_unquantized(module: str, kept: Iterable[str]) -> bool:
     """Return True if a module, a parent or a child is named, or if a pattern matches it."""
     return any(
         re.match(name[3:], module) if name.startswith("re:") else f".{name}." in f".{module}."
@@ -132,7 +132,7 @@ def quantize_linears(model: nn.Module, stored: Stored | None, kept: Iterable[str
             if not (old.dim() == 3 or (linear and name == "weight")):  # three dimensions: experts
                 continue
             specs = [spec.name for spec in layer_shards(layer, path) if spec.param == name]
-            wide = [spec for spec in specs if is_kept(spec.removesuffix(".weight"), kept)]
+            wide = [spec for spec in specs if is_unquantized(spec.removesuffix(".weight"), kept)]
             if wide and len(wide) < len(specs):
                 rule = f"such that all parts of {path}.{name} have the same number of bits"
                 raise refuse("quantization_config", rule, f"more than eight for {wide[0]}")
@@ -164,5 +164,5 @@ def quantize_model(
     if stored is None and quantization != "fp8":
         return
     check_device("quantization_config" if stored else "quantization", device)
-    quantize_linears(model, stored, find_kept(folder))
+    quantize_linears(model, stored, find_unquantized(folder))
     load_kernels(torch.device(device), whole=stored is None or stored.columns is None)

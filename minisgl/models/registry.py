@@ -1,4 +1,4 @@
-"""Which class builds which architecture.
+"""Registry of model classes by architecture.
 
 Generated from notebooks/05b_weights.ipynb: edit there.
 """

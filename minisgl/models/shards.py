@@ -1,4 +1,4 @@
-"""Which part of which checkpoint tensor fills which part of a parameter.
+"""Shard specs: the part of a checkpoint's tensor that fills a part of a parameter.
 
 Generated from notebooks/05b_weights.ipynb: edit there.
 """
@@ -27,12 +27,12 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 class ShardSpec:
     """One tensor of a checkpoint, and the part of one of our parameters that it fills.
 
-    name: of the tensor in the checkpoint. shape: it must have there, before any cut.
-    source: the part of it that this rank reads. target: where that part goes in the parameter
+    name: of the tensor in the checkpoint. shape: its required shape there, before any cut.
+    source: the part that this rank reads. target: the place of that part in the parameter
     (it is broadcast if the target is larger). param: the layer's attribute. An empty index
-    means all of it. dtypes: that the tensor may have. repeat: each of its rows stands for so many,
-    and `source` counts those. mine: False if other ranks alone read it; it has to be there and fit
-    all the same.
+    means all of it. dtypes: allowed dtypes. repeat: each row of the tensor stands for `repeat`
+    rows, and `source` counts those. mine: False if only other ranks read it; it must still be
+    there and fit.
     """
 
     name: str
@@ -95,7 +95,7 @@ def row_parallel_shards(layer: RowParallelLinear, path: str) -> Iterator[ShardSp
 def embedding_shards(layer: VocabParallelEmbedding, path: str) -> Iterator[ShardSpec]:
     """Yield this rank's range of ids, without padding."""
     stop = min(layer.start + layer.rows, layer.vocab_size)
-    real = slice(min(layer.start, stop), stop)  # empty on a rank that holds padding alone
+    real = slice(min(layer.start, stop), stop)  # empty on a rank with only padding
     target = (slice(0, real.stop - real.start),)
     yield ShardSpec(f"{path}.weight", (layer.vocab_size, layer.hidden), (real,), target)
 
@@ -108,7 +108,7 @@ def head_shards(layer: LMHead, path: str) -> Iterator[ShardSpec]:
 
 @singledispatch
 def parameter_shards(parameter: object, spec: ShardSpec) -> Iterator[ShardSpec]:
-    """Yield the tensors behind a spec: for an ordinary parameter, the one that it names."""
+    """Yield the tensors of a spec: for an ordinary parameter, the one that it names."""
     yield spec
 
 

@@ -1,4 +1,4 @@
-"""From a folder of safetensors to the parameters of one rank, nothing unnoticed.
+"""Loading a folder of safetensors into the parameters of one rank, with every name checked.
 
 Generated from notebooks/05b_weights.ipynb: edit there.
 """
@@ -33,7 +33,7 @@ class WeightError(ValueError):
 
 
 def some(names: Sequence[str]) -> str:
-    """Join at most five of the names, and the number of the others."""
+    """Join at most five of the names, and add the number of the others."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
 
@@ -65,7 +65,7 @@ def open_file(path: Path) -> Any:
 
 
 class Checkpoint:
-    """Open files: which tensors they hold, their shapes, and slices of them."""
+    """Open files: names and shapes of their tensors, and slices of them."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.file_of: dict[str, Any] = {}
@@ -80,7 +80,7 @@ class Checkpoint:
             self.file_of.update(dict.fromkeys(names, file))
 
     def misfit(self, spec: ShardSpec) -> str | None:
-        """Describe what is wrong with the tensor of a spec; None if it fits."""
+        """Describe the fault of a spec's tensor; return None if it fits."""
         found = self.file_of[spec.name].get_slice(spec.name)
         shape, dtype = tuple(found.get_shape()), found.get_dtype()
         if shape != spec.shape:
@@ -134,7 +134,7 @@ def check_names(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def check_tied(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Raise WeightError if a tied head comes with a weight of its own."""
+    """Raise WeightError if a tied head has a different weight in the file."""
     name = "lm_head.weight"
     if name not in checkpoint.file_of or harmless(name, model) is None:
         return
@@ -153,7 +153,7 @@ Index = tuple[slice, ...]
 
 @singledispatch
 def new_like(old: nn.Parameter, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
-    """Return zeros of the same shape on `device`; other kinds of parameters register their own."""
+    """Return zeros of the same shape on `device`; other kinds of parameters register a rule."""
     return nn.Parameter(torch.zeros(old.shape, dtype=dtype, device=device), requires_grad=False)
 
 
@@ -198,8 +198,8 @@ def load_weights(
 ) -> None:
     """Fill `model` from the safetensors in folder `path`, each rank reading its own part.
 
-    Tensors are cast to `dtype` on the way. WeightError names every tensor that does not fit;
-    then nothing has been allocated.
+    Tensors are cast to `dtype`. WeightError names every tensor that does not fit; nothing has
+    been allocated then.
     """
     with ExitStack() as stack:
         checkpoint = Checkpoint(Path(path), stack)
@@ -222,7 +222,7 @@ def load_weights(
 def load_dummy_weights(
     model: nn.Module, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0
 ) -> None:
-    """Fill the model with small random weights on the device: the right sizes and speed.
+    """Fill the model with small random weights on the device, for realistic size and speed.
 
     Norms are one, so that activations do not vanish.
     """

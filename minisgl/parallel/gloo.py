@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 FOREVER = timedelta(days=3650)
 PACKET = 1024  # bytes of a message in the first packet
-LEAVE_SECONDS = 3.0  # of waiting for ranks that may have died
+CLOSE_SECONDS = 3.0  # of waiting for ranks that may have died
 
 
 class CommError(RuntimeError):
@@ -145,4 +145,4 @@ def leave_group() -> None:
     if dist.is_initialized():
         leaving = threading.Thread(target=leave, daemon=True, name="leave group")
         leaving.start()
-        leaving.join(LEAVE_SECONDS)
+        leaving.join(CLOSE_SECONDS)

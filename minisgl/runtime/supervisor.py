@@ -71,7 +71,7 @@ def one_line(error: BaseException) -> str:
     )
 
 
-def leave_with_parent(folder: Path | None = None) -> None:
+def exit_with_parent(folder: Path | None = None) -> None:
     """End this process when its parent was killed, whatever it is doing, and remove `folder`."""
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -83,7 +83,7 @@ def leave_with_parent(folder: Path | None = None) -> None:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True, name="leave with parent").start()
+    threading.Thread(target=watch, daemon=True, name="exit with parent").start()
 
 
 OF_THE_GROUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the parent answers them for all
@@ -95,7 +95,7 @@ def worker_main(worker: Worker, report: Connection, counts: Any, folder: Path | 
     for sig in OF_THE_GROUP:
         signal.signal(sig, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_GROUP)  # since our start
-    leave_with_parent(folder)
+    exit_with_parent(folder)
     tqdm.set_lock(threading.RLock())  # its own is a semaphore, which outlives a killed process
     heartbeat = Heartbeat(counts)
 
@@ -121,7 +121,7 @@ def worker_main(worker: Worker, report: Connection, counts: Any, folder: Path | 
 
 
 @contextmanager
-def handling(handler: Any, signals: Sequence[signal.Signals]) -> Iterator[None]:
+def override_signals(handler: Any, signals: Sequence[signal.Signals]) -> Iterator[None]:
     """Another handler of some signals during the block."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python handles signals in the main thread alone
@@ -135,13 +135,13 @@ def handling(handler: Any, signals: Sequence[signal.Signals]) -> Iterator[None]:
 
 
 @contextmanager
-def waiting(signals: Sequence[signal.Signals]) -> Iterator[None]:
+def defer_signals(signals: Sequence[signal.Signals]) -> Iterator[None]:
     """Signals that have their turn after the block, and not in processes that it starts."""
     ensure_running()  # first: it unblocks what is blocked
     heard: list[int] = []  # by other threads
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
-        with handling(lambda sig, _: heard.append(sig), signals):
+        with override_signals(lambda sig, _: heard.append(sig), signals):
             yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -149,7 +149,7 @@ def waiting(signals: Sequence[signal.Signals]) -> Iterator[None]:
             signal.raise_signal(sig)
 
 
-def end_forgotten(processes: Sequence[BaseProcess]) -> None:
+def kill_orphans(processes: Sequence[BaseProcess]) -> None:
     """Kill the processes that still run: no other process will stop them."""
     left = [process for process in processes if process.pid is not None and process.is_alive()]
     for process in left:
@@ -186,11 +186,11 @@ class Supervisor:
             name = f"minisgl {worker.name}"
             self.processes[worker.name] = context.Process(target=worker_main, args=args, name=name)
         # Not daemons: those a forked child would end, too, when it ends.
-        Finalize(self, end_forgotten, (list(self.processes.values()),), exitpriority=0)
+        Finalize(self, kill_orphans, (list(self.processes.values()),), exitpriority=0)
 
     def __enter__(self) -> Self:
         try:
-            with waiting(OF_THE_GROUP):
+            with defer_signals(OF_THE_GROUP):
                 for name, process in self.processes.items():
                     process.start()
                     self._pipes[name][1].close()  # so that the end of the process ends the pipe
@@ -267,16 +267,16 @@ class Supervisor:
         silent = self._watchdog.check(self._heartbeats) if self._watchdog else None
         return None if silent is None else WorkerFailed(silent)
 
-    def ask_to_leave(self) -> None:
+    def request_exit(self) -> None:
         """Send workers that are ready a request to end; subclasses choose the message."""
 
     def stop(self) -> None:
         """Stop every worker, by request and then by signal; leave no process or socket file."""
-        with handling(signal.SIG_IGN, OF_THE_GROUP):
+        with override_signals(signal.SIG_IGN, OF_THE_GROUP):
             started = [process for process in self.processes.values() if process.pid is not None]
             descendants = self._descendants(started)
             if self.grace:
-                self.ask_to_leave()
+                self.request_exit()
             deadline = time.monotonic() + self.grace
             for process in started:
                 process.join(timeout=max(0.0, deadline - time.monotonic()))

@@ -14,7 +14,7 @@ from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.scheduler.queue import WaitingQueue
 
 
-def pages_to_come(req: Req, page_size: int, reserve: int | None = None) -> int:
+def future_pages(req: Req, page_size: int, reserve: int | None = None) -> int:
     """Return the pages that an admitted request may still need; its last token needs no K and V.
 
     With `reserve`, at most what the rest of its prompt and the next `reserve` tokens take.
@@ -35,9 +35,9 @@ class DecodeManager:
     def remove(self, req: Req) -> None:
         self.running.pop(req.uid, None)
 
-    def pages_to_come(self, page_size: int) -> int:
+    def future_pages(self, page_size: int) -> int:
         """Return the pages that must stay available for the running requests."""
-        return sum(pages_to_come(req, page_size, self.reserve) for req in self.running.values())
+        return sum(future_pages(req, page_size, self.reserve) for req in self.running.values())
 
     def update(self, reqs: Iterable[Req]) -> None:
         """Keep requests that need another step, after a launch; drop those that had their last."""
@@ -70,7 +70,7 @@ class PrefillAdder:
     ) -> None:
         self.cache, self.limits, self.reqs = cache, limits, list[Req]()
         self.budget = limits.max_extend_tokens  # tokens that this step may still compute
-        self.reserved, self.reserve = reserved, reserve  # pages promised; see `pages_to_come`
+        self.reserved, self.reserve = reserved, reserve  # pages promised; see `future_pages`
         self.min_shared = -(-limits.min_shared // cache.page_size) * cache.page_size
         self.shortest = math.inf  # tokens of the step's shortest prompt, earlier chunks included
         self.prefixes = set[tuple[str | None, bytes]]()  # keys of prefixes computed in this step
@@ -116,7 +116,7 @@ class PrefillAdder:
         req.cached_len = handle.cached_len
         # Locked pages are not evictable any more: lock first, then count what is left.
         self.cache.lock(handle)
-        needed = pages_to_come(req, self.cache.page_size, self.reserve)
+        needed = future_pages(req, self.cache.page_size, self.reserve)
         if needed > self.cache.available_tokens // self.cache.page_size - self.reserved:
             self.cache.unlock(handle)
             req.cached_len = 0
@@ -156,9 +156,9 @@ class PrefillManager:
     def adder(self) -> PrefillAdder:
         """Start a step with a full token budget, and reserve what admitted requests may need."""
         size, reserve = self.cache.page_size, self.decode.reserve
-        reserved = self.decode.pages_to_come(size)
+        reserved = self.decode.future_pages(size)
         if self.chunked_req is not None:
-            reserved += pages_to_come(self.chunked_req, size, reserve)
+            reserved += future_pages(self.chunked_req, size, reserve)
         return PrefillAdder(self.cache, self.limits, reserved, reserve)
 
     def schedule(self) -> Batch | None:

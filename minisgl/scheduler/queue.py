@@ -1,4 +1,4 @@
-"""The order in which requests are admitted: as they came, or fair between clients.
+"""The order in which requests are admitted: by arrival, or fair between clients.
 
 Generated from notebooks/08b_queue.ipynb: edit there.
 """
@@ -21,17 +21,17 @@ class WaitingQueue(Protocol):
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Req]: ...
     def add(self, req: Req) -> None: ...  # a new request
-    def resume(self, req: Req) -> None: ...  # gave its memory back: comes before all others
-    def first(self) -> Req | None: ...  # who is next
-    def remove(self, req: Req) -> None: ...  # waits no longer: admitted, or given up
-    def chunk_comes_first(self, chunked_req: Req) -> bool: ...  # before the first that waits
+    def resume(self, req: Req) -> None: ...  # after a retraction: comes before all others
+    def first(self) -> Req | None: ...  # the next to admit
+    def remove(self, req: Req) -> None: ...  # waits no longer: admitted or aborted
+    def chunk_comes_first(self, chunked_req: Req) -> bool: ...  # before the first waiting one
     def charge(self, batch: Batch) -> None: ...  # a step is about to be computed
-    def leave(self, req: Req) -> None: ...  # a request is over, whatever its state
+    def release(self, req: Req) -> None: ...  # a request ended, in any state
     def reset(self) -> None: ...  # forget all requests
 
 
 class ArrivalOrder(deque[Req]):
-    """First come, first served; a chunked prompt always goes on first."""
+    """First come, first served; a chunked prompt always continues first."""
 
     add = deque.append
     resume = deque.appendleft
@@ -48,7 +48,7 @@ class ArrivalOrder(deque[Req]):
     def charge(self, batch: Batch) -> None:
         """Do nothing: costs do not matter in arrival order."""
 
-    def leave(self, req: Req) -> None:
+    def release(self, req: Req) -> None:
         """Do nothing: there is nothing to settle."""
 
 
@@ -57,10 +57,10 @@ ANSWER_WEIGHT = 2
 
 @dataclass
 class Share:
-    """Service that one client has had, and its waiting requests."""
+    """Service that one client has received, and its waiting requests."""
 
     served: int = 0  # tokens; those of answers count twice
-    clock: float = 0.0  # prompt tokens that each request would have had, side by side
+    clock: float = 0.0  # prompt tokens per request, if computed side by side
     live: int = 0  # requests, waiting or not
     waiting: int = 0
     heap: list[tuple[float, int, Req]] = field(default_factory=list)  # tag, number of arrival
@@ -78,14 +78,14 @@ class FairQueue:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all requests and what their clients were served."""
-        self._shares: dict[str, Share] = {}  # of clients with a request that is not over
-        self._tags: dict[Req, tuple[float, int]] = {}  # of every request that is not over
+        """Forget all requests and their clients' counts."""
+        self._shares: dict[str, Share] = {}  # of clients with an unfinished request
+        self._tags: dict[Req, tuple[float, int]] = {}  # of every unfinished request
         self._waiting: dict[Req, None] = {}  # in no particular order
-        self._back: deque[Req] = deque()  # those that had to give their memory back
+        self._back: deque[Req] = deque()  # retracted requests
         self._numbers = count()
-        self._clock = 0.0  # prompt tokens that each client would have had, side by side
-        self._level = 0  # what the client had been served who was last taken in
+        self._clock = 0.0  # prompt tokens per client, if computed side by side
+        self._level = 0  # served tokens of the client admitted last
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._back)
@@ -97,7 +97,7 @@ class FairQueue:
     def add(self, req: Req) -> None:
         """Queue a request; its tag is its client's clock plus the length of its prompt."""
         share = self._shares.setdefault(req.client, Share())
-        if not share.waiting:  # no credit for the time in which it wanted nothing
+        if not share.waiting:  # no credit for idle time
             others = [other.served for other in self._shares.values() if other.waiting]
             share.served = max(share.served, int(self._clock), min(others, default=self._level))
         tag = (share.clock + req.prompt_len, next(self._numbers))
@@ -126,7 +126,7 @@ class FairQueue:
         return share.heap[0][2]
 
     def rank(self, req: Req) -> tuple[int, int]:
-        """Rank a request among those of clients that count as equal; low is soon."""
+        """Rank a request among those of clients that count as equal; the lowest is first."""
         return req.prefill_len - req.cached_len, self._tags[req][1]
 
     def first(self) -> Req | None:
@@ -166,7 +166,7 @@ class FairQueue:
         present = sum(name in computed or share.waiting > 0 for name, share in self._shares.items())
         self._clock += sum(req.extend_len for req in prompts) / present
 
-    def leave(self, req: Req) -> None:
+    def release(self, req: Req) -> None:
         share = self._shares[req.client]
         share.live -= 1
         del self._tags[req]
@@ -175,5 +175,5 @@ class FairQueue:
 
 
 def mixed_prefill_threshold(step_tokens: int) -> int:
-    """Return the tokens up to which prompts join a prefill step freely."""
+    """Return the most tokens with which a longer prompt joins a prefill step."""
     return step_tokens // 32

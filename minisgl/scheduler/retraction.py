@@ -8,7 +8,7 @@ from __future__ import annotations
 from minisgl.core import Batch, Req
 from minisgl.events import RequestRetracted
 from minisgl.scheduler.mixed import MixedPrefill
-from minisgl.scheduler.phases import pages_to_come
+from minisgl.scheduler.phases import future_pages
 from minisgl.scheduler.scheduler import Scheduler
 
 
@@ -20,7 +20,7 @@ def make_room(scheduler: Scheduler) -> None:
         available = cache.available_tokens // size
         chunked = scheduler.prefill.chunked_req
         if chunked is not None:  # the rest of a half-done prompt, and nothing of its answer
-            available -= pages_to_come(chunked, size, 0)
+            available -= future_pages(chunked, size, 0)
         short = (cache.allocated_len[req] < req.device_len for req in running.values())
         if len(running) <= available or sum(short) <= available:  # one page each at the most
             return

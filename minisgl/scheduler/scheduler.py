@@ -118,7 +118,7 @@ class Scheduler:
         del self.reqs[req.uid]
         self.prefill.remove(req)
         self.decode.remove(req)
-        self.prefill.waiting.leave(req)
+        self.prefill.waiting.release(req)
         if req.table_idx >= 0:
             self.free_request(req)
         if self.emit is not None:

@@ -17,14 +17,14 @@ from minisgl.core import Batch, IntArray, Phase, Req
 from minisgl.engine.runners import MAX_DRAFT_ROWS
 from minisgl.engine.step import SampledTokens
 from minisgl.events import StepLaunched
-from minisgl.scheduler.phases import pages_to_come
+from minisgl.scheduler.phases import future_pages
 from minisgl.scheduler.scheduler import Launched, Scheduler
 
 WINDOW = 8192  # tokens of a text that are searched
 SHORTEST, LONGEST = 2, 8  # tokens that have to match
 
 
-def lookup(ids: IntArray, at_least: int, most: int) -> IntArray:
+def prompt_lookup(ids: IntArray, at_least: int, most: int) -> IntArray:
     """Find earlier copies of the end of ids [n], and return what followed: int32, `most` or none.
 
     `at_least` tokens have to match. The longest match up to `LONGEST` counts, of several the last.
@@ -50,11 +50,11 @@ class Proposer(Protocol):
         """Propose up to `limit` tokens that may follow each request's `input_ids`."""
         ...
 
-    def learn(self, req: Req, drafted: int, accepted: int) -> None:
+    def update(self, req: Req, drafted: int, accepted: int) -> None:
         """Record that `accepted` of its last `drafted` drafts were right."""
         ...
 
-    def forget(self, req: Req) -> None:
+    def release(self, req: Req) -> None:
         """Forget a request that is over, even if nothing was proposed for it."""
         ...
 
@@ -70,15 +70,15 @@ class NGramProposer:
         self.misses: dict[Req, int] = {}  # steps in a row of which no draft was right
 
     def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[IntArray]:
-        """Propose by `lookup` in prompt and output."""
-        return [lookup(req.input_ids, min(SHORTEST + self.misses.get(req, 0), LONGEST), most)
+        """Propose by `prompt_lookup` in prompt and output."""
+        return [prompt_lookup(req.input_ids, min(SHORTEST + self.misses.get(req, 0), LONGEST), most)
                 for req, most in zip(reqs, limits)]  # fmt: skip
 
-    def learn(self, req: Req, drafted: int, accepted: int) -> None:
+    def update(self, req: Req, drafted: int, accepted: int) -> None:
         """Start anew after a hit."""
         self.misses[req] = 0 if accepted else self.misses.get(req, 0) + 1
 
-    def forget(self, req: Req) -> None:
+    def release(self, req: Req) -> None:
         self.misses.pop(req, None)
 
     def reset(self) -> None:
@@ -147,7 +147,7 @@ class SpeculativeScheduler(Scheduler):
         cache, size, chunked = self.cache, self.cache.page_size, self.prefill.chunked_req
         short = [req.device_len + len(tokens) - cache.allocated_len[req]
                  for req, tokens in drafts.items()]  # fmt: skip
-        needed = 0 if chunked is None else pages_to_come(chunked, size, 0)
+        needed = 0 if chunked is None else future_pages(chunked, size, 0)
         needed += sum(-(-max(0, tokens) // size) for tokens in short)
         return needed <= cache.available_tokens // size
 
@@ -206,7 +206,7 @@ class SpeculativeScheduler(Scheduler):
             if self.reqs.get(req.uid) is req:  # else aborted while the step was in flight
                 drawn = [tokens.ids[row] for row in rows[req.uid]]
                 count = count_accepted(drafts.tolist(), drawn)
-                self.move_on(req, len(drafts), count)
+                self.advance_accepted(req, len(drafts), count)
                 owners += [req] * (count + 1)
                 kept += rows[req.uid][: count + 1]
         parts: list[Any] = [tokens.ids, tokens.logprobs, tokens.top_ids, tokens.top_logprobs]
@@ -216,19 +216,19 @@ class SpeculativeScheduler(Scheduler):
         inputs = replace(fi, sampled=tuple(owners))
         return launched._replace(inputs=inputs), SampledTokens(*picked)
 
-    def move_on(self, req: Req, drafted: int, accepted: int) -> None:
+    def advance_accepted(self, req: Req, drafted: int, accepted: int) -> None:
         """Advance past accepted drafts, whose keys and values are in the cache already."""
         for _ in range(accepted):
             req.advance()
         if drafted:
             self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
             self.prefill.waiting.charge(Batch([req] * accepted, Phase.DECODE))
-            self.proposer.learn(req, drafted, accepted)
+            self.proposer.update(req, drafted, accepted)
 
     def release(self, req: Req) -> None:
         """Forget a request; the proposer does, too."""
         Scheduler.release(self, req)
-        self.proposer.forget(req)
+        self.proposer.release(req)
 
     def reset(self) -> None:
         """Forget all requests, and what was learnt about guesses for them."""

@@ -70,7 +70,7 @@ def shown_url(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
 
-class Watchers:
+class ServerObservers:
     """Everything that observes: metrics always, a log and a trace if they are wanted."""
 
     def __init__(self, operations: Operations) -> None:
@@ -94,7 +94,7 @@ def build_app(
     frontend: Frontend,
     settings: ApiSettings,
     limiter: ConcurrencyLimiter,
-    watchers: Watchers,
+    observers: ServerObservers,
     operations: Operations,
 ) -> FastAPI:
     """Build the application with its limits, log and metrics."""
@@ -102,7 +102,7 @@ def build_app(
     middleware = [Middleware(LogRequests, notify=frontend.notify), limit]
     more = [add_responses_routes, add_messages_routes, add_token_routes]
     app = create_app(frontend, settings, limiter, middleware, more)
-    add_metrics_route(app, watchers.metrics)
+    add_metrics_route(app, observers.metrics)
     told = ("/metrics", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc")
     for route in app.routes:
         if operations.key_for_all and getattr(route, "path", "") in told:
@@ -113,12 +113,12 @@ def build_app(
 
 
 async def serve(
-    group: WorkerGroup, frontend: Frontend, watchers: Watchers, sock: socket.socket,
+    group: WorkerGroup, frontend: Frontend, observers: ServerObservers, sock: socket.socket,
     config: ServerConfig, operations: Operations, settings: ApiSettings,
 ) -> int:  # fmt: skip
     """Serve over HTTP until it is over; returns the exit status."""
     limiter = ConcurrencyLimiter(config.max_running_req + operations.max_queue, reason=LOADING)
-    app = build_app(frontend, settings, limiter, watchers, operations)
+    app = build_app(frontend, settings, limiter, observers, operations)
     server = Server(http_config(app, operations.stall_timeout, operations.trusted_proxies))
 
     def say_ready() -> None:
@@ -146,11 +146,11 @@ def settings_of(config: ServerConfig, operations: Operations) -> ApiSettings:
 @contextmanager
 def started(
     config: ServerConfig, operations: Operations
-) -> Iterator[tuple[WorkerGroup, Frontend, Watchers]]:
+) -> Iterator[tuple[WorkerGroup, Frontend, ServerObservers]]:
     """The worker processes, which may still load, their frontend, and what observes it."""
     with ExitStack() as stack:
-        watchers = Watchers(operations)
-        stack.callback(watchers.close)
+        observers = ServerObservers(operations)
+        stack.callback(observers.close)
         watchdog = Watchdog(operations.worker_timeout, operations.step_timeout)
         record = operations.record or operations.viewer
         observed = Observed(bool(operations.trace), record, operations.log_prompts)
@@ -160,9 +160,9 @@ def started(
         outboxes = [ZmqOutbox(address(group.folder, part)) for part in group.tokenizers]
         for outbox in outboxes:
             stack.callback(outbox.close)
-        frontend = Frontend(outboxes, inbox, watchers.all())
+        frontend = Frontend(outboxes, inbox, observers.all())
         stack.callback(frontend.close)
-        yield group, frontend, watchers
+        yield group, frontend, observers
 
 
 def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
@@ -173,12 +173,12 @@ def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
         if not shell:
             sock = stack.enter_context(listen(config.host, config.port))
             warn_if_open(config.host, settings.keys)
-        group, frontend, watchers = stack.enter_context(started(config, operations))
+        group, frontend, observers = stack.enter_context(started(config, operations))
         if sock is None:
             from minisgl.server.chat.start import chat  # a server needs no terminal
 
             return asyncio.run(chat(group, frontend, settings))
-        return asyncio.run(serve(group, frontend, watchers, sock, config, operations, settings))
+        return asyncio.run(serve(group, frontend, observers, sock, config, operations, settings))
 
 
 def leave(sig: int, _: object) -> None:

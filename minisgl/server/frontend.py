@@ -93,7 +93,7 @@ class Observer:
     def closed(self, uid: int, outcome: str) -> None:
         """Record its end: "stop", "length", "left" (by its client) or the code of an error."""
 
-    def told(self, msg: StatsEvent) -> None:
+    def reported(self, msg: StatsEvent) -> None:
         """Record a report of the scheduler's process."""
 
     def refused(self, status: int) -> None:
@@ -167,7 +167,7 @@ class Frontend:
     def _dispatch(self, replies: list[UserReply | ErrorReply | StatsEvent]) -> None:
         for reply in replies:
             if not isinstance(reply, UserReply | ErrorReply):
-                self.notify("told", reply)
+                self.notify("reported", reply)
             elif (stream := self._streams.get(reply.uid)) is not None:  # else its client left
                 stream.put(reply)
                 if len(stream.waiting) > self._max_waiting:

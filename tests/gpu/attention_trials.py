@@ -138,13 +138,13 @@ class Chain:
         row = DeferredNorm(self.x, self.x, self.squares)
         for i in range(self.c.layers):
             if one:
-                qkv = linear.row_linear(row, self.qkv[i], eps=1e-6)
+                qkv = linear.gemv(row, self.qkv[i], eps=1e-6)
             else:
                 qkv = linear.linear(self.x, self.qkv[i])
             assert qkv is not None
             y = attend(i, qkv).view(len(self.x), -1)
             if one:
-                kept = linear.row_linear_add_norm(y, self.out[i], self.x, self.norm)
+                kept = linear.gemv_add_norm(y, self.out[i], self.x, self.norm)
             else:
                 kept = linear.split_k_linear(y, self.out[i])
         return kept

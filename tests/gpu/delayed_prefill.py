@@ -82,13 +82,13 @@ def measure(name: str, requests: int, limit: float, variants: Sequence[str]) -> 
         work = random_workload(llm.limits.vocab_size, requests, (100, 1024), (100, 1024), 0)
         short = [RandomRequest(w.input_ids, 6) for w in work[:300]]
         with frozen_heap():
-            offline.run_once(llm, offline.redraw(short, llm.limits.vocab_size, 99), 0.0)
+            offline.run_once(llm, offline.resample(short, llm.limits.vocab_size, 99), 0.0)
             for index, variant in enumerate(variants):
                 if time.perf_counter() - begin > limit:
                     break
                 prefill.schedule = schedules[variant]  # type: ignore[method-assign]
                 log.clear()
-                fresh = offline.redraw(work, llm.limits.vocab_size, 1000 + index)
+                fresh = offline.resample(work, llm.limits.vocab_size, 1000 + index)
                 seconds = offline.run_once(llm, fresh, 0.0)
                 rows.append(row_of(variant, log, seconds, sum(w.output_len for w in work)))
                 print(json.dumps(rows[-1]), flush=True)

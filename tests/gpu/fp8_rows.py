@@ -24,11 +24,11 @@ from minisgl.kernels.fp8_linear import (
     WIDENED,
     choose_fp8_tiling,
     choose_w8a8_tiling,
-    fp8_rows_linear,
+    fp8_few_row_gemm,
 )
 from minisgl.kernels.linear import (
     Tiling,
-    finish_rows,
+    apply_epilogue,
     gated_linear,
     linear,
     prefetch,
@@ -116,7 +116,7 @@ def widen_kernel(
         y = tl.dot(widen(tl.load(w_ptr + k), WAY), x, y)
         if GATED:
             up = tl.dot(widen(tl.load(w_ptr + k + N * K), WAY), x, up)
-    y = finish_rows(tl.trans(y), tl.trans(up), scale_ptr, x_ptr, N, cols, GATED, False, 1)
+    y = apply_epilogue(tl.trans(y), tl.trans(up), scale_ptr, x_ptr, N, cols, GATED, False, 1)
     place = (split * M + rows[:, None]).to(tl.int64) * N + cols[None, :]
     tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=rows[:, None] < M)
 
@@ -159,7 +159,7 @@ def conversions(m: int) -> Iterator[dict[str, Any]]:
         gated, weights = name in GATED, weights_of(name, 0)
         x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
         tiles = Tiling(8, 64, 128, 2, 5, True, 8 if name in SPLIT else 1)
-        want = fp8_rows_linear(weights[0], x, gated=gated).sum(0)
+        want = fp8_few_row_gemm(weights[0], x, gated=gated).sum(0)
         for way, number in WAYS.items():
             one = partial(converted, tiles=tiles, gated=gated, way=number)
             call = partial(by_kernels, one, weights, x)

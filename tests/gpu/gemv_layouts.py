@@ -2,7 +2,7 @@
 
 `python3 -m tests.gpu.gemv_layouts --out FILE`: layers of four products, each on what the one before
 made, recorded as one graph with early launch. The variants are
-  now            `row_linear` with its rule and the GPU's table
+  now            `gemv` with its rule and the GPU's table
   rows PRE       one tile [BN, BK] after another; PRE of them are requested before the wait
   packed PRE     the same, from a weight stored as [output block, k vector, row, 8]
 after the study msaroufim/megakernels-vs-cuda-graphs.
@@ -27,7 +27,7 @@ from tqdm import tqdm
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.benchmark.report import save
-from minisgl.kernels.linear import row_linear
+from minisgl.kernels.linear import gemv
 from minisgl.kernels.pdl import launch_options
 
 SHAPES = {  # [outputs, inputs], gated or not
@@ -179,7 +179,7 @@ def variants(
     n: int, k: int, gated: bool, weights: list[Tensor], x: Tensor, deadline: Callable[[], bool]
 ) -> Iterator[dict[str, Any]]:
     """Measure a product alone, `len(weights)` weights in turn, for every tile and both layouts."""
-    now = [lambda x, w=w: row_linear(x, w, gated=gated) for w in weights]
+    now = [lambda x, w=w: gemv(x, w, gated=gated) for w in weights]
     yield {"variant": "now", "tile": [], "ms": alone_ms(now[0], x, now)}
     want = torch.nn.functional.linear(x.double(), weights[0].double())
     if gated:
@@ -227,7 +227,7 @@ def measure(name: str, seconds: float) -> dict[str, Any]:
             first = min(some or found, key=lambda r: r["ms"])
             for layer, w in zip(best[variant], weights, strict=True):
                 if first["variant"] == "now":
-                    layer.append(lambda x, w=w, gated=gated: row_linear(x, w, gated=gated))
+                    layer.append(lambda x, w=w, gated=gated: gemv(x, w, gated=gated))
                 else:
                     layer.append(
                         laid_out(w, gated, tuple(first["tile"]), first["variant"] == "packed")

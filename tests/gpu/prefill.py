@@ -135,7 +135,7 @@ def attention_us(group: int, size: int, cached: int, shape: Any) -> float:
         plans = Shaped(TritonBackend(pool, tables, KV * group, DIM**-0.5), torch.bfloat16)
         plans.tile = tile
         runner = PrefillRunner(
-            plans=plans, forward=None, draw=None, backend=None, tables=tables, sizes=(size,),
+            plans=plans, forward=None, sample=None, backend=None, tables=tables, sizes=(size,),
             vocab_size=8, dtype=torch.bfloat16,
         )  # fmt: skip
         runner.steps = {size: None}  # type: ignore[dict-item]

@@ -63,7 +63,7 @@ ABLATIONS: dict[str, Change] = {
         ("                fence_async_shared()\n                limit",
          "                held = q.load(gl.DotOperandLayout(0, S, 2))\n                limit"),
         ("first_tile(q,", "first_tile(held,"),
-        ("fold_tiles(state, q,", "fold_tiles(state, held,"),
+        ("update_tiles(state, q,", "update_tiles(state, held,"),
     ],
     "sums rescaled only when a maximum grows 256-fold": [
         ("    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)\n",

@@ -23,7 +23,7 @@ from minisgl.attention.triton_backend import TritonBackend
 from minisgl.benchmark import latency
 from minisgl.benchmark.report import save
 from minisgl.engine.heap import frozen_heap
-from minisgl.kernels.prefill_attention import boxes_of
+from minisgl.kernels.prefill_attention import tensor_map
 from tests.gpu.prefill_attention import DEVICE, DIM, Case, timed, world
 from tests.gpu.trials import engine
 
@@ -47,7 +47,7 @@ def launched(way: str) -> Iterator[None]:
         self.compiled = None
         if way.startswith("maps"):
             caches = self.pool.k_cache(layer_id), self.pool.v_cache(layer_id)
-            self.boxes: Any = {layer_id: tuple(boxes_of(cache) for cache in caches)}
+            self.boxes: Any = {layer_id: tuple(tensor_map(cache) for cache in caches)}
         return attend(self, q, k, v, layer_id)
 
     with (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.attention.factory import PairBackend
+from minisgl.attention.factory import HybridBackend
 from minisgl.attention.hopper_backend import HopperPlan
 from minisgl.attention.metadata import AttentionPlan, DecodeBuffers, build_metadata
 from minisgl.core import Phase
@@ -221,7 +221,7 @@ def test_plans_in_flight_do_not_disturb_each_other(backend_name: str) -> None:
     big = torch.randn(8192, 8192, device="cuda")
     built = [w.backend(backend_name) for w in worlds]
     # Of a pair its decode half plans these batches: recorded steps have a backend of their own.
-    backends = [pair.decode if isinstance(pair, PairBackend) else pair for pair in built]
+    backends = [pair.decode if isinstance(pair, HybridBackend) else pair for pair in built]
     got, before = [], backends[0]
     for world, backend in zip(worlds, backends, strict=True):
         for shared in ("ring", "decode", "planned"):  # one of each for all, as in an engine

@@ -23,7 +23,7 @@ from minisgl.fp8 import FP8, Fp8Weight, fp8_weight, quantize
 from minisgl.kernels import fp8_linear, moe
 from minisgl.kernels import linear as kernels
 from minisgl.kernels.linear import FEW_ROWS
-from minisgl.kernels.norm import add_norm, rows_for
+from minisgl.kernels.norm import add_norm, gemm_input
 from minisgl.kernels.scaled_mm import quantize_rows
 from minisgl.kernels.store_kv import store_kv
 from minisgl.layers.moe import grouped_experts, route
@@ -114,16 +114,16 @@ def test_one_row(group: int, size: tuple[int, int]) -> None:
     n, k = size
     first, weight = random_weight(k, 1024, group), random_weight(n, k, group)
     x, residual, norm = normal(1, 1024), normal(1, k), normal(k)
-    made = kernels.row_linear_add_norm(x, first, residual, norm)
+    made = kernels.gemv_add_norm(x, first, residual, norm)
     assert made is not None
     total = residual.double() + x.double() @ first.dequantized(torch.float64).T
     close(made.total, total, 1e-2)
     y = torch.nn.functional.rms_norm(total, (k,), norm.double(), 1e-6)
     y = y @ weight.dequantized(torch.float64).T
-    got = kernels.row_linear(made, weight, eps=1e-6)
+    got = kernels.gemv(made, weight, eps=1e-6)
     assert got is not None
     close(got, y, 1e-2)
-    got = kernels.row_linear(made, weight, eps=1e-6, gated=True)
+    got = kernels.gemv(made, weight, eps=1e-6, gated=True)
     assert got is not None
     close(got, silu_mul(y), 1e-2)
 
@@ -162,7 +162,7 @@ def test_rows_are_quantized_where_they_are_made(rows: int) -> None:
     gate_up, down = random_weight(34816, 5120, 0), random_weight(5120, 17408, 0)
     gate_up.scale *= 0.01
     parts, residual, norm = normal(3, rows, 5120), normal(rows, 5120, seed=3), normal(5120)
-    x, _ = add_norm(parts, residual, norm, 1e-6, rows_for(gate_up, residual))
+    x, _ = add_norm(parts, residual, norm, 1e-6, gemm_input(gate_up, residual))
     wide, _ = add_norm(parts, residual, norm, 1e-6)
     apart = quantize_rows(wide, 5120)
     assert x.dtype is FP8

@@ -12,7 +12,7 @@ pytestmark = [
 ]
 pytest.importorskip("triton")
 
-from minisgl.attention.fused_backend import FusedBackend, StoreFirstBackend
+from minisgl.attention.fused_backend import FusedBackend, VerifyBackend
 from minisgl.attention.metadata import DecodeBuffers
 from minisgl.attention.torch_backend import TorchBackend
 from minisgl.kernels import linear as kernels
@@ -62,15 +62,15 @@ def test_one_row(weight: tuple[int, int]) -> None:
     n, k = weight
     x, first, w = normal(1, 1024), normal(k, 1024, seed=4) * 0.05, normal(n, k, seed=1) * 0.05
     residual, norm = normal(1, k, seed=3), normal(k, seed=2)
-    made = kernels.row_linear_add_norm(x, first, residual, norm)
+    made = kernels.gemv_add_norm(x, first, residual, norm)
     assert made is not None
     total = residual.double() + x.double() @ first.double().T
     close(made.total, total, 1e-2)
     y = torch.nn.functional.rms_norm(total, (k,), norm.double(), 1e-6) @ w.double().T
-    got = kernels.row_linear(made, w, eps=1e-6)
+    got = kernels.gemv(made, w, eps=1e-6)
     if got is not None:
         close(got, y, 1e-2)
-    got = kernels.row_linear(made, w, eps=1e-6, gated=True)
+    got = kernels.gemv(made, w, eps=1e-6, gated=True)
     if got is not None:
         close(got, silu_mul(y), 1e-2)
 
@@ -174,9 +174,7 @@ def test_model(arch: str, dtype: torch.dtype) -> None:
 def test_rows_of_one_request_see_each_other(kv: int, dim: int) -> None:
     """Many times: a race would lose now and then."""
     for seed in range(50):
-        check_drafts(
-            StoreFirstBackend, qo=4 * kv, kv=kv, dim=dim, device="cuda", dtype=BF16, seed=seed
-        )
+        check_drafts(VerifyBackend, qo=4 * kv, kv=kv, dim=dim, device="cuda", dtype=BF16, seed=seed)
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "llama"])

@@ -14,9 +14,9 @@ from minisgl.engine.logits_processors import LogitsProcessors, logits_params
 from minisgl.engine.sample_kernel import load_sample_kernel
 from minisgl.engine.sampler import (
     Sampler,
-    draw,
     gumbel_noise,
-    kept,
+    nucleus_mask,
+    sample_tokens,
     step_keys,
     token_bits,
     top_candidates,
@@ -84,7 +84,7 @@ def test_thousands_of_draws_differ_by_rounding_only() -> None:
     logits = (torch.randn(rows, vocab, device="cuda") * 2).bfloat16()
     keys, ids = make_keys(rows).cuda(), torch.arange(vocab, dtype=torch.int32, device="cuda")
     warm = torch.full((rows,), 0.8, device="cuda")
-    got, want = sample(logits, keys, warm), draw(logits, ids, 0, keys, warm)
+    got, want = sample(logits, keys, warm), sample_tokens(logits, ids, 0, keys, warm)
     assert (got == want).double().mean() >= 0.999
     scores = logits.float() + warm[:, None] * gumbel_noise(keys, ids)
     ours, best = (scores.gather(1, tokens[:, None]) for tokens in (got, want))
@@ -111,7 +111,7 @@ def test_filters_leave_what_kept_leaves(dtype: torch.dtype) -> None:
             continue
         _, top = top_candidates(values[row : row + 1], VOCAB)
         limit = torch.tensor([k], device="cuda")
-        want = int(kept(top / warm, limit, top_p[row : row + 1]).sum())
+        want = int(nucleus_mask(top / warm, limit, top_p[row : row + 1]).sum())
         assert abs(int(ours[row]) - want) <= (0 if top_p[row] == 1 else 1 + want // 1000)
 
 

@@ -75,7 +75,7 @@ class Calls:
 def one_row(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """The one-row products are counted."""
     calls = Calls()
-    for name in ("row_linear", "row_linear_add_norm"):
+    for name in ("gemv", "gemv_add_norm"):
         monkeypatch.setattr(fused, name, calls.counted(getattr(fused, name)))
     return calls
 

@@ -69,13 +69,13 @@ def cut(way: str) -> Iterator[None]:
         return
     shape, _, parts = way.partition(" ")
     tile, warps, stages = map(int, shape.split("-"))
-    usual = decode_attention.shape_of
+    usual = decode_attention.choose_shape
 
-    def shape_of(bs: int, kv: int, *of: Any) -> tuple[tuple[int, int, int, bool], int]:
+    def choose_shape(bs: int, kv: int, *of: Any) -> tuple[tuple[int, int, int, bool], int]:
         early = usual(bs, kv)[0][3]
         return (tile, warps, stages, early), 1 if parts == "uncut" else int(parts) * SMS // kv
 
-    with mock.patch.object(decode_attention, "shape_of", shape_of):
+    with mock.patch.object(decode_attention, "choose_shape", choose_shape):
         yield
 
 
@@ -114,7 +114,7 @@ def asked_for(requests: Sequence[RandomRequest]) -> tuple[list[Any], list[int]]:
 
 def step_times(llm: LLM) -> dict[str, Any]:
     """The offline workload, and prompts of one length whose answers end in eights."""
-    workload = offline.redraw(random_workload(VOCAB, MOST), VOCAB, 5)
+    workload = offline.resample(random_workload(VOCAB, MOST), VOCAB, 5)
     uniform = np.random.default_rng(5).integers(0, VOCAB, (MOST, 700)).tolist()
     ragged = run(llm, *asked_for(workload))
     even = run(llm, uniform, [30 + 10 * (i // 8) for i in range(MOST)])
@@ -250,7 +250,7 @@ def attempts(args: argparse.Namespace) -> dict[str, Any]:
             found = offline.measure_offline(llm, requests, temperature=0.6, repeats=1, seed=5)
             rows.append({"attempt": name, "fields": ATTEMPTS[name], **found})
             if name == "as it is":
-                line = run(llm, *asked_for(offline.redraw(requests, VOCAB, 99)))
+                line = run(llm, *asked_for(offline.resample(requests, VOCAB, 99)))
                 first = int(np.searchsorted(np.cumsum(line.tokens), len(requests)))
                 more["prefill_seconds"] = round(line.seconds[first], 3)
                 more["traces"] = [traced_kernels(llm, n) for n in TRACED if n <= args.requests]

@@ -219,10 +219,10 @@ def gemv_stages(stages: ModuleType) -> list[Stage]:
     squares = torch.ones(512, device=DEVICE)  # of the 512 programs in front
 
     def factor_last(x: Tensor, w: Tensor) -> object:
-        return linear.row_linear(norms.DeferredNorm(x, x, squares), w, eps=1e-6)
+        return linear.gemv(norms.DeferredNorm(x, x, squares), w, eps=1e-6)
 
     def norm_apart(x: Tensor, w: Tensor) -> object:
-        return linear.row_linear(norms.add_norm(None, x, norm, 1e-6)[0], w)
+        return linear.gemv(norms.add_norm(None, x, norm, 1e-6)[0], w)
 
     return [
         ("1 narrow, 128 numbers at a time", lambda x, w: stages.run_narrow(x, w, 128, 1)),
@@ -230,7 +230,7 @@ def gemv_stages(stages: ModuleType) -> list[Stage]:
         ("3 a block of 4 outputs", lambda x, w: stages.run_block(x, w, 4, 512, 4)),
         ("3 a block of 8 outputs", lambda x, w: stages.run_block(x, w, 8, 1024, 2)),
         ("3 a block of 16 outputs", lambda x, w: stages.run_block(x, w, 16, 512, 4)),
-        ("4 launched early", linear.row_linear),
+        ("4 launched early", linear.gemv),
         ("5 with the factor of a norm", factor_last),
         ("4 and a norm of its own before", norm_apart),
         ("cuBLAS", lambda x, w: F.linear(x, w)),
@@ -332,7 +332,7 @@ class Cache:
         self.norms = torch.ones(2, dim, dtype=BF16, device=DEVICE).unbind(0)
         self.angles = torch.rand(tokens, dim, device=DEVICE)
         self.scratch = decode.Scratch(
-            (16 * batch + decode.most_parts(kv)) * kv, qo // kv, dim, DEVICE
+            (16 * batch + decode.max_splits(kv)) * kv, qo // kv, dim, DEVICE
         )
         self.qo, self.kv, self.batch, self.tokens, self.scale = qo, kv, batch, tokens, dim**-0.5
 
@@ -344,7 +344,7 @@ class Cache:
 
 def attention_stages(stages: ModuleType, c: Cache) -> list[tuple[str, Callable[[int], object]]]:
     """The ladder of decode attention; each call works on one layer."""
-    shape, parts = decode.shape_of(c.batch, c.kv)
+    shape, parts = decode.choose_shape(c.batch, c.kv)
     shape, splits = shape[:3], max(1, min(16, parts // c.batch))
     to = (c.table, c.rows, c.positions)
 
@@ -387,7 +387,7 @@ def attention_stages(stages: ModuleType, c: Cache) -> list[tuple[str, Callable[[
 
 def measure_attention() -> dict[str, Any]:
     """Everything that chapter 05e shows of kernels alone."""
-    names = "attend_cached, merge_parts, nothing_yet, write_part"
+    names = "attend_cached, merge_partials, empty_state, write_partial"
     stages = load_stages(
         "05e_decode_attention", f"from minisgl.kernels.decode_attention import {names}\n"
     )
@@ -425,7 +425,7 @@ def once(ladder: str) -> None:
     calls: list[Callable[[], object]] = []
     if ladder.startswith("attention"):
         c = Cache(int(ladder.removeprefix("attention")), 640)
-        names = "attend_cached, merge_parts, nothing_yet, write_part"
+        names = "attend_cached, merge_partials, empty_state, write_partial"
         stages = load_stages(
             "05e_decode_attention", f"from minisgl.kernels.decode_attention import {names}\n"
         )

@@ -235,7 +235,7 @@ MUTATIONS = [
     Mutation(
         "attention: recorded steps of a pair use its eager backend",
         "minisgl.attention.factory",
-        "return self.recorded.graph_plan(batch_size, buffers)",
+        "return self.captured.graph_plan(batch_size, buffers)",
         "return self.prefill.graph_plan(batch_size, buffers)",
         f"{TEST}test_pair_backend_routes_by_phase",
     ),

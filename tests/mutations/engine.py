@@ -234,8 +234,8 @@ MUTATIONS = [
     Mutation(
         "step_graph_draws_from_the_wrong_rows",
         GRAPH,
-        "self.draw(logits, ",
-        "self.draw(self.logits[-size:], ",
+        "self.sample(logits, static",
+        "self.sample(self.logits[-size:], static",
         TESTS + "test_recorded_logits_are_those_of_the_step",
     ),
     Mutation(
@@ -248,7 +248,7 @@ MUTATIONS = [
     Mutation(
         "step_graph_scatters_nothing",
         GRAPH,
-        "        tokens.index_copy_(0, static.scatter, drawn)\n",
+        "        tokens.index_copy_(0, static.scatter, sampled)\n",
         "",
         TESTS + "test_a_mixed_batch_draws_the_same_when_recorded",
     ),

@@ -138,7 +138,7 @@ MUTATIONS = [
     Mutation(
         "fp8: sums are split into more programs than run at once",
         PRODUCTS,
-        "limits.at_once(2, nbytes)",
+        "limits.resident_blocks(2, nbytes)",
         "4 * limits.sms",
         f"{TEST}test_tiles_of_eight_bits_on_both_sides",
     ),

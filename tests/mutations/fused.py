@@ -18,8 +18,8 @@ MUTATIONS = [
     Mutation(
         "fused: a layer begins a row that its last product cannot end",
         "minisgl.models.fused",
-        "return own and takes_row(self.gate_up, norm=True, gated=True) and takes_row(self.down)",
-        "return own",
+        "own and supports_gemv(self.gate_up, norm=True, gated=True) and supports_gemv(self.down)",
+        "own",
         "tests/test_fused.py::test_a_row_without_a_kernel_launches_nothing_in_vain",
     ),
     Mutation(
@@ -81,8 +81,8 @@ MUTATIONS = [
     Mutation(
         "fused: a row's gate and up forget the norm's epsilon",
         "minisgl.models.fused",
-        "mid: Any = row_linear(row, self.gate_up, eps=eps, gated=True)",
-        "mid: Any = row_linear(row, self.gate_up, gated=True)",
+        "mid: Any = gemv(row, self.gate_up, eps=eps, gated=True)",
+        "mid: Any = gemv(row, self.gate_up, gated=True)",
         MODEL,
     ),
     Mutation(
@@ -116,8 +116,8 @@ MUTATIONS = [
     Mutation(
         "fused: decode attention takes every card for an H200",
         DECODE,
-        "limits.at_once(*needs)",
-        "H200.at_once(*needs)",
+        "limits.resident_blocks(*needs)",
+        "H200.resident_blocks(*needs)",
         f"{TEST}test_decode_is_cut_for_the_card_it_runs_on",
     ),
     Mutation(
@@ -208,7 +208,7 @@ MUTATIONS = [
     Mutation(
         "fused: keys of eight bits are cut like those of sixteen",
         DECODE,
-        "shapes = EIGHT_BITS if itemsize == 1 else SHAPES",
+        "shapes = FP8_SHAPES if itemsize == 1 else SHAPES",
         "shapes = SHAPES",
         f"{TEST}test_tiles_fill_one_wave_if_they_can",
     ),
@@ -264,7 +264,7 @@ MUTATIONS = [
     Mutation(
         "fused: scratch memory suits requests that are not cut only",
         "minisgl.attention.fused_backend",
-        "kv * (rows + most_parts(kv, device_limits(pool.buffer.device)))",
+        "kv * (rows + max_splits(kv, device_limits(pool.buffer.device)))",
         "kv * rows",
         f"{TEST}test_scratch_suits_many_drafts_of_few_requests",
     ),

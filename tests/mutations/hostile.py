@@ -6,6 +6,48 @@ TEST = "tests/test_hostile.py::"
 
 MUTATIONS = [
     Mutation(
+        name="bodies: a fault of the server is a 400",
+        module="minisgl.server.http.bodies",
+        old="except (ApiError, ClientDisconnect):",
+        new="except Exception:",
+        test=TEST + "test_a_fault_of_ours_in_a_body_is_a_500",
+    ),
+    Mutation(
+        name="logprobs: whole answers hold any number of them",
+        module="minisgl.server.http.limits",
+        old="if not self._shares.take(self._client, count):",
+        new="if self._shares.take(self._client, count) is None:",
+        test=TEST + "test_whole_answers_share_the_log_probabilities_that_wait",
+    ),
+    Mutation(
+        name="logprobs: a response that fails keeps its share",
+        module="minisgl.server.http.api",
+        old="        if response is None:\n            handler.held.release()",
+        new="        pass",
+        test=TEST + "test_whole_answers_share_the_log_probabilities_that_wait",
+    ),
+    Mutation(
+        name="logprobs: a packed list loses its first entry",
+        module="minisgl.server.http.formats",
+        old="encoded(values)[1:-1]",
+        new="encoded(values[1:])[1:-1]",
+        test=TEST + "test_packed_log_probabilities_are_the_same",
+    ),
+    Mutation(
+        name="answers: a large one is sent in one piece",
+        module="minisgl.server.http.limits",
+        old="SLICE = 2**16",
+        new="SLICE = 2**30",
+        test=TEST + "test_a_whole_answer_is_sent_in_slices",
+    ),
+    Mutation(
+        name="echo: prompts of any size are scored",
+        module="minisgl.server.http.schemas",
+        old="self.echo and size * each > MAX_SCORES",
+        new="False",
+        test=TEST + "test_an_echo_of_many_prompts_is_refused_before_any_work",
+    ),
+    Mutation(
         name="pages: only the first Host is checked",
         module="minisgl.server.http.access",
         old="for value in headers.getlist(name)]",

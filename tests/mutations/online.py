@@ -113,8 +113,8 @@ MUTATIONS = [
     Mutation(
         name="trace: a turn keeps the half block of the turn before",
         module="minisgl.benchmark.trace",
-        old="kept, length = blocks[: length // BLOCK], length + self.draw(ends)",
-        new="kept, length = list(blocks), length + self.draw(ends)",
+        old="kept, length = blocks[: length // BLOCK], length + self.sample_length(ends)",
+        new="kept, length = list(blocks), length + self.sample_length(ends)",
         test=TEST + "test_synthetic_chats_grow",
     ),
     Mutation(

@@ -144,14 +144,14 @@ MUTATIONS = [
     Mutation(
         "launch: ranks outlive their parent",
         "minisgl.runtime.supervisor",
-        "    leave_with_parent(folder)\n",
+        "    exit_with_parent(folder)\n",
         "",
         T + "test_a_program_ends_with_the_ranks_that_it_left_open",
     ),
     Mutation(
         "launch: a program waits for ranks that it forgot",
         "minisgl.runtime.supervisor",
-        "        Finalize(self, end_forgotten, (list(self.processes.values()),), exitpriority=0)\n",
+        "        Finalize(self, kill_orphans, (list(self.processes.values()),), exitpriority=0)\n",
         "",
         T + "test_a_program_ends_with_the_ranks_that_it_left_open",
     ),

@@ -112,7 +112,7 @@ MUTATIONS = [
     Mutation(
         "retract_spends_the_pages_of_a_half_done_prompt",
         RETRACTION,
-        "available -= pages_to_come(chunked, size, 0)",
+        "available -= future_pages(chunked, size, 0)",
         "pass",
         TESTS + "test_a_half_done_prompt_is_taken_back_first",
     ),
@@ -274,10 +274,10 @@ MUTATIONS = [
         "prefill_counts_before_it_locks",
         PREFILL,
         "self.cache.lock(handle)\n"
-        "        needed = pages_to_come(req, self.cache.page_size, self.reserve)\n"
+        "        needed = future_pages(req, self.cache.page_size, self.reserve)\n"
         "        if needed > self.cache.available_tokens //",
         "left = self.cache.available_tokens\n        self.cache.lock(handle)\n"
-        "        needed = pages_to_come(req, self.cache.page_size, self.reserve)\n"
+        "        needed = future_pages(req, self.cache.page_size, self.reserve)\n"
         "        if needed > left //",
         TESTS + "test_a_matched_prefix_is_locked_before_pages_are_counted",
     ),
@@ -291,14 +291,14 @@ MUTATIONS = [
     Mutation(
         "prefill_forgets_what_running_requests_need",
         PREFILL,
-        "reserved = self.decode.pages_to_come(size)",
+        "reserved = self.decode.future_pages(size)",
         "reserved = 0",
         TESTS + "test_running_requests_keep_what_they_may_still_need",
     ),
     Mutation(
         "prefill_forgets_what_the_half_done_prompt_needs",
         PREFILL,
-        "reserved += pages_to_come(self.chunked_req, size, reserve)",
+        "reserved += future_pages(self.chunked_req, size, reserve)",
         "reserved += 0",
         TESTS + "test_a_half_done_prompt_keeps_its_pages",
     ),
@@ -485,8 +485,8 @@ MUTATIONS = [
     Mutation(
         "release_leaves_it_in_the_decode_batch",
         SCHEDULER,
-        "        self.decode.remove(req)\n        self.prefill.waiting.leave(req)\n",
-        "        self.prefill.waiting.leave(req)\n",
+        "        self.decode.remove(req)\n        self.prefill.waiting.release(req)\n",
+        "        self.prefill.waiting.release(req)\n",
         TESTS + "test_end_token_stops_and_the_extra_token_is_dropped",
     ),
     Mutation(

@@ -320,8 +320,8 @@ MUTATIONS = [
     Mutation(
         name="server: a signal while workers start is lost",
         module="minisgl.runtime.supervisor",
-        old="        with waiting(OF_THE_GROUP):\n",
-        new="        with handling(signal.SIG_IGN, OF_THE_GROUP):\n",
+        old="        with defer_signals(OF_THE_GROUP):\n",
+        new="        with override_signals(signal.SIG_IGN, OF_THE_GROUP):\n",
         test="tests/test_server_faults.py::"
         "test_a_signal_while_workers_start_is_heard_when_they_have",
     ),

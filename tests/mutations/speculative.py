@@ -84,7 +84,7 @@ MUTATIONS = [
     Mutation(
         "speculative_forgets_a_half_done_prompt",
         SPECULATIVE,
-        "needed = 0 if chunked is None else pages_to_come(chunked, size, 0)",
+        "needed = 0 if chunked is None else future_pages(chunked, size, 0)",
         "needed = 0",
         TESTS + "test_the_rest_of_a_half_done_prompt_keeps_its_pages",
     ),
@@ -126,7 +126,7 @@ MUTATIONS = [
     Mutation(
         "speculative_remembers_for_ever",
         SPECULATIVE,
-        "    self.proposer.forget(req)",
+        "    self.proposer.release(req)",
         "    pass",
         TESTS + "test_abort_at_every_moment",
     ),
@@ -168,8 +168,8 @@ MUTATIONS = [
     Mutation(
         "speculative_lets_drafts_race",
         "minisgl.engine.runners",
-        "parts_of(config.attention_backend)[1] in FUSED",
-        "parts_of(config.attention_backend)[1] not in FUSED",
+        "backend_pair(config.attention_backend)[1] in FUSED",
+        "backend_pair(config.attention_backend)[1] not in FUSED",
         TESTS + "test_steps_with_drafts_store_first",
     ),
     Mutation(

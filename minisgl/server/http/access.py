@@ -116,7 +116,7 @@ def warn_if_open(host: str, keys: Mapping[str, str]) -> None:
         print(f"minisgl: warning: listening on {host} {why}", file=sys.stderr, flush=True)
 
 
-class OwnNames:
+class TrustedHosts:
     """Refuses requests that a page of another site sends, a 403: `names` and loopback may ask."""
 
     def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
@@ -149,7 +149,7 @@ def secured(settings: ApiSettings, host: str, keys: str | None, pages: str | Non
     return replace(settings, origins=pages.split(","))
 
 
-def for_browsers(origins: Collection[str]) -> tuple[Middleware, list[Middleware]]:
+def cors_middleware(origins: Collection[str]) -> tuple[Middleware, list[Middleware]]:
     """Return the CORS middleware and the checks behind it; "*": any page may use the server."""
     names: Any = {name: ["*"] for name in ("allow_methods", "allow_headers")}
     names["expose_headers"] = ["x-request-id", "retry-after", "x-should-retry"]
@@ -158,4 +158,4 @@ def for_browsers(origins: Collection[str]) -> tuple[Middleware, list[Middleware]
         return Middleware(CORSMiddleware, **everyone, **names), []
     names["allow_origin_regex"] = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
     headers = Middleware(CORSMiddleware, allow_origins=list(origins), **names)
-    return headers, [Middleware(OwnNames, names=set(map(host_name, origins)))]
+    return headers, [Middleware(TrustedHosts, names=set(map(host_name, origins)))]

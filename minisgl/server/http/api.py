@@ -11,10 +11,10 @@ import traceback
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import APIRouter, FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from minisgl.core import SamplingParams
 from minisgl.scheduler.frames import with_seed
 from minisgl.server.frontend import Frontend, RequestFailed
-from minisgl.server.http.access import BEARER, Access, client_of, for_browsers, keyed_route
+from minisgl.server.http.access import BEARER, Access, client_of, cors_middleware, keyed_route
 from minisgl.server.http.bodies import SideThread, build, invalid
 from minisgl.server.http.errors import FAILED, ApiError, api_error
 from minisgl.server.http.formats import (
@@ -33,11 +33,10 @@ from minisgl.server.http.formats import (
     Completion,
     CompletionFormatter,
     Json,
-    encoded,
     sse,
     usage,
 )
-from minisgl.server.http.limits import DRAINING, LOADING, ConcurrencyLimiter
+from minisgl.server.http.limits import DRAINING, LOADING, MAX_HELD, ConcurrencyLimiter, Held, Shares
 from minisgl.server.http.schemas import (
     MAX_ANSWERS,
     ChatRequest,
@@ -87,6 +86,7 @@ class RequestHandler:
         limits = [s for s in (body.timeout, settings.request_timeout) if s is not None]
         terms = {"request_id": name, "client": fair_client(self.client, body)}
         self.terms: dict[str, Any] = {**terms, "timeout": min(limits, default=None)}
+        self.held = Held(service.held, self.client)
 
     def _generate(self, task: Task) -> AsyncGenerator[UserReply, None]:
         return self.service.frontend.generate(task.params, **task.prompt, **self.terms)
@@ -96,25 +96,33 @@ class RequestHandler:
         answers = [self.formatter.answer() for _ in self.tasks]
         async with aclosing(self._replies()) as replies:
             async for task, reply in replies:
-                answers[task.index].add(reply)
+                answer = answers[task.index]
+                answer.add(reply)
+                if reply.logprobs:
+                    self.held.add(reply.logprobs)
+                    pack = partial(answer.pack, self.formatter.logprobs)
+                    await build(self.request, pack, large=len(reply.logprobs) > 64)
         return answers
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer in one piece."""
         answers = await self.answers()
-        large = len(answers) > 64 or sum(len(answer.logprobs) for answer in answers) > 256
 
-        def formatted() -> list[msgspec.Raw]:
-            choices = (self.formatter.choice(n, answer) for n, answer in enumerate(answers))
-            return [msgspec.Raw(encoded(choice)) for choice in choices]
+        def formatted() -> list[dict[str, Any]]:
+            return [self.formatter.choice(n, answer) for n, answer in enumerate(answers)]
 
-        choices = await build(self.request, formatted, large)
+        choices = await build(self.request, formatted, self.is_large)
         head = {**self.head, "object": self.formatter.whole}
         return {**head, "choices": choices, "usage": usage(answers, self.prompts)}
 
+    @property
+    def is_large(self) -> bool:
+        """True for an answer that takes the event loop too long to format."""
+        return len(self.tasks) > 64 or self.held.count > 2**12
+
     async def _replies(self) -> AsyncGenerator[tuple[Task, UserReply], None]:
         """Yield replies of all tasks as they come; closing this generator cancels every task."""
-        with self.limiter.acquire(len(self.tasks), self.client), failing_as_sent(self.body):
+        with self.limiter.acquire(len(self.tasks), self.client), renamed_failures(self.body):
             if len(self.tasks) == 1:
                 async with aclosing(self._generate(self.tasks[0])) as replies:
                     async for reply in replies:
@@ -184,7 +192,7 @@ async def cancel(running: Sequence[asyncio.Future[Any]]) -> None:
 
 
 @contextmanager
-def failing_as_sent(body: GenerationRequest) -> Iterator[None]:
+def renamed_failures(body: GenerationRequest) -> Iterator[None]:
     """What fails in the block is an `ApiError`, which names the field as the client did."""
     try:
         yield
@@ -226,7 +234,7 @@ async def stream_response(events: AsyncGenerator[bytes, None]) -> EventStream:
     return EventStream(await anext(events), events)
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T | None:
+async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T | None:
     """Run `work`, or cancel it when the client disconnects and return None."""
 
     async def gone() -> None:
@@ -245,9 +253,19 @@ async def respond(request: Request, body: GenerationRequest, handler: RequestHan
     """Respond with a stream or the whole answer, as requested; 499 if the client has left."""
     if body.stream:
         events = handler.events(body.include_usage)
-        return await unless_gone(request, stream_response(events)) or Response(status_code=499)
-    whole = await unless_gone(request, handler.whole())
-    return Response(status_code=499) if whole is None else Json(whole)
+        return await cancel_on_disconnect(request, stream_response(events)) or Response(
+            status_code=499
+        )
+    response: Json | None = None
+    try:
+        whole = await cancel_on_disconnect(request, handler.whole())
+        if whole is not None:
+            response = await build(request, partial(Json, whole), handler.is_large)
+            response.sent = handler.held.release
+    finally:
+        if response is None:
+            handler.held.release()
+    return response or Response(status_code=499)
 
 
 def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:
@@ -309,6 +327,7 @@ class Service:
     frontend: Frontend
     settings: ApiSettings
     limiter: ConcurrencyLimiter
+    held: Shares = field(default_factory=partial(Shares, MAX_HELD))
 
 
 STREAMED: dict[int | str, dict[str, Any]] = {  # for /openapi.json
@@ -352,8 +371,8 @@ def add_generation_routes(keyed: APIRouter, service: Service) -> None:
 
         handler, gone = await build(request, made), Response(status_code=499)
         if body.stream is not False:
-            return await unless_gone(request, stream_response(handler.texts())) or gone
-        answers = await unless_gone(request, handler.answers())
+            return await cancel_on_disconnect(request, stream_response(handler.texts())) or gone
+        answers = await cancel_on_disconnect(request, handler.answers())
         return Json({"text": answers[0].text}) if answers else gone
 
 
@@ -399,7 +418,7 @@ def create_app(
         yield
         await frontend.stop()
 
-    headers, checks = for_browsers(settings.origins)
+    headers, checks = cors_middleware(settings.origins)
     around = [headers, *middleware, *checks]
     app = FastAPI(title="minisgl", lifespan=lifespan, middleware=around, redirect_slashes=False)
     service = Service(frontend, settings, limiter or ConcurrencyLimiter())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import reprlib
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,8 +19,9 @@ from weakref import WeakValueDictionary
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from pydantic_core import SchemaValidator, core_schema
+from starlette.requests import ClientDisconnect
 
-from minisgl.server.http.errors import ApiError
+from minisgl.server.http.errors import ApiError, api_error
 
 T = TypeVar("T")
 MAX_FIELDS = 256  # of one object
@@ -182,4 +184,10 @@ class ReadRequest(Request):
         self._reader = reader
 
     async def json(self) -> Any:
-        return await self._reader.read(self)
+        try:
+            return await self._reader.read(self)
+        except (ApiError, ClientDisconnect):
+            raise
+        except Exception as fault:  # ours: FastAPI would answer with a 400
+            traceback.print_exc()
+            raise api_error(fault) from fault

@@ -11,17 +11,20 @@ from math import isnan
 from typing import Any
 
 import msgspec
-from fastapi.responses import JSONResponse
 from fastapi.sse import format_sse_event
 
 from minisgl.server.http.chats import AnswerParser, as_delta, as_message
+from minisgl.server.http.limits import SlicedResponse
 from minisgl.server.http.tool_parser import Piece
 from minisgl.server.workers.messages import TokenLogprob, UserReply
 
 
 @dataclass
 class Completion:
-    """An answer, collected; `text`, `pieces` and `logprobs` are what came since `forget`."""
+    """An answer, collected; `text`, `pieces` and `logprobs` are what came since `forget`.
+
+    `packed` has the log probabilities of a whole answer as JSON, by list.
+    """
 
     parser: AnswerParser | None = None
     text: str = ""
@@ -34,6 +37,7 @@ class Completion:
     reasoning_tokens: int = 0
     stop: str | None = None  # the stop string that ended it
     undecided: list[TokenLogprob] = field(default_factory=list)
+    packed: dict[str, bytearray] = field(default_factory=dict)
 
     def add(self, reply: UserReply) -> None:
         self.text += reply.text
@@ -64,6 +68,13 @@ class Completion:
                 self.logprobs.append(entry)
             elif content is None and not reply.finished:
                 self.undecided.append(entry)
+
+    def pack(self, form: Callable[[Sequence[TokenLogprob]], dict[str, Any]]) -> None:
+        """Keep log probabilities, in a route's form, as JSON, which takes less memory."""
+        for name, values in form(self.logprobs).items():
+            if values:
+                self.packed.setdefault(name, bytearray()).extend(encoded(values)[1:-1] + b",")
+        self.logprobs = []
 
 
 def is_content(parser: AnswerParser, start: int, end: int) -> bool | None:
@@ -152,6 +163,9 @@ class CompletionFormatter:
 
     def _entry(self, index: int, content: dict[str, Any], answer: Completion) -> dict[str, Any]:
         logprobs, reason = self.logprobs(answer.logprobs) if self._logprobs else None, None
+        if logprobs is not None:
+            packed = answer.packed.items()
+            logprobs |= {name: msgspec.Raw(b"[" + data[:-1] + b"]") for name, data in packed}
         if answer.finish_reason is not None:
             reason = answer.finish_reason
             reason = answer.parser.reason(reason) if answer.parser else reason
@@ -208,8 +222,10 @@ def as_json(payload: Any) -> str:
     return encoded(payload).decode()
 
 
-class Json(JSONResponse):
+class Json(SlicedResponse):
     """A whole answer, encoded like the events of a stream."""
+
+    media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
         return encoded(content)

@@ -10,19 +10,21 @@ import json
 import resource
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import psutil
 import uvicorn
 from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from minisgl.server.http.access import client_of, network_of
 from minisgl.server.http.bodies import INLINE_BYTES
 from minisgl.server.http.errors import ApiError
+from minisgl.server.workers.messages import TokenLogprob
 
 
 class Shares:
@@ -83,6 +85,51 @@ class ConcurrencyLimiter(Shares):
             yield
         finally:
             self.give_back(client, count)
+
+
+MAX_HELD = 2**19  # log probabilities of all whole answers in progress
+
+
+class Held:
+    """Log probabilities, alternatives included, that wait for the rest of one answer."""
+
+    def __init__(self, shares: Shares, client: str) -> None:
+        self._shares, self._client, self.count = shares, client, 0
+
+    def add(self, entries: Sequence[TokenLogprob]) -> None:
+        """Count more of them; an `ApiError` above the client's share."""
+        count = sum(1 + len(entry.top) for entry in entries)
+        if not self._shares.take(self._client, count):
+            fits = self.count + count <= self._shares.most
+            why = f"logprobs: more than {self.count} in one answer are too many to hold; stream it"
+            why += ", or ask for fewer" + ", or try again later" * fits
+            raise ApiError(429 if fits else 400, why, code="logprobs_full", param="logprobs")
+        self.count += count
+
+    def release(self) -> None:
+        """Return them to the share, once the answer is sent or given up."""
+        self._shares.give_back(self._client, self.count)
+        self.count = 0
+
+
+SLICE = 2**16  # bytes
+
+
+class SlicedResponse(Response):
+    """A response that keeps one slice in the send buffer; `sent` is called at its end."""
+
+    sent: Callable[[], object] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        try:
+            await send({"type": "http.response.start", **head})
+            for at in range(0, len(self.body), SLICE):
+                piece, more = self.body[at : at + SLICE], at + SLICE < len(self.body)
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
+        finally:
+            if self.sent is not None:
+                self.sent()
 
 
 CLOSE = {"connection": "close"}  # the rest of the body is not wanted
@@ -157,7 +204,7 @@ class Body:
 MAX_HEAD = 2**16  # bytes of a request's head
 
 
-class PatientHttp(HttpToolsProtocol):
+class TimeoutHttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol with bounded patience, in seconds, for each connection."""
 
     stall, head = 30.0, 30.0  # to take what we write, to send a whole request head
@@ -268,12 +315,12 @@ class PatientHttp(HttpToolsProtocol):
         HttpToolsProtocol.resume_writing(self)
 
 
-def patient_http(
+def timeout_http_protocol(
     stall: float, head: float = 30.0, connections: int = 2**31
 ) -> type[asyncio.Protocol]:
     """Return the protocol class for one server."""
     fields = {"stall": stall, "head": head, "places": Shares(connections)}
-    return type("PatientHttp", (PatientHttp,), fields)
+    return type("TimeoutHttpProtocol", (TimeoutHttpProtocol,), fields)
 
 
 def connection_places() -> tuple[int, int]:
@@ -290,7 +337,7 @@ def http_config(app: ASGIApp, stall: float, trusted: str | None) -> uvicorn.Conf
     """Make the settings of uvicorn; `trusted` proxies may set the address of a client."""
     places, backlog = connection_places()
     return uvicorn.Config(
-        app, http=patient_http(stall, connections=places), ws="none", log_level="warning",
+        app, http=timeout_http_protocol(stall, connections=places), ws="none", log_level="warning",
         access_log=False, backlog=backlog, proxy_headers=bool(trusted),
         forwarded_allow_ips=trusted, timeout_graceful_shutdown=2, timeout_keep_alive=75,
     )  # fmt: skip

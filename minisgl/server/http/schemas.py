@@ -37,6 +37,7 @@ BadWord = Annotated[Text, Field(max_length=64)]  # the text worker spells each o
 BadIds = Annotated[list[TokenId], Field(min_length=1, max_length=64)]
 Salt = Annotated[Text, Field(min_length=1, max_length=1024)]
 MAX_ANSWERS = 1024  # of one HTTP request: prompts times n
+MAX_SCORES = 2**18  # log probabilities of its prompts, if each character were a token
 
 
 def without_repeats(ids: list[int]) -> list[int]:
@@ -223,6 +224,15 @@ class CompletionRequest(GenerationRequest):
 
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
+
+    def prepare(self, can: ChatAbilities) -> None:
+        """Check the body; refuse an echo whose log probabilities would fill the memory."""
+        GenerationRequest.prepare(self, can)
+        size, each = sum(map(len, self.prompts())), (self.n or 1) * (1 + (self.logprobs or 0))
+        if self.echo and size * each > MAX_SCORES:
+            why = f"echo: prompts of {size} characters or ids, {each} log probabilities for each, "
+            why += f"are more than {MAX_SCORES} together; send fewer in one request"
+            raise ApiError(400, why, code="invalid_value", param="echo")
 
 
 class GenerateRequest(GenerationRequest):

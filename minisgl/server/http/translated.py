@@ -69,6 +69,8 @@ class TranslatedHandler(RequestHandler):
             async with aclosing(self._replies()) as replies:
                 async for _, reply in replies:
                     answer.add(reply)
+                    if reply.logprobs:
+                        self.held.add(reply.logprobs)
                     for event in self.builder.add(answer):
                         yield event
                     answer.forget()
@@ -93,5 +95,7 @@ class TranslatedHandler(RequestHandler):
             if not isinstance(failure, ApiError):
                 traceback.print_exc()
             yield event_bytes(self.builder.fail(api_error(failure)))
+        finally:
+            self.held.release()
         if self.ending:
             yield self.ending

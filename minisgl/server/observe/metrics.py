@@ -101,7 +101,7 @@ class Metrics(Observer):
         if times.first is not None and times.tokens > 1:
             self._tpot.observe((times.last - times.first) / (times.tokens - 1))
 
-    def told(self, msg: StatsEvent) -> None:
+    def reported(self, msg: StatsEvent) -> None:
         if isinstance(msg, StatsMsg):
             for name, gauge in self._gauges.items():
                 gauge.set(getattr(msg, name))

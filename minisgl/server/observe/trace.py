@@ -56,7 +56,7 @@ class TraceFile(Observer):
         self._span(name, REQUEST_ROWS, uid, start, now, outcome=outcome)
         self._file.flush()
 
-    def told(self, msg: StatsEvent) -> None:
+    def reported(self, msg: StatsEvent) -> None:
         if isinstance(msg, StageTimed):
             about = {"size": msg.size, "phase": msg.phase} if msg.phase else {}
             self._span(msg.name, SCHEDULER_ROWS, 0, msg.start, msg.end, step=msg.step, **about)

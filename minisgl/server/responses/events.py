@@ -9,8 +9,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 from minisgl.server.http.errors import ApiError
-from minisgl.server.http.formats import Completion, chat_logprobs
+from minisgl.server.http.formats import Completion, chat_logprobs, encoded
 from minisgl.server.http.tool_parser import CallArguments, CallStart, Content, Reasoning
 from minisgl.server.http.translated import Event
 
@@ -53,7 +55,7 @@ class ResponseBuilder:
         self._numbers = itertools.count()
         self._item: dict[str, Any] = {}  # what is being said
         self._text: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[msgspec.Raw] = []  # as JSON, which takes less memory
 
     def _event(self, kind: str, **fields: Any) -> Event:
         return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields}
@@ -86,7 +88,7 @@ class ResponseBuilder:
             self.begun = True
             yield self._event("created", response=self.response)
             yield self._event("in_progress", response=self.response)
-        entries = chat_logprobs(answer.logprobs)["content"]
+        entries = [msgspec.Raw(encoded(e)) for e in chat_logprobs(answer.logprobs)["content"]]
         for piece in answer.pieces:
             if isinstance(piece, CallStart):
                 call = {"call_id": piece.id, "name": piece.name, "arguments": ""}

@@ -5,16 +5,19 @@ Generated from notebooks/12b_running.ipynb: edit there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from minisgl.scheduler.messages import TokenReply
 from minisgl.server.workers.messages import TokenLogprob
-from minisgl.token_bytes import TokenBytes
 from minisgl.tokenizer import DecodeStatus, Tokenizer
 
 
 class HeldLogprobs:
     """The log probabilities of one request whose text has not gone out yet."""
 
-    def __init__(self, status: DecodeStatus, tokenizer: Tokenizer, spell: TokenBytes) -> None:
+    def __init__(
+        self, status: DecodeStatus, tokenizer: Tokenizer, spell: Callable[[int], bytes]
+    ) -> None:
         self._status, self._tokenizer, self._spell = status, tokenizer, spell
         self._sent = 0  # characters that have gone out
         self.echoes = False  # the text begins with the prompt, and each token has its entry

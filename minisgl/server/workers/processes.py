@@ -44,7 +44,7 @@ class WorkerGroup(Supervisor):
         workers = [Worker(name, entry, (config, self.folder, arg)) for entry, name, arg in parts]
         super().__init__(workers, watchdog=watchdog, folder=self.folder)
 
-    def ask_to_leave(self) -> None:
+    def request_exit(self) -> None:
         """Send an `ExitMsg` to every inbox."""
         for part in {"scheduler", "text", *self.tokenizers}:
             box = ZmqOutbox(address(self.folder, part))

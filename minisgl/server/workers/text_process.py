@@ -9,7 +9,7 @@ import os
 import sys
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 from minisgl.config.engine import ServerConfig, max_seq_len
@@ -62,7 +62,8 @@ def build_text_worker(
     tokenizer: Tokenizer, to_scheduler: Outbox, to_frontend: Outbox, window: int
 ) -> TextWorker:
     """Build a text worker that rejects prompts over `window` tokens and holds logprobs."""
-    held = partial(HeldLogprobs, tokenizer=tokenizer, spell=TokenBytes(tokenizer))
+    spell = lru_cache(2**14)(TokenBytes(tokenizer))
+    held = partial(HeldLogprobs, tokenizer=tokenizer, spell=spell)
     return TextWorker(tokenizer, to_scheduler, to_frontend, window, held)
 
 
