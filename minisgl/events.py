@@ -122,7 +122,7 @@ class NodeSplit(Event):
 
 
 class NodeEvicted(Event):
-    """A leaf lost its last pages; with all of them, its place in the tree."""
+    """A leaf lost its last pages; one that lost all of them left the tree."""
 
     node: int
     count: int  # pages

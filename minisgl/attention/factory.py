@@ -35,7 +35,7 @@ class HybridBackend:
         self.name, self.prefill, self.decode, self.captured = name, prefill, decode, captured
 
     def plan(self, meta: AttentionMetadata, out_loc: Tensor) -> AttentionPlan:
-        """Plan with the backend that owns this batch's phase."""
+        """Plan with the backend of this batch's phase."""
         chosen = self.decode if meta.phase is Phase.DECODE else self.prefill
         return chosen.plan(meta, out_loc)
 

@@ -99,7 +99,7 @@ class SchedulerConfig(EngineConfig):
 
     `max_extend_tokens` is the budget of one prefill step; None: 8192 on a GPU, 1024 on a CPU.
     Pages for `reserve_tokens` of an answer are promised in advance; None promises the longest
-    possible answer. `overlap` None: on a GPU.
+    possible answer. `overlap` None: only on a GPU.
     """
 
     max_extend_tokens: Positive | None = None

@@ -255,7 +255,7 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     head_dim: int | None = None  # where the file has none; None: hidden_size / num_attention_heads
-    sliding_window: bool = False  # whether the window counts where the file has no flag
+    sliding_window: bool = False  # True: the window applies even without a flag in the file
     kv_heads_optional: bool = False  # without them, as many as query heads
     moe: bool = False
     norm_topk_prob: bool = False  # regardless of the file

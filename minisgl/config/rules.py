@@ -1,4 +1,4 @@
-"""Types of fields, and the form of error messages: which field, what it must be, what it was.
+"""Types of fields, and the form of all error messages: field, rule, value.
 
 Generated from notebooks/01_requests.ipynb: edit there.
 """
@@ -58,7 +58,7 @@ def file_of(field: str, path: Path) -> Iterator[None]:
         raise ValueError(f"{field}: cannot use {str(path)!r} ({why})") from error
 
 
-MAX_INT = 2**63 - 1  # what tensors and messages can hold
+MAX_INT = 2**63 - 1  # the limit of tensors and messages
 STRICT = ConfigDict(strict=True, frozen=True)  # "16" and True are not 16
 
 

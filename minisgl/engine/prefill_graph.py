@@ -100,7 +100,7 @@ class PerTokenPlans:
         return size
 
     def plan(self, size: int, static: StepBuffers, tiles: Tiles) -> AttentionPlan:
-        """Decode of `size` requests."""
+        """Plan a decode of `size` requests."""
         buffers = DecodeBuffers(static.rows, static.positions, static.out_loc)
         return self.backend.graph_plan(size, buffers)
 
@@ -221,7 +221,7 @@ def prefill_plans(
 def capture_prefill(
     config: EngineConfig, model: ModelConfig, pool: KVPool, progress: bool, **how: Any
 ) -> PrefillRunner | None:
-    """Capture prefill by a runner that is made with `how`; None if none is to be captured."""
+    """Capture prefill by a runner made with `how`; return None if none is to be captured."""
     sizes = prefill_sizes(prefill_tokens(config, model))
     plans = prefill_plans(config, model, pool, how["tables"]) if sizes else None
     if plans is None:

@@ -40,7 +40,7 @@ class Runners:
 
     @property
     def max_draft_rows(self) -> int:
-        """Rows of a step with drafts: an eager one would cost more than drafts save."""
+        """The most rows of a step with drafts; an eager step would cost more than drafts save."""
         captured = MAX_DRAFT_ROWS if self.decode is None else self.decode.sizes[-1]
         return min(MAX_DRAFT_ROWS, captured)
 

@@ -161,7 +161,7 @@ class SamplingArgs:
     temperature: NDArray[np.float32]  # [bs], 0 for a greedy row
     width: NDArray[np.int64]  # [bs], candidates that the filters look at; 0: no filter
     top_p: NDArray[np.float64]  # [bs]
-    logprob_rows: NDArray[np.int64]  # rows that asked for log probabilities
+    logprob_rows: NDArray[np.int64]  # rows that requested log probabilities
     num_top: int  # most likely tokens reported for these rows besides the chosen one
     processing: Any = None  # for the logits processors; None: sample from the logits as they are
 
@@ -172,7 +172,7 @@ class SamplingArgs:
 
     @property
     def simple(self) -> bool:
-        """True if keys and temperatures are all there is: nothing that only `sample` can do."""
+        """True if keys and temperatures suffice: no filters, logprobs or processors."""
         return not self.filtered and len(self.logprob_rows) == 0 and self.processing is None
 
 
@@ -217,7 +217,7 @@ class Sampler:
     """Converts logits to next tokens; holds a seed and no state that affects a request.
 
     `kernel(logits, keys, temperature, out, top_k, top_p)` samples all rows in one call: see
-    `minisgl.kernels.sample.sample_logits`. Without one the torch functions do the work.
+    `minisgl.kernels.sample.sample_logits`. Without it, torch functions do the work.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""One step on the host: which token goes where, as integers; and its result.
+"""One step on the host: the layout of its tokens as integers, and its result.
 
 Generated from notebooks/08_engine.ipynb: edit there.
 """

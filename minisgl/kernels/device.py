@@ -68,7 +68,7 @@ def tile_files(gpu: str) -> tuple[Path, Path]:
 
 
 def divides(key: str, tiles: list[Any]) -> bool:
-    """Return True if an entry is positive integers that divide the weight in its key."""
+    """Return True if `tiles` are positive integers that divide the weight in `key`."""
     kernel, kind, *_, n, k = key.split()
     sizes = tiles if kernel == "row" else [*tiles[:5], *tiles[6:]]
     if type(tiles) is not list or any(type(size) is not int or size < 1 for size in sizes):

@@ -72,7 +72,7 @@ def load_tile(ring, pages, number, row, start, last_page, column, BOX: gl.conste
     """Start the copy of one tile of K or V to its stage, once both warpgroups released it."""
     smem, full, free = ring
     slots = ()
-    for b in gl.static_range(TILE_KV // BOX):  # past the last page: that page again
+    for b in gl.static_range(TILE_KV // BOX):  # past the last page, read it again
         slots = slots + (gl.load(row + gl.minimum(start + b * BOX, last_page)),)  # type: ignore[assignment]
     stage = number % STAGES
     mbarrier.wait(free.index(stage), (number // STAGES & 1) ^ 1)

@@ -16,7 +16,7 @@ from minisgl.kvcache.prefix_cache import CacheHandle, PrefixCache
 
 
 class CacheManager:
-    """Records of the owner of each page; `lock`, `unlock` and `emit` are the prefix cache's."""
+    """Record of the owner of each page; `lock`, `unlock` and `emit` are the prefix cache's."""
 
     def __init__(
         self, num_pages: int, tables: TableManager, prefix_cache: PrefixCache,

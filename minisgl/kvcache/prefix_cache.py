@@ -67,7 +67,7 @@ class PrefixCache(Protocol):
         """Evict unlocked pages of `num_tokens` tokens, the oldest first; return their slots."""
 
     def reset(self) -> None:
-        """Forget everything, locks included. No handle from before may be used any more."""
+        """Forget everything, locks included. All earlier handles become invalid."""
 
 
 class NotEvictable(RuntimeError):

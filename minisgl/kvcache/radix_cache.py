@@ -1,4 +1,4 @@
-"""A radix tree over token ids, in whole pages: what one request computed serves the next.
+"""A radix tree over token ids, in whole pages, that shares computed pages between requests.
 
 Generated from notebooks/03_radix_cache.ipynb: edit there.
 """

@@ -1,4 +1,4 @@
-"""A mixture of experts: which experts compute a token, and their work, grouped by expert.
+"""A mixture of experts: routing of tokens, and the experts' work, grouped by expert.
 
 Generated from notebooks/11_mixture_of_experts.ipynb: edit there.
 """

@@ -51,7 +51,7 @@ def moe_shards(layer: MoE, path: str) -> Iterator[ShardSpec]:
     top, bottom = slice(None, layer.shard.size), slice(layer.shard.size, None)
     if layer.layout == "packed":
         name, shape = f"{path}.experts.gate_up_proj", (experts, 2 * full, hidden)
-        second = slice(full + mine.start, full + mine.stop)  # up lies below gate
+        second = slice(full + mine.start, full + mine.stop)  # up is below gate
         yield ShardSpec(name, shape, (held, mine), (ALL, top), "gate_up")
         yield ShardSpec(name, shape, (held, second), (ALL, bottom), "gate_up")
         shape = (experts, hidden, full)

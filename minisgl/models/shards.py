@@ -113,7 +113,7 @@ def parameter_shards(parameter: object, spec: ShardSpec) -> Iterator[ShardSpec]:
 
 
 def model_shards(model: nn.Module) -> list[tuple[nn.Module, ShardSpec]]:
-    """List every tensor that the model reads, with the layer that it belongs to."""
+    """List every tensor that the model reads, with its layer."""
     return [
         (layer, part)
         for path, layer in model.named_modules()

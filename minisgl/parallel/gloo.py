@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 FOREVER = timedelta(days=3650)
 PACKET = 1024  # bytes of a message in the first packet
-CLOSE_SECONDS = 3.0  # of waiting for ranks that may have died
+CLOSE_SECONDS = 3.0  # to wait for ranks that may have died
 
 
 class CommError(RuntimeError):

@@ -17,7 +17,7 @@ from minisgl.scheduler.queue import WaitingQueue
 def future_pages(req: Req, page_size: int, reserve: int | None = None) -> int:
     """Return the pages that an admitted request may still need; its last token needs no K and V.
 
-    With `reserve`, at most what the rest of its prompt and the next `reserve` tokens take.
+    With `reserve`, at most those for the rest of its prompt and the next `reserve` tokens.
     """
     end = req.max_device_len - 1
     if reserve is not None:
@@ -40,7 +40,7 @@ class DecodeManager:
         return sum(future_pages(req, page_size, self.reserve) for req in self.running.values())
 
     def update(self, reqs: Iterable[Req]) -> None:
-        """Keep requests that need another step, after a launch; drop those that had their last."""
+        """Keep requests that need another step after a launch; drop the others."""
         for req in reqs:
             if req.can_decode and not req.is_chunked:
                 self.running[req.uid] = req
@@ -100,7 +100,7 @@ class PrefillAdder:
         return True
 
     def try_admit(self, req: Req, whole: bool = False) -> bool:
-        """Admit a waiting request, if `whole` only with all of its prompt, or change nothing."""
+        """Admit a waiting request (if `whole`, only with its whole prompt), or change nothing."""
         if self.budget <= 0 or self.cache.tables.free_rows == 0:
             return False
         handle = self.cache.match_req(req)
@@ -114,7 +114,7 @@ class PrefillAdder:
             return False
         req.restart()
         req.cached_len = handle.cached_len
-        # Locked pages are not evictable any more: lock first, then count what is left.
+        # Locked pages are not evictable any more: lock first, then count the rest.
         self.cache.lock(handle)
         needed = future_pages(req, self.cache.page_size, self.reserve)
         if needed > self.cache.available_tokens // self.cache.page_size - self.reserved:
@@ -154,7 +154,7 @@ class PrefillManager:
             self.waiting.remove(req)
 
     def adder(self) -> PrefillAdder:
-        """Start a step with a full token budget, and reserve what admitted requests may need."""
+        """Start a step with a full token budget, and reserve the pages of admitted requests."""
         size, reserve = self.cache.page_size, self.decode.reserve
         reserved = self.decode.future_pages(size)
         if self.chunked_req is not None:

@@ -125,7 +125,7 @@ class Scheduler:
             self.emit(events.RequestReleased(req.uid))
 
     def free_request(self, req: Req) -> None:
-        """Free row and pages of an admitted request; what was computed stays cached."""
+        """Free row and pages of an admitted request; computed pages stay cached."""
         self.cache.cache_req(req, finished=True)
         self.engine.tables.free(req.table_idx)
         req.table_idx = -1
@@ -201,7 +201,7 @@ class Scheduler:
             self.finish(before)
 
     def run(self) -> None:
-        """Loop until an `ExitMsg`; then finish what is in flight and abort the rest."""
+        """Loop until an `ExitMsg`; then finish the step in flight and abort the rest."""
         step = self.step_overlap if self.overlap else self.step
         while not self.exiting:
             step(block=True)
