@@ -52,9 +52,11 @@ class Engine:
         args = build_parser().parse_args(shlex.split(flags))
         config, operations = config_from(args), operations_from(args)
         settings, self._end = settings_of(config, operations), AsyncExitStack()
-        self._group, self._frontend, watchers = self._end.enter_context(started(config, operations))
+        self._group, self._frontend, observers = self._end.enter_context(
+            started(config, operations)
+        )
         limiter = ConcurrencyLimiter(config.max_running_req + operations.max_queue)
-        self._app = build_app(self._frontend, settings, limiter, watchers, operations)
+        self._app = build_app(self._frontend, settings, limiter, observers, operations)
         while self._group.starting():
             await asyncio.sleep(0.05)
         await self._end.enter_async_context(self._app.router.lifespan_context(self._app))
