@@ -165,7 +165,7 @@ class Script:
         return "\n".join(["Script(", "    ops=(", *ops, "    ),", *fields, ")"])
 
 
-CROWDED = 0.3  # of all scripts
+CROWDED = 0.2  # of all scripts
 REGEXES = ("[a-z ]{3,9}", "(yes|no), [0-9]{2,4}!", "a*", "(ab){2,40}")
 
 
@@ -190,7 +190,7 @@ def make_script(seed: int) -> Script:
                Exit: pick((0, 0, 0.02))}  # fmt: skip
     longest, answers = rng.randint(1, sizes["window"] + 2), pick((1, 4, 20, 60))
     if random.Random(~seed).random() < CROWDED:  # many short requests, and pages for all of them
-        sizes |= {"rows": rng.randint(3, 6), "num_pages": 400 // page_size}
+        sizes |= {"rows": rng.randint(3, 6), "num_pages": 240 // page_size}
         weights |= {Ask: 4.0, Turn: 4.0}
         longest, answers = rng.randint(4, 40), pick((1, 3, 8))
     texts, ops, uid = rng.randint(1, 4), list[Op](), 0
@@ -229,7 +229,7 @@ def make_ask(
         options["regex"] = rng.choice(REGEXES)
     else:
         options["ignore_eos"] = rng.random() < 0.7
-    if rng.random() < 0.1:
+    if rng.random() < 0.2:
         options["cache_salt"] = rng.choice("ab")
     if rng.random() < 0.1:
         options["stop_token_ids"] = (rng.randint(1, 23),)
@@ -338,9 +338,9 @@ class Proposer(NGramProposer):
             self.world.fair.charge(Phase.DECODE, [req] * accepted)
         super().update(req, drafted, accepted)
 
-    def forget(self, req: Req) -> None:
+    def release(self, req: Req) -> None:
         self.in_vain.pop(req, None)
-        super().forget(req)
+        super().release(req)
 
     def reset(self) -> None:
         self.in_vain.clear()
@@ -493,7 +493,7 @@ class World:
         queue = FairQueue(s.budget) if fair else ArrivalOrder()
         manager = (Watched if fair else WatchedDelayed)(self.cache, decode, prefill, queue)
         manager.world = self
-        manager.max_tokens, manager.max_requests = s.mixed, 4
+        manager.max_tokens, manager.max_requests = s.mixed, 3
         self.rest = Rest(manager) if isinstance(manager, DelayedPrefill) else None
         audit = IdleAudit(every=1.0, clock=lambda: self.now)
 
@@ -698,7 +698,8 @@ class World:
             assert step.reqs in (batch.reqs, batch.reqs + running), "some of the running requests"
             if len(step.reqs) > len(batch.reqs):
                 tokens = sum(req.extend_len for req in step.reqs)
-                assert tokens <= self.script.mixed and len(step.reqs) <= 4, f"{tokens} mixed tokens"
+                assert tokens <= self.script.mixed and len(step.reqs) <= 3, f"{tokens} mixed tokens"
+                assert not any(req.scores_prompt for req in step.reqs), "a mixed step is scored"
             if self.rest is not None:
                 self.rest.launched()
             assert self.admission.lengths_fit(batch), f"{batch.reqs}: too much or too little"
@@ -763,11 +764,17 @@ class World:
         chunked, running = scheduler.prefill.chunked_req, scheduler.decode.running
         flight = scheduler.in_flight.inputs.sampled if scheduler.in_flight is not None else ()
         waits = list(queue)
+        if self.fair is not None and isinstance(queue, FairQueue):
+            served = {name: share.served for name, share in queue._shares.items()}
+            assert served == self.fair.served, f"clients are charged {served}"
         for req in reqs.values():
             places = (req in waits) + (req is chunked) + (running.get(req.uid) is req)
             last = places == 0 and req in flight and not req.can_decode
             assert places == 1 or last, f"{req} is in {places} places"
             assert (req in waits) == (req.table_idx < 0), f"{req}: a row while it waits"
+            if running.get(req.uid) is req:
+                own = req.cache_handle.cached_len
+                assert own <= req.prefill_len, f"{req}: {own} tokens cached, some of its answer"
         strangers = {*waits, *running.values(), *([chunked] if chunked else [])} - {*reqs.values()}
         assert not strangers, f"{strangers} are over, but not forgotten"
         if not scheduler.has_work:
