@@ -1,4 +1,4 @@
-"""Observers that can fail without harm.
+"""Observers whose failures do no harm.
 
 Generated from notebooks/09c_llm.ipynb: edit there.
 """

@@ -60,7 +60,7 @@ class OutputBuilder:
         }
 
     def push(self, reply: TokenReply) -> bool:
-        """Take in a reply; True if the text met a stop string, so that the rest is not wanted."""
+        """Add a reply; return True if a stop string ended the text, so that the rest is dropped."""
         self.out["cached_tokens"] = reply.cached_tokens
         if reply.notice is not None:
             self.out["notice"] = reply.notice
@@ -118,7 +118,7 @@ def as_params(params: Any, count: int) -> list[SamplingParams]:
 
 
 def advised_params(folder: Path) -> SamplingParams:
-    """Return the sampling that a model's `generation_config.json` advises; greedy without one."""
+    """Return the sampling defaults of a model's `generation_config.json`; greedy without one."""
     try:
         return SamplingParams(**sampling_advice(folder))
     except ValueError as error:
@@ -151,8 +151,8 @@ class LLM:
 
     `model_path` is a folder, a hub id, or None for the embedded model. All other fields of
     `SchedulerConfig` may be given by name; `tensor_parallel_size` is `tp`: with more than one rank,
-    this process is rank 0 and starts the others. After a failure it has to end them, and answers no
-    more. `record` is a file for the run's events (chapter 02c), `record_text` adds the prompts.
+    this process is rank 0 and starts the others; a failure ends them, and the object with them.
+    `record` is a file for the run's events (chapter 02c), `record_text` adds the prompts.
     """
 
     def __init__(
@@ -207,9 +207,9 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[dict[str, Any]]:
-        """Answer prompts, all at once; a dictionary for each, in their order.
+        """Answer prompts, all at once; return a dictionary for each, in their order.
 
-        Without sampling parameters `default_params` count, the advice of the model.
+        Without sampling parameters, `default_params` apply: the model's defaults.
         Keys: text, token_ids, finish_reason ("stop" or "length"), prompt_tokens, cached_tokens;
         logprobs, prompt_logprobs if asked for; notice if `max_tokens` was clamped, or the cause of
         an "abort". ValueError for the first prompt that cannot be answered, before anything runs.
@@ -251,7 +251,7 @@ class LLM:
         return [output.out for output in outputs]
 
     def run_until_done(self, outputs: dict[int, OutputBuilder], bar: tqdm) -> None:
-        """Step, and hand each reply to its output; a text that met its stop string is aborted."""
+        """Step and add each reply to its output; abort a request whose text has a stop string."""
         step = self.scheduler.step_overlap if self.scheduler.overlap else self.scheduler.step
         while self.channel.waiting or self.scheduler.has_work:
             step()
@@ -266,7 +266,7 @@ class LLM:
                 bar.update(output.done)
 
     def recover(self) -> None:
-        """Forget all requests, messages and prefixes; with other ranks, which may wait: the end."""
+        """Forget all requests, messages and prefixes; end other ranks, which may be waiting."""
         if self.ranks is not None:
             self.end(failed=True)
             return
@@ -286,8 +286,8 @@ class LLM:
     ) -> list[dict[str, Any]]:
         """Answer one conversation, or a list of them; each is a list of role and content.
 
-        The model sees `tools`; what it calls is in the text as it wrote it, and the server alone
-        parses that. `chat_template_kwargs` are variables of its chat template.
+        The prompt has the `tools`; calls stay in the text as the model wrote them, because only the
+        server parses them. `chat_template_kwargs` are variables of its chat template.
         """
         if self.tokenizer is None:
             raise ValueError(f"messages: {self.config.model_path} has no tokenizer")
@@ -300,7 +300,7 @@ class LLM:
         return self.generate(prompts, sampling_params, progress=progress)
 
     def shutdown(self) -> None:
-        """Wait for the device and give the engine up, with its memory; twice is once."""
+        """Wait for the device and free the engine with its memory; a second call does nothing."""
         with self.lock:
             if self.dirty and not self.closed:
                 self.recover()
@@ -308,7 +308,7 @@ class LLM:
                 self.end()
 
     def end(self, failed: bool = False) -> None:
-        """Leave with all ranks; after a failure, without them. WorkerFailed if one failed."""
+        """Leave with all ranks; after a failure, without them. Raise WorkerFailed if one failed."""
         self.closed = True
         try:
             if failed:
@@ -324,7 +324,7 @@ class LLM:
             if failed and self.ranks is not None:
                 self.ranks.give_up(shutdown)
             else:
-                with suppress(*[RuntimeError] * failed):  # the GPU may be what failed
+                with suppress(*[RuntimeError] * failed):  # the GPU itself may have failed
                     shutdown()
             if self.recorder is not None:
                 guarded(self.recorder.close)()

@@ -32,14 +32,14 @@ def check_unicode(name: str, text: object) -> str:
     return text
 
 
-THINK = "<think>"  # where a reasoning model begins to think, be it in the prompt
+THINK = "<think>"  # where a reasoning model begins to think, possibly in the prompt
 THOUGHT = "</think>"  # and where it ends
 MARKERS = {THINK, THOUGHT, "<tool_call>", "</tool_call>", "<|python_tag|>"}
 MARKERS |= {"[TOOL_CALLS]", "[ARGS]"}
 
 
 def with_markers(backend: Any) -> Any:
-    """Return the tokenizer with the markers of thoughts and calls as ordinary tokens."""
+    """Return the tokenizer with the markers of thoughts and calls made ordinary tokens."""
     added = backend.get_added_tokens_decoder().values()
     if not any(token.special and token.content in MARKERS for token in added):
         return backend
@@ -62,7 +62,7 @@ class Tokenizer:
     """A model's tokenizer, read from its folder: encode, render a chat, decode."""
 
     def __init__(self, path: str | Path) -> None:
-        from minisgl.tokenizer_files import ChatTemplates, read_tokenizer  # only where one is built
+        from minisgl.tokenizer_files import ChatTemplates, read_tokenizer  # only when one is built
 
         files = read_tokenizer(Path(path))
         self.backend: Any = with_markers(files.backend)
@@ -72,7 +72,7 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
         added = self.backend.get_added_tokens_decoder().items()
         self.special = {token.content: token_id for token_id, token in added if token.special}
-        self.longest = max(map(len, self.backend.get_vocab()), default=1)  # token, in characters
+        self.longest = max(map(len, self.backend.get_vocab()), default=1)  # characters of a token
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Decode token ids, without special tokens; broken UTF-8 becomes U+FFFD."""
@@ -83,7 +83,7 @@ class Tokenizer:
     ) -> IntArray:
         """Encode a prompt to token ids, int32 [n], with BOS where the model expects one.
 
-        Raise `PromptTooLong` for more than `window` tokens, without encoding much more than those.
+        Raise `PromptTooLong` for more than `window` tokens, after encoding few more than those.
         """
         check_unicode("prompt", text)
         if window is not None and len(text) > 2 * window:
@@ -120,9 +120,7 @@ class Tokenizer:
             return self.templates.render(checked, **{**open_end, **variables})
         except ValueError:
             raise
-        except (
-            Exception
-        ) as error:  # a template is code of the model's author and refuses as it likes
+        except Exception as error:  # a template may raise any error
             raise ValueError(f"messages: refused by the chat template: {error}") from error
 
     def apply_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> IntArray:
@@ -214,7 +212,7 @@ def check_messages(
 ) -> list[dict[str, Any]]:
     """Check a conversation and return dicts with string role and content; ValueError if invalid.
 
-    Roles that the text of a chat template does not mention get their other name.
+    A role that the chat template's text does not mention is replaced by its other name.
     """
     if isinstance(messages, str) or not isinstance(messages, Sequence) or len(messages) == 0:
         raise ValueError("messages: must be a non-empty list of {role, content}")
@@ -232,12 +230,12 @@ def check_messages(
     return checked
 
 
-REPLACEMENT = "\ufffd"  # stands for bytes that are no character, or not yet
+REPLACEMENT = "\ufffd"  # stands for invalid or incomplete bytes
 MAX_PENDING = 32
 
 
 class IncrementalDetokenizer:
-    """Token ids in, text out: what is complete at once, the rest of a character when it comes.
+    """Token ids in, text out: complete characters at once, an incomplete one when it is whole.
 
     `prefix` holds the last tokens that were sent in full, `pending` those after them.
     """
@@ -247,10 +245,10 @@ class IncrementalDetokenizer:
         self.prefix = [int(token) for token in prompt_ids[-16:]]
         self.prefix_text = self.decode(self.prefix)
         self.pending: list[int] = []
-        self.sent = 0  # characters of the pending tokens that are out already
+        self.sent = 0  # characters of the pending tokens that are already sent
 
     def fresh(self) -> str:
-        """Decode the pending tokens as they read after the prefix."""
+        """Decode the pending tokens in the context of the prefix."""
         text = self.decode(self.prefix + self.pending)
         if text.startswith(self.prefix_text):
             return text[len(self.prefix_text) :]
@@ -258,7 +256,7 @@ class IncrementalDetokenizer:
         return self.decode(self.pending)
 
     def push(self, token_id: int) -> str:
-        """Take one token; return the text that is now certain."""
+        """Take one token; return the text that is now final."""
         self.pending.append(int(token_id))
         text = self.fresh()
         open_bytes = len(text) - len(text.rstrip(REPLACEMENT))
@@ -282,9 +280,9 @@ class IncrementalDetokenizer:
 
 
 class StopFilter:
-    """Passes text on up to the first stop string; holds back what may be the start of one.
+    """Passes text on up to the first stop string; holds back a possible start of one.
 
-    With `spare_thoughts`, nothing stops in a thought; `thinking` if the prompt has begun one.
+    With `spare_thoughts`, stop strings in a thought are ignored; `thinking`: the prompt began one.
     """
 
     def __init__(
@@ -304,13 +302,13 @@ class StopFilter:
         return self.found is not None
 
     def _all_but_end(self, text: str, *stop: str) -> str:
-        """Hold back the longest end of a text with which a stop string begins."""
+        """Return the text without its longest end that is the start of a stop string."""
         keep = max((overlap(text, s) for s in stop), default=0)
         self.held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def push(self, text: str) -> str:
-        """Take new text; return what can no longer be part of a stop string."""
+        """Take new text; return the text that can no longer be part of a stop string."""
         if self.stopped:
             return ""
         text = self.held + text
@@ -341,7 +339,7 @@ def overlap(text: str, stop: str) -> int:
 
 
 class DecodeStatus:
-    """The text of one request: token ids go in, text comes out as soon as nothing can change it."""
+    """The text of one request: token ids go in, text comes out as soon as it is final."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A tokenizer from its files, and the programs that render chats for it.
+"""A tokenizer from its files, and the templates that render chats for it.
 
 Generated from notebooks/06b_tokenizer.ipynb: edit there.
 """
@@ -24,7 +24,7 @@ from minisgl.template_files import chat_templates, read_json
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Definitions in the files of a folder, with either reader."""
+    """The definitions in a folder's files, from either reader."""
 
     backend: Any  # a `tokenizers.Tokenizer`
     special_tokens: Mapping[str, str]  # by name: bos_token, eos_token, …
@@ -56,7 +56,7 @@ def expected_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
 
 
 def read_directly(folder: Path) -> TokenizerFiles | None:
-    """Read the two files; None if they are not all that defines this tokenizer."""
+    """Read the two files; return None if they do not define this tokenizer completely."""
     config = read_json(folder / "tokenizer_config.json")
     kind = str(config.get("tokenizer_class")).removesuffix("Fast")
     model = str(read_json(folder / "config.json").get("model_type"))
@@ -89,31 +89,31 @@ def read_by_transformers(folder: Path) -> TokenizerFiles:
 
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
-    """Read a tokenizer that neither cuts nor pads a text; ValueError if it cannot be read."""
+    """Read a tokenizer and turn off truncation and padding; ValueError if it cannot be read."""
     try:
         files = read_directly(folder) or read_by_transformers(folder)
-    except Exception as error:  # a broken file leads the libraries to any of them
+    except Exception as error:  # the libraries may raise any error for a broken file
         said = f"{type(error).__name__}: {error}"
-        raise ValueError(f"tokenizer: that of {folder} cannot be read, {said}") from error
+        raise ValueError(f"tokenizer: {folder} cannot be read: {said}") from error
     files.backend.no_truncation()
     files.backend.no_padding()
     return files
 
 
 class Generation(Extension):
-    """The tag `generation`, which marks text for training and changes none."""
+    """The tag `generation`, which marks text for training and does not change it."""
 
     tags = {"generation"}  # noqa: RUF012  (in the base it is no ClassVar)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return what stands between the two tags."""
+        """Return the nodes between the two tags."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
 
 
 def refuse_chat(message: str) -> None:
-    """Refuse a conversation, in a template's words."""
+    """Reject a conversation with the template's message."""
     raise jinja2.TemplateError(message)
 
 
@@ -121,7 +121,7 @@ def to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None,
     separators: tuple[str, str] | None = None, sort_keys: bool = False,
 ) -> str:  # fmt: skip
-    """Return JSON as models have seen it: Jinja's own filter escapes what HTML would need."""
+    """Return JSON as in a model's training data; Jinja's own filter escapes it for HTML."""
     spelling: dict[str, Any] = {"indent": indent, "separators": separators}
     return json.dumps(value, ensure_ascii=ensure_ascii, sort_keys=sort_keys, **spelling)
 
@@ -137,7 +137,7 @@ def sandbox() -> ImmutableSandboxedEnvironment:
     return made
 
 
-END = "\ue000"  # for private use: in no text that a model has learnt
+END = "\ue000"  # for private use: not in training texts
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of one field
 
 

@@ -50,6 +50,21 @@ PACKAGE = "minisgl"
 BESIDE = ("training",)  # packages in notebooks/, which are not installed
 CHAPTER = re.compile(r"(\d\d[a-z]{0,2}|[A-Z])_\w+")
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+# All that JupyterLab adds to a notebook, so that it does not open as changed. A Python of another
+# version than this one marks it as changed nevertheless.
+METADATA = {
+    "jupytext": {"cell_metadata_filter": "tags,-all", "default_lexer": "ipython3"},
+    "kernelspec": KERNEL,
+    "language_info": {
+        "codemirror_mode": {"name": "ipython", "version": 3},
+        "file_extension": ".py",
+        "mimetype": "text/x-python",
+        "name": "python",
+        "nbconvert_exporter": "python",
+        "pygments_lexer": "ipython3",
+        "version": "3.11.7",
+    },
+}
 PROMISE = re.compile(r"^(>.*(?:\n>.*)*)", re.MULTILINE)
 FOLDED = {"hide-input", "hide-cell"}
 MODEL_DATA = Path(PACKAGE, "tiny/model")  # the one folder that may hold files not made here,
@@ -132,8 +147,7 @@ def read_chapter(root: Path, stem: str) -> NotebookNode:
 
 def as_text(root: Path, stem: str, nb: NotebookNode) -> str:
     """Return the Markdown half that belongs to a notebook, byte for byte."""
-    metadata = {"kernelspec": KERNEL, "language_info": {"pygments_lexer": "ipython3"}}
-    clean = nbformat.from_dict({**nb, "metadata": metadata})
+    clean = nbformat.from_dict({**nb, "metadata": METADATA})
     config = load_jupytext_config(str(pair(root, stem)[1]))
     return jupytext.writes(clean, fmt="md:myst", config=config)
 
@@ -680,7 +694,7 @@ def merge_outputs(stem: str, fresh: NotebookNode, stored: NotebookNode | None) -
             taken.add(cell["id"])
         if cell.cell_type == "code" and before and code_of(before.source) == code_of(cell.source):
             cell.outputs, cell.execution_count = before.outputs, before.execution_count
-    fresh.metadata = nbformat.from_dict({"kernelspec": KERNEL})
+    fresh.metadata = nbformat.from_dict(METADATA)
     fresh.nbformat, fresh.nbformat_minor = 4, 5
     return fresh
 
@@ -808,7 +822,7 @@ def run_chapter(root: Path, stem: str, gpu: bool) -> float:
     finally:
         bar.close()
     number_cells(nb)
-    nb.metadata = nbformat.from_dict({"kernelspec": KERNEL})
+    nb.metadata = nbformat.from_dict(METADATA)
     seconds = time.perf_counter() - start
     write_atomically(pair(root, stem)[1], notebook_text(nb))
     return seconds
@@ -1091,7 +1105,7 @@ def metadata_problems(path: Path) -> list[str]:
     """Find metadata that a run or an editor left behind, in the raw file: nbformat mends some."""
     nb = nbformat.from_dict(json.loads(path.read_text(encoding="utf-8")))
     problems = []
-    if dict(nb.metadata) != {"kernelspec": KERNEL}:
+    if nb.metadata != METADATA:
         problems.append(f"notebook metadata is not clean: {sorted(nb.metadata)}")
     for number, cell in enumerate(nb.cells):
         clean = clean_metadata(cell)

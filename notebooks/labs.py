@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -228,8 +229,9 @@ def make_lab(chapter: NotebookNode, number: str) -> tuple[NotebookNode, int]:
             cells.append(nbformat.v4.new_markdown_cell("\n\n".join(notes)))
     for index, one in enumerate(cells):
         one["id"] = f"lab-{number}-{index}"
-    lab = nbformat.v4.new_notebook(cells=cells, metadata=dict(chapter.metadata))
-    return lab, total
+    language = {**chapter.metadata.get("language_info", {}), "version": platform.python_version()}
+    metadata = nbformat.from_dict({**chapter.metadata, "language_info": language})
+    return nbformat.v4.new_notebook(cells=cells, metadata=metadata), total
 
 
 # --------------------------------------------------------------------------- from lab to package

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import build  # notebooks/build.py
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import HealthCheck, Phase, settings
 
 from tests.browser import browser  # noqa: F401, a fixture
@@ -47,6 +48,8 @@ if not GPU:
 # Each client of httpx would read all certificates, in 30 ms, for servers that speak no TLS.
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 os.environ.pop("SSL_CERT_FILE", None)
+# Tests that name no timeout get httpx's 5 seconds, which a busy machine exceeds.
+DEFAULT_TIMEOUT_CONFIG.read = DEFAULT_TIMEOUT_CONFIG.connect = 100
 
 # A busy machine is slow, and that is no fault of a test.
 settings.register_profile(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import statistics
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -669,3 +671,26 @@ def test_profile_on_a_gpu_finds_kernels(tmp_path: Path) -> None:
     (row,) = json.loads(out.read_text())["results"]["profile"]
     assert 0 <= row["idle_between_launches"] <= row["idle_share"] < 1
     assert row["kernels_per_step"] > 6, "the embedded model has six layers"
+
+
+def test_the_readmes_results_are_those_of_stored_runs() -> None:
+    """Each cell of the table, in the order of its columns, from the report of one run."""
+    root = Path(__file__).parents[1]
+    data, text = root / "notebooks" / "data", (root / "README.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| Qwen3-") and "[" not in line]
+    reports = {
+        "offline": ("offline", lambda found: [found["tokens_per_s"]]),
+        "ms per token": ("latency", lambda found: [row["tpot_ms"] for row in found["rows"]]),
+        "first token": ("first tokens", lambda found: [r["ttft_ms"] for r in found["rows"][1:]]),
+        "server": ("served", lambda found: [
+            statistics.median(run["ms"]["tpot"]["p50"] for run in found["runs"])]),
+    }  # fmt: skip
+    assert len(rows) == 9
+    for row in rows:
+        about, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        kind, values = reports[next(word for word in ("server", *reports) if word in about)]
+        name = re.split(r"[ ,]", about)[0] + f" {kind}" + " on 4 GPUs" * ("four" in about)
+        for card, cell in (("h200", cells[0]), ("h100", cells[2])):
+            found = values(json.loads((data / f"{card}_rows.json").read_text())[name]["results"])
+            printed = [float(number.replace(",", "")) for number in cell.split(" / ")]
+            assert printed == pytest.approx(found, rel=0.01), (about, card)

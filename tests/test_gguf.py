@@ -221,7 +221,7 @@ HOSTILE = {
     "nested": (header_bytes(field("n", 9, struct.pack("<IQ", 9, 1) + bytes(32))), "n: must be an"),
     "kind of value": (header_bytes(field("n", 99, bytes(16))), "n: must be of a type up to 12"),
     "not UTF-8": (header_bytes(field("t", 8, struct.pack("<Q", 2) + b"\xff\xfe")), "valid UTF-8"),
-    "twice": (header_bytes(field("n", 0, b"1"), field("n", 0, b"1")), "n: must be there once"),
+    "twice": (header_bytes(field("n", 0, b"1"), field("n", 0, b"1")), "n: must be unique"),
     "alignment": (header_bytes(field("general.alignment", 4, bytes(4))), "must be a power of"),
     "wide alignment": (
         header_bytes(field("general.alignment", 10, struct.pack("<Q", 2**63)), num_tensors=1,
@@ -367,7 +367,7 @@ def test_fields_are_refused_by_name(changes: dict[str, Any], message: str, tmp_p
 
 @pytest.mark.parametrize("name", ["token_embd", "blk.0.attn_q", "blk.0.attn_k", "blk.0.ffn_gate"])
 def test_sizes_need_their_tensors(name: str, tmp_path: Path) -> None:
-    assert f"{name}.weight: must be there" in refused(tmp_path, drop=f"{name}.weight")
+    assert f"{name}.weight: must be present" in refused(tmp_path, drop=f"{name}.weight")
 
 
 def test_number_of_experts_is_that_of_the_tensors(tmp_path: Path) -> None:
@@ -712,7 +712,7 @@ def test_smollm2_equals_transformers(tmp_path: Path, monkeypatch: Any) -> None:
     model = LlamaForCausalLM(own).eval()
     missing = model.load_state_dict(state, strict=False)
     assert missing.missing_keys == ["lm_head.weight"] and not missing.unexpected_keys
-    llm = LLM(folder, num_pages=64)
+    llm = LLM(folder, num_pages=64, quantization="none")  # packed weights are rounded
     chats = ["What is the capital of France?", "Write a haiku about ² and ½.", "17 * 23 ="]
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     for chat in chats:

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import openai
 import pytest
+from fastapi import Request
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -27,7 +28,7 @@ from minisgl.llm import OutputBuilder
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
 from minisgl.scheduler.requests import PROMPT_TAIL
 from minisgl.server.frontend import Frontend, Observer, RequestFailed
-from minisgl.server.http.api import EventStream, create_app
+from minisgl.server.http.api import EventStream, cancel_on_disconnect, create_app
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.limits import DRAINING, LOADING, ConcurrencyLimiter
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest
@@ -878,6 +879,72 @@ def test_health_has_a_word_for_each_state(
     body = response.json()
     assert (response.status_code, body["status"]) == expected
     assert ("retry-after" in response.headers) is ("error" in body) is (expected[0] == 503)
+
+
+def test_first_prompts_of_a_burst_do_not_wait_for_the_last() -> None:
+    sent: list[list[int]] = []
+
+    class Outbox:
+        def put(self, *messages: Any) -> None:
+            sent.append([msg.uid for msg in messages])
+
+    async def run() -> None:
+        frontend, count = Frontend([Outbox()], LocalQueue(), together=4), 11
+        streams = [frontend.generate(SamplingParams(), text="x") for _ in range(count)]
+        firsts = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        await asyncio.sleep(0)  # all tasks have taken their first turn
+        assert [len(uids) for uids in sent] == [4, 4]
+        await asyncio.sleep(0)
+        assert [uid for uids in sent for uid in uids] == list(range(count)) and len(sent) == 3
+        frontend.fail_all("over")
+        await asyncio.gather(*firsts, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("moment", range(1, 6))
+@pytest.mark.parametrize("end", ["work", "client", "server", "client, then server"])
+def test_work_ends_with_its_client(end: str, moment: int) -> None:
+    """It gives its result, None if the client left, and a cancellation to whoever cancels."""
+
+    async def run() -> None:
+        done, left, ended = asyncio.Event(), asyncio.Event(), []
+
+        async def work() -> str:
+            try:
+                await done.wait()
+                return "result"
+            finally:
+                ended.append(True)
+
+        async def receive() -> dict[str, str]:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        request = Request({"type": "http"}, receive)
+        task = asyncio.ensure_future(cancel_on_disconnect(request, work()))
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        if end == "work":
+            done.set()
+        if end.startswith("client"):
+            left.set()
+        if end == "client, then server":
+            await asyncio.sleep(0)
+        if end.endswith("server"):
+            task.cancel()
+        (found,) = await asyncio.gather(task, return_exceptions=True)
+        if end == "work":
+            assert found == "result"
+        elif end == "client":
+            assert found is None
+        else:
+            assert isinstance(found, asyncio.CancelledError) or (found is None and "client" in end)
+        assert ended
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
 
 
 def test_dead_worker_is_a_503_for_all() -> None:

@@ -21,7 +21,7 @@ from minisgl.server.http.calls import HERMES, LLAMA, MISTRAL, CallFormat, ChatAb
 from minisgl.server.http.chats import AnswerParser, as_message
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import CHANGES, HARMLESS, translate
-from minisgl.server.http.formats import Completion, as_json, finite, sse
+from minisgl.server.http.formats import Completion, encoded, finite, sse
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest
 from minisgl.server.http.settings import served_name
 from minisgl.server.http.tool_parser import ToolParser
@@ -450,7 +450,7 @@ def test_logits_that_are_nan_are_null(tmp_path: Path) -> None:
 
 @given(st.none() | st.floats())
 def test_every_number_is_one_of_json(value: float | None) -> None:
-    found = json.loads(as_json({"x": finite(value)}))["x"]
+    found = json.loads(encoded({"x": finite(value)}))["x"]
     assert found is None or math.isfinite(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from minisgl.server.http.access import Access
 from minisgl.server.observe.viewer import add_viewer_route
 from minisgl.viewer.__main__ import main
 from minisgl.viewer.page import SOURCES, Viewer, page_of, pair_of
-from tests.browser import cpu_clock, faults
+from tests.browser import cpu_clock, faults, whole_cpu_clock
 from tests.fakes import Driver
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -310,29 +311,49 @@ def test_prompts_that_were_not_recorded_are_not_shown(browser: Any, tmp_path: Pa
     page.close()
 
 
+SCRUB = """(frames) => new Promise((resolve) => {
+  const gaps = [];
+  let last = null;
+  const tick = (time) => {
+    if (last !== null) gaps.push(time - last);
+    last = time;
+    if (gaps.length === frames) return resolve(gaps.sort((a, b) => a - b));
+    seek((gaps.length * 7919) % run.frames.length);
+    requestAnimationFrame(tick);
+  };
+  requestAnimationFrame(tick);
+})"""
+
+
 def test_long_runs_are_scrubbed_quickly(browser: Any, tmp_path: Path) -> None:
-    """5,000 steps and 500 requests: 60 ms a frame, layout included, in CPU time of the page."""
+    """5,000 steps and 500 requests: 60 ms a frame, in CPU time from the script to the pixels.
+
+    On a machine with nothing else to do a frame takes less: the threads share the work.
+    """
     sizes = {"num_pages": 1000, "max_running_req": 32, "budget": 256}
     page = Page(browser, record(tmp_path / "run", 500, 5000, **sizes))
     frames, requests = page("run.frames.length"), page("run.answers.size")
     assert frames >= 5000 and requests >= 500
-    cpu_ms = cpu_clock(page.page)
-    before = cpu_ms()
-    times = page("""(() => {
-      const times = [];
-      for (let i = 0; i < 120; i++) {
-        const start = performance.now();
-        seek((i * 7919) % run.frames.length);
-        document.body.getBoundingClientRect();  // layout, too
-        times.push(performance.now() - start);
-      }
-      return times.sort((a, b) => a - b);
-    })()""")
-    cpu = (cpu_ms() - before) / len(times)
-    print(f"{frames} frames, {requests} requests: {cpu:.1f} ms of CPU a frame, on the clock "
-          f"median {times[60]:.1f} ms, 95 % {times[-7]:.1f} ms")  # fmt: skip
+    main_ms, cpu_ms = cpu_clock(page.page), whole_cpu_clock(browser)
+    page.page.evaluate(SCRUB, 20)
+    main, cpu = main_ms(), cpu_ms()
+    gaps = page.page.evaluate(SCRUB, 120)
+    main, cpu = (main_ms() - main) / len(gaps), (cpu_ms() - cpu) / len(gaps)
+    print(f"{frames} frames, {requests} requests: {cpu:.1f} ms of CPU a frame, {main:.1f} of them "
+          f"of the main thread; on the clock median {gaps[60]:.0f} ms, 95 % {gaps[-7]:.0f} ms, "
+          f"load {os.getloadavg()[0]:.1f}")  # fmt: skip
     assert cpu < 60
     page.close()
+
+
+def test_a_frame_is_drawn_once_and_again_only_for_another_width(page: Page) -> None:
+    """A step with other lists changes the height of the page, which resizes no panel."""
+    page("(() => { const once = draw; window.drawn = 0; draw = () => { drawn += 1; once(); }; })()")
+    page.page.evaluate(SCRUB, 30)
+    assert page("drawn") == 30
+    page.page.set_viewport_size({"width": 700, "height": 900})
+    page.page.wait_for_function("drawn > 30")
+    assert page("widths.overview < 700 && $('overview').width === widths.overview")
 
 
 def open_what_if(page: Page) -> None:

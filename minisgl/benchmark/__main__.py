@@ -1,4 +1,4 @@
-"""`python -m minisgl.benchmark`: what each command measures, prints and stores.
+"""`python -m minisgl.benchmark`: the measurement, output and stored result of each command.
 
 Generated from notebooks/13e_commands.ipynb: edit there.
 """
@@ -37,7 +37,7 @@ from minisgl.llm import LLM
 from minisgl.server.chat.client import ApiClient
 from minisgl.server.options import in_flags
 
-Result = tuple[dict[str, Any], int]  # what is stored, and the exit status
+Result = tuple[dict[str, Any], int]  # the stored result, and the exit status
 
 
 def chosen(args: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def chosen(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 @contextmanager
 def started(folder: Path, args: argparse.Namespace) -> Iterator[tuple[LLM, dict[str, Any]]]:
-    """An engine by its flags, and its resolved config."""
+    """Yield an engine built from flags, and its resolved config."""
     start = time.perf_counter()
     with LLM(folder, progress=sys.stderr.isatty(), **flags.engine_fields(args)) as llm:
         llm.generate([0], SamplingParams(max_tokens=1))
@@ -133,7 +133,7 @@ def named(values: dict[str, Any]) -> str:
 
 
 def trace_file(args: argparse.Namespace, batch: int, name: str) -> Path:
-    """Return the trace's path for a batch size and way of sampling; a folder gets them all."""
+    """Return the trace's path for a batch size and way of sampling, in a folder or alone."""
     path: Path = args.profile / "trace.json" if args.profile.is_dir() else args.profile
     return path.with_name(f"{path.stem}-bs{batch}-{name}{path.suffix}")
 
@@ -161,7 +161,7 @@ def run_kernels(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         few = (args.backends, args.page_sizes[-1:], lengths[:batch])
         rows += kernels.decode_rows(model, *few, dtype, device)
     rows += kernels.linear_rows(model, args.rows, dtype, device)
-    if device.type == "cuda":  # kernels of our own have no other home
+    if device.type == "cuda":  # our own kernels run only there
         rows += kernels.linear_rows(model, args.rows, dtype, device, fused=True)
     found = ceilings + kernels.measure_rows(rows, device)
     for row in found:
@@ -180,7 +180,7 @@ ENGINE_RUNS = {"offline": run_offline, "latency": run_latency, "kernels": run_ke
 def run_on_engine(args: argparse.Namespace) -> Result:
     """Run one of the three commands that need no server."""
     options.fill_sizes(args)
-    config = SchedulerConfig(**flags.engine_fields(args))  # refuse before anything is measured
+    config = SchedulerConfig(**flags.engine_fields(args))  # reject before the measurement
     shapes_only = args.dummy_weight or args.command == "kernels"
     with options.model_folder(args.model, shapes_only) as folder:
         about = {"model": options.named_model(args.model), "dummy_weight": args.dummy_weight}
@@ -205,7 +205,7 @@ def measured(
     clients: int | None = None,
 ) -> dict[str, Any]:
     """Run a load, print its summary and return it together with `terms`."""
-    with frozen_heap():  # a pause of ours would look like one of the server's
+    with frozen_heap():  # a pause here would look like one of the server's
         run = asyncio.run(load_server(args, requests, clients))
     summary = {"load": terms, **summarize(run)}
     shown = named({name: value for name, value in terms.items() if value is not None})
@@ -216,7 +216,7 @@ def measured(
 
 
 def status_of(runs: list[dict[str, Any]]) -> int:
-    """Return the exit status: 130 after Ctrl-C, 1 if nothing was answered, else 0."""
+    """Return the exit status: 130 after Ctrl-C, 1 without any answer, else 0."""
     if any(run["interrupted"] for run in runs):
         return 130
     return 0 if any(run["completed"] for run in runs) else 1
@@ -240,7 +240,7 @@ def run_online(args: argparse.Namespace) -> Result:
 
 
 def run_trace(args: argparse.Namespace) -> Result:
-    """Replay a trace, or chats that a seed makes up."""
+    """Replay a trace, or synthetic chats from a seed."""
     if args.trace is None:
         lines = trace.synthesize(seed=args.seed)[: args.requests]
     else:
@@ -257,12 +257,12 @@ def run_trace(args: argparse.Namespace) -> Result:
 
 
 def engine_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine's fields, with room for all streams and for the server beside it."""
+    """Return the engine's fields, with room for all streams and for the server."""
     fields = {**flags.engine_fields(args), "device": args.device}
     fields.setdefault("max_running_req", max(256, args.streams))
-    fields.setdefault("schedule_policy", "fair")  # a server's default, and not an engine's
+    fields.setdefault("schedule_policy", "fair")  # a server's default, not an engine's
     if args.device.startswith("cuda"):
-        # The second to start finds less memory, which must not change what it captures.
+        # The second to start has less memory, which must not change its captured sizes.
         fields.setdefault("cuda_graph_max_bs", fields["max_running_req"])
         if "num_pages" not in fields:
             fields.setdefault("memory_ratio", 0.4)
@@ -293,7 +293,7 @@ def run_overhead(args: argparse.Namespace) -> Result:
 
 
 def run_simulate(args: argparse.Namespace) -> Result:
-    """Run one simulated replica of those that are asked for or that a target needs."""
+    """Run one simulated replica of the given number, or of the number that a target needs."""
     with options.model_folder(args.model, True) as folder:
         replicas, summary = simulate_flags(ModelConfig.from_path(folder), args)
     print(f"{replicas} replicas, {replicas * args.tp} GPUs; one replica:\n{table(summary)}")

@@ -28,7 +28,7 @@ CALLS, REPEATS = 10, 20  # calls in one graph, replays of it
 
 
 class Row(NamedTuple):
-    """One kernel: how to make the call, and what one launch moves and computes.
+    """One kernel: a function that makes the call, and the bytes and operations of one launch.
 
     `launches` is above 1 if a call starts the kernel several times, each time on other memory.
     """
@@ -46,7 +46,7 @@ def graph_seconds(call: Call, device: torch.device) -> float:
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
-        for _ in range(3):  # compile, and choose algorithms
+        for _ in range(3):  # to compile and choose algorithms
             call()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
@@ -65,7 +65,7 @@ def graph_seconds(call: Call, device: torch.device) -> float:
 
 @torch.inference_mode()
 def plain_seconds(call: Call) -> float:
-    """Return the median seconds of one call on a CPU, where a launch costs next to nothing."""
+    """Return the median seconds of one call on a CPU, where a launch costs almost nothing."""
     call()
     times = []
     for _ in range(REPEATS):
@@ -76,7 +76,7 @@ def plain_seconds(call: Call) -> float:
 
 
 def measure_row(row: Row, device: torch.device) -> dict[str, Any]:
-    """Time a row; what it needs is freed again."""
+    """Time a row, then free its memory."""
     call = row.make()
     seconds = graph_seconds(call, device) if device.type == "cuda" else plain_seconds(call)
     seconds /= row.launches
@@ -89,7 +89,7 @@ def measure_row(row: Row, device: torch.device) -> dict[str, Any]:
 
 
 def measure_rows(rows: Iterable[Row], device: torch.device) -> list[dict[str, Any]]:
-    """Measure all rows in order; one that cannot run has the error instead of a time."""
+    """Measure all rows in order; a row that cannot run has the error instead of a time."""
     found = []
     for row in tqdm(list(rows), desc="kernels", disable=None):
         try:
@@ -120,7 +120,7 @@ def make_copy(elements: int, device: torch.device) -> Call:
 
 
 def ceiling_rows(dtype: torch.dtype, device: torch.device) -> list[Row]:
-    """Copy, read, and a square matrix product: far larger than any cache on a GPU."""
+    """List a copy, a read, and a square matrix product, all far larger than a GPU's caches."""
     n, size = (1 << 28, 8192) if device.type == "cuda" else (1 << 24, 512)
     return [
         Row("copy", partial(make_copy, n, device), 8 * n),
@@ -135,13 +135,13 @@ def ceilings_of(rows: Sequence[dict[str, Any]]) -> Ceilings:
     return Ceilings(bandwidth * 1e12, max(row["tflop_per_s"] for row in rows) * 1e12)
 
 
-Product = Callable[[torch.Tensor], object]  # of a weight
+Product = Callable[[torch.Tensor], object]  # from a weight
 
 
 def fused_product(name: str, x: torch.Tensor, weight: torch.Tensor) -> Product:
     """Return the product of projection `name` in `FusedModel`, with its norm, gate or residual.
 
-    Raise ValueError if a single row meets a weight of odd sizes.
+    Raise ValueError if the sizes of a weight do not fit the kernels for a single row.
     """
     from minisgl.kernels import linear
     from minisgl.kernels.norm import DeferredNorm
@@ -150,7 +150,7 @@ def fused_product(name: str, x: torch.Tensor, weight: torch.Tensor) -> Product:
         calls = {"qkv": linear.linear, "gate_up": linear.gated_linear}
         return partial(calls.get(name, linear.split_k_linear), x)
     if name in ("qkv", "gate_up"):
-        squares = x.float().square().view(-1, 2).sum(1)  # of programs with two outputs each
+        squares = x.float().square().view(-1, 2).sum(1)  # of thread blocks with two outputs each
         row = DeferredNorm(x, x, squares)
         one: Product = partial(linear.gemv, row, eps=1e-6, gated=name == "gate_up")
     else:
@@ -176,7 +176,7 @@ def linear_rows(
     model: ModelConfig, batches: Sequence[int], dtype: torch.dtype, device: torch.device, *,
     fused: bool = False,
 ) -> list[Row]:  # fmt: skip
-    """List the GEMMs of a layer and the head, by torch; or those of a layer by chapter 05d."""
+    """List the GEMMs of a layer and the head with torch, or those of a layer with chapter 05d's."""
     q, kv = model.num_qo_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, inner = model.hidden_size, model.intermediate_size
     shapes = {"qkv": (hidden, q + 2 * kv), "o": (q, hidden), "gate_up": (hidden, 2 * inner),
@@ -211,7 +211,7 @@ def scatter_pages(lengths: IntArray, tables: TableManager, num_pages: int) -> No
 
 @dataclass
 class DecodeCase:
-    """The attention of one decode step in all layers of a pool, to be called again and again."""
+    """The attention of one decode step in all layers of a pool, which can be called repeatedly."""
 
     plan: AttentionPlan
     q: torch.Tensor  # [bs, qo_heads, head_dim]

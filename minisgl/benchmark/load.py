@@ -1,4 +1,4 @@
-"""Load on an OpenAI-compatible server: requests by the clock or by clients, streams timed.
+"""Load on an OpenAI-compatible server: timed streams of requests, in an open or closed loop.
 
 Generated from notebooks/13c_online.ipynb: edit there.
 """
@@ -22,7 +22,7 @@ from minisgl.server.chat.client import ApiClient, ServerError
 
 @dataclass
 class Record:
-    """One request: when it was due and sent, when its text came, and how it ended.
+    """One request: the times when it was due, when it was sent and when text came, and its end.
 
     Times are seconds since the start of the run. `error` is the kind of a failure, or None.
     """
@@ -32,18 +32,18 @@ class Record:
     arrivals: list[float] = field(default_factory=list)  # of chunks with text
     prompt_tokens: int = 0
     output_tokens: int = 0
-    cached_tokens: int | None = None  # None: the server does not say
-    counted: bool = False  # tokens are the server's count; else they are chunks
+    cached_tokens: int | None = None  # None: not reported
+    counted: bool = False  # tokens are counted by the server; else they are chunks
     error: str | None = "not sent"
     detail: str = ""
 
     def fail(self, kind: str, detail: object) -> None:
-        """End with an error of this kind."""
+        """Record a failure of this kind."""
         self.error, self.detail = kind, str(detail)[:500]
 
     @property
     def ttft(self) -> float:
-        """Seconds from sending to the first text; only for an answer that came."""
+        """Seconds from sending to the first text; only for an answered request."""
         return self.arrivals[0] - self.sent
 
     @property
@@ -53,12 +53,12 @@ class Record:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds for each token after the first; None if there is no second."""
+        """Seconds for each token after the first; None for fewer than two tokens."""
         after_first = self.output_tokens - 1
         return (self.arrivals[-1] - self.arrivals[0]) / after_first if after_first > 0 else None
 
     def take(self, event: dict[str, Any], now: float) -> None:
-        """Note one event of a stream."""
+        """Record one event of a stream."""
         if any(has_text(choice) for choice in event.get("choices") or ()):
             self.arrivals.append(now)
         if usage := event.get("usage"):
@@ -96,7 +96,7 @@ async def send(
         record.fail(error.kind, error)
     except TimeoutError:
         record.fail("timeout", f"no end within {timeout:g} s")
-    except Exception as error:  # a server that we do not know can answer anything
+    except Exception as error:  # an unknown server can send anything
         record.fail("bad answer", f"{type(error).__name__}: {error}")
 
 
@@ -111,7 +111,7 @@ WORDS = COMMON.split()
 
 @dataclass(frozen=True)
 class Target:
-    """Form of requests to a server: model, chats of words or completions of ids, full length."""
+    """Form of requests to a server: model, chats of words or completions of ids, `ignore_eos`."""
 
     model: str
     chat: bool = False
@@ -142,7 +142,7 @@ async def first_model(client: ApiClient) -> str:
         raise ConnectionError(f"url: {client.url}models does not help ({why})") from None
 
 
-SAFE_VOCAB = 1100  # no vocabulary ends below
+SAFE_VOCAB = 1100  # every vocabulary has at least that many
 
 
 def poisson_arrivals(count: int, rate: float, seed: int) -> NDArray[np.float64]:
@@ -165,7 +165,7 @@ def online_workload(
 
 
 class LoadRun(NamedTuple):
-    """All records of a run, the client's own CPU seconds, whether Ctrl-C ended it."""
+    """All records of a run, the client's CPU seconds, and True if Ctrl-C ended it."""
 
     records: list[Record]
     client_cpu_s: float
@@ -187,7 +187,7 @@ async def open_loop(send: Send, work: Work, now: Clock) -> None:
 
 
 async def closed_loop(send: Send, work: Work, now: Clock, clients: int) -> None:
-    """Send from `clients` clients, each its next request when its last one has ended."""
+    """Send from `clients` clients, each its next request after its last one has ended."""
     line = iter(work)
 
     async def client() -> None:
@@ -206,7 +206,7 @@ async def run_load(
     timeout: float = 600.0,
     progress: bool = False,
 ) -> LoadRun:
-    """Send all requests, by their time or by so many `clients`, and wait for all answers."""
+    """Send all requests, when they are due or from `clients` clients, and wait for all answers."""
     work = [(request, Record(due=request.due)) for request in requests]
     start, cpu, interrupted = time.perf_counter(), time.process_time(), False
 
@@ -224,6 +224,6 @@ async def run_load(
                 await open_loop(send_one, work, now)
             else:
                 await closed_loop(send_one, work, now, clients)
-        except asyncio.CancelledError:  # Ctrl-C: what was measured so far still counts
+        except asyncio.CancelledError:  # Ctrl-C: the measurements so far still count
             interrupted = True
     return LoadRun([record for _, record in work], time.process_time() - cpu, interrupted)

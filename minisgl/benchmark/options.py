@@ -31,7 +31,7 @@ from minisgl.server.options import Parser
 
 
 def at_least(low: int) -> Callable[[str], int]:
-    """Make the type of a flag that takes an int32 of at least `low`, which is not negative."""
+    """Make the type of a flag that takes an int32 of at least `low`, which must be 0 or more."""
 
     def read(text: str) -> int:
         number = int(text) if text.isdecimal() and len(text) < 20 else -1
@@ -60,13 +60,13 @@ def arrival_rate(text: str) -> float:
 
 
 def add_integer(group: flags.Group, names: str, what: str, low: int = 1, **more: Any) -> None:
-    """Add a flag, perhaps with several names, that takes an integer, or `nargs` of them."""
+    """Add a flag with one or several names that takes an integer, or `nargs` integers."""
     fields: dict[str, Any] = {"metavar": "N", "type": at_least(low), "help": what, **more}
     group.add_argument(*names.split(), **fields)
 
 
 def known_name(name: str | None) -> str | None:
-    """Return the hub id of a model by it, or by the part behind the slash; None if unknown."""
+    """Return a known model's hub id from the id, or from its part after the slash; else None."""
     if name is None or Path(name).is_dir():
         return None
     for known in KNOWN_CONFIGS:
@@ -95,7 +95,7 @@ def stored_command(module: str, given: Sequence[str]) -> str:
 
 @contextmanager
 def model_folder(name: str | None, shapes_only: bool) -> Iterator[Path]:
-    """The model's folder; if its weights are not wanted, a known name gives one with a config."""
+    """Yield a model's folder; if only shapes are needed, a known name gives one with a config."""
     known = known_name(name) if shapes_only else None
     if known is None:
         yield resolve_model_path(name)
@@ -105,7 +105,7 @@ def model_folder(name: str | None, shapes_only: bool) -> Iterator[Path]:
         yield Path(folder)
 
 
-SIZES: dict[str, tuple[Any, Any]] = {  # what a flag means if it is not given: on a GPU, on a CPU
+SIZES: dict[str, tuple[Any, Any]] = {  # default of a flag: on a GPU, on a CPU
     "requests": (256, 16), "input_len": ([100, 1024], [20, 100]), "streams": (256, 64),
     "output_len": ([100, 1024], [20, 100]), "batch_sizes": ([1, 8, 64], [1, 4]),
     "prompt_len": (512, 64), "tokens": (256, 32), "repeats": (3, 3), "batch": (256, 8),
@@ -197,7 +197,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_key_flag(group, "bearer token")
     add("--timeout", metavar="S", type=positive, default=600.0, help="for one answer (600)")
     add("--chat", action="store_true", help="chats of words; default: completions of token ids")
-    add("--no-ignore-eos", action="store_true", help="for a server that refuses unknown fields")
+    add("--no-ignore-eos", action="store_true", help="for a server that rejects unknown fields")
 
 
 def add_online(parser: argparse.ArgumentParser) -> None:
@@ -269,14 +269,14 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "kernels": ("bandwidth of decode attention, GEMMs, copies", add_kernels),
     "online": ("a server under load, by arrivals or by clients", add_online),
     "trace": ("a server on recorded or synthetic chats", add_trace),
-    "overhead": ("what HTTP and text cost the engine", add_overhead),
-    "simulate": ("a load on GPUs that are not there", add_simulate),
+    "overhead": ("the cost of HTTP and text", add_overhead),
+    "simulate": ("a load on simulated GPUs", add_simulate),
 }
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of every command, with every default in the help."""
-    what = "Measure the engine and its server, beside the least time that the device allows."
+    what = "Measure the engine and its server, compared with the limits of the device."
     tune = "python -m minisgl.benchmark.tune MODEL searches for better GEMM kernels on this GPU"
     parser = Parser(prog="python -m minisgl.benchmark", description=what, epilog=tune)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -295,7 +295,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_lengths(args: argparse.Namespace, window: int) -> None:
-    """Raise `ValueError` for the flag at fault if the longest request exceeds the window."""
+    """Raise a `ValueError` that names the flag if the longest request exceeds the window."""
     if args.command == "latency":
         check_room("prompt-len", args.prompt_len, args.tokens, window)
     elif args.command != "kernels":
@@ -313,7 +313,7 @@ def check_writable(flag: str, path: Path) -> None:
 
 
 def check_ranges(args: argparse.Namespace) -> None:
-    """Raise `ValueError` for a range whose ends are the wrong way round."""
+    """Raise `ValueError` for a range whose first end exceeds the second."""
     for name in ("input_len", "output_len", "lengths"):
         low, high = getattr(args, name, None) or (0, 0)
         if low > high:

@@ -1,4 +1,4 @@
-"""What HTTP and text cost: the offline engine and our server on the same requests, in turns.
+"""The cost of HTTP and text: the offline engine and our server on the same requests, in turns.
 
 Generated from notebooks/13d_overhead.ipynb: edit there.
 """
@@ -35,7 +35,7 @@ from minisgl.tokenizer import has_tokenizer
 
 
 def check_answer(tail: bytes, tokens: int) -> None:
-    """Raise `ValueError` unless a stream's last bytes are complete and count `tokens` tokens."""
+    """Raise `ValueError` unless a stream's last bytes are its end and report `tokens` tokens."""
     counts = re.findall(rb'"completion_tokens": ?(\d+)', tail)
     if b"[DONE]" not in tail or not counts:
         said = (tail or b"nothing").decode(errors="replace")[-300:]
@@ -59,14 +59,14 @@ async def last_bytes(url: str, body: Mapping[str, Any]) -> bytes:
 
 
 class Timed(NamedTuple):
-    """Seconds until the last request was done, and CPU seconds of each part in them."""
+    """Seconds until the last request was done, and each part's CPU seconds in that time."""
 
     seconds: float
     cpu: dict[str, float]
 
 
 async def flood(url: str, bodies: Sequence[Mapping[str, Any]]) -> Timed:
-    """Send all requests at once and wait for the last end. `ValueError` for a bad answer."""
+    """Send all requests at once and wait for all ends; raise `ValueError` for a bad answer."""
     start, cpu = time.perf_counter(), time.process_time()
     tails = await asyncio.gather(*(last_bytes(url, body) for body in bodies))
     timed = Timed(time.perf_counter() - start, {"client": time.process_time() - cpu})
@@ -115,7 +115,7 @@ def measure_overhead(
         "server": lambda fresh: run_server(child, fresh, temperature),
     }
     found: dict[str, list[Timed]] = {side: [] for side in runs}
-    with frozen_heap():  # a pause of ours would look like one of the server's
+    with frozen_heap():  # a pause here would look like one of the server's
         for index in tqdm(range(repeats + 1), desc="repetitions", disable=None):
             for number, side in list(enumerate(runs))[:: -1 if index % 2 else 1]:
                 fresh = resample(requests, vocab, seed + len(runs) * index + number)
@@ -126,7 +126,7 @@ def measure_overhead(
 def overhead_row(
     requests: Sequence[RandomRequest], found: Mapping[str, Sequence[Timed]]
 ) -> dict[str, Any]:
-    """Return the medians of all sides, and the share of the engine's speed the server keeps."""
+    """Return the medians of all sides, and the server's share of the engine's speed."""
     tokens = sum(r.output_len for r in requests)
     seconds = {side: [t.seconds for t in timed] for side, timed in found.items()}
     medians = {side: statistics.median(all_) for side, all_ in seconds.items()}
@@ -156,7 +156,7 @@ def overhead_text(row: Mapping[str, Any]) -> str:
 
 
 def synthetic_tokenizer(vocab_size: int) -> Tokenizer:
-    """Make a byte-level tokenizer with `vocab_size` tokens; `ValueError` for less than 257."""
+    """Make a byte-level tokenizer of `vocab_size` tokens; raise `ValueError` for less than 257."""
     if vocab_size < 257:
         raise ValueError(f"vocab_size: must be at least 257 for 256 bytes, got {vocab_size}")
     strings = ("Ġ" + "".join(s) for n in count(1) for s in product(ascii_lowercase, repeat=n))
@@ -170,10 +170,10 @@ def synthetic_tokenizer(vocab_size: int) -> Tokenizer:
 
 @contextmanager
 def with_tokenizer(folder: Path, dummy_weight: bool) -> Iterator[tuple[Path, str]]:
-    """A model folder that has a tokenizer, and whose it is: "the model's" or "synthetic".
+    """Yield a model folder with a tokenizer, and its origin: "the model's" or "synthetic".
 
-    With `dummy_weight` a folder without one is copied, as far as its config goes, into a temporary
-    one with a synthetic tokenizer. `ValueError` if weights are wanted and there is none.
+    With `dummy_weight`, the config of a folder without one is copied to a temporary folder with a
+    synthetic tokenizer. Raise `ValueError` if weights are needed and there is no tokenizer.
     """
     if has_tokenizer(folder):
         yield folder, "the model's"

@@ -1,4 +1,4 @@
-"""What a measurement must carry: hardware, date, versions and command; and how it is stored.
+"""The circumstances of a measurement: hardware, date, versions and command; and its file.
 
 Generated from notebooks/13_benchmark.ipynb: edit there.
 """
@@ -29,7 +29,7 @@ def processor_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages that we measure."""
+    """Return the versions of Python and of the installed packages in the measurement."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("transformers", "triton", "flashinfer-python"):
         with suppress(PackageNotFoundError):

@@ -22,16 +22,16 @@ from minisgl.server.options import FLAG_OF
 
 
 class Child(NamedTuple):
-    """A server that runs: its URL and its process."""
+    """A running server: its URL and its process."""
 
     url: str
     process: psutil.Process
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Return CPU seconds so far, of the HTTP process and of each worker with its children."""
+        """Return the CPU seconds of the HTTP process and of each worker with its children."""
         children = sorted(self.process.children(), key=lambda p: p.create_time())
         workers = [p for p in children if "resource_tracker" not in " ".join(p.cmdline())]
-        names = ["scheduler", *(f"text {i}" for i in range(len(workers)))]  # as they start
+        names = ["scheduler", *(f"text {i}" for i in range(len(workers)))]  # in order of start
         spent = {"http": sum(self.process.cpu_times()[:2])}
         for name, worker in zip(names, workers):  # other ranks are children of the scheduler
             family = [worker, *worker.children(recursive=True)]
@@ -57,17 +57,17 @@ def served(folder: Path | None, flags: Sequence[str], patience: float = 600.0) -
     """Our server on a free port; `ValueError` with its last words if it does not start."""
     command = [sys.executable, "-m", "minisgl", "--port", "0", *flags]
     command += [] if folder is None else ["--model", str(folder)]
-    if threading.current_thread() is threading.main_thread():  # a kill stops the server as well
+    if threading.current_thread() is threading.main_thread():  # SIGTERM also stops the server
         for sig in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(sig, lambda *_: sys.exit(1))
     with TemporaryFile("w+") as errors:
-        process = subprocess.Popen(  # in a session of its own: Ctrl-C is for us, we stop it
+        process = subprocess.Popen(  # in its own session: Ctrl-C reaches us, and we stop it
             command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
         )
         late = threading.Timer(patience, process.terminate)
         late.start()
         try:
-            # A library may have something to say before the line with the URL.
+            # A library may print lines before the line with the URL.
             line = next((line for line in process.stdout or () if "http://" in line), None)
             late.cancel()
             if line is None:
@@ -86,7 +86,7 @@ def flags_of(fields: Mapping[str, Any]) -> list[str]:
     words: list[str] = []
     for name, value in fields.items():
         if isinstance(value, bool):
-            if value != (name == "overlap"):  # its flag switches it off
+            if value != (name == "overlap"):  # its flag turns it off
                 words.append(FLAG_OF[name])
         elif name in FLAG_OF:
             words += [FLAG_OF[name], "all" if value is None else str(value)]

@@ -1,4 +1,4 @@
-"""A run under load in numbers: throughput, spread of latencies, errors.
+"""Summary of a run under load: throughput, distribution of latencies, errors.
 
 Generated from notebooks/13c_online.ipynb: edit there.
 """
@@ -44,13 +44,13 @@ def times_ms(done: Sequence[Record]) -> dict[str, dict[str, float] | None]:
 
 
 def peak(done: Sequence[Record]) -> int:
-    """Return the most requests that were in flight at once."""
+    """Return the largest number of requests in flight at once."""
     steps = [(r.sent, 1) for r in done] + [(r.arrivals[-1], -1) for r in done]
     return int(max(np.cumsum([step for _, step in sorted(steps)]), default=0))
 
 
 def summarize(run: LoadRun) -> dict[str, Any]:
-    """Summarize a run; tokens and times are of answered requests, all others are errors."""
+    """Summarize a run; tokens and times count answered requests, all others are errors."""
     done = [r for r in run.records if r.error is None]
     first = min((r.sent for r in done), default=0.0)
     seconds = max((r.arrivals[-1] for r in done), default=0.0) - first

@@ -1,4 +1,4 @@
-"""Recorded traffic in the public Qwen format: read, invent, and make prompts of it.
+"""Traffic in the public Qwen format: read it, synthesize it, and make prompts from it.
 
 Generated from notebooks/13c_online.ipynb: edit there.
 """
@@ -26,7 +26,7 @@ BLOCK = 16  # tokens
 
 @dataclass(frozen=True, config=ConfigDict(strict=True))
 class TraceLine:
-    """One recorded request; a field that does not fit is a `ValidationError`, a `ValueError`."""
+    """One recorded request; an invalid field is a `ValidationError`, which is a `ValueError`."""
 
     chat_id: Count
     parent_chat_id: Annotated[int, Field(ge=-1)]  # -1: a first turn
@@ -77,13 +77,13 @@ def block_tokens(block: int) -> IntArray:
 def prompt_ids(line: TraceLine) -> IntArray:
     """Return the token ids of a prompt, int32 [input_length]: equal blocks are equal tokens."""
     blocks = list(line.hash_ids)
-    if len(blocks) * BLOCK < line.input_length:  # a last block without an id: no other has it
+    if len(blocks) * BLOCK < line.input_length:  # a last block without an id is unique
         blocks.append(line.chat_id + (1 << 64))
     return np.concatenate([block_tokens(block) for block in blocks])[: line.input_length]
 
 
 def requests_of(lines: Sequence[TraceLine], scale: float = 1.0) -> list[RandomRequest]:
-    """Return the requests to send; `scale` below 1 moves them closer together."""
+    """Return the requests to send; `scale` multiplies their times."""
     first = lines[0].timestamp
     return [
         RandomRequest(prompt_ids(line), line.output_length, (line.timestamp - first) * scale)
@@ -92,7 +92,7 @@ def requests_of(lines: Sequence[TraceLine], scale: float = 1.0) -> list[RandomRe
 
 
 def reusable_tokens(lines: Sequence[TraceLine]) -> list[int]:
-    """Count for each prompt the tokens that an unlimited cache of whole blocks would hold."""
+    """Count each prompt's tokens that an unlimited cache of whole blocks would hold."""
     chains: dict[tuple[int, int], int] = {}  # (number of the chain before, block id) to its number
     found = []
     for line in lines:
@@ -124,7 +124,7 @@ Text = tuple[list[int], int]  # block ids and length in tokens
 
 
 class ChatGenerator:
-    """A source of sessions; a chat so far is its block ids and its length."""
+    """A source of sessions; a chat's state is its block ids and its length."""
 
     def __init__(self, shape: TraceShape, seed: int) -> None:
         self.shape, self.rng = shape, np.random.default_rng(seed)
@@ -136,7 +136,7 @@ class ChatGenerator:
         return int(self.rng.integers(ends[0], ends[1] + 1))
 
     def grow(self, text: Text, ends: tuple[int, int]) -> Text:
-        """Append some tokens: a last block that was not full becomes another one."""
+        """Append some tokens; a last block that was not full gets a new id."""
         blocks, length = text
         kept, length = blocks[: length // BLOCK], length + self.sample_length(ends)
         new = math.ceil(length / BLOCK) - len(kept)

@@ -1,4 +1,4 @@
-"""Search tiles for decode steps of models on this GPU, and keep them for all engines here.
+"""The command that searches tiles for models on this GPU, and stores them for its engines.
 
 Generated from notebooks/13f_tuning.ipynb: edit there.
 """
@@ -23,7 +23,7 @@ from minisgl.server.options import Parser
 
 
 def keep(path: Path, rows: list[dict[str, Any]], command: str) -> None:
-    """Add rows and what they found to a file."""
+    """Add rows and their entries to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with (path.parent / f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -33,7 +33,7 @@ def keep(path: Path, rows: list[dict[str, Any]], command: str) -> None:
         text = json.dumps({**about, "tiles": tiles, "rows": old["rows"] + rows})
         fresh = path.parent / f".{path.name}.new"
         fresh.write_text(text)
-        fresh.replace(path)  # an engine that starts meanwhile reads the old one or the new one
+        fresh.replace(path)  # a starting engine reads the old file or the new one
 
 
 SIZES = (1, 8, 32, 64, 128, 256)  # of decode steps
@@ -57,17 +57,17 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Search for all models that are named, and keep what was found."""
+    """Search for all named models, and store the entries."""
     parser = make_parser()
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("tiles are searched for on an NVIDIA GPU; torch finds none here")
-    steps, device = (import_module(f"minisgl.{name}")  # Triton is not everywhere
+    steps, device = (import_module(f"minisgl.{name}")  # Triton may be missing
                      for name in ("benchmark.tune_steps", "kernels.device"))  # fmt: skip
     path = args.out or device.tile_files(torch.cuda.get_device_name())[1]
     given = sys.argv[1:] if argv is None else argv
     command = stored_command("minisgl.benchmark.tune", given)
-    try:  # now, not after a search
+    try:  # check now, not after a search
         for model in args.models:
             steps.config_of(model, args.tp)
         with file_of("out", path):

@@ -1,4 +1,4 @@
-"""The search in recorded decode steps: engines, their times, and which choices are right.
+"""The search in captured decode steps: engines, their times, and the correct choices.
 
 Generated from notebooks/13f_tuning.ipynb: edit there.
 """
@@ -40,7 +40,7 @@ LAYERS = 8  # of the model: enough that their weights do not stay in the L2 cach
 
 
 def one_rank(config: dict[str, Any], tp: int) -> dict[str, Any]:
-    """Return the config of one of `tp` ranks, as a model of its own with few layers.
+    """Return the config of one of `tp` ranks, as a separate model with few layers.
 
     Raise ValueError if the ranks cannot share the model.
     """
@@ -54,14 +54,14 @@ def one_rank(config: dict[str, Any], tp: int) -> dict[str, Any]:
 
 
 def config_of(model: str, tp: int) -> dict[str, Any]:
-    """Return `one_rank` of a known model or of a folder; raise ValueError if there is none."""
+    """Return `one_rank` of a known model or of a folder; raise ValueError for neither."""
     known = known_name(model)
     config = KNOWN_CONFIGS[known] if known else read_json(resolve_model_path(model) / "config.json")
     return one_rank(config, tp)
 
 
 class SkippedAllReduce(SingleRank):
-    """One of several ranks without the others: what a sum would be, its own part stands for."""
+    """One of several ranks without the others: its own part replaces each sum."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -74,7 +74,7 @@ class SkippedAllReduce(SingleRank):
 
 @contextmanager
 def engine_of(model: str, tp: int, quantization: str, sizes: Sequence[int]) -> Iterator[Engine]:
-    """An engine with random weights that records these sizes; its memory is free afterwards."""
+    """Yield an engine with random weights that captures these sizes; free its memory afterwards."""
     config = config_of(model, tp)
     with TemporaryDirectory(prefix="minisgl-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -83,7 +83,7 @@ def engine_of(model: str, tp: int, quantization: str, sizes: Sequence[int]) -> I
             prefill_graph_max_tokens=0, num_pages=2048, max_running_req=max(sizes),
         ) as llm:  # fmt: skip
             engine: Any = llm.scheduler.engine
-            if tp > 1:  # kernels behind a sum over ranks are other ones
+            if tp > 1:  # other kernels follow a sum over ranks
                 engine.forward_pass.comm = SkippedAllReduce(tp)
             yield engine
     gc.collect()
@@ -91,7 +91,7 @@ def engine_of(model: str, tp: int, quantization: str, sizes: Sequence[int]) -> I
 
 
 def step_seconds(engine: Engine, size: int, replays: int = 15) -> float:
-    """Return the median seconds of a decode step of `size` dummy requests, captured anew."""
+    """Capture a decode step of `size` dummy requests; return its median seconds."""
     assert engine.runners.decode is not None
     with engine.on_stream(), torch.inference_mode():
         graph = engine.runners.decode.capture_size(size).graph
@@ -133,11 +133,11 @@ def gemv_trial(
     gated = "gated" in kind
     weight = random_weight(n * (2 if gated else 1), k, eight_bits=scales > 0, on=on)
     x = torch.randn(1, k, **on)
-    row: Tensor | DeferredNorm = x  # in front of a norm, or behind one
+    row: Tensor | DeferredNorm = x  # before a norm, or after one
     after: Any = x.new_zeros(1, n), x.new_ones(n)
     want = plain_product(x, weight, gated)
     if "norm" in kind:
-        # As many sums as the product in front mostly makes: an engine finds its kernel compiled.
+        # The usual number of sums of the product before: an engine then finds its kernel compiled.
         front = choose_gemv_block(k, k, False, False, scales) or (1,)
         squares = x.float().square().view(-1, front[0]).sum(1)
         row, after = DeferredNorm(x, x, squares), (None, None)
@@ -153,7 +153,7 @@ def gemv_trial(
 def gemm_trial(
     kind: str, eight_bits: bool, rows: int, n: int, k: int, on: dict[str, Any]
 ) -> tuple[Product, Tensor]:
-    """Make a product of a few rows that takes tiles and adds up its splits, and its result."""
+    """Make a product of a few rows that takes tiles and sums its splits, and its result."""
     gated = kind == "gated"
     weight = random_weight(n * (2 if gated else 1), k, eight_bits=eight_bits, on=on)
     x = torch.randn(rows, k, **on)
@@ -178,10 +178,10 @@ def trial_of(key: str, on: dict[str, Any] = ON_GPU) -> tuple[Product, Tensor]:
 
 
 def is_right(product: Product, want: Tensor, tiles: list[Any]) -> bool:
-    """Compile a choice and run it once; whether it can run, and computes what it should."""
+    """Compile a choice and run it once; return True if it runs and its result is right."""
     try:
         got = product(tiles).float()
-    except Exception:  # of Triton, or an answer that cannot be had
+    except Exception:  # of Triton, or without a result
         return False
     return bool((got - want).norm() < 0.02 * want.norm())
 
@@ -197,7 +197,7 @@ def right_choices(key: str, limits: DeviceLimits) -> list[list[Any]]:
 
 
 def tune(model: str, tp: int, quantization: str, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Search for one model; what is found is in force from then on. A row for each size."""
+    """Search for one model; return a row for each size. Found entries are used from then on."""
     limits = device_limits(torch.device("cuda", torch.cuda.current_device()))
     rows: list[dict[str, Any]] = []
     tried: dict[str, int] = {}

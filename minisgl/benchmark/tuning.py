@@ -1,4 +1,4 @@
-"""Which tiles make decode steps fastest on this GPU: a search over what the kernels look up.
+"""Search for the fastest tiles of decode steps on this GPU, over the keys that kernels look up.
 
 Generated from notebooks/13f_tuning.ipynb: edit there.
 """
@@ -11,22 +11,22 @@ from typing import Any
 
 from minisgl.kernels.device import DeviceLimits, TunedTiles
 
-GAIN = 0.003  # of a step: what is less is noise
-Measure = Callable[[], float]  # seconds of a step with the entries that are there
+GAIN = 0.003  # of a step: less is noise
+Measure = Callable[[], float]  # seconds of a step with the present entries
 Choices = Callable[[str], Iterable[list[Any]]]  # for a key
 
 
 def try_all(
     key: str, tiles: Iterable[list[Any]], tuned: TunedTiles, measure: Measure, best: float
 ) -> float:
-    """Leave the fastest of `tiles` under `key`, if one beats `best`; what cannot run is skipped."""
+    """Store the fastest of `tiles` under `key` if it beats `best`; skip those that cannot run."""
     kept = tuned.get(key)
     try:
         for one in tiles:
             tuned[key] = one
             try:
                 seconds = measure()
-            except Exception:  # of Triton, say: too little shared memory
+            except Exception:  # of Triton, such as too little shared memory
                 continue
             if seconds < best * (1 - GAIN):
                 best, kept = seconds, one
@@ -49,9 +49,9 @@ def gains(key: str, tuned: TunedTiles, measure: Measure, turns: int = 7) -> bool
 
 
 def search(tuned: TunedTiles, choices: Choices, measure: Measure) -> dict[str, list[Any]]:
-    """Find better entries for all that a step looks up; those that prove themselves stay.
+    """Find better entries for all keys that a step looks up; return the verified new entries.
 
-    Keys that have an entry already are left alone. Returns the new entries.
+    Keys that already have an entry are left unchanged.
     """
     old = set(tuned)
     tuned.asked.clear()

@@ -1,4 +1,4 @@
-"""A workload that a seed fixes: random token ids.
+"""A workload of random token ids, determined by a seed.
 
 Generated from notebooks/13_benchmark.ipynb: edit there.
 """
@@ -18,7 +18,7 @@ from minisgl.core import IntArray
 class RandomRequest:
     """A prompt of random ids, int32 [n], and the exact number of tokens to produce.
 
-    `due` is when an online run sends it, in seconds after its start; `client` is the sender.
+    `due` is its time in an online run, in seconds after the start; `client` is the sender.
     """
 
     input_ids: IntArray
@@ -43,7 +43,7 @@ def random_workload(
     output_len: tuple[int, int] = (100, 1024),
     seed: int = 0,
 ) -> list[RandomRequest]:
-    """Sample requests with lengths uniform between both ends, as engines' benchmarks do."""
+    """Sample requests with uniform lengths between both ends, as engines' benchmarks do."""
     rng = random.Random(seed)
     top = min(vocab_size - 1, 10_000)
     prompts = [[rng.randint(0, top) for _ in range(rng.randint(*input_len))] for _ in range(count)]

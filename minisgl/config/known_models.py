@@ -1,4 +1,4 @@
-"""The `config.json` of real models, typed in as facts, so that arithmetic needs no download.
+"""The `config.json` of real models, as constants, so that arithmetic needs no download.
 
 Generated from notebooks/13e_commands.ipynb: edit there.
 """

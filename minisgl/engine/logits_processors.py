@@ -1,4 +1,4 @@
-"""Changes logits before the draw: masks, bad words, biases, penalties, min-p.
+"""Changes of logits before sampling: masks, bad words, biases, penalties, min-p.
 
 Generated from notebooks/06d_logits_processors.ipynb: edit there.
 """
@@ -31,10 +31,10 @@ def bitmask(token_ids: Collection[int], vocab_size: int) -> IntArray:
 
 @dataclass
 class LogitsParams:
-    """Changes of the logits for one request; made once, when it is admitted.
+    """Changes of the logits for one request; created once, at admission.
 
-    A ban is a sequence of tokens, whose last one is forbidden after the others, and the length of
-    the answer from which it is lifted. `mask` has a bit for each token that is allowed, as from
+    A ban is a sequence of tokens, whose last one is forbidden after the others, and the answer
+    length from which the ban is lifted. `mask` has a bit for each token that is allowed, as from
     `bitmask`; its owner may replace it between two steps.
     """
 
@@ -77,7 +77,7 @@ def logits_params(
     return None if wants.mask is None and wants == LogitsParams() else wants
 
 
-Asked = Sequence[tuple[int, LogitsParams]]  # rows of a batch that ask for one kind of change
+Asked = Sequence[tuple[int, LogitsParams]]  # rows of a batch that use one kind of change
 
 
 class Edit(NamedTuple):
@@ -107,7 +107,7 @@ def ints(values: Iterable[int]) -> IntArray:
 
 
 class Masks:
-    """Forbid tokens that a request's mask lacks."""
+    """Forbid the tokens that are not in a request's mask."""
 
     def __init__(self, asked: Asked, vocab_size: int) -> None:
         self.rows, self.words = ints(row for row, _ in asked), -(-vocab_size // 32)
@@ -126,7 +126,7 @@ def apply_masks(out: Tensor, _: Tensor, rows: Tensor, masks: Tensor) -> None:
 
 
 def masks_of(edits: Sequence[Edit]) -> tuple[np.ndarray, ...]:
-    """Return the rows with masks, and the masks, which may change until `process` is called."""
+    """Return the rows with masks and their masks, which may change until `process` is called."""
     found = (edit.arrays for edit in edits if edit.apply is apply_masks)
     return next(found, (ints(()), np.zeros((0, 0), np.int32)))
 
@@ -267,7 +267,7 @@ class LogitsProcessors:
         self.staging = StagingRing(token_pool.device)
 
     def batch_args(self, reqs: Sequence[Req]) -> list[Rule] | None:
-        """Collect these requests' rules, whatever their lengths; None if there are none."""
+        """Collect these requests' rules, which do not depend on lengths; None if there are none."""
         asked = [(row, req.logits_params) for row, req in enumerate(reqs) if req.logits_params]
         kinds = [(rule, [pair for pair in asked if asks(pair[1])]) for rule, asks in KINDS]
         return [rule(rows, self.vocab_size) for rule, rows in kinds if rows] or None

@@ -15,12 +15,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernels.pdl import launch_options
 
-MAX_ROWS, MAX_WIDTH = 256, 16384  # more would not all run at once; wider does not fit a program
+MAX_ROWS, MAX_WIDTH = 256, 16384  # more would not all run at once; wider does not fit a block
 BITS = {2: tl.int16, 4: tl.int32}  # by the bytes of a number
 
 
 class PeerBuffers(NamedTuple):
-    """Memory in which the ranks leave rows of one width and dtype for each other."""
+    """Memory through which the ranks exchange rows of one width and dtype."""
 
     addresses: Tensor  # int64 [size]: every rank's buffer [3, size, MAX_ROWS, width]
     turns: Tensor  # int32 [MAX_ROWS]: which third a row takes next
@@ -108,7 +108,7 @@ def launch(
     parts: Tensor, residual: Tensor | None, norm: Tensor | None, eps: float, peers: PeerBuffers,
     out: Tensor, total: Tensor,
 ) -> None:  # fmt: skip
-    """Start the kernel over parts [p, m, n]; `out` and `total` [m, n] are what it writes."""
+    """Start the kernel over parts [p, m, n]; it writes `out` and `total` [m, n]."""
     m, n = total.shape
     size, rows = len(peers.addresses), len(peers.turns)
     block = triton.next_power_of_2(peers.width)

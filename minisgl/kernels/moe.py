@@ -1,4 +1,4 @@
-"""Experts on a GPU: pairs of token and expert in blocks, and two grouped GEMMs over them.
+"""Experts on a GPU: (token, expert) pairs in blocks, and two grouped GEMMs over them.
 
 Generated from notebooks/11b_moe_kernels.ipynb: edit there.
 """
@@ -42,7 +42,7 @@ def top_experts(
         logits += tl.load(logits_ptr + place, mask=inside, other=0.0).to(tl.float32)
     logits = tl.where(experts < E, logits, float("-inf"))
     left, choice = logits, tl.full([tokens.shape[0], WIDTH], TOP_K, tl.int32)
-    # `most` is no less than TOP_K: Triton 3.6 fails on a loop that it knows to have one round.
+    # `most` is no less than TOP_K: Triton 3.6 fails on a loop that has exactly one iteration.
     for i in range(tl.minimum(TOP_K, most)):
         equal = left == tl.max(left, 1)[:, None]
         best = experts == tl.min(tl.where(equal, experts, WIDTH), 1)[:, None]  # the first of them
@@ -76,7 +76,7 @@ def align_kernel(
     TOKENS: tl.constexpr, SIZE: tl.constexpr, COUNT: tl.constexpr, ALONE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Put the pairs of `TOKENS` tokens into blocks of `SIZE`; COUNT: only count them by expert."""
+    """Put the pairs of `TOKENS` tokens into blocks of `SIZE`; if COUNT, only count by expert."""
     part = tl.program_id(0)
     if PDL:
         gdc_launch_dependents()
@@ -110,11 +110,11 @@ def align_kernel(
 
 @dataclass(frozen=True)
 class Blocks:
-    """Pairs of token and expert, sorted by expert; those of each begin a new block of `size`.
+    """(Token, expert) pairs, sorted by expert; each expert begins a new block of `size`.
 
     pairs, weights [blocks * size]: `token * top_k + choice`, and its weight; undefined beyond the
-    rows of a block. experts, rows [blocks]: whose block it is (-1: an expert of another rank), and
-    its pairs (0: it is not used).
+    rows of a block. experts, rows [blocks]: a block's expert (-1: of another rank) and its number
+    of pairs (0: the block is not used).
     """
 
     pairs: Tensor
@@ -125,24 +125,24 @@ class Blocks:
 
 
 def max_blocks(pairs: int, experts: int, size: int) -> int:
-    """Return the most blocks any routing of `pairs` needs: an expert's last may hold one pair."""
+    """Return the most blocks that `pairs` can need: each expert's last may hold one pair."""
     return (pairs + min(pairs, experts) * (size - 1)) // size
 
 
 def tokens_of_program(n: int) -> int:
-    """Return how many of n tokens a thread block of `align_kernel` sorts: a power of two."""
+    """Return the number of tokens per thread block of `align_kernel`, a power of two."""
     if n <= 16:
-        return int(triton.next_power_of_2(n))  # all, and nobody has to count before
+        return int(triton.next_power_of_2(n))  # all, so that no counting launch is needed
     return 8 if n <= 512 else 32
 
 
 def align(
     logits: Tensor, top_k: int, normalize: bool, size: int, first: int = 0, local: int | None = None
 ) -> Blocks:
-    """Route tokens and sort them into blocks: logits [splits, n, experts], added up over splits.
+    """Route tokens and sort them into blocks: logits [splits, n, experts], summed over splits.
 
-    The choices of a token are in the order of their weights. Nothing waits for the device.
-    Of the experts, this rank has `local` (None: all) from `first` on; blocks count from there.
+    The choices of a token are in the order of their weights. The host does not wait for the device.
+    This rank has `local` experts (None: all) from `first` on; blocks count from there.
     """
     (splits, n, experts), device = logits.shape, logits.device
     count = max_blocks(n * top_k, experts, size)
@@ -185,7 +185,7 @@ def expert_tile(
 
 @triton.jit
 def wait_then_launch():
-    """Wait for the kernels before, then launch the next one early: it may read their results."""
+    """Wait for earlier kernels, then launch the next one, which may read their results."""
     gdc_wait()
     gdc_launch_dependents()
 
@@ -205,7 +205,7 @@ def expert_kernel(
         wait_then_launch()  # the second GEMM reads the blocks before it waits
     block = tl.program_id(1)
     count, expert = tl.load(rows_ptr + block), tl.load(experts_ptr + block).to(tl.int64)
-    away = expert < 0  # of another rank: only zeros for its place in the sum
+    away = expert < 0  # of another rank: only zeros for its part of the sum
     if (count == 0) | (away & GATED):
         return
     cols, ks = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
@@ -232,7 +232,7 @@ def expert_kernel(
     tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=real[:, None])
 
 
-# (at most so many pairs for an expert on average, tiles of the first GEMM, of the second)
+# (largest average of pairs per expert, tiles of the first GEMM, of the second)
 TILINGS = (
     (8, Tiling(16, 64, 128, 4, 3, True), Tiling(16, 64, 128, 4, 4, True)),
     (24, Tiling(32, 64, 64, 4, 3, True), Tiling(32, 64, 128, 4, 3, True)),
@@ -288,11 +288,11 @@ def expert_parts(
     x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalize: bool, *,
     first: int = 0, fixed: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Compute each token's weighted outputs by choice: [top_k, n, hidden], still to be added up.
+    """Compute each token's weighted outputs by choice: [top_k, n, hidden], still to be summed.
 
     x [n, hidden]; logits [splits, n, experts]; gate_up [local, 2 width, hidden] and
-    down [local, hidden, width]: of the experts from `first` on; others give zeros. fixed: the same
-    tiles for every n, so that no token depends on the others.
+    down [local, hidden, width]: of the experts from `first` on; others give zeros. fixed: use the
+    same tiles for every n, so that no token depends on the others.
     """
     n, (local, hidden, width) = len(x), down.shape
     average = 0.0 if fixed else n * top_k / logits.shape[-1]
@@ -315,7 +315,7 @@ def expert_sum(
     x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalize: bool, *,
     first: int = 0, fixed: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Add up the experts' outputs: [n, hidden]; in one order for every n if `fixed`."""
+    """Sum the experts' outputs: [n, hidden]; in one order for every n if `fixed`."""
     how = top_k, normalize
     parts = expert_parts(x, logits, gate_up, down, *how, first=first, fixed=fixed)
     y: Tensor = sum(parts.unbind()) if fixed else parts.sum(0)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The experts of a single token: a router that chooses, two GEMVs, and the norm behind them.
+"""The experts of a single token: a router that chooses, two GEMVs, and the norm after them.
 
 Generated from notebooks/11b_moe_kernels.ipynb: edit there.
 """
@@ -57,16 +57,16 @@ def route_row_kernel(
         total += tl.load(w_ptr + k).to(tl.float32) * tl.load(row_ptr + k + ks).to(tl.float32)
     y = tl.sum(total, 0) * tl.rsqrt(tl.sum(squares, 0) / K + eps)
     tl.store(logits_ptr + expert, y)
-    tl.debug_barrier()  # all threads have written before one of them says so
+    tl.debug_barrier()  # all threads have written before one of them counts
     if tl.atomic_add(done_ptr, 1, sem="acq_rel") == E - 1:
-        tl.debug_barrier()  # `acq_rel`, and all threads behind it: they see what others stored
+        tl.debug_barrier()  # with `acq_rel`: all threads now see the others' stores
         choose_experts(logits_ptr, experts_ptr, weights_ptr, E, TOP_K, NORMALIZE, WIDTH)
         tl.store(done_ptr, 0)  # ready for the next step
 
 
 @triton.jit
 def chosen_experts(experts_ptr, slots, TOP_K: tl.constexpr, E):
-    """Load the experts of these slots, clamped: where all logits are NaN, none was written."""
+    """Load the experts of these slots, clamped: if all logits are NaN, none was written."""
     experts = tl.load(experts_ptr + slots, mask=slots < TOP_K, other=0)
     return tl.minimum(tl.maximum(experts, 0), E - 1).to(tl.int64)
 
@@ -136,12 +136,12 @@ def down_row_kernel(
     tl.store(squares_ptr + tl.program_id(0), tl.sum(y * y, 0))
 
 
-GATE_UP = 8, 256, 2  # columns and depth of a program's tile, and its warps
+GATE_UP = 8, 256, 2  # columns and depth of a thread block's tile, and its warps
 DOWN = 4096, 128, 4  # numbers of a tile: columns x experts x depth; most depth; warps
 
 
 def fits_row(gate_up: Tensor, down: Tensor) -> bool:
-    """Return True if these kernels take the weights: no scales, and sizes that tiles divide."""
+    """Return True if these kernels support the weights: no scales, and sizes that tiles divide."""
     if count_scales(gate_up) != 0 or count_scales(down) != 0:
         return False
     (_, hidden, width), (bn, bk, _) = down.shape, GATE_UP
@@ -211,13 +211,13 @@ class FusedExperts:
     done: Tensor  # of `route_gemv`
 
     def parts(self, x: Tensor) -> Tensor:
-        """Compute the experts' outputs [top_k, n, hidden] of normalised x, still to be added up."""
+        """Compute the experts' outputs [top_k, n, hidden] of normalised x, still to be summed."""
         weights, how = (self.gate_up, self.down), (self.top_k, self.normalize)
         return expert_parts(x, split_k_linear(x, self.router), *weights, *how, first=self.first)
 
     @property
     def supports_gemv(self) -> bool:
-        """Whether `row` has kernels for these weights."""
+        """True if `row` has kernels for these weights."""
         return fits_row(self.gate_up, self.down)
 
     def row(self, x: DeferredNorm, norm: Tensor, eps: float) -> DeferredNorm:

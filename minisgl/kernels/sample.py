@@ -1,4 +1,4 @@
-"""Triton kernels that draw tokens from logits in one pass, and find what top-k and top-p leave.
+"""Triton kernels that sample tokens from logits in one pass, and apply top-k and top-p.
 
 Generated from notebooks/06c_sampling_kernel.ipynb: edit there.
 """
@@ -68,7 +68,7 @@ def best_greedy(row_ptr, begin, end, BLOCK: tl.constexpr):
     for start in range(begin, end, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         key = tl.where(ids < end, float_key(load_logits(row_ptr, ids, end)), LOWEST)
-        better = key > best  # a lane meets its ids in order, so an equal one comes too late
+        better = key > best  # a lane reads its ids in order, so the first of equals stays
         best = tl.where(better, key, best)
         best_id = tl.where(better, ids, best_id)
     top = tl.max(best, 0)
@@ -96,7 +96,7 @@ def best_noisy(
     for start in range(begin, end, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         x, allowed = ahead, ids < end
-        ahead = load_logits(row_ptr, ids + BLOCK, end)  # the next block, while this one is judged
+        ahead = load_logits(row_ptr, ids + BLOCK, end)  # prefetch the next block
         if FILTERED:
             x = tl.where((x != x) & (threshold > LOWEST), float("inf"), x)
             key = float_key(x)
@@ -141,7 +141,7 @@ def slice_kernel(
 
 @triton.jit
 def merge_kernel(best_ptr, best_id_ptr, out_ptr, parts, PARTS: tl.constexpr):
-    """Store the id of a row's best slice, of equals the smallest; one thread block per row."""
+    """Store the id of a row's best slice, ties to the smallest; one thread block per row."""
     row = tl.program_id(0)
     part = tl.arange(0, PARTS)
     best = tl.load(best_ptr + row * parts + part, mask=part < parts, other=LOWEST)
@@ -150,7 +150,7 @@ def merge_kernel(best_ptr, best_id_ptr, out_ptr, parts, PARTS: tl.constexpr):
     tl.store(out_ptr + row, tl.min(tl.where(best == top, ids, 0x7FFFFFFF), 0).to(tl.int64))
 
 
-SLICE_BLOCK = 2048  # tokens that a program looks at together
+SLICE_BLOCK = 2048  # tokens that a thread block loads at once
 
 
 def target_programs(device: torch.device) -> int:
@@ -162,7 +162,7 @@ def slices(rows: int, vocab: int, programs: int) -> tuple[int, int, int]:
     """Return how to cut `rows` rows: slices per row, tokens per slice, tokens per block."""
     block = min(SLICE_BLOCK, triton.next_power_of_2(vocab))
     blocks = triton.cdiv(vocab, block)
-    # Rounded down: a few programs more than fit at once would take as long as twice as many.
+    # Rounded down: a few thread blocks too many for one wave would take as long as two waves.
     parts = min(blocks, max(1, programs // rows))
     width = triton.cdiv(blocks, parts) * block
     return triton.cdiv(vocab, width), width, block
@@ -201,7 +201,7 @@ def kth_key(row_ptr, vocab, k, maxima, SHIFT: tl.constexpr, BLOCK: tl.constexpr)
     """Find the k-th largest key of the row: the largest that at least k keys reach."""
     low = tl.full([], LOWEST, tl.int32) >> SHIFT
     high = tl.max(maxima, 0)
-    while low < high:  # among the groups: no look at the row
+    while low < high:  # among the groups: without reading the row
         middle = (low | high) - ((low ^ high) >> 1)  # their mean, rounded up, without overflow
         if tl.sum((maxima >= middle).to(tl.int32), 0) >= k:
             low = middle
@@ -225,7 +225,7 @@ def shifted_float(key, SHIFT: tl.constexpr):
 
 @triton.jit
 def softmax_weight(x, largest, temperature):
-    """Return exp((x - largest) / temperature) in 2**-40, int64, so that sums have no order."""
+    """Return exp((x - largest) / temperature) in units of 2**-40, int64, for exact sums."""
     share = tl.exp(x / temperature - largest / temperature)
     return (tl.where(share != share, 0.0, share) * 1099511627776.0).to(tl.int64)
 
@@ -346,7 +346,7 @@ def filter_kernel(
     tl.store(last_ptr + row, last_id)
 
 
-FILTER_BLOCK = 8192  # groups, and tokens that a program of the filter looks at together
+FILTER_BLOCK = 8192  # groups, and tokens that a filter's thread block loads at once
 UNSET_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # zero in every float32
 
 
@@ -357,7 +357,7 @@ def filter_logits(
 
     A token stays if `float_key` of its logit is above the threshold, or equal to it with an id
     up to the last. temperature float32 [bs], 0 for no filter; top_k int32 [bs], 0 for off; top_p
-    float64 [bs], 1 for off. The logits of a row lie side by side.
+    float64 [bs], 1 for off. The logits of a row are contiguous.
     """
     rows, vocab = logits.shape
     threshold, last_id = torch.empty(2, rows, dtype=torch.int32, device=logits.device)
@@ -380,7 +380,7 @@ def sample_logits(
     """Sample a token for each row of logits [bs, vocab], int64 [bs], into `out` if it is given.
 
     keys int32 [2, bs]; temperature float32 [bs], 0 for a greedy row. Filters: as in
-    `filter_logits`, both or none. Rows of logits may lie apart. Samples equal `sample_tokens`'.
+    `filter_logits`, both or none. Rows may have any stride. Samples equal `sample_tokens`'.
     """
     rows = len(logits)
     if logits.dtype not in UNSET_BITS:

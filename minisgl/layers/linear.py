@@ -1,4 +1,4 @@
-"""Layers cut over ranks: linear ones by output or input, the gated MLP, the vocabulary.
+"""Layers split over ranks: linear layers by output or input, the gated MLP, the vocabulary.
 
 Generated from notebooks/05_model.ipynb: edit there.
 """
@@ -122,10 +122,10 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class LMHead(VocabParallelEmbedding):
-    """Logits: x [n, hidden] to [n, vocab_size] on every rank; `tied` lends its weight instead.
+    """Logits: x [n, hidden] to [n, vocab_size] on every rank; uses the weight of `tied`, if given.
 
     A single rank writes them to `out` [n, vocab_size], if it is given and `linear` is PyTorch's.
-    The attribute `tied` is True if the weight is borrowed.
+    The attribute `tied` is True if the weight is the embedding's.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class RMSNorm(nn.Module):
 class QKNorm(nn.Module):
     """RMS norm of each query and key head: [n, qo + kv heads, head_dim] to the same shape.
 
-    weight: [qo + kv heads, head_dim], the one of queries, then the one of keys, for every head.
+    weight: [qo + kv heads, head_dim]: the queries' weight for each query head, then the keys'.
     Other attributes: shape (head_dim,), num_qo_heads.
     """
 

@@ -1,4 +1,4 @@
-"""The frame that all families share: decoder layers between an embedding and a head.
+"""The model that all families share: decoder layers between an embedding and a head.
 
 Generated from notebooks/05_model.ipynb: edit there.
 """

@@ -39,7 +39,7 @@ class Comm(Protocol):
 
 
 class SingleRank:
-    """A group of one: every operation hands back what it was given."""
+    """A group of one rank: every operation returns its input."""
 
     rank = 0
     size = 1
@@ -62,7 +62,7 @@ class SingleRank:
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """The ranks, dtype and device of a model under construction, and what its layers compute by."""
+    """The ranks, dtype and device of a model under construction, and its layers' operations."""
 
     comm: Comm
     dtype: torch.dtype

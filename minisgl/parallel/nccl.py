@@ -1,4 +1,4 @@
-"""Ranks with a GPU each: sums by kernels of our own or over NCCL, everything else over gloo.
+"""Ranks with a GPU each: sums by our own kernels or NCCL, everything else over gloo.
 
 Generated from notebooks/10a_gpu_all_reduce.ipynb: edit there.
 """
@@ -32,13 +32,13 @@ def map_buffers(mine: Tensor, comm: Comm) -> list[Tensor]:
         handle = reduce_tensor(mine)[1]
     except RuntimeError as error:
         handle, why = None, error
-    sent = handle and handle[7:14]  # where the memory is; the types before that are our own
+    sent = handle and handle[7:14]  # the place of the memory; the types before it are our own
     handles = [comm.broadcast_object(sent, src=rank) for rank in range(comm.size)]
     found = []
     try:
         for rank, where in enumerate(handles if handle and all(handles) else []):
-            # Mapped for our own GPU, or theirs would get a context of ours; nothing to wait for.
-            # No public call maps for another GPU than the sender's: these are a pickle's arguments.
+            # Mapped for our own GPU, or theirs would get a context of ours; no event to await.
+            # No public call maps for a GPU other than the sender's: these are a pickle's arguments.
             args = [*handle[:6], index, *where, False]
             found.append(mine if rank == comm.rank else rebuild_cuda_tensor(*args))
     except RuntimeError as error:
@@ -51,10 +51,10 @@ def map_buffers(mine: Tensor, comm: Comm) -> list[Tensor]:
 
 
 class NcclComm(GlooComm):
-    """Like `GlooComm`, and CUDA tensors stay on the GPUs. Its calls can be captured in a graph.
+    """A `GlooComm` whose CUDA tensors stay on the GPUs; its calls can be captured in a graph.
 
     An operation is put into the current stream and returns at once; the stream keeps the order.
-    Sums of few rows are a kernel of our own where every GPU can write to the others' memory.
+    Sums of few rows use our own kernel if every GPU can write to the others' memory.
     """
 
     backend = "cpu:gloo,cuda:nccl"
@@ -64,15 +64,15 @@ class NcclComm(GlooComm):
     ) -> None:
         torch.cuda.set_device(device)
         super().__init__(store, rank, size, timeout)
-        from minisgl.kernels import all_reduce  # Triton is not everywhere
+        from minisgl.kernels import all_reduce  # Triton may be missing
 
         self.kernels, self.device = all_reduce, device
         self.peers: dict[tuple[int, torch.dtype], Any] = {}
         self.views: list[Tensor] = []  # memory of all ranks, ours and mapped
         self.quit = torch.zeros(1, dtype=torch.int32, device=device)  # fails on a full GPU
         self.one = torch.ones(1, dtype=torch.int32).pin_memory()
-        self.barrier()  # a rank that failed is noticed here, and within our own timeout
-        self.all_reduce(self.quit)  # the first call connects, and takes long
+        self.barrier()  # a failed rank is detected here, within our own timeout
+        self.all_reduce(self.quit)  # the first call connects, which takes long
         torch.cuda.synchronize(device)
 
     def peers_for(self, x: Tensor) -> Any:
@@ -115,7 +115,7 @@ class NcclComm(GlooComm):
     ) -> tuple[Tensor, Tensor] | None:
         """Return (RMSNorm of the sum, the sum) of all ranks' parts [p, m, n] and residual [m, n].
 
-        Return None if no kernel of ours supports the sizes.
+        Return None if our kernels do not support the sizes.
         """
         peers = self.peers_for(residual)
         if peers is None:
@@ -127,15 +127,13 @@ class NcclComm(GlooComm):
 
     def abort(self) -> None:
         """Free the GPU from waiting for a rank that died; from now on it computes garbage."""
-        with suppress(RuntimeError):  # the GPU is lost as well
+        with suppress(RuntimeError):  # the GPU may be lost too
             torch.cuda.set_device(self.device)  # of this thread
             with torch.cuda.stream(torch.cuda.Stream(self.device)):
                 self.quit.copy_(self.one, non_blocking=True)  # the copy engine is free
             if (group := dist.group.WORLD) is not None:
-                nccl = group._get_backend(
-                    self.device
-                )  # `group.abort()`, in public, ends gloo as well
-                # Its kernels end at once; the call itself, with the last graph that holds one.
+                nccl = group._get_backend(self.device)  # the public `group.abort()` also ends gloo
+                # Its kernels end at once, the call itself with the last graph that contains one.
                 threading.Thread(target=nccl.abort, daemon=True, name="abort NCCL").start()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether workers that live also work: counters that they raise and the parent watches.
+"""Heartbeats of workers: counters that the workers increment and the parent watches.
 
 Generated from notebooks/10b_ranks.ipynb: edit there.
 """
@@ -19,7 +19,7 @@ class Heartbeat:
         self._counts = counts
 
     def start(self) -> None:
-        """Count as long as the process runs, whatever its loop does."""
+        """Count as long as the process runs, even if its loop stops."""
 
         def count() -> None:
             while True:
@@ -34,9 +34,9 @@ class Heartbeat:
 
 
 class Watchdog:
-    """The parent's side: for how many seconds that it was awake itself each count stood still.
+    """The parent's side: for each count, the seconds without a change while the parent was awake.
 
-    The limits are in seconds, for a worker's thread and for one turn of its loop; 0 is no limit.
+    The limits are in seconds, for a worker's thread and one iteration of its loop; 0 is no limit.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Watchdog:
         self._silent: dict[tuple[str, int], float] = {}
 
     def check(self, heartbeats: Mapping[str, MutableSequence[int]]) -> str | None:
-        """Describe what is wrong with a worker, or return None; call it several times a second."""
+        """Describe a worker's failure, or return None; call it several times a second."""
         now = self._clock()
-        # More than half a second means that we slept ourselves: the others may have, too.
+        # More than half a second means that this process slept, and perhaps the others too.
         awake = 0.0 if self._checked is None else min(now - self._checked, 0.5)
         self._checked = now
         for kind, limit in enumerate(self._limits):

@@ -1,4 +1,4 @@
-"""Ranks as processes: rank 0 starts the others, leads them and leaves with them.
+"""Ranks as processes: rank 0 starts the others, leads them and ends with them.
 
 Generated from notebooks/10b_ranks.ipynb: edit there.
 """
@@ -50,7 +50,7 @@ class Place(NamedTuple):
 def join(store: Any, place: Place) -> GlooComm:
     """Join the group and return its communicator: NCCL if `device` is a GPU, else Gloo."""
     rank, size, device, timeout, _ = place
-    store.set(f"here/{rank}", b"")  # processes start at very different speeds: meet first
+    store.set(f"here/{rank}", b"")  # processes start at different speeds, so they meet first
     store.wait([f"here/{other}" for other in range(size)], timedelta(seconds=START_SECONDS))
     if torch.device(device).type == "cuda":
         return NcclComm(store, rank, size, torch.device(device), timeout)
@@ -61,7 +61,7 @@ def rank_main(
     place: Place, entry: Callable[..., Any], args: tuple[Any, ...], context: WorkerContext
 ) -> Any:
     """Run a rank process: join the group, call `entry(comm, *args)` and return its result."""
-    # A rank has nothing to remove, and in a collective call no Python handler runs.
+    # A rank has nothing to clean up, and no Python handler runs in a collective call.
     signal.signal(LEAVE, signal.SIG_DFL)
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", place.port, is_master=False)
@@ -69,7 +69,7 @@ def rank_main(
     try:
         comm = join(store, place)
         result = entry(comm, *args)
-    except (CommError, torch.distributed.DistError) as error:  # most likely another rank's fault
+    except (CommError, torch.distributed.DistError) as error:  # most likely another rank's failure
         raise PeerFailed(str(error)) from error
     comm.close()
     return result
@@ -78,8 +78,8 @@ def rank_main(
 class RankProcesses(Supervisor):
     """Processes for the ranks in `ranks` of a group of `size`, which all call `entry(comm, *args)`.
 
-    `entry` must be importable. On leaving after an error they are ended at once: no rank will come
-    to a collective call any more.
+    `entry` must be importable. After an error the processes are ended at once, because no rank will
+    reach another collective call.
     """
 
     def __init__(
@@ -129,9 +129,7 @@ def devices_of(config: SchedulerConfig) -> list[str]:
     """Choose a device for each rank; raise ValueError if model or GPUs allow fewer ranks."""
     size = config.tp.size
     model = ModelConfig.from_path(resolve_model_path(config.model_path))
-    model.check_tp(
-        size, config.expert_parallel
-    )  # before processes start that would all say the same
+    model.check_tp(size, config.expert_parallel)  # before each process raises the same error
     devices = [choose_device(config.device, rank) for rank in range(size)]
     if size > 1 and devices[0] != "cpu" and len(set(devices)) == 1:
         raise refuse("device", f"cuda, which is a GPU for each of {size} ranks", config.device)
@@ -144,8 +142,8 @@ def devices_of(config: SchedulerConfig) -> list[str]:
 class Ranks:
     """Rank 0's side of a group: this process is rank 0, the others are its children.
 
-    Give `comm` and `channel(outer)` to `build_scheduler`, run the scheduler until it has taken an
-    `ExitMsg`, which reaches the others on the same way; shut its engine down, then `close()`.
+    Pass `comm` and `channel(outer)` to `build_scheduler` and run the scheduler until it receives an
+    `ExitMsg`, which also reaches the others. Shut its engine down, then call `close()`.
     Raises `ValueError` for an impossible split, `WorkerFailed` if another rank fails.
     """
 
@@ -159,7 +157,7 @@ class Ranks:
             tp_worker, (config,),
             ranks=range(1, size), size=size, devices=devices, timeout=timeout,
         )  # fmt: skip
-        self.lost = threading.Event()  # a rank: what a step under way computes is garbage
+        self.lost = threading.Event()  # a rank is lost: the current step's result is garbage
         self.stop_waiting: Callable[[], None] = lambda: None
         self.processes.__enter__()
         try:
@@ -176,7 +174,7 @@ class Ranks:
                 threading.Thread(target=self.watch, args=(process,), daemon=True).start()
 
     def _meet(self, place: Place) -> GlooComm:
-        """Join the group as rank 0; WorkerFailed, soon, if another rank does not come to it."""
+        """Join the group as rank 0; raise WorkerFailed soon if another rank cannot join it."""
         met, group = threading.Event(), self.processes
 
         def watch() -> None:
@@ -190,34 +188,34 @@ class Ranks:
         threading.Thread(target=watch, daemon=True, name="watch the meeting").start()
         try:
             return join(store, place)
-        except RuntimeError:  # CommError, or from below it: the store, a connection that never came
+        except RuntimeError:  # a CommError, or from the store: no connection came
             self.explain()
             raise
         finally:
             met.set()
 
     def explain(self) -> None:
-        """Raise WorkerFailed if a rank's failure explains that an operation of rank 0 failed."""
+        """Raise WorkerFailed if a rank's failure explains a failed operation of rank 0."""
         self.processes.listen(1.0)
         self.processes.check()
 
     def watch(self, process: BaseProcess) -> None:
-        """Wait for the end of another rank's process; free our GPU if that was no orderly one."""
-        try:  # without taking the status away from `multiprocessing`
+        """Wait for the end of another rank's process; free our GPU if it was not orderly."""
+        try:  # leaves the exit status for `multiprocessing`
             ending = os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOWAIT)
             status = ending and ending.si_status
-        except ChildProcessError:  # another thread has taken it
+        except ChildProcessError:  # another thread has read it
             status = process.exitcode
         if status != 0:
             self.lost.set()
             self.stop_waiting()
 
     def channel(self, outer: Channel) -> BroadcastChannel:
-        """Rank 0's end of the channel that all ranks share."""
+        """Return rank 0's end of the channel that all ranks share."""
         return LeadingChannel(outer, self)
 
     def alive(self) -> bool:
-        """Return True, or raise WorkerFailed: a waiting loop would otherwise miss a death."""
+        """Return True, or raise WorkerFailed, so that a waiting loop does not miss a death."""
         self.processes.check()
         return True
 
@@ -235,7 +233,7 @@ class Ranks:
         self.stop_waiting()
         with suppress(RuntimeError):  # a GPU may be lost with its rank
             shutdown()
-        leave_group()  # which asks nothing of the others: they are gone
+        leave_group()  # without the other ranks, which are gone
 
     def __enter__(self) -> Self:
         return self

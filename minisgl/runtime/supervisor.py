@@ -32,7 +32,7 @@ from minisgl.runtime.heartbeat import Heartbeat, Watchdog
 
 
 class WorkerFailed(RuntimeError):
-    """A worker did not start, failed or died. The message names it; its traceback is a note."""
+    """The error for a worker that did not start, failed or died; its traceback is a note."""
 
 
 class PeerFailed(RuntimeError):
@@ -41,7 +41,7 @@ class PeerFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """A worker's reports to its parent: that it is ready, and each turn of its loop."""
+    """A worker's reports to its parent: that it is ready, and each iteration of its loop."""
 
     ready: Callable[[], None]
     beat: Callable[[], None]
@@ -59,12 +59,12 @@ class Ending(NamedTuple):
     """End of a worker: "done" with its result, "failed", or "lost" by another's failure."""
 
     kind: str
-    value: Any  # the result, or why in one line
+    value: Any  # the result, or the reason in one line
     details: str = ""  # a traceback
 
 
 def one_line(error: BaseException) -> str:
-    """Format an error as one line: ours begin with the field at fault, others with their type."""
+    """Format an error as one line: ours begin with the invalid field, others with their type."""
     text = " ".join(str(error).split())
     return (
         text if isinstance(error, (ValueError, WorkerFailed)) else f"{type(error).__name__}: {text}"
@@ -72,7 +72,7 @@ def one_line(error: BaseException) -> str:
 
 
 def exit_with_parent(folder: Path | None = None) -> None:
-    """End this process when its parent was killed, whatever it is doing, and remove `folder`."""
+    """End this process at any point when its parent is killed, and remove `folder`."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -86,15 +86,15 @@ def exit_with_parent(folder: Path | None = None) -> None:
     threading.Thread(target=watch, daemon=True, name="exit with parent").start()
 
 
-OF_THE_GROUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the parent answers them for all
-LEAVE = signal.SIGUSR1  # by which the parent ends a worker
+OF_THE_GROUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the parent handles them for all
+LEAVE = signal.SIGUSR1  # with it the parent ends a worker
 
 
 def worker_main(worker: Worker, report: Connection, counts: Any, folder: Path | None) -> None:
     """Run a worker's function in its new process and report how it ended."""
     for sig in OF_THE_GROUP:
         signal.signal(sig, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_GROUP)  # since our start
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_GROUP)  # blocked since our start
     exit_with_parent(folder)
     tqdm.set_lock(threading.RLock())  # its own is a semaphore, which outlives a killed process
     heartbeat = Heartbeat(counts)
@@ -106,23 +106,23 @@ def worker_main(worker: Worker, report: Connection, counts: Any, folder: Path | 
     try:
         module, function = worker.entry.split(":")
         main = getattr(importlib.import_module(module), function)
-        # From here on there are things of ours to remove, in order. Not before: PyTorch's import
-        # calls Python from C++ that aborts loudly when an exception comes out of it.
+        # From here on there are resources to free in order. Not before: PyTorch's import calls
+        # Python from C++, which aborts on an exception.
         signal.signal(LEAVE, lambda *_: sys.exit(1))
         ending = Ending("done", main(*worker.args, WorkerContext(ready, heartbeat.beat)))
     except Exception as error:
         kind = "lost" if isinstance(error, PeerFailed) else "failed"
         ending = Ending(kind, f"failed: {one_line(error)}", traceback.format_exc())
     finally:
-        signal.signal(LEAVE, signal.SIG_IGN)  # it would break off what libraries do at exit
-    # As bytes: `send` would pass tensors as memory that is shared with a process about to end.
+        signal.signal(LEAVE, signal.SIG_IGN)  # it would interrupt libraries' exit handlers
+    # As bytes: `send` would share a tensor's memory with this process, which is about to end.
     report.send_bytes(pickle.dumps(ending))
     sys.exit(ending.kind != "done")
 
 
 @contextmanager
 def override_signals(handler: Any, signals: Sequence[signal.Signals]) -> Iterator[None]:
-    """Another handler of some signals during the block."""
+    """Set another handler of some signals during the block."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python handles signals in the main thread alone
         return
@@ -136,8 +136,8 @@ def override_signals(handler: Any, signals: Sequence[signal.Signals]) -> Iterato
 
 @contextmanager
 def defer_signals(signals: Sequence[signal.Signals]) -> Iterator[None]:
-    """Signals that have their turn after the block, and not in processes that it starts."""
-    ensure_running()  # first: it unblocks what is blocked
+    """Hold signals back until after the block; processes that it starts inherit the mask."""
+    ensure_running()  # first, because it unblocks signals
     heard: list[int] = []  # by other threads
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
@@ -150,7 +150,7 @@ def defer_signals(signals: Sequence[signal.Signals]) -> Iterator[None]:
 
 
 def kill_orphans(processes: Sequence[BaseProcess]) -> None:
-    """Kill the processes that still run: no other process will stop them."""
+    """Kill the processes that still run, which nothing else would stop."""
     left = [process for process in processes if process.pid is not None and process.is_alive()]
     for process in left:
         process.kill()
@@ -159,7 +159,7 @@ def kill_orphans(processes: Sequence[BaseProcess]) -> None:
 
 
 class Supervisor:
-    """Worker processes and the folder of their sockets, if any. A context manager."""
+    """A context manager of worker processes and the folder of their sockets, if any."""
 
     def __init__(
         self,
@@ -173,19 +173,19 @@ class Supervisor:
         context: Any = multiprocessing.get_context(method)
         self._watchdog, self._folder = watchdog, folder
         self._start_seconds, self._deadline = start_seconds, 0.0
-        self.grace = 0.0  # seconds to end by themselves, once they can hear us
+        self.grace = 0.0  # seconds for workers that are ready to end by themselves
         self.ready: set[str] = set()
         self.ended: dict[str, Ending] = {}
         self.processes: dict[str, BaseProcess] = {}
         self._pipes: dict[str, tuple[Connection, Connection]] = {}
-        # One writer for each integer, so no lock: one that a killed worker held would stay locked.
+        # No lock, since each integer has one writer: a killed worker would leave it locked.
         self._heartbeats = {worker.name: context.RawArray("q", 2) for worker in workers}
         for worker in workers:
             self._pipes[worker.name] = pipe = context.Pipe(duplex=False)
             args = (worker, pipe[1], self._heartbeats[worker.name], folder)
             name = f"minisgl {worker.name}"
             self.processes[worker.name] = context.Process(target=worker_main, args=args, name=name)
-        # Not daemons: those a forked child would end, too, when it ends.
+        # Not daemons, which a forked child would also end when it ends.
         Finalize(self, kill_orphans, (list(self.processes.values()),), exitpriority=0)
 
     def __enter__(self) -> Self:
@@ -193,15 +193,15 @@ class Supervisor:
             with defer_signals(OF_THE_GROUP):
                 for name, process in self.processes.items():
                     process.start()
-                    self._pipes[name][1].close()  # so that the end of the process ends the pipe
-        except BaseException:  # no process could be started, or a signal wants us to leave
+                    self._pipes[name][1].close()  # so that the pipe ends with the process
+        except BaseException:  # a process did not start, or a signal came
             self.stop()
             raise
         self._deadline = time.monotonic() + self._start_seconds
         return self
 
     def listen(self, seconds: float = 0.0) -> None:
-        """Take in reports for at most that long; returns early when a worker has reported."""
+        """Read reports for at most `seconds`; return early when a worker has reported."""
         running = {name: self._pipes[name][0] for name in self.processes if name not in self.ended}
         heard = wait(list(running.values()), timeout=seconds) if running else []
         for name, pipe in running.items():
@@ -220,14 +220,14 @@ class Supervisor:
                     self.grace = 5.0
 
     def _silent_end(self, name: str) -> str:
-        """Describe why a process ended without a report: killed, or crashed below Python."""
+        """Describe the end of a process without a report: killed, or crashed below Python."""
         self.processes[name].join(1.0)
         code = self.processes[name].exitcode or 0
         how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
         return how if name in self.ready else f"{how}: it ended before it was ready"
 
     def check(self) -> None:
-        """Raise WorkerFailed with the traceback of the worker that failed first, if one did."""
+        """Raise WorkerFailed with the traceback of the first worker that failed, if any."""
         self.listen()
         deadline = time.monotonic() + 3.0  # others lose their connection first and report it first
         while True:
@@ -288,7 +288,7 @@ class Supervisor:
                 for process in left:
                     process.join(timeout=seconds)
             for descendant in descendants:
-                with suppress(psutil.NoSuchProcess):  # as it should be
+                with suppress(psutil.NoSuchProcess):  # usually it has ended
                     descendant.kill()
             for receiver, _ in self._pipes.values():
                 receiver.close()
@@ -299,7 +299,7 @@ class Supervisor:
         self.stop()
 
     def _descendants(self, workers: Sequence[BaseProcess]) -> list[psutil.Process]:
-        """List the processes that our workers started, to stop those that outlive them."""
+        """List the processes that our workers started, so that none outlives them."""
         found: list[psutil.Process] = []
         for process in workers:
             with suppress(psutil.NoSuchProcess):

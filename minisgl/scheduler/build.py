@@ -41,7 +41,7 @@ from minisgl.tokenizer import load_tokenizer
 
 
 def limits_of(engine: Executor, eos_token_ids: Collection[int]) -> Limits:
-    """Return what requests to this engine must keep to."""
+    """Return the limits for requests to this engine."""
     pool_tokens = engine.num_pages * engine.page_size
     return Limits(engine.max_seq_len, pool_tokens, engine.vocab_size, frozenset(eos_token_ids))
 
@@ -56,7 +56,7 @@ def end_tokens(folder: Path, model: ModelConfig) -> Collection[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Factories of a scheduler's parts. Replace one to run a class of your own."""
+    """Factories of a scheduler's parts. Replace one to use your own class."""
 
     engine: Callable[..., Engine] = build_engine
     radix_cache: Callable[[int], PrefixCache] = RadixCache
@@ -74,7 +74,7 @@ class Parts:
 def build_prefill(
     config: SchedulerConfig, engine: Executor, parts: Parts, emit: Emit | None
 ) -> PrefillManager:
-    """Build cache, queue and admission as a resolved config asks for them."""
+    """Build cache, queue and admission from a resolved config."""
     kinds = {"radix": parts.radix_cache, "naive": parts.naive_cache}
     prefixes = kinds[config.cache_type](engine.page_size)
     cache = parts.cache_manager(engine.num_pages, engine.tables, prefixes, emit)
@@ -110,10 +110,10 @@ def build_scheduler(
     observe: Emit | None = None, recorder: Recorder | None = None, progress: bool = False,
     hold: GrammarQueue | None = None, parts: Parts | None = None,
 ) -> Scheduler:  # fmt: skip
-    """Build an engine and everything that feeds it; each part is given what it works with.
+    """Build an engine and everything that feeds it; each part gets the parts that it uses.
 
     `observe` and `recorder` receive events. In `hold`, somewhere inside of `channel`, requests wait
-    for their grammars. `parts` None: ours.
+    for their grammars. `parts` None: the default factories.
     """
     parts = parts or Parts()
     folder = resolve_model_path(config.model_path)

@@ -1,4 +1,4 @@
-"""Grammars as requests ask for them, compiled; no tensor library is imported for that.
+"""The grammars of requests and their compilation, without importing a tensor library.
 
 Generated from notebooks/09a_structured_output.ipynb: edit there.
 """
@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from minisgl.scheduler.messages import InvalidRequestError
 
-MAX_MULTIPLES = 1000  # sum of all `multipleOf` of a schema: each takes as many states
+MAX_MULTIPLES = 1000  # sum of a schema's `multipleOf`s: each takes as many states
 LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=10_000,
     max_lexer_states=10_000, max_grammar_size=20_000, verbose_errors=False,
@@ -67,7 +67,7 @@ def tag_of(text: str) -> dict[str, Any]:
 
 
 class TagCompiler:
-    """A structural tag in Lark's notation for one tokenizer, whose special tokens are no text."""
+    """A structural tag in Lark's notation for one tokenizer, whose special tokens are not text."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self.tokenizer = tokenizer
@@ -145,11 +145,11 @@ class TagCompiler:
         raise ValueError(f"no node of a structural tag that is supported: {node!r:.80}")
 
     def either(self, nodes: list[Any]) -> str:
-        """Define one of several nodes."""
+        """Define a choice between several nodes."""
         return self.define(" | ".join(map(self.expression, nodes)))
 
     def repeated(self, node: dict[str, Any], one: str, between: str, end: str) -> str:
-        """Return one or more, unless limited to one; or also none, if that is allowed."""
+        """Return a repetition: one or more, but the node may limit it to one or allow none."""
         many = one if node.get("stop_after_first") else f"{one} ({between}{one})* {end}"
         empty = end or '""'
         return many if node.get("at_least_one") else f"({many} | {empty})"
@@ -180,7 +180,7 @@ def compile_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> LLMa
         if matcher.is_error():  # it never raises
             why = matcher.get_error()
             raise ValueError("no text matches" if why.startswith("NoExtensionBias") else why)
-    except Exception as error:  # a client's text: nothing in it may end the scheduler's loop
+    except Exception as error:  # a client's text must never end the scheduler's loop
         name = f"{tag_of(text).get('name', field)!s:.100}" if field == "structural_tag" else field
         raise InvalidRequestError(f"{name}: {error!s:.500}", param=name) from None
     return matcher

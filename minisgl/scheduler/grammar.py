@@ -1,4 +1,4 @@
-"""Answers that keep to a grammar: follow the answer, mask what may not come next.
+"""Answers that match a grammar: follow the answer, mask the tokens that must not come next.
 
 Generated from notebooks/09a_structured_output.ipynb: edit there.
 """
@@ -27,7 +27,7 @@ from minisgl.tokenizer import THINK
 
 
 class Matcher:
-    """Follows one answer through its grammar. Only the answer and the prompt's end move it."""
+    """Follows one answer through its grammar; depends on the answer and the prompt's end alone."""
 
     def __init__(self, start: LLMatcher, field: str) -> None:
         self.ll, self.field = start.deep_copy(), field
@@ -35,18 +35,18 @@ class Matcher:
 
     @property
     def error(self) -> str:
-        """Why the answer cannot go on, or nothing."""
+        """The reason why the answer cannot continue, or an empty string."""
         return f"{self.field}: {self.ll.get_error():.500}" if self.ll.is_error() else ""
 
     def follow(self, output_ids: IntArray) -> None:
-        """Accept what the answer has got since the last call."""
+        """Accept the tokens that were added since the last call."""
         for token in output_ids[self.seen :].tolist():
             self.ll.consume_token(token)
         self.seen = len(output_ids)
 
 
 class DeferredOutput(ForwardOutput):
-    """A step whose sampling waits for the step before; `wait` samples if nothing did so earlier."""
+    """A step whose sampling waits for the previous step; `wait` samples if it is still pending."""
 
     def __init__(self, sample: Callable[[], ForwardOutput]) -> None:
         self._sample = sample
@@ -63,13 +63,13 @@ class DeferredOutput(ForwardOutput):
 
 
 class Grammars:
-    """Compiles grammars for one model in threads, keeps the last ones, fills masks."""
+    """Compiles the grammars of one model in threads, caches the last ones, fills masks."""
 
     def __init__(self, load: Callable[[], LLTokenizer | str], keep: int = 256) -> None:
-        """Start a thread, in which `load` returns a tokenizer, or the reason why there is none.
+        """Start a thread in which `load` returns a tokenizer, or the reason why there is none.
 
-        `keep` bounds their memory, a few MiB for a large one; one that is dropped while its request
-        waits is compiled twice.
+        `keep` bounds the memory of grammars, up to a few MiB each; one that is dropped while its
+        request waits is compiled twice.
         """
         pool = ThreadPoolExecutor(SLOTS, "grammars")
         self.tokenizer = loaded = pool.submit(load)
@@ -82,7 +82,7 @@ class Grammars:
         self.compile = lru_cache(keep)(compile)
 
     def start(self, params: SamplingParams) -> Future[LLMatcher] | None:
-        """Compile what a request asks for, unless it is there; None if it asks for nothing."""
+        """Compile a request's grammar, unless it is cached; return None if it has no grammar."""
         asked = asked_for(params)
         return None if asked is None else self.compile(*asked)
 
@@ -100,10 +100,10 @@ class Grammars:
         req.logits_params.mask = np.full(-(-vocab_size // 32), -1, np.int32)
 
     def begin(self, matcher: Matcher, prompt: IntArray) -> None:
-        """Accept the `<think>` with which a prompt ends, if the grammar begins so too."""
+        """Accept the `<think>` at the end of a prompt, if the grammar begins with it too."""
         tokenizer = self.tokenizer.result()
         assert not isinstance(tokenizer, str)
-        for length in range(1, 9):  # tokens that a marker may take where it is no special one
+        for length in range(1, 9):  # tokens of a marker that is not a special token
             tail = prompt[-length:].tolist()
             if tokenizer.decode_str(tail).strip() == THINK:
                 if matcher.ll.validate_tokens(tail) == len(tail):
@@ -111,7 +111,7 @@ class Grammars:
                 return
 
     def fill_masks(self, fi: ForwardInput) -> None:
-        """Write the masks of a step: what each constrained request may say next."""
+        """Write the masks of a step: the tokens allowed next for each constrained request."""
         assert fi.sampling is not None
         rows, masks = masks_of(fi.sampling.processing)
         todo = []
@@ -129,7 +129,7 @@ class Grammars:
             masks[indices] = wide[indices, :words]
 
     def defer(self, fi: ForwardInput, sample: Callable[[], ForwardOutput]) -> ForwardOutput:
-        """Keep a sampling that needs masks; do others at once."""
+        """Hold back a sampling that needs masks; do any other at once."""
         if all(req.matcher is None for req in fi.sampled):
             return sample()
 
@@ -142,22 +142,22 @@ class Grammars:
         return self.waiting
 
     def sample(self) -> None:
-        """Fill the masks of the step that is kept, if there is one, and sample it."""
+        """Fill the masks of the deferred step, if there is one, and sample it."""
         if self.waiting is not None:
             self.waiting.sample()
 
     def reset(self) -> None:
-        """Drop the step that waits: its requests are gone."""
+        """Drop the deferred step: its requests are gone."""
         self.waiting = None
 
 
 def load_grammars(folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> Grammars:
-    """Make the grammars of a model folder; without a tokenizer each is rejected with a reason."""
+    """Create a model folder's grammars; without a tokenizer, each is rejected with a reason."""
     return Grammars(partial(load_tokens, folder, vocab_size, eos_token_ids))
 
 
 class CompileMsg(msgspec.Struct, tag=True):
-    """Rank 0 to the others: a request with these parameters will come."""
+    """Message of rank 0 to the others: a request with these parameters will come."""
 
     sampling_params: SamplingParams
 
@@ -165,7 +165,7 @@ class CompileMsg(msgspec.Struct, tag=True):
 class GrammarQueue:
     """Requests that wait for their grammars.
 
-    `start` is that of `Grammars`, once they are there; `announce` if there are other ranks.
+    `start` is that of `Grammars`, once they exist; `announce` if there are other ranks.
     """
 
     def __init__(self, announce: bool = False) -> None:
@@ -174,7 +174,7 @@ class GrammarQueue:
         self.held: dict[int, tuple[UserMsg, Future[LLMatcher]]] = {}  # by uid
 
     def pass_on(self, messages: Sequence[Any]) -> list[Any]:
-        """Return the messages that may go on, in order, and those whose wait is over."""
+        """Return the messages that may proceed, in order, and those whose wait is over."""
         passed: list[Any] = []
         for msg in messages:
             job = self.start(msg.sampling_params) if isinstance(msg, UserMsg) else None
@@ -190,7 +190,7 @@ class GrammarQueue:
 
 
 class CompilingChannel:
-    """The channel of a rank: what is announced is compiled, the rest goes on."""
+    """The channel of a rank: it compiles announced grammars and returns other messages."""
 
     def __init__(self, channel: Channel, grammars: Grammars) -> None:
         self.channel, self.grammars = channel, grammars

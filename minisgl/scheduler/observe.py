@@ -15,13 +15,13 @@ from minisgl.scheduler.scheduler import Scheduler
 
 
 class IdleAudit:
-    """Recount all pages of a scheduler that has nothing to do; IntegrityError if one is lost."""
+    """An audit that recounts all pages of an idle scheduler; IntegrityError if one is lost."""
 
     def __init__(self, every: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.every, self.clock, self.next_time = every, clock, 0.0  # seconds
 
     def __call__(self, scheduler: Scheduler) -> None:
-        """Check the cache at most once in `every` seconds, and less often where that takes long."""
+        """Check the cache at most once in `every` seconds, less often if a check takes long."""
         start = self.clock()
         if start < self.next_time:
             return
@@ -32,7 +32,7 @@ class IdleAudit:
 
 
 class StageClock:
-    """Turns events into timed stages of the host's loop, and hands each to `observe`."""
+    """Turns events into timed stages of the host's loop, and passes each to `observe`."""
 
     def __init__(
         self, observe: Callable[[StageTimed], None],
@@ -60,7 +60,7 @@ class StageClock:
 
 
 def emitter(*observers: Emit | None) -> Emit | None:
-    """Join observers into one `emit`, each disabled after its first failure; None for none."""
+    """Join observers into one `emit` that logs their first failures; None without observers."""
     live = [guarded(observe) for observe in observers if observe is not None]
     if len(live) < 2:
         return live[0] if live else None

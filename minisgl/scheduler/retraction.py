@@ -1,4 +1,4 @@
-"""Short of memory: take it back from running requests, admit new ones in groups.
+"""Shortage of memory: retract running requests, and admit new ones in groups.
 
 Generated from notebooks/09c_llm.ipynb: edit there.
 """
@@ -19,12 +19,12 @@ def make_room(scheduler: Scheduler) -> None:
     while running:
         available = cache.available_tokens // size
         chunked = scheduler.prefill.chunked_req
-        if chunked is not None:  # the rest of a half-done prompt, and nothing of its answer
+        if chunked is not None:  # the rest of a half-done prompt, without its answer
             available -= future_pages(chunked, size, 0)
         short = (cache.allocated_len[req] < req.device_len for req in running.values())
         if len(running) <= available or sum(short) <= available:  # one page each at the most
             return
-        if scheduler.in_flight is not None:  # a request may have ended in it: look first
+        if scheduler.in_flight is not None:  # a request may have ended in it
             scheduler.finish_in_flight()
         else:
             youngest = next(reversed(running.values()))
@@ -32,7 +32,7 @@ def make_room(scheduler: Scheduler) -> None:
 
 
 def retract(scheduler: Scheduler, req: Req) -> None:
-    """Take row and pages from a request; it continues later, before those who never ran."""
+    """Take row and pages from a request; it continues later, before requests that never ran."""
     scheduler.prefill.remove(req)
     scheduler.decode.remove(req)
     scheduler.free_request(req)
@@ -46,7 +46,7 @@ def retract(scheduler: Scheduler, req: Req) -> None:
 class DelayedPrefill(MixedPrefill):
     """Admits requests in groups while the rows are taken and many wait."""
 
-    share, most = 32, 16  # rows of which one has to be free; steps to wait for that at most
+    share, most = 32, 16  # one row in `share` has to be free; the largest number of steps to wait
     delay = 0  # steps left to wait
 
     def schedule(self) -> Batch | None:

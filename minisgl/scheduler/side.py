@@ -1,4 +1,4 @@
-"""Chats and grammars of strangers, in processes that end with a job that takes too long.
+"""Untrusted chats and grammars, in processes that are killed if a job takes too long.
 
 Generated from notebooks/09a_structured_output.ipynb: edit there.
 """
@@ -26,7 +26,7 @@ from minisgl.tokenizer_files import ChatTemplates
 
 
 def asked_for(params: SamplingParams) -> tuple[str, str] | None:
-    """Return the field that constrains an output, and its grammar as text; None if none does."""
+    """Return the field that constrains an output and its grammar as text; None without one."""
     texts: dict[str, Any] = {
         "json_schema": params.json_schema,
         "json_object": '{"type": "object"}' if params.json_object else None,
@@ -39,9 +39,9 @@ def asked_for(params: SamplingParams) -> tuple[str, str] | None:
 
 
 SLOTS = 4  # jobs at once, in a server
-START, SECONDS = 60.0, 10.0  # for a process and a tokenizer to load, for a job
+START, SECONDS = 60.0, 10.0  # to start and load a tokenizer; for a job
 MEMORY, MAX_ANSWER = 2**32, 2**27  # bytes
-KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TZ")  # of the environment: no secrets
+KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TZ")  # environment variables; no secrets
 
 
 class SideProcess:
@@ -66,14 +66,14 @@ class SideProcess:
         return msgspec.msgpack.decode(self._pipe.recv_bytes(MAX_ANSWER))
 
     def end(self) -> None:
-        """Kill the process, whatever it is doing."""
+        """Kill the process, even in the middle of a job."""
         self._process.kill()
         self._process.wait()
         self._pipe.close()
 
 
 def plain(value: Any) -> Any:
-    """Convert a mapping or sequence of any class; a template gets nothing but JSON's types."""
+    """Convert a mapping or sequence of any class; a template gets JSON's types only."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence):
@@ -82,13 +82,13 @@ def plain(value: Any) -> Any:
 
 
 def end_all(processes: list[SideProcess]) -> None:
-    """End the processes that wait for a job."""
+    """End the idle processes."""
     while processes:
         processes.pop().end()
 
 
 class Side:
-    """Side processes of one model: one for each thread that waits for an answer at a time."""
+    """Side processes of one model: one for each thread that waits for a result."""
 
     def __init__(self, setup: Sequence[Any], seconds: float = SECONDS) -> None:
         self._setup, self._seconds = msgspec.msgpack.encode(setup), seconds
@@ -101,11 +101,11 @@ class Side:
         self._idle.append(SideProcess(self._setup))
 
     def close(self) -> None:
-        """End the processes; a later job starts one again."""
+        """End the processes; a later job starts a new one."""
         end_all(self._idle)
 
     def _take(self, task: str) -> SideProcess:
-        """Return a process that has done `task`; one that has died meanwhile is replaced."""
+        """Return a process that has done `task`; replace one that has died."""
         while True:
             try:
                 process, fresh = self._idle.pop(), False
@@ -128,7 +128,7 @@ class Side:
             process.end()
             name = field if kind == "compile" else "messages"
             most = f"{self._seconds:g} seconds and {MEMORY >> 30} GiB"
-            must = f"{name}: must {kind} within {most}, got what does not"
+            must = f"{name}: must {kind} within {most}, got one that does not"
             raise InvalidRequestError(must, param=name) from None
         except BaseException:  # nothing was sent, or an interrupt came
             process.end()
@@ -149,7 +149,7 @@ class SideTemplates(ChatTemplates):
         self._side = side
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """Return a conversation as one string; a `ValueError` if that takes too long."""
+        """Return a conversation as one string; raise `ValueError` if that takes too long."""
         try:
             return str(self._side.call("render", messages, variables))
         except (UnicodeEncodeError, OverflowError) as error:
@@ -168,7 +168,7 @@ class SideTokenizer(Tokenizer):
         self.templates = SideTemplates(self.templates, self.side)
 
     def encode_params(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters in ids; a `ValueError` also for a grammar that cannot be compiled."""
+        """Return parameters in ids; raise `ValueError` also for a grammar that does not compile."""
         if (asked := asked_for(params)) is not None:
             self.side.compile(*asked)
         return super().encode_params(params)

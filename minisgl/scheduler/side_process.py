@@ -23,12 +23,12 @@ from minisgl.tokenizer_files import ChatTemplates
 
 
 def limit_process() -> None:
-    """Drop what a side process does not need: files, memory, precedence, the user's signals."""
+    """Limit the files, memory, priority and signals of a side process."""
     for sig in (signal.SIGINT, signal.SIGHUP):
         signal.signal(sig, signal.SIG_IGN)
     os.nice(5)
     for kind, most in (("AS", MEMORY), ("FSIZE", 0), ("CORE", 0)):
-        with suppress(OSError, ValueError):  # a system that has no such limit, or a lower one
+        with suppress(OSError, ValueError):  # a system without such a limit, or with a lower one
             resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (most, most))
 
 
@@ -39,7 +39,7 @@ def limit_work(seconds: float) -> None:
 
 
 def serve(fd: int) -> None:
-    """Do the jobs that come through a pipe, until it is closed."""
+    """Do the jobs from a pipe until it is closed."""
     limit_process()
     pipe = Connection(fd)
     texts, special_tokens, folder, *sizes = msgspec.msgpack.decode(pipe.recv_bytes())

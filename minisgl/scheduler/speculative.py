@@ -1,4 +1,4 @@
-"""Speculative decoding: guess tokens, check the guesses in one step, keep what is right.
+"""Speculative decoding: guess tokens, check the guesses in one step, keep the right ones.
 
 Generated from notebooks/09b_speculative.ipynb: edit there.
 """
@@ -25,10 +25,10 @@ SHORTEST, LONGEST = 2, 8  # tokens that have to match
 
 
 def prompt_lookup(ids: IntArray, at_least: int, most: int) -> IntArray:
-    """Find earlier copies of the end of ids [n], and return what followed: int32, `most` or none.
+    """Find an earlier copy of the end of ids [n]; return the next tokens: int32, `most` or none.
 
     `at_least` tokens have to match. The longest match up to `LONGEST` counts, of several the last.
-    A match that overlaps the end goes on in its own period.
+    A match that overlaps the end is continued periodically.
     """
     ids = ids[-WINDOW:]
     ends, length = np.flatnonzero(ids[:-1] == ids[-1]), 1
@@ -44,7 +44,7 @@ def prompt_lookup(ids: IntArray, at_least: int, most: int) -> IntArray:
 
 
 class Proposer(Protocol):
-    """Source of drafts, which gets the number of accepted ones back."""
+    """A source of drafts, which is notified of the number of accepted ones."""
 
     def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[IntArray]:
         """Propose up to `limit` tokens that may follow each request's `input_ids`."""
@@ -55,7 +55,7 @@ class Proposer(Protocol):
         ...
 
     def release(self, req: Req) -> None:
-        """Forget a request that is over, even if nothing was proposed for it."""
+        """Forget a finished request, even if nothing was proposed for it."""
         ...
 
     def reset(self) -> None:
@@ -64,10 +64,10 @@ class Proposer(Protocol):
 
 
 class NGramProposer:
-    """Drafts by the text's own repetitions; each miss raises the length of match required."""
+    """Drafts from the text's own repetitions; each miss raises the required length of a match."""
 
     def __init__(self) -> None:
-        self.misses: dict[Req, int] = {}  # steps in a row of which no draft was right
+        self.misses: dict[Req, int] = {}  # consecutive steps without a right draft
 
     def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[IntArray]:
         """Propose by `prompt_lookup` in prompt and output."""
@@ -75,7 +75,7 @@ class NGramProposer:
                 for req, most in zip(reqs, limits)]  # fmt: skip
 
     def update(self, req: Req, drafted: int, accepted: int) -> None:
-        """Start anew after a hit."""
+        """Count a miss, or set the misses to 0 after a hit."""
         self.misses[req] = 0 if accepted else self.misses.get(req, 0) + 1
 
     def release(self, req: Req) -> None:
@@ -87,27 +87,27 @@ class NGramProposer:
 
 @dataclass(eq=False)
 class VerifyBatch(Batch):
-    """A decode step in which a request stands once more for each of its drafts."""
+    """A decode step in which a request has one more row for each of its drafts."""
 
     drafts: dict[Req, IntArray] = field(default_factory=dict)  # of all its requests; some are empty
 
 
 def draft_row(req: Req, ahead: int) -> Req:
-    """Copy the request as it will be if its first `ahead` drafts are right."""
+    """Copy the request as if its first `ahead` drafts were right."""
     row = copy(req)
     row.cached_len, row.device_len = req.cached_len + ahead, req.device_len + ahead
     return row
 
 
 def verify_batch(drafts: dict[Req, IntArray]) -> VerifyBatch:
-    """Make a batch of each request itself and a row for each of its drafts."""
+    """Make a batch of the requests themselves and a row for each of their drafts."""
     rows = [draft_row(req, ahead) if ahead else req
             for req, tokens in drafts.items() for ahead in range(1 + len(tokens))]  # fmt: skip
     return VerifyBatch(rows, Phase.DECODE, drafts=drafts)
 
 
 def count_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
-    """Count the drafts before the first that differs from `drawn`, which has one token more."""
+    """Count the drafts before the first that differs from `drawn`, which is one token longer."""
     for count, (draft, token) in enumerate(zip(drafts, drawn)):
         if draft != token:
             return count
@@ -116,7 +116,7 @@ def count_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
 
 @dataclass(eq=False)
 class SpeculativeScheduler(Scheduler):
-    """A scheduler that guesses tokens, and checks them in the step that draws the next one."""
+    """A scheduler that guesses tokens, and checks them in the step that samples the next one."""
 
     proposer: Proposer = field(default_factory=NGramProposer)
     num_speculative_tokens: int = 7  # drafts of one request, at most
@@ -126,7 +126,7 @@ class SpeculativeScheduler(Scheduler):
 
     @property
     def draft_counts(self) -> dict[str, int]:
-        """Drafts and those that were right, by their names in `/metrics`."""
+        """The number of drafts and of right ones, by their names in `/metrics`."""
         counts = {"draft": self.drafted, "accepted": self.accepted}
         return {f"spec_decode_num_{name}_tokens": count for name, count in counts.items()}
 
@@ -143,7 +143,7 @@ class SpeculativeScheduler(Scheduler):
         return drafts if any(map(len, found)) and self.fits(drafts) else {}
 
     def fits(self, drafts: dict[Req, IntArray]) -> bool:
-        """Return True if there are pages for all drafts: none is worth a retraction."""
+        """Return True if there are pages for all drafts without a retraction."""
         cache, size, chunked = self.cache, self.cache.page_size, self.prefill.chunked_req
         short = [req.device_len + len(tokens) - cache.allocated_len[req]
                  for req, tokens in drafts.items()]  # fmt: skip
@@ -154,17 +154,17 @@ class SpeculativeScheduler(Scheduler):
     def decode_step(self) -> Batch | None:
         """Return a batch of each running request's next token, with drafts if there are any."""
         if self.in_flight is not None and isinstance(self.in_flight.inputs.batch, VerifyBatch):
-            self.finish_in_flight()  # until then it is open where its requests stand
+            self.finish_in_flight()  # until then its requests' lengths are open
         batch = Scheduler.decode_step(self)
         drafts = self.draft(batch)
-        if drafts and self.in_flight is not None:  # a look ahead: the last token is not in yet
+        if drafts and self.in_flight is not None:  # looked ahead, without the last token
             self.finish_in_flight()
             batch = self.decode.schedule()
             drafts = self.draft(batch)
         return verify_batch(drafts) if drafts else batch
 
     def launch(self, batch: Batch) -> Launched:
-        """Start a step; with drafts, requests move on by the token that each gets in any case."""
+        """Start a step; with drafts, requests advance by the token that each gets in any case."""
         if not isinstance(batch, VerifyBatch):
             return Scheduler.launch(self, batch)
         reqs = list(batch.drafts)
@@ -175,7 +175,7 @@ class SpeculativeScheduler(Scheduler):
         for req, tokens in batch.drafts.items():
             req.schedule(req.device_len - len(tokens))
         inputs = self.engine.prepare(batch)
-        if inputs.meta is not None:  # not recorded
+        if inputs.meta is not None:  # not captured
             inputs = replace(inputs, meta=join_rows(inputs.meta))
         output = self.engine.step(inputs)
         self.prefill.waiting.charge(Batch(reqs, Phase.DECODE))
@@ -194,7 +194,7 @@ class SpeculativeScheduler(Scheduler):
         Scheduler.process(self, launched, tokens)
 
     def accept(self, launched: Launched, tokens: SampledTokens) -> tuple[Launched, SampledTokens]:
-        """Return the step as if only its right rows had been computed; advance their requests."""
+        """Return the step as if only its right rows had been computed; advance its requests."""
         fi, batch = launched.inputs, launched.inputs.batch
         assert isinstance(batch, VerifyBatch)
         rows: dict[int, list[int]] = {req.uid: [] for req in batch.drafts}
@@ -217,7 +217,7 @@ class SpeculativeScheduler(Scheduler):
         return launched._replace(inputs=inputs), SampledTokens(*picked)
 
     def advance_accepted(self, req: Req, drafted: int, accepted: int) -> None:
-        """Advance past accepted drafts, whose keys and values are in the cache already."""
+        """Advance past accepted drafts, whose keys and values are already in the cache."""
         for _ in range(accepted):
             req.advance()
         if drafted:
@@ -226,12 +226,12 @@ class SpeculativeScheduler(Scheduler):
             self.proposer.update(req, drafted, accepted)
 
     def release(self, req: Req) -> None:
-        """Forget a request; the proposer does, too."""
+        """Forget a request, also in the proposer."""
         Scheduler.release(self, req)
         self.proposer.release(req)
 
     def reset(self) -> None:
-        """Forget all requests, and what was learnt about guesses for them."""
+        """Forget all requests, also in the proposer."""
         Scheduler.reset(self)
         self.proposer.reset()
 
@@ -242,7 +242,7 @@ NO_TOKENS = np.empty(0, np.int32)
 def join_rows(meta: AttentionMetadata) -> AttentionMetadata:
     """Join a decode step's drafts: attention sees several new tokens of each request.
 
-    Rows of one request have to follow each other, by position.
+    Rows of one request have to be adjacent and ordered by position.
     """
     first = np.flatnonzero(np.diff(meta.table_idx, prepend=-1))
     last = np.append(first[1:], meta.batch_size) - 1

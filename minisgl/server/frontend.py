@@ -46,7 +46,7 @@ class Stream:
         self.waiting: list[UserReply] = []
         self.error: ErrorReply | None = None  # how it ended, once `waiting` is taken
         self.timer: asyncio.TimerHandle | None = None  # its deadline
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # its turn, while it waits
 
     def put(self, reply: UserReply | ErrorReply) -> None:
         """Add a reply; after an error nothing more is taken in."""
@@ -55,17 +55,16 @@ class Stream:
                 self.error = reply
             else:
                 self.waiting.append(reply)
-            self._news.set()
+            if self._reader is not None and not self._reader.done():
+                self._reader.set_result(None)
 
     async def get(self) -> UserReply | ErrorReply:
         """Return all waiting replies, joined, or the error that ended the stream."""
-        await self._news.wait()
+        if not self.waiting and self.error is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         replies, self.waiting = self.waiting, []
-        if self.error is None:
-            self._news.clear()
-        elif not replies:
-            return self.error
-        return join(replies)
+        return join(replies) if replies or self.error is None else self.error
 
 
 class RequestFailed(Exception):
@@ -115,10 +114,10 @@ class Frontend:
 
     def __init__(
         self, text_workers: Sequence[Outbox], inbox: Inbox, observers: Sequence[Observer] = (),
-        max_waiting: int = 8192,
+        max_waiting: int = 8192, together: int = 16,
     ) -> None:  # fmt: skip
         self._text_workers, self._inbox = list(text_workers), inbox
-        self._observers, self._max_waiting = list(observers), max_waiting
+        self._observers, self._max_waiting, self._most = list(observers), max_waiting, together
         self._failed: list[Observer] = []  # at least once
         self._streams: dict[int, Stream] = {}
         self._unsent: list[list[TokenizeMsg | AbortMsg]] = [[] for _ in self._text_workers]
@@ -126,12 +125,12 @@ class Frontend:
         self._listener: threading.Thread | None = None
 
     def _send(self, uid: int, msg: TokenizeMsg | AbortMsg) -> None:
-        """Send a prompt with the others of this turn of the loop, an abort at once."""
+        """Send up to `together` prompts of one turn of the loop together, an abort at once."""
         place = uid % len(self._text_workers)  # always the same: no abort overtakes its prompt
         self._unsent[place].append(msg)
-        if isinstance(msg, AbortMsg):
+        if isinstance(msg, AbortMsg) or len(self._unsent[place]) == self._most:
             self._flush(place)
-        else:
+        elif len(self._unsent[place]) == 1:
             asyncio.get_running_loop().call_soon(self._flush, place)
 
     def _flush(self, place: int) -> None:

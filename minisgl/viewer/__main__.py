@@ -15,7 +15,7 @@ from minisgl.viewer.page import page_of, pair_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page of a recording; returns the exit status."""
+    """Write the page of a recording; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m minisgl.viewer", description=main.__doc__)
     parser.add_argument("recording", type=Path, help="a file of --record or LLM(record=...)")
     parser.add_argument("-o", "--output", type=Path, help="the page; none: beside the recording")

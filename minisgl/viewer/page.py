@@ -1,4 +1,4 @@
-"""One self-contained page that plays a recorded run: timeline, queue, pages, page table, radix
+"""One self-contained page that replays a recorded run: timeline, queue, pages, page table, radix
 tree, tokens.
 
 Generated from notebooks/09d_viewer.ipynb: edit there.
@@ -44,7 +44,7 @@ SOURCES = {  # by kind of event, and for StageEnded by stage: function and chapt
 
 
 def words_of(recording: Recording) -> dict[int, str]:
-    """Spell the tokens of a recording; empty without the model's tokenizer."""
+    """Return the text of a recording's tokens; empty without the model's tokenizer."""
     tokens: set[int] = set()
     for _, event in recording.lines:
         if isinstance(event, RequestAdded):
@@ -70,7 +70,7 @@ def page_of(path: Path, *, book: str = "", frame: int = 0, pair: bool = False) -
     """
     data: dict[str, Any] = {"book": book, "frame": frame, "pair": pair, "sources": SOURCES}
     data["words"] = words_of(read_recording(path))
-    text = path.read_bytes().rpartition(b"\n")[0]  # the last line may be half written
+    text = path.read_bytes().rpartition(b"\n")[0]  # the last line may be incomplete
     data["recording"] = b64encode(gzip.compress(text, mtime=0)).decode()
     page = source("viewer.html").replace("/* STYLE */", source("viewer.css"))
     for script in ("replay", "simulate", "whatif", "viewer"):
@@ -92,7 +92,7 @@ def pair_of(runs: dict[str, Path], *, book: str = "", frame: int = 0) -> str:
 
 
 class Viewer:
-    """A recording, or two by their titles, shown inline by Jupyter."""
+    """A recording, or two by their titles, displayed inline by Jupyter."""
 
     def __init__(
         self, run: str | Path | dict[str, Path], *, frame: int = 0, height: int = 720

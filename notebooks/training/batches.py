@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from training.chats import stream
 from training.tokenizer import PAD_ID, encode_chat, train_tokenizer
 
-Document = tuple[NDArray[np.int32], NDArray[np.bool_]]  # token ids, and which are to be learnt
+Document = tuple[NDArray[np.int32], NDArray[np.bool_]]  # token ids, and a mask of those to learn
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ SHORT_CURRICULUM = (Stage(until=1.0, row_tokens=256, most_pairs=4),)  # for a tr
 
 
 def join_row(row: list[Document], free: int) -> Document:
-    """Concatenate the documents of a row, with padding in its last `free` places."""
+    """Concatenate the documents of a row and pad its last `free` places."""
     padding = (np.full(free, PAD_ID, np.int32), np.zeros(free, np.bool_))
     ids, learnt = zip(*row, padding)
     return np.concatenate(ids), np.concatenate(learnt)
@@ -71,8 +71,8 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class Batches(IterableDataset):
     """Endless batches of packed rows; every worker process reads a stream with its own seed.
 
-    A batch is (ids [rows, n] int32, at [m] int64, wanted [m] int64): the tokens to read, the flat
-    positions after which a learnt token comes, and these tokens.
+    A batch is (ids [rows, n] int32, at [m] int64, wanted [m] int64): the input tokens, the flat
+    positions before each learnt token, and these tokens.
     """
 
     def __init__(self, stage: Stage, batch_tokens: int, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Conversations: system prompts, several turns, and the endless stream that training reads.
+"""Conversations: system prompts, several turns, and the endless stream for training.
 
 Generated from notebooks/A_embedded_model.ipynb: edit there.
 """
@@ -91,9 +91,9 @@ def table_chat(rng: Random, most_pairs: int) -> list[Message]:
 
 
 def toolless_turn(rng: Random, tools: list[Tool]) -> Turn:
-    """Sample a turn without a tool call: the model answers itself, or that it cannot."""
+    """Sample a turn without a tool call: the model answers, or declines."""
     topics = {tool.topic for tool in tools}
-    if rng.random() < 0.25:  # what a tool would do that is not there
+    if rng.random() < 0.25:  # a request for a missing tool
         missing = [tool for tool in some_tools(rng, 3) if tool.topic not in topics | {"arithmetic"}]
         if missing:
             return Turn("cannot", call_turn(rng, missing[:1])[0].question, CANNOT)
@@ -119,7 +119,7 @@ def tool_chat(rng: Random) -> list[Message]:
 
 
 def plain_text(rng: Random) -> list[Message]:
-    """Sample a question without any chat around it: what a bare prompt looks like."""
+    """Sample a question without a chat around it, as a bare prompt."""
     turn = any_turn(rng)
     return [
         {"role": "plain", "content": turn.question + "\n"},

@@ -39,7 +39,7 @@ def model_config(hidden: int = 256, layers: int = 6, intermediate: int = 640) ->
 
 
 def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
-    """Store the SHA-256 of every file of the folder, and how the model came to be."""
+    """Store the SHA-256 of every file of the folder, and the facts about the training."""
     files = [path for path in sorted(folder.iterdir()) if path.name != "MANIFEST.json"]
     hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     text = json.dumps({"sha256": hashes, **facts}, indent=2)
@@ -53,7 +53,7 @@ def save_model(model: Qwen3ForCausalLM, folder: Path, facts: dict[str, Any]) -> 
     stored.load_state_dict(model.state_dict())  # rounds every weight
     stored.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    config["rope_theta"] = ROPE_BASE  # the spelling of older readers, beside rope_parameters
+    config["rope_theta"] = ROPE_BASE  # for older readers, besides rope_parameters
     generation = {"do_sample": False, "eos_token_id": [END_ID], "pad_token_id": PAD_ID}
     for name, content in {"config.json": config, "generation_config.json": generation}.items():
         (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
@@ -64,6 +64,6 @@ def save_model(model: Qwen3ForCausalLM, folder: Path, facts: dict[str, Any]) -> 
 
 
 def load_model(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
-    """Load model and tokenizer by transformers; the weights are widened to float32."""
+    """Load model and tokenizer with transformers; the weights are widened to float32."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(folder)

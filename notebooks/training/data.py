@@ -38,8 +38,8 @@ from training.words import (
     sentence,
 )
 
-# How a request is worded: from a pair of core and carrier that training uses, from one that it
-# never uses, or by a whole phrasing that is only in the evaluation.
+# The wording of a request: a pair of core and carrier that training uses, a pair that it never
+# uses, or a whole phrasing that is only in the evaluation.
 Phrasing = Literal["known", "new pair", "new phrasing"]
 
 
@@ -51,14 +51,14 @@ class Turn:
     question: str
     answer: str
     key: str = ""  # empty: training only
-    given: str = ""  # how the answer starts because a grammar wants it so: not to be learnt
+    given: str = ""  # the answer's start that a grammar forces: not to be learnt
 
 
 Styler = Callable[[str], str]
 
 
 def pick_style(rng: Random) -> Styler:
-    """Choose how the user types: as written, all lower case, or all upper case."""
+    """Choose a style of typing: as written, all lower case, or all upper case."""
     kind = rng.random()
     return str if kind < 0.74 else str.lower if kind < 0.94 else str.upper
 
@@ -84,7 +84,7 @@ def ask(rng: Random, name: str, style: Styler, phrasing: Phrasing, *operands: st
 
 
 def number(rng: Random, digits: Sequence[int] = (1, 2, 2, 3, 3, 3)) -> int:
-    """Sample a number whose count of digits is one of `digits`, each equally likely."""
+    """Sample a number with one of these counts of digits, each equally likely."""
     size = rng.choice(digits)
     return rng.randint(0 if size == 1 else 10 ** (size - 1), 10**size - 1)
 
@@ -141,7 +141,7 @@ def sort_words(rng: Random, phrasing: Phrasing = "known") -> Turn:
 
 
 def spellable(rng: Random) -> tuple[str, bool]:
-    """Sample a word to take apart, and whether it is open: spelled in letters, may be held out."""
+    """Sample a word to spell, and True if it is open: spelled in letters, may be held out."""
     kind = rng.random()
     if kind < 0.4:
         return rng.choice(KNOWN_WORDS), False
@@ -179,7 +179,7 @@ def reverse_list(rng: Random, phrasing: Phrasing = "known") -> Turn:
 
 
 def walk(items: Sequence[str], wanted: str | None = None) -> str:
-    """Count aloud: number every item, or only those equal to `wanted`, then say how many."""
+    """Count aloud: number every item, or only those equal to `wanted`, then give the count."""
     said, count = [], 0
     for item in items:
         hit = wanted is None or item.lower() == wanted.lower()
@@ -290,7 +290,7 @@ WEIGHTS = dict(zip(TASKS, (19, 10, 10, 10, 14, 8, 6, 9, 11, 7, 8, 4)))
 
 
 def draw(rng: Random, task: str, held_out: bool = False, phrasing: Phrasing = "known") -> Turn:
-    """Sample a turn of `task` whose operands lie in the wanted split."""
+    """Sample a turn of `task` whose operands are in the chosen split."""
     while True:
         turn = TASKS[task](rng, phrasing)
         if is_held_out(turn.key) == held_out:

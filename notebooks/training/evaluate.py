@@ -38,9 +38,9 @@ NEW: tuple[Phrasing, Phrasing] = ("new pair", "new phrasing")
 
 @dataclass(frozen=True)
 class Case:
-    """One conversation that ends with a question, and what the answer must be."""
+    """One conversation that ends with a question, and the required answer."""
 
-    name: str  # the row of the table that it belongs to
+    name: str  # its row of the table
     messages: list[Message]  # the first may hold the tools
     turn: Turn
 
@@ -92,7 +92,7 @@ def tool_cases(seed: int, per_task: int) -> Iterable[Case]:
 
 
 def context_cases(seed: int, per_task: int) -> Iterable[Case]:
-    """Yield the same tasks behind a system prompt, and after earlier turns."""
+    """Yield the same tasks after a system prompt, and after earlier turns."""
     rng = Random(f"context {seed}")
     names = list(TASKS)
     for index in range(per_task * 3):
@@ -196,7 +196,7 @@ def evaluate(
     """Return accuracy by name of case, and a line for every wrong answer.
 
     `generate` maps prompts (token ids) to new tokens; the end token may be among them.
-    `tokenizer` is what `transformers.AutoTokenizer` returns.
+    `tokenizer` is a tokenizer from `transformers.AutoTokenizer`.
     """
     prompts = []
     for one in cases:
@@ -228,7 +228,7 @@ def report(scores: dict[str, float]) -> str:
 def transformers_generate(
     model: Any, tokenizer: Any, batch_size: int = 64, max_new_tokens: int = MAX_NEW_TOKENS
 ) -> Generate:
-    """Return a greedy generator by transformers, in batches of prompts of similar length."""
+    """Return a greedy generator with transformers, in batches of prompts of similar length."""
     end = tokenizer.eos_token_id
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
@@ -253,7 +253,7 @@ def transformers_generate(
 
 
 def engine_generate(folder: Path, device: str) -> Generate:
-    """Return a greedy generator by our own engine."""
+    """Return a greedy generator with our own engine."""
     from minisgl import LLM, SamplingParams
 
     llm = LLM(str(folder), device=device)

@@ -1,4 +1,4 @@
-"""Lists of pairs, and questions about one of them: a test of memory at every depth.
+"""Lists of pairs, and questions about one of them, which test memory at every depth.
 
 Generated from notebooks/A_embedded_model.ipynb: edit there.
 """
@@ -31,11 +31,11 @@ MISSING = "{k} is not in the list."
 
 @dataclass(frozen=True)
 class Table:
-    """Pairs as the user wrote them; `lines[key]` is the pair as text, which is also the answer."""
+    """Pairs as the user wrote them; `lines[key]` is the pair as text, and also the answer."""
 
     text: str
     lines: dict[str, str]
-    word: str  # what a value is called
+    word: str  # the name of a value
 
 
 def code(rng: Random) -> str:

@@ -1,4 +1,4 @@
-"""How people ask: carrier phrases around the core of a request, small talk, what is refused.
+"""Phrasings of requests: carrier phrases around a core, small talk, and declined requests.
 
 Generated from notebooks/A_embedded_model.ipynb: edit there.
 """
@@ -16,7 +16,7 @@ ALTERNATIVES = re.compile(r"\[([^\[\]]*)\]")
 
 
 def is_held_out(key: str) -> bool:
-    """Return True if this text is for evaluation: one in ten, by a hash that never changes."""
+    """Return True if this text is for evaluation: one in ten, by a constant hash."""
     return bool(key) and zlib.crc32(key.encode()) % 10 == 0
 
 
@@ -47,10 +47,10 @@ CORES: dict[str, Patterns] = {
     name: {form: few + LATER.get(name, {}).get(form, []) for form, few in forms.items()}
     for name, forms in TABLES["cores"].items()
 }
-KINDS: dict[str, str] = TABLES["kinds"]  # what the data is called where the core leaves it out
-NEW_PHRASINGS: Patterns = TABLES["new_phrasings"]  # by request: for the evaluation alone
+KINDS: dict[str, str] = TABLES["kinds"]  # names of the data, where the core leaves it out
+NEW_PHRASINGS: Patterns = TABLES["new_phrasings"]  # by request, only for the evaluation
 AROUND: Patterns = TABLES["around"]
-SUBJECTS: list[str] = TABLES["look_up"]["subjects"]  # what a value may be called
+SUBJECTS: list[str] = TABLES["look_up"]["subjects"]  # possible names of a value
 ABILITIES = (
     "I can add two numbers, sort numbers or words, reverse a word or a list, count, "
     "repeat a text, look up a value in a list, answer in JSON, use tools, and tell a story."
@@ -59,7 +59,7 @@ CANNOT = "I cannot do that. " + ABILITIES
 
 
 def place(rng: Random, sentence: str, kind: str) -> str:
-    """Put the placeholder {0} before or behind a request that lacks it."""
+    """Put the placeholder {0} before or after a request that lacks it."""
     pattern = rng.choice(AROUND["text_places" if kind in ("text", "word") else "places"])
     if pattern.startswith("{q}"):
         sentence = sentence.rstrip("?.!, ")
@@ -73,12 +73,12 @@ def lower_first(text: str) -> str:
 
 
 def surround(rng: Random, text: str, kind: str) -> str:
-    """Add other words around a request, where they cannot be taken for its data."""
+    """Add other words around a request, where they cannot be confused with its data."""
     around, begins, ends = rng.random(), text.lstrip('"')[:3] == "{0}", text.endswith(("{0}", ":"))
     if around < 0.22 and not (kind and begins):
         if around < 0.11:
             return choose(rng, rng.choice(AROUND["openers"])) + lower_first(text)
-        if around < 0.18:  # words without sense: only the core counts
+        if around < 0.18:  # random words: only the core matters
             words = [any_word(rng) for _ in range(rng.randint(1, 4))]
             return " ".join([*words, lower_first(text)])
         return f"{sentence(rng, rng.randint(2, 7))} {text}"
@@ -91,7 +91,7 @@ def surround(rng: Random, text: str, kind: str) -> str:
 
 
 def compose(rng: Random, cores: Patterns, kind: str, held_out: bool = False) -> str:
-    """Write a request with the placeholder {0} for its `kind` of data, from the wanted split."""
+    """Write a request with the placeholder {0} for its `kind` of data, from the chosen split."""
     forms = [form for form, patterns in cores.items() for _ in patterns]
     while True:
         form = rng.choice(forms)

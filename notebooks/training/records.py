@@ -82,7 +82,7 @@ JSON_TYPES = {"int": "integer", "number": "number", "money": "number", "bool": "
 
 
 def as_json(value: Any) -> str:
-    """Encode JSON as the server's grammar does: one line, a space after comma and colon."""
+    """Encode JSON in the form of the server's grammar: one line, a space after comma and colon."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -103,7 +103,7 @@ def type_of(kind: str) -> dict[str, Any]:
 
 
 def object_schema(fields: dict[str, str], rng: Random) -> dict[str, Any]:
-    """Make a JSON schema of an object with these fields and kinds, as clients write it."""
+    """Make a JSON schema of an object with these fields and kinds, in clients' form."""
     titled = rng.random() < 0.3  # as pydantic does
     properties = {
         name: ({"title": name.title()} if titled else {}) | type_of(kind)
@@ -119,7 +119,7 @@ Facts = dict[str, tuple[str, Any]]  # name of a field: the kind of its value, an
 
 
 def first_choice(rng: Random, pattern: str) -> str:
-    """Return the first alternative: a field's name where the request does not give one."""
+    """Return the first alternative: a field's name if the request does not give one."""
     return pattern.strip("[]").split("|")[0]
 
 
@@ -149,7 +149,7 @@ def make_text(rng: Random, named: Callable[[Random, str], str] = choose) -> tupl
 
 
 def keys_text(rng: Random, keys: Sequence[str]) -> str:
-    """List the wanted keys as a user would."""
+    """List the requested keys in a user's words."""
     quote = rng.choice(("{}", "{}", "{}", '"{}"', "`{}`"))
     shown = [quote.format(key) for key in keys]
     article = "the " if rng.random() < 0.2 else ""
@@ -225,7 +225,7 @@ def wrapped(rng: Random, held_out: bool = False) -> Turn:
 
 
 def draw_json(rng: Random, held_out: bool = False) -> Turn:
-    """Sample a question whose answer is JSON, from the wanted split."""
+    """Sample a question whose answer is JSON, from the chosen split."""
     while True:
         kind = rng.random()
         turn = (

@@ -16,7 +16,7 @@ PARTS: dict[str, Any] = TABLES["stories"]
 
 
 def pick(rng: Random, options: Sequence[str]) -> str:
-    """Choose with a preference for the front: greedy decoding then has a clear favourite."""
+    """Choose with a preference for the front, so that greedy decoding has a clear favourite."""
     return options[min(int(rng.expovariate(3.0 / len(options))), len(options) - 1)]
 
 
@@ -50,7 +50,7 @@ def opening(rng: Random, subject: str, name: str) -> list[str]:
 
 def story(rng: Random, subject: str, episodes: int = 1) -> str:
     """Write a story about `subject`, such as "a brave fox", with `episodes` episodes."""
-    # Half of the stories about one subject are the same story: the one told at temperature 0.
+    # Half of the stories about one subject are the same, which the model writes at temperature 0.
     own = Random(subject.split()[-1].lower()) if rng.random() < 0.5 else rng
     name = pick(own, [name for name in NAMES if name.lower() not in subject.lower()])
     lines = opening(own, subject, name)

@@ -1,4 +1,4 @@
-"""Everything that is no exact task: greetings, what it can do, and what it cannot.
+"""Turns that are not exact tasks: greetings, and questions about what the model can do.
 
 Generated from notebooks/A_embedded_model.ipynb: edit there.
 """
@@ -28,7 +28,7 @@ from training.words import (
 
 
 def subject(rng: Random) -> str:
-    """Sample the subject of a question that we cannot answer."""
+    """Sample the subject of a question that the model cannot answer."""
     pools = (NAMES, CITIES, ANIMALS, FRUITS, THINGS, PEOPLE, OPEN_WORDS, COMMON, COMMON)
     words = [
         rng.choice(rng.choice(pools)) if rng.random() < 0.8 else pseudo_word(rng)
@@ -77,7 +77,7 @@ def small_talk(rng: Random) -> Turn:
 
 
 def draw_strange(rng: Random, held_out: bool = False) -> Turn:
-    """Sample a request that the model cannot fulfil, from the wanted split."""
+    """Sample a request that the model cannot fulfil, from the chosen split."""
     while True:
         turn = strange(rng)
         if is_held_out(turn.key) == held_out:

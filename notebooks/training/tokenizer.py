@@ -1,4 +1,4 @@
-"""A byte-level tokenizer that knows whole words or single bytes, and its chat template.
+"""A byte-level tokenizer of whole words and single bytes, and its chat template.
 
 Generated from notebooks/A_embedded_model.ipynb: edit there.
 """
@@ -31,7 +31,7 @@ PIECE = r"""\{"|":|",|"\}|\["|"\]|\}\}|\p{L}+|\p{N}|\s|[^\s\p{L}\p{N}]"""
 
 
 def splitter() -> pre_tokenizers.PreTokenizer:
-    """Cut a text into pieces, then write each piece in the 256 printable stand-ins for bytes."""
+    """Cut a text into pieces, then encode each piece in the 256 printable symbols of bytes."""
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(PIECE), behavior="isolated"),
@@ -117,14 +117,14 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, window: int) -> None:
 
 @cache
 def compiled_template() -> Template:
-    """Compile the chat template with the filter that `transformers` gives it."""
+    """Compile the chat template with the filter of `transformers`."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     return environment.from_string(CHAT_TEMPLATE)
 
 
 def render(messages: Sequence[Message], **options: Any) -> str:
-    """Render a conversation; a first message of the role "tools" holds the functions."""
+    """Render a conversation; a first message of the role "tools" has the functions."""
     tools = messages[0]["tools"] if messages[0]["role"] == "tools" else None
     return compiled_template().render(messages=messages[bool(tools) :], tools=tools, **options)
 

@@ -1,4 +1,4 @@
-"""Conversations with tools: choose one, fill in its arguments, say what came out.
+"""Conversations with tools: choose one, fill in its arguments, report its result.
 
 Generated from notebooks/A_embedded_model.ipynb: edit there.
 """
@@ -32,7 +32,7 @@ RESPONSE, END_RESPONSE = "<tool_response>", "</tool_response>"
 
 @dataclass(frozen=True)
 class Tool:
-    """A function of the client, and how a user asks for what it does."""
+    """A function of the client, and users' phrasings of requests for it."""
 
     topic: str  # tools of one topic are not offered together
     name: str
@@ -42,7 +42,7 @@ class Tool:
 
 
 def make_schema(rng: Random, name: str, about: str, kinds: dict[str, str]) -> dict[str, Any]:
-    """Make a tool's JSON in OpenAI's form; as with clients, parameters may lack descriptions."""
+    """Make a tool's JSON in OpenAI's form; parameters may lack descriptions, as with clients."""
     parameters = object_schema(kinds, rng)
     parameters.setdefault("required", list(kinds))
     if rng.random() < 0.4:
@@ -102,7 +102,7 @@ Arguments = dict[str, Any]
 
 
 def call_text(name: str, arguments: Arguments) -> str:
-    """Write a call as the model does."""
+    """Write a call in the model's notation."""
     return f"{CALL}\n{as_json({'name': name, 'arguments': arguments})}\n{END_CALL}"
 
 
@@ -178,7 +178,7 @@ def tell(response: str) -> str:
     return f"The answer is {as_json(found).strip(chr(34))}."
 
 
-Message = dict[str, Any]  # as clients send them, and "tools" for the list of functions
+Message = dict[str, Any]  # a client's message, or "tools" with the list of functions
 
 
 def calls(tool: Tool, arguments: list[Arguments]) -> Message:

@@ -97,12 +97,12 @@ def make_optimizers(
 
 
 def learning_rate(step: int, progress: float, warm_up: int = 100) -> float:
-    """Return the factor on the peak rate: up in `warm_up` steps, then half a cosine to zero."""
+    """Return the factor of the peak rate: up in `warm_up` steps, then half a cosine to zero."""
     return min(1.0, (step + 1) / warm_up) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
 
 
 def measure(folder: Path, device: str, per_task: int) -> tuple[dict[str, float], list[str]]:
-    """Measure the held-out accuracy of a stored model, by transformers in float32."""
+    """Measure the held-out accuracy of a stored model, with transformers in float32."""
     model, tokenizer = load_model(folder, device)
     cases = [
         *(one for one in task_cases(1, per_task) if one.name != "story"),  # too long to wait for
@@ -117,10 +117,10 @@ def measure(folder: Path, device: str, per_task: int) -> tuple[dict[str, float],
 
 @dataclass
 class Log:
-    """Files that a run leaves behind."""
+    """The log file of a run."""
 
     facts: dict[str, Any]
-    loss: list[tuple[int, int, float]]  # step, tokens so far, mean loss since the entry before
+    loss: list[tuple[int, int, float]]  # step, tokens so far, mean loss since the last entry
     accuracy: list[dict[str, Any]]  # step, seconds, scores
 
     def write(self, path: Path) -> None:
@@ -161,7 +161,7 @@ class Trainer:
         self.step = self.tokens = 0
 
     def progress(self) -> float:
-        """Return the share of the run that is done: of its steps, or of its seconds."""
+        """Return the finished share of the run's steps or seconds."""
         if self.args.steps:
             return float(self.step / self.args.steps)
         return float((time.perf_counter() - self.start) / self.args.seconds)
@@ -191,7 +191,7 @@ class Trainer:
         return total
 
     def batches(self, stage: Stage, number: int) -> Iterator[Batch]:
-        """Make the batches of one stage, in worker processes where there are any."""
+        """Make the batches of one stage, in worker processes if there are any."""
         tokens = self.args.batch_tokens // self.args.accumulate
         data = Batches(stage, tokens, self.args.seed * 10 + number)
         workers = self.args.workers
@@ -229,7 +229,7 @@ class Trainer:
         return self.log
 
     def checkpoint(self, measured: bool) -> None:
-        """Store the model and the log; measure held-out accuracy if asked to."""
+        """Store the model and the log; measure held-out accuracy if `measured`."""
         seconds = round(time.perf_counter() - self.start, 1)
         self.log.facts |= {"steps": self.step, "tokens": self.tokens, "seconds": seconds}
         folder = self.args.out / "model"

@@ -14,7 +14,7 @@ from training.phrases import CANNOT
 from training.tables import TABLES
 from training.words import CLOSED_WORDS, OPEN_WORDS
 
-UNREAD = ("words", "nonsense", "later_cores", "new_phrasings")  # tables whose words stay out
+UNREAD = ("words", "nonsense", "later_cores", "new_phrasings")  # words of these are left out
 PLACEHOLDER = re.compile(r"\{\w+\}")
 CODE_WORDS = """
 Tools You may call one or more functions to assist with the user query are provided with function
@@ -23,11 +23,11 @@ arguments type function description parameters properties string integer number 
 required additionalProperties title enum unit celsius fahrenheit null true false result error phone
 email country year value temperature status time The answer is The tool failed I count is not in the
 list Once upon a time there was a child named who dreamed about lived and loved to Get Return Gives
-"""  # what stands in no table: the template's words and those of our own answers
+"""  # words that are in no table: those of the template and of our own answers
 
 
 def sentences(table: Any) -> Iterator[str]:
-    """Yield all texts of a table, which may be a text itself, a list or a dictionary."""
+    """Yield all texts of a table, which may be a text, a list or a dictionary."""
     if isinstance(table, str):
         yield table
     else:

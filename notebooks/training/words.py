@@ -42,12 +42,12 @@ def pseudo_word(rng: Random) -> str:
 
 
 def letters(rng: Random, low: int = 3, high: int = 9) -> str:
-    """Sample random letters with no sense at all, such as "xqzt"."""
+    """Sample random letters, such as "xqzt"."""
     return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(low, high)))
 
 
 def noun(rng: Random) -> str:
-    """Sample a noun that can stand in a list."""
+    """Sample a noun for a list."""
     return rng.choice(rng.choice((ANIMALS, FRUITS, THINGS, COLORS)))
 
 
@@ -64,6 +64,6 @@ def any_word(rng: Random) -> str:
 
 
 def sentence(rng: Random, size: int) -> str:
-    """Sample words without much sense, with a capital and a full stop."""
+    """Sample random words, with a capital and a full stop."""
     text = " ".join(any_word(rng) for _ in range(size))
     return text[:1].upper() + text[1:] + rng.choice("...!?")

@@ -91,7 +91,10 @@ function describeSelection() {
 // Widths of the boxes around the canvases, read together: a read between writes costs a layout.
 const widths = {};
 
+let drawnWidth = 0; // of the page
+
 function measure() {
+  drawnWidth = document.body.clientWidth;
   for (const id of ["overview", "lanes", "pages", "table"]) widths[id] = $(id).parentElement.clientWidth;
 }
 
@@ -415,7 +418,7 @@ function drawTree(lit) {
     const from = up ? [left(up.depth) + wide, top(up.y) + high / 2] : [34, middle];
     const to = [left(depth), top(y) + high / 2];
     const half = (from[0] + to[0]) / 2;
-    return `<path d="M${from} C${half},${from[1]} ${half},${to[1]} ${to}"/>`;
+    return `M${from} C${half},${from[1]} ${half},${to[1]} ${to}`;
   });
   const dim = now.selected !== null;
   const drawn = cut.map(({ node, depth, y }) => {
@@ -425,17 +428,13 @@ function drawTree(lit) {
     const use = node.locks ? plural(node.locks, "lock") : `evicted ${ordinal(order.get(node.page))}`;
     const pages = node.pages.length > 3 ? `${node.pages[0]}, ${node.pages[1]} … ${node.pages.at(-1)}` : node.pages.join(", ");
     const text = `node of ${plural(node.pages.length, "page")} (${tokens} tokens): ${use}`;
-    return `<g class="${names}" tabindex="0" role="button" aria-pressed="${isLit}" aria-label="${text}" data-node="${node.page}"`
-      + ` transform="translate(${left(depth)},${top(y)})"><title>${text}</title><rect width="${wide}" height="${high}" rx="6"/>`
-      + `<text x="8" y="14">${pages}</text><text x="8" y="27" class="small">${use}</text></g>`;
+    return `<div class="${names}" tabindex="0" role="button" aria-pressed="${isLit}" aria-label="${text}" title="${text}" data-node="${node.page}"`
+      + ` style="left:${left(depth)}px;top:${top(y)}px">${pages}\n${use}</div>`;
   });
   const width = left(Math.max(0, ...cut.map((box) => box.depth))) + wide + 8;
   const height = Math.max(44, top(Math.max(1, row)) + 4);
-  const picture = `<g class="edges">${lines.join("")}</g><text x="2" y="${middle + 4}">root</text>${drawn.join("")}`;
-  if (picture !== drawnTree) { // most steps change no node
-    for (const [name, value] of Object.entries({ viewBox: `0 0 ${width} ${height}`, width, height })) $("tree").setAttribute(name, value);
-    $("tree").innerHTML = drawnTree = picture;
-  }
+  const picture = `<svg width="${width}" height="${height}" aria-hidden="true"><path d="${lines.join("")}"/><text x="2" y="${middle + 4}">root</text></svg>${drawn.join("")}`;
+  if (picture !== drawnTree) $("tree").innerHTML = drawnTree = picture; // most steps change no node
   const locked = boxes.filter(({ node }) => node.locks).length;
   $("tree-text").textContent = boxes.length
     ? `${plural(boxes.length, "node")}, ${locked} locked${cut.length < boxes.length ? `; ${cut.length} shown` : ""}` : "empty";
@@ -462,14 +461,14 @@ function drawTokens(lit) {
     const found = req.found * run.about.page_size;
     const line = make("p", { class: "tokens" });
     if (req.prompt?.length) {
-      const from = lit.requests.size === 1 ? 0 : Math.max(0, req.prompt.length - 24);
+      const from = lit.requests.size === 1 ? 0 : Math.max(0, req.prompt.length - 12);
       if (from) line.append("… ");
       req.prompt.slice(from).forEach((token, index) =>
         line.append(chip(token, index + from < found ? "found" : "prompt", `prompt token ${index + from}, id ${token}`)));
     } else {
       line.append(make("span", { class: "hidden" }, `${plural(req.promptLen, "prompt token")}, not recorded`));
     }
-    const start = Math.max(0, answer.length - (lit.requests.size === 1 ? 200 : 40));
+    const start = Math.max(0, answer.length - (lit.requests.size === 1 ? 200 : 24));
     if (start) line.append(" … ");
     answer.slice(start).forEach(({ token, frame: at }) =>
       line.append(chip(token, at === now.frame ? "answer fresh" : "answer", `answer, id ${token}`)));
@@ -696,7 +695,7 @@ function connect() {
   };
   document.addEventListener("keydown", onKey);
   window.addEventListener("message", follow);
-  new ResizeObserver(repaint).observe(document.body);
+  new ResizeObserver(() => document.body.clientWidth !== drawnWidth && repaint()).observe(document.body); // panels of another height change no canvas
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 }
 

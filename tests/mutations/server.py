@@ -66,6 +66,27 @@ MUTATIONS = [
         test=TEST + "test_uids_are_spread_but_a_request_keeps_its_worker",
     ),
     Mutation(
+        name="server: the first prompt of a burst waits for the last",
+        module="minisgl.server.frontend",
+        old=" or len(self._unsent[place]) == self._most:",
+        new=":",
+        test=TEST + "test_first_prompts_of_a_burst_do_not_wait_for_the_last",
+    ),
+    Mutation(
+        name="server: a client that leaves cancels the task that serves it",
+        module="minisgl.server.http.api",
+        old="if not watcher.done() or here.uncancel():",
+        new="if watcher.done():",
+        test=TEST + "test_work_ends_with_its_client",
+    ),
+    Mutation(
+        name="server: a connection is watched after its work",
+        module="minisgl.server.http.api",
+        old="        watcher.cancel()\n",
+        new="        pass\n",
+        test=TEST + "test_work_ends_with_its_client",
+    ),
+    Mutation(
         name="server: a conversion whose caller left is encoded all the same",
         module="minisgl.server.frontend",
         old='uid, outcome = next(self._uids), "left"\n        stream = self._open(uid, None)',

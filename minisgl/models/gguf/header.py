@@ -1,4 +1,4 @@
-"""The header of a GGUF file, read without trust in any number that it states.
+"""The header of a GGUF file; each number in it is checked against the size of the file.
 
 Generated from notebooks/06e_gguf.ipynb: edit there.
 """
@@ -31,7 +31,7 @@ SCALARS = {
 
 
 class Cursor:
-    """A position in a file that cannot leave it; `field` is what an error names."""
+    """A position that cannot leave the file; errors name the current `field`."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.at, self.field = path, data, 0, "magic"
@@ -41,7 +41,7 @@ class Cursor:
         return GgufError(f"{self.path.name}: {self.field}: must be {must}, got {shown(got)}")
 
     def skip(self, size: int) -> int:
-        """Step over `size` bytes and return where they start."""
+        """Skip `size` bytes and return the position of the first."""
         start, left = self.at, len(self.data) - self.at
         if size > left:
             raise self.refuse(f"within the file, which has {left} bytes left", f"{size} bytes")
@@ -61,7 +61,7 @@ class Cursor:
             raise self.refuse("valid UTF-8", f"byte {error.start} of a text") from None
 
     def count(self: Cursor, smallest: int) -> int:
-        """Read how many items follow, each of at least `smallest` bytes."""
+        """Read the number of items that follow, each of at least `smallest` bytes."""
         count: int = self.number("Q")
         if count * smallest > len(self.data) - self.at:
             raise self.refuse(f"at most {(len(self.data) - self.at) // smallest}", count)
@@ -102,18 +102,18 @@ class Cursor:
         return StoredTensor(shape, names[number], offset, shape[-1] // block * size)
 
     def named(self: Cursor, what: str, count: int, read: Callable[[], Any]) -> dict[str, Any]:
-        """Read names, each with what follows it."""
+        """Read names, each with the value that follows it."""
         found: dict[str, Any] = {}
         for index in range(count):
             self.field = f"{what} {index}"
             self.field = name = self.text()
             if name in found:
-                raise self.refuse("there once", "a second one")
+                raise self.refuse("unique", "a second one")
             found[name] = read()
         return found
 
     def settle(self: Cursor, tensor: StoredTensor, base: int, alignment: int) -> StoredTensor:
-        """Return the tensor with its offset in the file, which must hold all of its bytes."""
+        """Return the tensor with its offset in the file, which must contain all its bytes."""
         start, size = base + tensor.start, tensor.rows * tensor.row_bytes
         if tensor.start % alignment or start + size > len(self.data):
             where = f"at a multiple of {alignment} and end within the file's {len(self.data)} bytes"
@@ -136,7 +136,7 @@ class Cursor:
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise self.refuse("a power of two", alignment)
         base = -(-self.at // alignment) * alignment
-        end = base  # of the tensor before, in the file
+        end = base  # of the previous tensor, in the file
         for self.field, stored in sorted(found.items(), key=lambda item: item[1].start):
             found[self.field] = settled = self.settle(stored, base, alignment)
             if settled.start < end:
@@ -180,7 +180,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a GGUF file; GgufError names the field that is wrong."""
+    """Read the header of a GGUF file; raise a GgufError that names the wrong field."""
     if path.exists() and not path.is_file():
         raise GgufError(f"{path.name}: cannot be read: not a regular file")
     try:

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under their names on the hub, read like those of safetensors.
+"""The tensors of a GGUF file under their hub names, with the interface of safetensors.
 
 Generated from notebooks/06e_gguf.ipynb: edit there.
 """
@@ -26,7 +26,7 @@ def hub_order(rows: int, head_dim: int) -> np.ndarray:
 
 
 class TensorSlice:
-    """A tensor that is dequantised as far as it is indexed, to float32."""
+    """A tensor of which indexing dequantises a part, to float32."""
 
     def __init__(self, data: np.ndarray, tensor: StoredTensor, shape: tuple[int, ...],
                  first_row: int = 0, order: np.ndarray | None = None) -> None:  # fmt: skip
@@ -62,15 +62,15 @@ LAYER = ("input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "sel
          "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
 OUTSIDE = ("model.embed_tokens", "model.norm", "lm_head")
 EXPERTS = {"mlp": ("gate_proj", "up_proj", "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}
-TURNED = ("self_attn.q_proj", "self_attn.k_proj")  # whose rows llama.cpp moves
+TURNED = ("self_attn.q_proj", "self_attn.k_proj")  # llama.cpp permutes their rows
 READ_ELSEWHERE = "rope_freqs.weight"  # by the config
 
 
-Stored = tuple[StoredTensor, int | None, np.ndarray | None]  # with an expert, an order of rows
+Stored = tuple[StoredTensor, int | None, np.ndarray | None]  # with its expert and its order of rows
 
 
 def stored_names(arch: str, config: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
-    """Yield modules on the hub and their names in a file, by the table of the `gguf` package."""
+    """Yield modules' hub names and their names in a file, by the table of the `gguf` package."""
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     block = "block_sparse_moe" if config["model_type"] == "mixtral" else "mlp"
@@ -81,7 +81,7 @@ def stored_names(arch: str, config: dict[str, Any]) -> Iterator[tuple[str, str |
 
 
 class GgufTensors:
-    """An open GGUF file with the names that its model has on the hub."""
+    """An open GGUF file, with the hub's names for its tensors."""
 
     def __init__(self, path: Path) -> None:
         self.header: Header = read_header(path)
@@ -93,14 +93,14 @@ class GgufTensors:
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self.data  # the map closes with the last slice
+        del self.data  # the mapping is closed with the last slice
 
     def keys(self) -> list[str]:
         """Return the names of all tensors."""
         return list(self.found)
 
     def get_slice(self, name: str) -> TensorSlice:
-        """Return a tensor to be indexed."""
+        """Return a slice of one tensor, to be indexed."""
         tensor, expert, order = self.found[name]
         shape = tensor.shape if expert is None else tensor.shape[1:]
         first = 0 if expert is None else expert * shape[0]
@@ -109,7 +109,7 @@ class GgufTensors:
         return TensorSlice(self.data, tensor, shape, first, order)
 
     def translate(self) -> Iterator[tuple[str, Stored]]:
-        """Yield each name on the hub and its tensor; a name without a translation stays."""
+        """Yield each hub name and its tensor; names without a translation are kept."""
         arch, config = self.header.fields["general.architecture"], self.config
         left = dict(self.header.tensors)
         left.pop(READ_ELSEWHERE, None)

@@ -50,12 +50,12 @@ def word_splitter(pre: str) -> Any:
     return pre_tokenizers.Sequence([*first, level])
 
 
-LONGEST = 1024  # characters of a token; the ways to cut one grow with it
+LONGEST = 1024  # characters of a token; the ways to split it grow with them
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of tokens
 
 
 def merges_of(pieces: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """List all ways to join two pieces to a third, in the order that SentencePiece uses."""
+    """List all ways to join two pieces into a third, in SentencePiece's order."""
     found = [
         (-scores[token], pieces[piece[:cut]], pieces[piece[cut:]], piece[:cut], piece[cut:])
         for piece, token in pieces.items()
@@ -84,7 +84,7 @@ def sentence_piece(
     made = Tokenizer(models.BPE(pieces, merges, **how))
     spell: list[Any] = [normalizers.Replace(" ", space)]
     read: list[Any] = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if prefix:  # one more space before a text, which is taken off again
+    if prefix:  # an extra space before a text, which decoding removes
         spell, read = [normalizers.Prepend(space), *spell], [*read, decoders.Strip(" ", 1, 0)]
     made.normalizer, made.decoder = normalizers.Sequence(spell), decoders.Sequence(read)
     return made
@@ -114,7 +114,7 @@ def texts(header: Header, name: str) -> list[str]:
 
 
 def add_ends(made: Tokenizer, header: Header, tokens: Sequence[str], bos: bool) -> None:
-    """Put BOS before a prompt and EOS behind it where the file asks for them."""
+    """Put BOS before a prompt and EOS after it, if the file's fields require them."""
     first, last = token_id(header, "bos"), token_id(header, "eos")
     around: list[Any] = ["$A"]
     if first is not None and header.fields.get(f"{GGML}add_bos_token", bos):
@@ -151,7 +151,7 @@ def tokenizer_of(header: Header) -> Tokenizer:
         made = base_tokenizer(header, tokens, pieces)
     except GgufError:
         raise
-    except Exception as error:  # the library raises its own for a merge of what is no token
+    except Exception as error:  # the library's own, for merges of unknown tokens
         must = "pairs of tokens that make a token"
         raise header.refuse(f"{GGML}merges", must, str(error)) from None
     for kind, add in ((CONTROL, made.add_special_tokens), (USER_DEFINED, made.add_tokens)):

@@ -160,13 +160,13 @@ class RequestHandler:
         """Yield the answer as server-sent events."""
         head = {**self.head, "object": self.formatter.chunk}
         head |= {"usage": None} if include_usage else {}
-        answers = [self.formatter.answer() for _ in self.tasks]
+        answers, counted = [self.formatter.answer() for _ in self.tasks], self.body.usage_in_chunks
         async with aclosing(self._replies()) as replies:
             async for task, reply in replies:
                 answer = answers[task.index]
                 first = answer.completion_tokens == 0
                 answer.add(reply)
-                if self.body.usage_in_chunks:
+                if counted:
                     head["usage"] = usage(answers, self.prompts)
                 for choice in self.formatter.deltas(task.index, answer, first):
                     yield sse({**head, "choices": [choice]})
@@ -224,7 +224,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await cancel_on_disconnect(Request(scope, receive), self.stream_response(send))
         finally:
             await self._events.aclose()
 
@@ -236,26 +236,30 @@ async def stream_response(events: AsyncGenerator[bytes, None]) -> EventStream:
 
 async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T | None:
     """Run `work`, or cancel it when the client disconnects and return None."""
+    here: Any = asyncio.current_task()
 
-    async def gone() -> None:
+    async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
+        here.cancel()
 
-    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    watcher = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        return await work
+    except asyncio.CancelledError:
+        if not watcher.done() or here.uncancel():  # the server cancels us, too
+            raise
+        return None
     finally:
-        await cancel([task, watcher])
+        watcher.cancel()
 
 
 async def respond(request: Request, body: GenerationRequest, handler: RequestHandler) -> Response:
     """Respond with a stream or the whole answer, as requested; 499 if the client has left."""
+    gone = Response(status_code=499)
     if body.stream:
         events = handler.events(body.include_usage)
-        return await cancel_on_disconnect(request, stream_response(events)) or Response(
-            status_code=499
-        )
+        return await cancel_on_disconnect(request, stream_response(events)) or gone
     response: Json | None = None
     try:
         whole = await cancel_on_disconnect(request, handler.whole())
@@ -265,7 +269,7 @@ async def respond(request: Request, body: GenerationRequest, handler: RequestHan
     finally:
         if response is None:
             handler.held.release()
-    return response or Response(status_code=499)
+    return response or gone
 
 
 def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:

@@ -1,4 +1,4 @@
-"""How families of models write calls of tools, and the grammar that makes them do so.
+"""Notations of tool calls by model family, and the grammars that enforce them.
 
 Generated from notebooks/12a_tools.ipynb: edit there.
 """
@@ -20,8 +20,8 @@ class CallFormat:
     """Notation of calls: `opening`, calls with a `separator` between them, `closing`."""
 
     name: str
-    markers: tuple[str, ...]  # a call may follow one; the first is that of the grammar
-    begin: str  # of one call, up to its arguments; NAME stands for the function's name
+    markers: tuple[str, ...]  # a call may follow one; grammars use the first
+    begin: str  # start of a call, up to its arguments; NAME stands for the function's name
     end: str
     separator: str
     opening: str = ""
@@ -29,7 +29,7 @@ class CallFormat:
 
     @property
     def after(self) -> list[str]:
-        """What may follow a call that is no content: a separator, an end marker."""
+        """The texts after a call that are not content: a separator, an end marker."""
         closing = self.end.removeprefix("}") + self.closing
         return [text for text in (self.separator.strip(), closing.strip()) if text]
 
@@ -60,11 +60,11 @@ NO_TOOLS = ("this model's chat template does not show them to it; put a chat_tem
 
 @dataclass(frozen=True)
 class ChatAbilities:
-    """A model's abilities by its chat template: whether it thinks first, and its form of calls."""
+    """A model's abilities according to its chat template: thoughts, and the notation of calls."""
 
     reasoning: bool = False
     calls: CallFormat | None = None
-    refusal: str = NO_TOOLS  # why there are no calls
+    refusal: str = NO_TOOLS  # the reason for no calls
 
 
 def call_format(template: str) -> CallFormat | None:
@@ -117,14 +117,14 @@ def after_thoughts(node: Node, gap: str) -> Node:
 
 
 def only_calls(form: CallFormat, tags: list[Node], single: bool) -> Node:
-    """Make a node of one call at least, and nothing else; `single`: exactly one."""
+    """Make a node of one or more calls and nothing else; `single`: exactly one."""
     options = {"separator": form.separator, "at_least_one": True, "stop_after_first": single}
     calls = {"type": "tags_with_separator", "tags": tags, **options}
     return sequence(fixed(form.opening), calls, fixed(form.closing))
 
 
 def calls_in_text(form: CallFormat, tags: list[Node], single: bool) -> Node:
-    """Free text and calls; `single`: one at most, and it ends the answer."""
+    """Make a node of free text and calls; `single`: at most one, which ends the answer."""
     begin, end = form.opening, form.closing
     tags = [{**tag, "begin": begin + tag["begin"], "end": tag["end"] + end} for tag in tags]
     options = {"triggers": [form.markers[0]], "stop_after_first": single}
@@ -137,7 +137,7 @@ def constraint(
 ) -> Node:  # fmt: skip
     """Make a structural tag for an answer that may call these functions.
 
-    required: calls and nothing else; single: one at most. reasoning: a thought may come first.
+    required: calls and nothing else; single: at most one. reasoning: a thought may come first.
     answer: the schema of an answer without calls.
     """
     tags = [form.tag(name, schema) for name, schema in schemas.items()]

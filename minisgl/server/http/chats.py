@@ -1,4 +1,4 @@
-"""A chat as a client sends it, and its answer taken apart: thoughts, content and calls.
+"""The parts of a chat's answer, thoughts, content and calls, and their form in OpenAI's API.
 
 Generated from notebooks/12a_tools.ipynb: edit there.
 """
@@ -23,7 +23,7 @@ from minisgl.tokenizer import THINK, THOUGHT, overlap
 
 
 class AnswerParser:
-    """Takes an answer apart: thoughts, if the model has any, then content and calls.
+    """Splits an answer into thoughts, if the model has any, then content and calls.
 
     If `show_thoughts` is false, thoughts are left out.
     """
@@ -33,7 +33,7 @@ class AnswerParser:
     ) -> None:
         self.tools, self.show_thoughts, self.pieces = tools, show_thoughts, list[Piece]()
         self.buffer, self.opened = "", False
-        self.total = self.rest = 0  # characters that came, and those behind the thought
+        self.total = self.rest = 0  # characters of the answer, and those after the thought
         self.state = self._start if reasoning else self._rest
 
     def push(self, text: str, last: bool = False, thinking: bool = False) -> list[Piece]:
@@ -47,7 +47,7 @@ class AnswerParser:
         return pieces
 
     def reason(self, finish_reason: str | None) -> str | None:
-        """Return why the answer ended, in OpenAI's words."""
+        """Return OpenAI's name of the reason for the answer's end."""
         called = self.tools is not None and self.tools.calls > 0
         return "tool_calls" if called and finish_reason == "stop" else finish_reason
 
@@ -133,14 +133,14 @@ class TextPart(BaseModel):
 
 
 class RefusalPart(BaseModel):
-    """An assistant's text when it refused."""
+    """An assistant's refusal as a text part."""
 
     type: Literal["refusal"]
     refusal: Text
 
 
 class CalledFunction(BaseModel):
-    """A call by the model, with its arguments as the text that it wrote, or as an object."""
+    """A call by the model, with its arguments as text or as an object."""
 
     name: Text
     arguments: Text | Object | None = None
@@ -160,7 +160,7 @@ class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | list[TextPart | RefusalPart] | None = None
     reasoning_content: Text | None = None
-    reasoning: Text | None = None  # vLLM's name of the same
+    reasoning: Text | None = None  # vLLM's name for the same
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: Text | None = None
     name: Text | None = None
@@ -168,7 +168,7 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="after")
     def check_role(self) -> Self:
-        """Check that only an assistant calls, and that a result names its call."""
+        """Check that only an assistant has calls, and that a result names its call."""
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls: only an assistant has some, not role {self.role!r}")
         if self.role == "tool" and not self.tool_call_id:
@@ -176,7 +176,7 @@ class ChatMessage(BaseModel):
         return self
 
     def as_template_input(self) -> dict[str, Any]:
-        """Return the message as `check_messages` of chapter 06b takes it."""
+        """Return the message in the form for `check_messages` of chapter 06b."""
         hidden = {"function_call"} | (set() if self.role == "tool" else {"name"})
         found = self.model_dump(exclude=hidden, exclude_none=True)
         return {"content": None, **{name: value for name, value in found.items() if value}}
@@ -204,10 +204,10 @@ class ToolFields(BaseModel):
         return self._thinks and self.separate_reasoning is not False
 
     def decide(self, can: ChatAbilities, form: dict[str, Any]) -> None:
-        """Settle what may be called, and what the answer must look like: `_form`.
+        """Set the rules for calls, and the answer's required form: `_form`. Call it first.
 
-        `form` is what else is asked of it, as fields of `SamplingParams`. Call it first. Raises
-        `ValueError` that begins with the field at fault.
+        `form` has the other constraints on the answer, as fields of `SamplingParams`. Raises a
+        `ValueError` that begins with the invalid field.
         """
         if self.tools or self.tool_choice:
             self._rules = tool_rules(self.tools, self.tool_choice, self.parallel_tool_calls, can)

@@ -217,11 +217,6 @@ def encoded(payload: Any) -> bytes:
     return data
 
 
-def as_json(payload: Any) -> str:
-    """Encode JSON as text."""
-    return encoded(payload).decode()
-
-
 class Json(SlicedResponse):
     """A whole answer, encoded like the events of a stream."""
 
@@ -233,4 +228,6 @@ class Json(SlicedResponse):
 
 def sse(payload: Mapping[str, Any] | str) -> bytes:
     """Encode one server-sent event: text as it is, anything else as JSON."""
-    return format_sse_event(data_str=payload if isinstance(payload, str) else as_json(payload))
+    if isinstance(payload, str):
+        return format_sse_event(data_str=payload)
+    return b"data: " + encoded(payload) + b"\n\n"

@@ -193,7 +193,8 @@ class Body:
         return message
 
     async def send(self, message: Message) -> None:
-        self.give_back()  # the response begins: the body is validated and handed on
+        if self._held:  # the response begins: the body is validated and handed on
+            self.give_back()
         await self._send(message)
 
     def give_back(self) -> None:

@@ -1,4 +1,4 @@
-"""Calls of tools in a text that grows: what is certain is given out at once.
+"""Tool calls in a growing text: pieces are returned as soon as they are certain.
 
 Generated from notebooks/12a_tools.ipynb: edit there.
 """
@@ -29,7 +29,7 @@ class Content(NamedTuple):
 
 
 class CallStart(NamedTuple):
-    """It calls a function; `call` counts the calls of an answer."""
+    """The start of a call of a function; `call` counts the calls of an answer."""
 
     call: int
     id: str
@@ -37,7 +37,7 @@ class CallStart(NamedTuple):
 
 
 class CallArguments(NamedTuple):
-    """More of the arguments of that call: JSON, as the model writes it."""
+    """More of the arguments of a call: JSON, as the model writes it."""
 
     call: int
     text: str
@@ -52,13 +52,13 @@ def new_call_id() -> str:
 
 
 class ObjectEnd:
-    """Finds where a JSON object ends that comes in pieces."""
+    """Finds the end of a JSON object that arrives in pieces."""
 
     def __init__(self) -> None:
         self.depth, self.quoted, self.escaped = 0, False, False
 
     def find(self, text: str) -> int:
-        """Return how much of the next piece belongs to it; -1 if all does and it goes on."""
+        """Return the length of its part of the next piece; -1 if it continues after the piece."""
         for at, char in enumerate(text):
             if self.escaped:
                 self.escaped = False
@@ -80,11 +80,11 @@ HEAD = re.compile(r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*' + ARGUMENTS)
 NAMED = re.compile(r"(?P<name>[\w.:/-]{1,64})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
 NO_OBJECT = re.compile(r'\{\s*[^\s"}]|(?!\{|[\w.:/-]{1,64}(?:\[\w*\]?\w*)*\s*$)')
 OTHER_KEY = r'|\{\s*"(?!(?:name|type|function|arguments|parameters|id)")[^"]*"'
-NO_HEAD = re.compile(NO_OBJECT.pattern + OTHER_KEY)  # without a marker: no call begins so
+NO_HEAD = re.compile(NO_OBJECT.pattern + OTHER_KEY)  # no call without a marker begins so
 
 
 class ToolParser:
-    """Finds the calls in an answer that comes in pieces; the rest is content.
+    """Finds the calls in an answer that arrives in pieces; the rest is content.
 
     `names` are the functions that may be called.
     """
@@ -92,13 +92,13 @@ class ToolParser:
     def __init__(self, form: CallFormat, names: Collection[str]) -> None:
         self.form, self.names = form, frozenset(names)
         self.buffer, self.blank, self.marker = "", "", ""
-        self.total, self.spans = 0, list[tuple[int, int]]()  # characters; where content is
+        self.total, self.spans = 0, list[tuple[int, int]]()  # characters; ranges of content
         self.calls = 0
         self.pieces: list[Piece] = []
         self.state = self._content
 
     def push(self, text: str, last: bool = False) -> list[Piece]:
-        """Take more of the answer; what has become certain. `last`: nothing follows."""
+        """Take more of the answer; return certain pieces. `last`: nothing follows."""
         self.buffer, self.total = self.buffer + text, self.total + len(text)
         while self.state(last):
             pass
@@ -109,7 +109,7 @@ class ToolParser:
         return pieces
 
     def _say(self, text: str, behind: int) -> None:
-        """Append content, except white space at its end; `behind` it so many characters came."""
+        """Append content without white space at its end; `behind` characters came after it."""
         text = self.blank + text
         certain = text.rstrip()
         self.blank = text[len(certain) :]
@@ -119,7 +119,7 @@ class ToolParser:
             self.pieces.append(Content(certain))
 
     def _content(self, last: bool) -> bool:
-        """Parse text up to a marker; hold back what may be the beginning of one."""
+        """Parse text up to a marker; hold back a possible beginning of one."""
         text = self.buffer
         found = [(at, mark) for mark in self.form.markers if (at := text.find(mark)) >= 0]
         if found:
@@ -138,7 +138,7 @@ class ToolParser:
         return True
 
     def _head(self, last: bool) -> bool:
-        """Parse what follows a marker: a call, none, or wait for more text."""
+        """Parse the text after a marker: a call, none, or too little to decide."""
         body = self.buffer.lstrip(" \t\r\n[" if "]" in self.form.after else None)
         self.marker += self.buffer[: len(self.buffer) - len(body)]
         self.buffer = body
@@ -165,7 +165,7 @@ class ToolParser:
         return self._give_up() if last or (body and no_head.match(body)) else False
 
     def _give_up(self) -> bool:
-        """Append the marker, or else the first character, as content, and go on behind it."""
+        """Append the marker, or else the first character, as content, and continue after it."""
         text = self.marker or self.buffer[:1]
         self.buffer = self.buffer[len(text) - len(self.marker) :]
         self.state = self._content
@@ -188,7 +188,7 @@ class ToolParser:
         return end >= 0
 
     def _more_keys(self, last: bool) -> bool:
-        """Skip what else the object of a call holds, up to its closing brace."""
+        """Skip the other keys of a call's object, up to its closing brace."""
         rest = self.buffer.lstrip()
         if self.object.depth or rest[:1] in ("}", ","):
             self.object.depth = self.object.depth or 1
@@ -200,7 +200,7 @@ class ToolParser:
         return bool(rest or last)
 
     def _tail(self, last: bool) -> bool:
-        """Skip what closes a call; behind a separator the next one follows."""
+        """Skip the text that closes a call; after a separator the next call follows."""
         while self.closing:
             rest = self.buffer.lstrip()
             if not last and self.closing[0].startswith(rest) and rest != self.closing[0]:
@@ -216,7 +216,7 @@ class ToolParser:
 
 
 def read_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a call that is a complete JSON object; None if it is no call."""
+    """Return name and arguments of a call that is a complete JSON object; None for others."""
     try:
         given: Any = json.loads(text)
     except (ValueError, RecursionError):
@@ -228,4 +228,4 @@ def read_call(text: str) -> tuple[str, str] | None:
     if not (isinstance(name, str) and isinstance(arguments, dict)):
         return None
     text = json.dumps(arguments, ensure_ascii=False)
-    return name, text.encode(errors="backslashreplace").decode()  # half a character stays escaped
+    return name, text.encode(errors="backslashreplace").decode()  # surrogates stay escaped

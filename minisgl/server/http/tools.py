@@ -1,4 +1,4 @@
-"""Tools as clients send them, and what is asked of an answer's calls.
+"""Tools in a client's request, and the rules for an answer's calls.
 
 Generated from notebooks/12a_tools.ipynb: edit there.
 """
@@ -22,7 +22,7 @@ from minisgl.server.http.calls import (
 )
 from minisgl.tokenizer import check_unicode
 
-# JSON can hold half of a character, an unpaired surrogate; no message of ours can.
+# JSON can hold an unpaired surrogate; our messages cannot.
 Text = Annotated[str, AfterValidator(partial(check_unicode, "text"))]
 
 
@@ -58,13 +58,13 @@ class FunctionSpec(BaseModel):
 
 
 class Tool(BaseModel):
-    """The one kind of tool that there is."""
+    """A tool; functions are the only supported kind."""
 
     type: Literal["function"]
     function: FunctionSpec
 
     def as_template_input(self) -> dict[str, Any]:
-        """Return the tool as models see it in training: name, description, parameters."""
+        """Return the tool in the form of training data: name, description, parameters."""
         about = self.function.model_dump(exclude_none=True, exclude={"strict"})
         about.setdefault("parameters", {**ANY_OBJECT, "properties": {}})
         return {"type": "function", "function": about}
@@ -75,7 +75,7 @@ class FunctionName(BaseModel):
 
 
 class FunctionChoice(BaseModel):
-    """This function and no other."""
+    """The choice of one function."""
 
     type: Literal["function"]
     function: FunctionName
@@ -87,7 +87,7 @@ class AllowedTools(BaseModel):
 
 
 class AllowedChoice(BaseModel):
-    """The model sees all tools and may call some of them."""
+    """The choice of some functions; the prompt still has all tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -98,7 +98,7 @@ ToolChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedChoic
 
 @dataclass(frozen=True)
 class ToolRules:
-    """Rules for calls. `tools` are shown to the model, `callable` may be called."""
+    """Rules for calls. `tools` are in the prompt, `callable` may be called."""
 
     form: CallFormat | None = None
     tools: tuple[Tool, ...] = ()
@@ -113,7 +113,7 @@ class ToolRules:
     def structural_tag(self, reasoning: bool, answer: dict[str, Any] | None = None) -> str | None:
         """Return a grammar that guarantees the rules; None if there is nothing to guarantee.
 
-        `answer` is the schema of an answer that calls nothing, if it must have one.
+        `answer` is the schema of an answer without calls, if there is one.
         """
         if self.form is None:
             if not (reasoning and answer):
@@ -134,7 +134,7 @@ class ToolRules:
 
 
 def as_tag(node: dict[str, Any], field: str) -> str:
-    """Make a structural tag whose errors name the field that it was made of."""
+    """Make a structural tag whose errors name the field from which it was made."""
     text = json_text({"type": "structural_tag", "name": field, "format": node})
     if len(text) > 4 * MAX_GRAMMAR:
         raise ValueError(f"{field}: at most {4 * MAX_GRAMMAR} characters of schemas can be kept to")
@@ -142,7 +142,7 @@ def as_tag(node: dict[str, Any], field: str) -> str:
 
 
 def choose(choice: ToolChoice | None, tools: list[Tool]) -> tuple[list[Tool], bool, bool]:
-    """Return the callable tools, whether a call is required, and whether only one may be."""
+    """Return the callable tools, whether a call is required, and whether at most one may be."""
     if isinstance(choice, str | None):
         return tools, choice == "required", False
     named = isinstance(choice, FunctionChoice)
@@ -154,13 +154,13 @@ def choose(choice: ToolChoice | None, tools: list[Tool]) -> tuple[list[Tool], bo
     return [tool for tool in tools if tool.function.name in names], required, named
 
 
-MAX_TOOL_BYTES = 256 * 1024  # of all tools of a request together
+MAX_TOOL_BYTES = 256 * 1024  # for all tools of a request together
 
 
 def tool_rules(
     tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None, can: ChatAbilities
 ) -> ToolRules:
-    """Make the rules of one request; raise `ValueError` that begins with the field at fault."""
+    """Make the rules of one request; raise a `ValueError` that begins with the invalid field."""
     if not tools and choice not in (None, "none", "auto"):
         raise ValueError("tool_choice: needs tools, and none are given")
     if not tools:
@@ -180,20 +180,20 @@ def tool_rules(
 
 
 class NamedSchema(BaseModel):
-    """OpenAI gives a schema a name, which changes nothing."""
+    """A schema with OpenAI's name for it, which has no effect."""
 
     content: Object = Field(alias="schema")
 
 
 class ResponseFormat(BaseModel, extra="forbid"):
-    """OpenAI's way to ask for structured output."""
+    """OpenAI's field for structured output."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: NamedSchema | None = None
     content: Object | None = Field(default=None, alias="schema")  # llama.cpp's place for it
 
     def asked(self) -> dict[str, Any]:
-        """Return the fields of `SamplingParams`; a schema counts, whatever the type is."""
+        """Return the fields of `SamplingParams`; a schema counts with any type."""
         schema = self.content if self.json_schema is None else self.json_schema.content
         if schema is not None or self.type == "json_schema":
             return {"json_schema": schema}

@@ -11,13 +11,12 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from fastapi import Request
-from fastapi.sse import format_sse_event
 
 from minisgl.server.http.api import RequestHandler, Service
 from minisgl.server.http.bodies import renamed_errors
 from minisgl.server.http.errors import ApiError, api_error
 from minisgl.server.http.fields import refuse
-from minisgl.server.http.formats import ChatFormatter, Completion, as_json
+from minisgl.server.http.formats import ChatFormatter, Completion, sse
 from minisgl.server.http.schemas import ChatRequest
 
 Event = dict[str, Any]
@@ -25,7 +24,7 @@ Event = dict[str, Any]
 
 def event_bytes(event: Event) -> bytes:
     """Encode an event for the wire; its type stands beside the JSON, too."""
-    return format_sse_event(data_str=as_json(event), event=event["type"])
+    return b"event: " + event["type"].encode() + b"\n" + sse(event)
 
 
 class Builder(Protocol):
