@@ -11,6 +11,7 @@ import labs
 import nbformat
 import pytest
 
+from minisgl.kvcache.radix_cache import RadixCache
 from tests.test_mutations import ALL, ROOT
 
 NUMBERS = list(labs.TESTS)
@@ -130,6 +131,17 @@ def test_a_verdict_is_one_sentence() -> None:
     assert labs.verdict([flaky, passed], None) == (
         False, "flaky (test_f.py:1). (1 tests fail, 1 pass.)",
     )  # fmt: skip
+
+
+def test_a_sentence_names_the_function_that_raised(request: pytest.FixtureRequest) -> None:
+    with pytest.raises(ValueError, match="page_size") as inside:
+        RadixCache(-1)
+    assert labs.raised_in(inside) == "check_positive"
+    sentence = labs.explain(request.node, inside.value, "test_x.py:3", labs.raised_in(inside))
+    assert " in `check_positive` (test_x.py:3)" in sentence
+    with pytest.raises(AssertionError) as outside:
+        assert RadixCache(4).evictable_tokens
+    assert labs.raised_in(outside) == ""
 
 
 def test_a_call_that_should_have_failed_is_shown_with_its_values(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_evict_refuses_what_it_cannot_do(kind: str) -> None:
     cache = CACHES[kind](4)
     with pytest.raises(ValueError, match=r"^num_tokens.*-1"):
         cache.evict(-1)
-    with pytest.raises(NotEvictable, match=r"^num_tokens.*4.*0"):
+    with pytest.raises(NotEvictable, match=r"^num_tokens.*4"):
         cache.evict(4)
 
 

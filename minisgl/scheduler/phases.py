@@ -147,7 +147,7 @@ class PrefillManager:
         self.chunked_req: Req | None = None
 
     def remove(self, req: Req) -> None:
-        """Forget a request, queued or half computed; the caller releases its row and pages."""
+        """Forget a request if it is queued or half computed; its row and pages stay."""
         if req is self.chunked_req:
             self.chunked_req = None
         elif req.table_idx < 0:  # not admitted yet
