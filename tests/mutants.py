@@ -27,7 +27,7 @@ from tests import mutations
 from tests.mutations import Mutation
 
 CHAPTERS = ("minisgl.kvcache.", "minisgl.scheduler.")
-OTHERS = ("audit", "pool", "fp8_pool", "build", "channel", "frames")  # are not what is played with
+OTHERS = ("audit", "pool", "fp8_pool", "build", "channel", "frames")  # are not part of the game
 
 
 def all_mutations() -> dict[str, Mutation]:

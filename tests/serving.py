@@ -67,7 +67,7 @@ def stream(
 
 
 def last_event(lines: Iterable[str]) -> str:
-    """The last line that says something."""
+    """Return the last line with text."""
     return [line for line in lines if line][-1]
 
 
@@ -131,7 +131,7 @@ class Live:
             return False
 
         wait_for(lambda: not scheduler.has_work, "the scheduler to be idle")
-        with suppress(AssertionError):  # below it is said what is missing
+        with suppress(AssertionError):  # the lines below it name the missing part
             wait_for(settled, "pages and rows to be home", 2.0)
         check_integrity(scheduler.cache)
         assert scheduler.cache.available_tokens == self.pages * scheduler.engine.page_size

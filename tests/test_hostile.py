@@ -199,7 +199,7 @@ def request_of(body: bytes) -> Request:
 
 
 def test_large_bodies_are_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of many bytes and those of many values; so is what is made of them."""
+    """Those of many bytes and those of many values, with the work on them."""
     threads: list[str] = []
     parse = bodies.parse
     monkeypatch.setattr(
@@ -566,7 +566,7 @@ def test_no_proxy_sees_what_stays_on_this_machine(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_trailing_slash_leads_nowhere(live: Live) -> None:
-    """It once was a redirect to whatever `Host` said, before the key was asked for."""
+    """It once was a redirect to the `Host` header, before the key was checked."""
     answer = httpx.get(f"{live.url}/v1/models/x/", headers={"host": "evil.example"})
     assert answer.status_code == 404 and "location" not in answer.headers
     answer = httpx.post(f"{live.url}/v1/completions/", json={})

@@ -63,7 +63,7 @@ def oracle(
 
 
 class Row:
-    """A request that has said `answer`, its tokens in row `table_idx` of a pool."""
+    """A request with output `answer`, its tokens in row `table_idx` of a pool."""
 
     def __init__(self, uid: int, prompt: list[int], answer: list[int], **params: object) -> None:
         self.prompt, self.answer = prompt, answer

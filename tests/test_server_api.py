@@ -540,7 +540,7 @@ ANY_VALUE = {"eos_token_id"}  # may be one or a list
 
 
 def test_fields_are_treated_as_the_table_says(live: Live) -> None:
-    """One client, one connection: what is refused names itself, what asks for nothing passes."""
+    """One client, one connection: rejected fields are named, neutral values pass."""
     odd = [{"something": "odd"}]
     with httpx.Client(base_url=live.url, timeout=300) as client:
         for path, body, schema in [

@@ -247,7 +247,7 @@ MUTATIONS = [
     Mutation(
         name="answers: large ones are formatted on the event loop",
         module="minisgl.server.http.api",
-        old="choices = await build(self.request, formatted, large)",
+        old="choices = await build(self.request, formatted, self.is_large)",
         new="choices = formatted()",
         test=TEST + "test_large_answers_are_formatted_beside_the_event_loop",
     ),
