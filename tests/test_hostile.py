@@ -44,8 +44,6 @@ from minisgl.server.http.formats import ChatFormatter, Completion, CompletionFor
 from minisgl.server.http.keys import check_key, read_keys
 from minisgl.server.http.limits import (
     MAX_HEAD,
-    MAX_PIPELINED,
-    SLICE,
     BodyLimit,
     ConcurrencyLimiter,
     Shares,
