@@ -67,7 +67,7 @@ class Engine:
             await asyncio.sleep(0.1)
         self._frontend.fail_all(str(broken))
         await asyncio.sleep(1.0)  # time for error events
-        os._exit(1)  # the router then has one replica less, at once
+        os._exit(1)  # the router then drops this replica at once
 
     async def check_health(self) -> None:  # Ray Serve replaces a replica that raises
         if self._frontend.failure is not None:
@@ -89,7 +89,7 @@ SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path",
 
 
 class Ingress:
-    """The application's address: has a replica answer each request, and passes the answer on."""
+    """The application's entry point: sends each request to a replica and streams its answer."""
 
     def __init__(self, engine: DeploymentHandle, max_body_size: int) -> None:
         self._engine, self._max = engine.options(stream=True), max_body_size
@@ -127,7 +127,7 @@ class Cluster(BaseModel, extra="forbid"):
 
     flags: str = ""  # of `python -m minisgl`, for each replica
     replicas: int = Field(1, ge=1)
-    max_replicas: int = Field(1, ge=1)  # above `replicas`: as many as the load needs, up to these
+    max_replicas: int = Field(1, ge=1)  # above `replicas`: the upper limit of autoscaling
     idle: float = Field(600.0, ge=0)  # seconds of less load, after which a replica leaves
     gpus: float | None = Field(None, ge=0)  # of a replica; none: its ranks, 0 with --device cpu
 

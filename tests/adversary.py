@@ -83,7 +83,7 @@ class Abort(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """So many steps of the scheduler's loop."""
+    """`count` steps of the scheduler's loop."""
 
     count: int = 1
 
@@ -121,14 +121,14 @@ class Misuse(NamedTuple):
 
 
 class Exit(NamedTuple):
-    """The loop is told to end, and starts again."""
+    """The loop ends, and starts again."""
 
 
 Op = Ask | Abort | Turn | Again | Swap | Fail | Jump | Misuse | Exit
 
 
 def short(op: Op) -> str:
-    """An event without what is as usual."""
+    """An event without its default values."""
     usual = op._field_defaults
     given = [f"{name}={value!r}" for name, value in op._asdict().items()
              if name not in usual or value != usual[name]]  # fmt: skip
@@ -375,7 +375,7 @@ WIRE = msgspec.msgpack.Decoder(list[Msg])
 
 @cache
 def compiled() -> Grammars:
-    """Grammars for the embedded model; what is compiled once serves all worlds."""
+    """Grammars for the embedded model, compiled once for all worlds."""
     return load_grammars(resolve_model_path(None), VOCAB, ENDS)
 
 
@@ -386,7 +386,7 @@ def params_of(ask: Ask) -> SamplingParams:
 
 
 class Told(NamedTuple):
-    """Return the token that must come next."""
+    """Return the expected next token."""
 
     token: int | None
     score: float
@@ -1036,7 +1036,7 @@ def report(seed: int) -> str:
 
 
 def search(seeds: Iterator[int], steps: int) -> tuple[int, int | None]:
-    """Play seeds until so many steps were taken or one fails: steps, and that seed."""
+    """Play seeds up to a number of steps or the first failure: steps, and the failing seed."""
     taken = 0
     for seed in seeds:
         script = make_script(seed)

@@ -150,7 +150,7 @@ def test_turns_have_one_conversation(sent: Mapping[str, str], body: bytes, other
                                   b'{"prompt": 3}', b'{"messages": [{"role": ["user"]}]}',
                                   b"[" * 100_000])  # fmt: skip
 def test_a_body_without_a_conversation_has_none(body: bytes) -> None:
-    """The replica will name what is wrong."""
+    """The replica will name the fault."""
     assert conversation_of({}, body) == ""
 
 

@@ -208,7 +208,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A lab is never overwritten unasked; what cannot be graded is an error that says why."""
+    """A lab is never overwritten unasked; a lab that cannot be graded is an error with a reason."""
     root = project(tmp_path)
 
     def run(*words: str) -> tuple[int, str]:

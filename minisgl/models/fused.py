@@ -14,7 +14,6 @@ from torch import Tensor
 from minisgl.attention.fused_backend import FusedPlan
 from minisgl.attention.metadata import ForwardBatch
 from minisgl.kernels.device import device_limits
-from minisgl.kernels.embedding import embed
 from minisgl.kernels.linear import (
     gemv,
     gemv_add_norm,
@@ -144,8 +143,7 @@ class FusedModel:
 
     def hidden(self, fb: ForwardBatch) -> Tensor:
         """Return the input of the head, [rows wanted, hidden]."""
-        embedding = self.model.model.embed_tokens
-        x: Any = self.comm.all_reduce(embed(fb.input_ids, embedding.weight, embedding.start))
+        x: Any = self.model.model.embed_tokens(fb.input_ids)
         if len(x) > 1 or not self.supports_gemv:
             return self.all_rows(x, fb)
         norms = [layer.first_norm for layer in self.layers[1:]] + [self.final_norm]
@@ -154,14 +152,14 @@ class FusedModel:
         return add_norm(None, x.total, self.final_norm, self.eps)[0]
 
     def all_rows(self, residual: Tensor, fb: ForwardBatch) -> Tensor:
-        """Run the layers over any number of tokens, and the final norm of the rows wanted."""
+        """Run the layers over any number of tokens, and the final norm of the selected rows."""
         parts: Tensor | None = None
         for layer_id, layer in enumerate(self.layers):
             x, residual = self.add_norm(parts, residual, layer.first_norm, layer.attention.qkv)
             qkv = linear(x, layer.attention.qkv, layer.attention.bias)
             y = layer.attention.attend(qkv, fb, layer_id)
             if layer is self.layers[-1] and fb.last_idx is not None:
-                # Only the rows wanted go on: the others are never read again.
+                # Only the selected rows continue: the others are never read again.
                 y, residual = y[fb.last_idx], residual[fb.last_idx]
             parts = split_k_linear(y, layer.attention.out)
             x, residual = self.add_norm(parts, residual, layer.second_norm, layer.gate_up)

@@ -163,9 +163,7 @@ class PrefillManager:
 
     def schedule(self) -> Batch | None:
         """Return the next prefill step: the chunked prompt and waiting ones, in queue order."""
-        if (
-            self.chunked_req is None and not self.waiting
-        ):  # most steps: skip counting promised pages
+        if self.chunked_req is None and not self.waiting:  # most steps: count no promised pages
             return None
         adder, chunked = self.adder(), self.chunked_req
         while adder.budget > 0:

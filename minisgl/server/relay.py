@@ -19,7 +19,7 @@ def digest(text: str) -> str:
 
 
 def conversation_of(headers: Mapping[str, str], body: bytes | bytearray) -> str:
-    """Return what all turns of a conversation have in common, or "" if nothing is."""
+    """Return a key that all turns of a conversation share, or ""."""
     if session := headers.get("x-session-id"):
         return f"session {session}"
     with suppress(ValueError, KeyError, TypeError, RecursionError):

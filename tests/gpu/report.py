@@ -45,7 +45,7 @@ FUSED, SAMPLER, ATTENTION, DETERMINISTIC, FP8, MOE = (
 CHECKED = [  # at least one of each kernel, on small inputs
     *(FUSED + f"test_gemms[dtype0-{rows}-weight0]" for rows in (1, 8, 17, 48, 65, 256)),
     FUSED + "test_one_row[weight0]",
-    FUSED + "test_norm_and_embedding",
+    FUSED + "test_add_norm",
     *(FUSED + f"test_decode[{case}]" for case in (
         "1-128-heads0", "3-64-heads3", "40-128-heads4", "130-128-heads3", "130-128-heads4",
     )),
@@ -95,7 +95,7 @@ def execute(command: Sequence[str], seconds: float, **env: str) -> dict[str, Any
     took = round(time.monotonic() - start, 1)
     program = "python3" if command[0] == sys.executable else Path(command[0]).name
     rest = ["python3" if part == sys.executable else part for part in command[1:]]
-    shown = shlex.join([program, *rest])  # where programs lie is nobody's business
+    shown = shlex.join([program, *rest])  # the paths of programs are not stored
     return {"command": shown, "status": status, "seconds": took, "output": output}
 
 
@@ -149,7 +149,7 @@ def run_files(
 
 
 def proved(found: dict[str, Any]) -> dict[str, Any]:
-    """The same, but not passed if nothing ran: what is skipped proves nothing."""
+    """The same, but not passed if no test ran: skipped tests prove nothing."""
     return found | {"passed": found["passed"] and found.get("passed_tests", 0) > 0}
 
 
