@@ -146,7 +146,8 @@ class DecodeBuffers:
     def of(cls, meta: AttentionMetadata, out_loc: Tensor) -> Self:
         """Copy an eager decode step to the device of `out_loc`."""
         parts = meta.table_idx.astype(np.int64), meta.seq_lens - np.int64(1)
-        return cls(*(torch.from_numpy(part).to(out_loc.device) for part in parts), out_loc)
+        rows, positions = (torch.from_numpy(part).to(out_loc.device) for part in parts)
+        return cls(rows, positions, out_loc)
 
 
 class AttentionBackend(Protocol):
