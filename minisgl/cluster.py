@@ -6,12 +6,10 @@ Generated from notebooks/13i_ray_serve.ipynb: edit there.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import os
 import shlex
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -29,30 +27,7 @@ from minisgl.server.http.errors import ApiError
 from minisgl.server.http.formats import sse
 from minisgl.server.http.limits import ConcurrencyLimiter
 from minisgl.server.options import build_parser, config_from, operations_from
-
-
-def digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def conversation_of(headers: Mapping[str, str], body: bytes | bytearray) -> str:
-    """Return what all turns of a conversation have in common, or "" if nothing is."""
-    if session := headers.get("x-session-id"):
-        return f"session {session}"
-    with suppress(ValueError, KeyError, TypeError, RecursionError):
-        fields = json.loads(body)
-        if "messages" not in fields:
-            return digest(json.dumps(fields["prompt"][:256]))
-        roles = [message["role"] for message in fields["messages"]]
-        return digest(json.dumps(fields["messages"][: roles.index("user") + 1]))
-    return ""
-
-
-def by_preference(conversation: str, loads: Mapping[str, int]) -> list[str]:
-    """Order replicas by rendezvous hashing, those above 1.25 times the mean load last."""
-    most = max(4.0, 1.25 * sum(loads.values()) / max(1, len(loads)))
-    ranked = [(loads[name] <= most, digest(f"{conversation} {name}"), name) for name in loads]
-    return [name for *_, name in sorted(ranked, reverse=True)]
+from minisgl.server.relay import asgi_messages, by_preference, conversation_of
 
 
 class ConversationRouter(RequestRouter):
@@ -92,7 +67,7 @@ class Engine:
             await asyncio.sleep(0.1)
         self._frontend.fail_all(str(broken))
         await asyncio.sleep(1.0)  # time for error events
-        os._exit(1)  # the router then has one replica less, at once
+        os._exit(1)  # the router then drops this replica at once
 
     async def check_health(self) -> None:  # Ray Serve replaces a replica that raises
         if self._frontend.failure is not None:
@@ -102,22 +77,9 @@ class Engine:
         await self._end.aclose()
 
     async def answer(self, conversation: str, scope: Scope, body: bytes) -> AsyncIterator[Any]:
-        """Yield the application's ASGI messages; those that wait come together."""
-        sent: asyncio.Queue[Message | None] = asyncio.Queue()
-        arriving: asyncio.Queue[Message] = asyncio.Queue()
-        arriving.put_nowait({"type": "http.request", "body": body})
-        task = asyncio.ensure_future(self._app(scope, arriving.get, sent.put))
-        task.add_done_callback(lambda _: sent.put_nowait(None))
-        messages: list[Message | None] = []
-        try:
-            while None not in messages:
-                messages = [await sent.get()]
-                while not sent.empty():
-                    messages.append(sent.get_nowait())
-                yield [message for message in messages if message is not None]
-        finally:  # the client left, or all is sent
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        async with aclosing(asgi_messages(self._app, scope, body)) as found:
+            async for messages in found:
+                yield messages
 
 
 ANY = {"access-control-allow-origin": "*"}  # pages may read it
@@ -127,7 +89,7 @@ SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path",
 
 
 class Ingress:
-    """The application's address: has a replica answer each request, and passes the answer on."""
+    """The application's entry point: sends each request to a replica and streams its answer."""
 
     def __init__(self, engine: DeploymentHandle, max_body_size: int) -> None:
         self._engine, self._max = engine.options(stream=True), max_body_size
@@ -165,7 +127,8 @@ class Cluster(BaseModel, extra="forbid"):
 
     flags: str = ""  # of `python -m minisgl`, for each replica
     replicas: int = Field(1, ge=1)
-    max_replicas: int = Field(1, ge=1)  # above `replicas`: as many as the load needs, up to these
+    max_replicas: int = Field(1, ge=1)  # above `replicas`: the upper limit of autoscaling
+    idle: float = Field(600.0, ge=0)  # seconds of less load, after which a replica leaves
     gpus: float | None = Field(None, ge=0)  # of a replica; none: its ranks, 0 with --device cpu
 
 
@@ -175,8 +138,10 @@ def app(args: Cluster) -> serve.Application:
     config, operations = config_from(parsed), operations_from(parsed)
     gpus = config.tp.size * (config.device != "cpu") if args.gpus is None else args.gpus
     places = config.max_running_req + operations.max_queue
-    scaling = {"min_replicas": args.replicas, "max_replicas": max(args.replicas, args.max_replicas),
-               "target_ongoing_requests": config.max_running_req}  # fmt: skip
+    scaling = {
+        "min_replicas": args.replicas, "max_replicas": max(args.replicas, args.max_replicas),
+        "downscale_delay_s": args.idle, "target_ongoing_requests": config.max_running_req,
+    }  # fmt: skip
     router = RequestRouterConfig(request_router_class=ConversationRouter)
     engine = serve.deployment(
         Engine, ray_actor_options={"num_gpus": gpus}, max_ongoing_requests=places,

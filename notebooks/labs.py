@@ -276,7 +276,19 @@ def words(name: str) -> str:
     return re.sub(r"\[.*", "", name).removeprefix("test_").replace("_", " ")
 
 
-def explain(item: pytest.Item, error: BaseException, place: str) -> str:
+def raised_in(excinfo: pytest.ExceptionInfo[BaseException]) -> str:
+    """Return the innermost function of the package; "" if the test itself failed."""
+    name = ""
+    for entry in excinfo.traceback:
+        path = str(entry.path)
+        if "/tests/" in path:
+            name = ""
+        elif "/minisgl/" in path and "/site-packages/" not in path:
+            name = entry.frame.code.raw.co_qualname
+    return name
+
+
+def explain(item: pytest.Item, error: BaseException, place: str, inside: str = "") -> str:
     """Describe a failed test in one sentence: what it checks, what happened, on which input."""
     doc = (getattr(getattr(item, "function", None), "__doc__", None) or "").strip()
     checks = doc.splitlines()[0].rstrip(".") if doc else words(item.name)
@@ -291,7 +303,8 @@ def explain(item: pytest.Item, error: BaseException, place: str) -> str:
     inputs = f", on {' '.join(example[1].split())[:240]}" if example else ""
     case = re.search(r"\[(.*)\]", item.name)
     with_case = f" [{case[1]}]" if case else ""
-    return f"{checks}{with_case}: {kind}{message or 'failed'} ({place}){inputs}"
+    where = f" in `{inside}`" if inside else ""
+    return f"{checks}{with_case}: {kind}{message or 'failed'}{where} ({place}){inputs}"
 
 
 def not_raised(path: Path, line: int, values: Mapping[str, object]) -> str:
@@ -330,7 +343,8 @@ def outcome_of(item: pytest.Item, call: pytest.CallInfo[Any]) -> Outcome:
             entry = one
     place = f"{Path(str(entry.path)).name}:{entry.lineno + 1}"
     flaky = any(type(error).__name__.startswith("Flaky") for error in errors)
-    text, cause = explain(item, errors[0], place), f"{type(errors[0]).__name__}: {errors[0]}"
+    text = explain(item, errors[0], place, raised_in(call.excinfo))
+    cause = f"{type(errors[0]).__name__}: {errors[0]}"
     if "DID NOT RAISE" in cause:
         text += not_raised(Path(str(entry.path)), entry.lineno + 1, entry.locals)
     return Outcome(item.nodeid, False, text=text, cause=cause, flaky=flaky)

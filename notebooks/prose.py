@@ -22,8 +22,8 @@ VERBS = frozenset(
     Abort Accept Add Admit Advance Allocate Answer Append Apply Approximate Arm Assemble Attend
     Begin Blend Bring Build Cache Call Capture Chat Check Choose Close Collect Combine Compare
     Compile Complete Compute Concatenate Connect Convert Copy Count Create Cut Decode Decorate
-    Define Dequantize Describe Detect Detokenize Divide Do Draw Drop Empty Encode End Estimate
-    Evaluate Evict Execute Exit Expand Export Fail Feed Fill Filter Find Finish Fold Follow
+    Define Delete Dequantize Describe Detect Detokenize Divide Do Draw Drop Empty Encode End
+    Estimate Evaluate Evict Execute Exit Expand Export Fail Feed Fill Filter Find Finish Fold Follow
     Forbid Forget Fork Format Free Gather Generate Go Handle Hold Import Indent Initialize
     Insert Interrupt Join Keep Kill Launch Lay Leave Limit List Load Log Loop Make Map Mark Mask
     Match Measure Merge Move Multiply Name Note Open Order Overlap Pack Pair Parse Pass Plan
@@ -32,7 +32,7 @@ VERBS = frozenset(
     Replace Replay Report Request Require Resolve Respond Retract Return Rotate Route Run Sample
     Scramble Search Select Send Separate Serve Set Settle Share Shift Show Shut Skip Sort Spell
     Split Start Step Stop Store Sum Summarize Synthesize Take Terminate Time Train Translate
-    Turn Unlock Unmap View Wait Warn Wrap Write Yield Zero
+    Turn Unlock Unmap Update View Wait Warn Wrap Write Yield Zero
     """,
     )
 )
@@ -65,7 +65,6 @@ EXCEPTIONS = (
     'says "hello"',  # a user
     "Tell me a story",  # prompts
     "a story, tell it",
-    "somebody believes",
 )
 FENCE = re.compile(r"^(```+|~~~+)(.*?)\n(.*?)^\1\s*$", re.MULTILINE | re.DOTALL)
 UNREAD = re.compile(r"`[^`\n]*`|\]\([^)\s]*\)|https?://\S+|\$[^$\n]*\$")

@@ -16,7 +16,7 @@ import secrets
 import sys
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
@@ -46,8 +46,13 @@ from minisgl.scheduler.requests import Limits, make_req
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.simulated import SimulatedExecutor, salt_hash
-from minisgl.scheduler.speculative import NGramProposer, SpeculativeScheduler, VerifyBatch
-from tests.reference import Admission, Fairness, Prefixes, Rest, Shadow
+from minisgl.scheduler.speculative import (
+    IntArray,
+    NGramProposer,
+    SpeculativeScheduler,
+    VerifyBatch,
+)
+from tests.reference import Admission, Fairness, Prefixes, Rest, Shadow, drafts_of
 
 VOCAB = 2240  # of the embedded model, whose tokenizer the grammars need
 ENDS = frozenset([0])
@@ -78,7 +83,7 @@ class Abort(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """So many steps of the scheduler's loop."""
+    """`count` steps of the scheduler's loop."""
 
     count: int = 1
 
@@ -116,14 +121,14 @@ class Misuse(NamedTuple):
 
 
 class Exit(NamedTuple):
-    """The loop is told to end, and starts again."""
+    """The loop ends, and starts again."""
 
 
 Op = Ask | Abort | Turn | Again | Swap | Fail | Jump | Misuse | Exit
 
 
 def short(op: Op) -> str:
-    """An event without what is as usual."""
+    """An event without its default values."""
     usual = op._field_defaults
     given = [f"{name}={value!r}" for name, value in op._asdict().items()
              if name not in usual or value != usual[name]]  # fmt: skip
@@ -160,6 +165,7 @@ class Script:
         return "\n".join(["Script(", "    ops=(", *ops, "    ),", *fields, ")"])
 
 
+CROWDED = 0.2  # of all scripts
 REGEXES = ("[a-z ]{3,9}", "(yes|no), [0-9]{2,4}!", "a*", "(ab){2,40}")
 
 
@@ -183,6 +189,10 @@ def make_script(seed: int) -> Script:
                Jump: pick((0, 0.1)), Misuse: pick((0, 0.1, 0.4)),
                Exit: pick((0, 0, 0.02))}  # fmt: skip
     longest, answers = rng.randint(1, sizes["window"] + 2), pick((1, 4, 20, 60))
+    if random.Random(~seed).random() < CROWDED:  # many short requests, and pages for all of them
+        sizes |= {"rows": rng.randint(3, 6), "num_pages": 240 // page_size}
+        weights |= {Ask: 4.0, Turn: 4.0}
+        longest, answers = rng.randint(4, 40), pick((1, 3, 8))
     texts, ops, uid = rng.randint(1, 4), list[Op](), 0
     for kind in rng.choices(list(weights), list(weights.values()), k=150):
         if kind is Ask:
@@ -219,7 +229,7 @@ def make_ask(
         options["regex"] = rng.choice(REGEXES)
     else:
         options["ignore_eos"] = rng.random() < 0.7
-    if rng.random() < 0.1:
+    if rng.random() < 0.2:
         options["cache_salt"] = rng.choice("ab")
     if rng.random() < 0.1:
         options["stop_token_ids"] = (rng.randint(1, 23),)
@@ -308,16 +318,33 @@ class Waiting(NamedTuple):
 
 
 class Proposer(NGramProposer):
-    """The usual drafts; their acceptance is charged to the reference, too."""
+    """The usual drafts, compared with the reference; it is charged for accepted ones, too."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
-        self.world = world
+        self.world, self.in_vain = world, Counter[Req]()
+
+    def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[IntArray]:
+        found = super().propose(reqs, limits)
+        for req, tokens, most in zip(reqs, found, limits):
+            assert req.matcher is None, f"drafts for {req}, which has a grammar"
+            expected = drafts_of(req.input_ids.tolist(), self.in_vain[req], most)
+            assert tokens.tolist() == expected, f"{req}: drafts {tokens}, not {expected}"
+        return found
 
     def update(self, req: Req, drafted: int, accepted: int) -> None:
+        self.in_vain[req] = 0 if accepted else self.in_vain[req] + 1
         if self.world.fair is not None:
             self.world.fair.charge(Phase.DECODE, [req] * accepted)
         super().update(req, drafted, accepted)
+
+    def release(self, req: Req) -> None:
+        self.in_vain.pop(req, None)
+        super().release(req)
+
+    def reset(self) -> None:
+        self.in_vain.clear()
+        super().reset()
 
 
 def prompts_of(reqs: Iterable[Req]) -> list[Req]:
@@ -348,7 +375,7 @@ WIRE = msgspec.msgpack.Decoder(list[Msg])
 
 @cache
 def compiled() -> Grammars:
-    """Grammars for the embedded model; what is compiled once serves all worlds."""
+    """Grammars for the embedded model, compiled once for all worlds."""
     return load_grammars(resolve_model_path(None), VOCAB, ENDS)
 
 
@@ -359,7 +386,7 @@ def params_of(ask: Ask) -> SamplingParams:
 
 
 class Told(NamedTuple):
-    """Return the token that must come next."""
+    """Return the expected next token."""
 
     token: int | None
     score: float
@@ -466,7 +493,7 @@ class World:
         queue = FairQueue(s.budget) if fair else ArrivalOrder()
         manager = (Watched if fair else WatchedDelayed)(self.cache, decode, prefill, queue)
         manager.world = self
-        manager.max_tokens, manager.max_requests = s.mixed, 4
+        manager.max_tokens, manager.max_requests = s.mixed, 3
         self.rest = Rest(manager) if isinstance(manager, DelayedPrefill) else None
         audit = IdleAudit(every=1.0, clock=lambda: self.now)
 
@@ -671,10 +698,13 @@ class World:
             assert step.reqs in (batch.reqs, batch.reqs + running), "some of the running requests"
             if len(step.reqs) > len(batch.reqs):
                 tokens = sum(req.extend_len for req in step.reqs)
-                assert tokens <= self.script.mixed and len(step.reqs) <= 4, f"{tokens} mixed tokens"
+                assert tokens <= self.script.mixed and len(step.reqs) <= 3, f"{tokens} mixed tokens"
+                assert not any(req.scores_prompt for req in step.reqs), "a mixed step is scored"
             if self.rest is not None:
                 self.rest.launched()
             assert self.admission.lengths_fit(batch), f"{batch.reqs}: too much or too little"
+            if self.script.min_shared:
+                self.check_twins(batch, chunked)
             led = len(batch.reqs) > 1 and batch.reqs[0] is chunked
             assert first or not led or self.fair is None, f"{chunked} was not the first"
         waits = self.reqs[self.waiting[0]] if self.waiting else None
@@ -687,6 +717,13 @@ class World:
             why = self.admission.refused(waits, matched, batch, manager.chunked_req)
             assert why, f"{waits} is not admitted, although there is room"
         return step
+
+    def check_twins(self, batch: Batch, chunked: Req | None) -> None:
+        """Check that nobody computes what another one of the same step computes."""
+        for place, req in enumerate(batch.reqs):
+            if req is not chunked:
+                twin = self.admission.waits_for_another(req, req.cached_len, batch.reqs[:place])
+                assert not twin, f"{req} computes the same beginning as another one"
 
     def check_batch(self, batch: Batch) -> None:
         """Check members and order of a step."""
@@ -706,6 +743,8 @@ class World:
             assert not (twice and self.scheduler.decode.running), "two prefill steps in a row"
             self.last_prefill = self.steps
         else:
+            open_step = isinstance(batch, VerifyBatch) and self.scheduler.in_flight is not None
+            assert not open_step, "drafts for texts whose last token is not known"
             assert len(uids) <= max(8, self.script.rows), "too many drafts"
             turns = [self.joined[uid] for uid in uids]
             assert turns == sorted(turns), f"{uids} are not in the order of joining"
@@ -725,11 +764,17 @@ class World:
         chunked, running = scheduler.prefill.chunked_req, scheduler.decode.running
         flight = scheduler.in_flight.inputs.sampled if scheduler.in_flight is not None else ()
         waits = list(queue)
+        if self.fair is not None and isinstance(queue, FairQueue):
+            served = {name: share.served for name, share in queue._shares.items()}
+            assert served == self.fair.served, f"clients are charged {served}"
         for req in reqs.values():
             places = (req in waits) + (req is chunked) + (running.get(req.uid) is req)
             last = places == 0 and req in flight and not req.can_decode
             assert places == 1 or last, f"{req} is in {places} places"
             assert (req in waits) == (req.table_idx < 0), f"{req}: a row while it waits"
+            if running.get(req.uid) is req:
+                own = req.cache_handle.cached_len
+                assert own <= req.prefill_len, f"{req}: {own} tokens cached, some of its answer"
         strangers = {*waits, *running.values(), *([chunked] if chunked else [])} - {*reqs.values()}
         assert not strangers, f"{strangers} are over, but not forgotten"
         if not scheduler.has_work:
@@ -822,7 +867,7 @@ class World:
             case "a free row" if rows:
                 call = partial(tables.free, min(rows))
             case "past the end of a row":
-                call = partial(tables.write, 0, tables.width - 1, np.zeros(2, np.int32))
+                call = partial(tables.write, 0, tables.width, np.zeros(1, np.int32))
             case "a request that is over" if self.over is not None:
                 call = partial(cache.cache_req, self.over, finished=True)
             case "a lost prefix" if self.script.cache == "radix":
@@ -991,7 +1036,7 @@ def report(seed: int) -> str:
 
 
 def search(seeds: Iterator[int], steps: int) -> tuple[int, int | None]:
-    """Play seeds until so many steps were taken or one fails: steps, and that seed."""
+    """Play seeds up to a number of steps or the first failure: steps, and the failing seed."""
     taken = 0
     for seed in seeds:
         script = make_script(seed)

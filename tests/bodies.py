@@ -1,6 +1,6 @@
 """Mutated requests with tools and schemas, sent to the application in this process.
 
-`python -m tests.bodies 10000` sends so many: none may be answered with a 5xx, and none may hang.
+`python -m tests.bodies 10000` sends 10,000: none may be answered with a 5xx, and none may hang.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ async def send_all(count: int, seed: int, path: Path) -> Counter[int]:
 
 
 def check(count: int, seed: int = 0, path: Path | None = None) -> Counter[int]:
-    """Send so many mutated bodies to a server of the model in `path`."""
+    """Send `count` mutated bodies to a server of the model in `path`."""
     return asyncio.run(send_all(count, seed, path or resolve_model_path(None)))
 
 

@@ -139,7 +139,7 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """No collection of garbage in a test looks at what is there now, and stays."""
+    """Freeze the objects of now: garbage collections in tests skip them."""
     gc.freeze()
 
 

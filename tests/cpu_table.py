@@ -115,7 +115,7 @@ def measure_llama(threads: int) -> dict[str, Any]:
 
 
 def one(name: str, model: str, threads: int) -> dict[str, Any]:
-    """Measure one row in a process of its own, on so many CPUs."""
+    """Measure one row in a process of its own, on `threads` CPUs."""
     command = [sys.executable, "-m", "tests.cpu_table", "--one", name]
     command += ["--threads", str(threads), "--model", model]
     settings = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}

@@ -108,7 +108,7 @@ class FakeEngine(SimulatedExecutor):
         return inputs
 
     def sample(self, inputs: ForwardInput, prefixes: Hashes) -> ForwardOutput:
-        """Give the tokens that `fake_token` says."""
+        """Return the tokens of `fake_token`."""
         ids = [
             fake_token(r.input_ids[: r.prompt_len].tolist(), r.device_len - r.prompt_len)
             for r in inputs.sampled
@@ -118,7 +118,7 @@ class FakeEngine(SimulatedExecutor):
 
 
 class Driver:
-    """A scheduler over a fake engine, and a record of all that it says."""
+    """A scheduler over a fake engine, and a record of all its replies."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class Driver:
         self.channel.put_messages(UserMsg(uid, list(prompt), SamplingParams(**params), client))
 
     def go(self, turns: int = 1) -> None:
-        """Take turns, and collect what is said; every turn leaves all pages where they belong."""
+        """Take turns and collect replies; after every turn, each page has one owner."""
         for _ in range(turns):
             self.step()
             for reply in self.channel.take_replies():
@@ -188,7 +188,7 @@ class Driver:
         return [r for r in self.scheduler.reqs.values() if r.table_idx >= 0]
 
     def check(self) -> None:
-        """Pages and rows are where they belong, and nobody heard anything after the last word."""
+        """Check that pages and rows have owners, and that no request got a reply after its last."""
         check_integrity(self.cache, live=self.live())
         assert self.engine.tables.free_rows == self.engine.max_running_req - len(self.live())
         for said in self.replies.values():

@@ -1,6 +1,6 @@
 """Hostile requests of every kind, sent to a server beside the stream of another client.
 
-`python -m tests.hostile 2000 --seed 7` sends so many. A run fails on a status of 500 or above, on a
+`python -m tests.hostile 2000 --seed 7` sends 2,000. A run fails on a status of 500 or above, on a
 process that dies, on memory that grows, and on a stream that has to wait. The wait is measured as
 processor time that a process of the server takes between two events of the stream, which does not
 grow when the machine is busy with something else.
@@ -38,7 +38,7 @@ ROUTES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "/v1/responses": (ResponsesRequest, {"input": "Hi"}),
 }
 ITEMS: tuple[Any, ...] = ({}, [], "", "x", -1, 5, 300, None, {"role": ""}, {"type": "text"}, [[]])
-MEDIANS, LEAST = 10, 0.5  # a stream may wait for so many undisturbed waits, and for so many seconds
+MEDIANS, LEAST = 10, 0.5  # limits of a stream's wait: in undisturbed waits, and in seconds
 GROWTH = 150 * 2**20  # bytes; bodies in flight and what allocators keep of them are below
 
 
@@ -147,7 +147,7 @@ def spent(process: psutil.Process) -> int:
 
 @dataclass
 class Canary:
-    """A client that reads one stream after another, and what the server spends meanwhile."""
+    """A client of another address, which reads streams, and what the server spends meanwhile."""
 
     url: str
     processes: list[psutil.Process]
@@ -158,9 +158,10 @@ class Canary:
 
     def run(self) -> None:
         """Read streams until `stop`."""
+        client = httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"))
         while not self.stop:
             before = [spent(p) for p in self.processes]
-            with stream(self.url, max_tokens=100, user="canary") as response:
+            with stream(self.url, client, max_tokens=100, user="canary") as response:
                 lines = []
                 for line in filter(None, response.iter_lines()):
                     now = [spent(p) for p in self.processes]

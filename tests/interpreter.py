@@ -62,7 +62,7 @@ def quicken() -> None:
         return scope
 
     builder = interpreter.interpreter_builder
-    if not builder.options.debug:  # else it looks whether integers overflow, and tells nobody
+    if not builder.options.debug:  # else it checks integers for overflow, and reports nothing
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     get_np_dtype, np_dtypes = interpreter._get_np_dtype, {}
 

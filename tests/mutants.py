@@ -27,7 +27,10 @@ from tests import mutations
 from tests.mutations import Mutation
 
 CHAPTERS = ("minisgl.kvcache.", "minisgl.scheduler.")
-OTHERS = ("audit", "pool", "fp8_pool", "build", "channel", "frames")  # are not what is played with
+# These are not part of the game: checks, memory, messages, and the compilation of grammars.
+OTHERS = (
+    "audit", "pool", "fp8_pool", "build", "channel", "frames", "forms", "side", "side_process",
+)  # fmt: skip
 
 
 def all_mutations() -> dict[str, Mutation]:

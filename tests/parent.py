@@ -13,7 +13,7 @@ from minisgl.runtime.supervisor import WorkerContext
 
 
 def masked(told: str, context: WorkerContext) -> None:
-    """Write into the file `told` which signals this worker blocks."""
+    """Write the signals that this worker blocks into the file `told`."""
     Path(told).write_text(str(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))))
     context.ready()
 

@@ -104,6 +104,33 @@ async def suffer(part: str) -> dict[str, Any]:
     }
 
 
+async def scale() -> dict[str, Any]:
+    """Load one replica with more streams than it may run until a second one is there, then rest."""
+    watch, start, seen = Watch(URL, 160), time.monotonic(), list[tuple[float, int]]()
+
+    async def note_until(count: int) -> None:
+        while not seen or seen[-1][1] != count:
+            if not seen or seen[-1][1] != len(engines()):
+                seen.append((round(time.monotonic() - start, 1), len(engines())))
+            await asyncio.sleep(0.5)
+
+    ends, enough = Counter[str](), asyncio.Event()
+    async with httpx.AsyncClient(timeout=300, trust_env=False) as client:
+
+        async def keep_asking(index: int) -> None:
+            while not enough.is_set():
+                ends[(await watch.stream(client, index)).kind] += 1
+
+        streams = [asyncio.ensure_future(keep_asking(index)) for index in range(12)]
+        await note_until(2)
+        await asyncio.sleep(20)  # for the second to load, and to get requests
+        enough.set()
+        await asyncio.gather(*streams)
+        rest = round(time.monotonic() - start, 1)
+        await note_until(1)
+    return {"streams": dict(ends), "idle_from_s": rest, "replicas": seen}
+
+
 def main() -> None:
     """Deploy two replicas, measure, print, and store."""
     ray.init(log_to_driver=False)
@@ -116,6 +143,9 @@ def main() -> None:
         results["affinity"] = asyncio.run(converse(URL, seed=1))
         results["scattered"] = asyncio.run(converse(URL, seed=2, scattered=True))
         results["cpu_ms_of_a_request"] = cpu_per_request()
+        serve.run(app(Cluster(flags=f"{FLAGS} --max-running-req 4", max_replicas=2, idle=10)))
+        results["autoscaling"] = asyncio.run(scale())
+        serve.run(app(Cluster(flags=FLAGS, replicas=2)))
         for part in ("worker", "replica"):
             print(json.dumps(results), flush=True)
             results[f"{part} killed"] = asyncio.run(suffer(part))

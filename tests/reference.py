@@ -17,6 +17,7 @@ from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.recording import Replay
 from minisgl.scheduler.phases import DecodeManager, PrefillLimits
 from minisgl.scheduler.retraction import DelayedPrefill
+from minisgl.scheduler.speculative import LONGEST, SHORTEST, WINDOW
 
 
 @dataclass
@@ -210,6 +211,16 @@ class Admission:
             req_end = min(req_end, max(matched, req.host_len) + reserve)
         needed = math.ceil(req_end / size) - matched // size
         return "no pages" if needed + taken > self.cache.available_tokens // size else ""
+
+
+def drafts_of(ids: list[int], in_vain: int, most: int) -> list[int]:
+    """Return the drafts of an n-gram proposer after `in_vain` steps without an accepted one."""
+    ids = ids[-WINDOW:]
+    for length in range(LONGEST, min(SHORTEST + in_vain, LONGEST) - 1, -1):
+        for end in range(len(ids) - 1, length - 1, -1):
+            if ids[end - length : end] == ids[-length:]:
+                return [ids[end + i % (len(ids) - end)] for i in range(most)]
+    return []
 
 
 class Rest:

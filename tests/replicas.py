@@ -113,7 +113,7 @@ def gateway(
             raise RuntimeError(f"port {port} is taken: the gateway ended at once")
         yield url
     finally:
-        process.kill()  # its own grace period is for streams that nobody reads here
+        process.kill()  # its own grace period is for streams, which have no reader here
         process.wait()
 
 

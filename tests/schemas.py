@@ -1,6 +1,6 @@
 """Random JSON schemas of every kind that the public test suite has, and what a model makes of them.
 
-`python -m tests.schemas 500` runs so many; `--suite FOLDER` adds those of a checkout of
+`python -m tests.schemas 500` runs 500; `--suite FOLDER` adds those of a checkout of
 https://github.com/json-schema-org/JSON-Schema-Test-Suite. A schema is refused, its answer is cut by
 `max_tokens`, or its answer is valid: `jsonschema` is the oracle.
 """

@@ -50,7 +50,9 @@ def random_model(factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(factory.mktemp("model"), tokenizer=True, max_position_embeddings=WINDOW)
 
 
-def stream(url: str, **fields: Any) -> AbstractContextManager[httpx.Response]:
+def stream(
+    url: str, client: httpx.Client | None = None, **fields: Any
+) -> AbstractContextManager[httpx.Response]:
     """An endless stream from the URL of an API, unless the fields say else."""
     body = {
         "prompt": "hi",
@@ -60,11 +62,12 @@ def stream(url: str, **fields: Any) -> AbstractContextManager[httpx.Response]:
         "temperature": 1,
         **fields,
     }
-    return httpx.stream("POST", f"{url}/completions", json=body, timeout=200)
+    ask = httpx.stream if client is None else client.stream
+    return ask("POST", f"{url}/completions", json=body, timeout=200)
 
 
 def last_event(lines: Iterable[str]) -> str:
-    """The last line that says something."""
+    """Return the last line with text."""
     return [line for line in lines if line][-1]
 
 
@@ -128,7 +131,7 @@ class Live:
             return False
 
         wait_for(lambda: not scheduler.has_work, "the scheduler to be idle")
-        with suppress(AssertionError):  # below it is said what is missing
+        with suppress(AssertionError):  # the lines below it name the missing part
             wait_for(settled, "pages and rows to be home", 2.0)
         check_integrity(scheduler.cache)
         assert scheduler.cache.available_tokens == self.pages * scheduler.engine.page_size

@@ -596,7 +596,7 @@ def test_sizes_follow_the_device_unless_given() -> None:
         ("offline --reserve-tokens x", "--reserve-tokens: invalid number-or-all value"),
         ("offline --device cpu --num-pages 1000000000000", "--num-pages: 1000000000000 take"),
         ("offline --device cpu --input-len 9 60000000", "input-len: must be below 4096"),
-        # Said before an engine is built, which would not fit.
+        # Rejected before an engine is built, which would not fit.
         ("overhead --device cpu --input-len 9 9999 --num-pages 1000000000000", "input-len: must"),
         ("latency --device cpu --prompt-len 5000", "prompt-len: must be below 4096"),
         ("latency --device cpu --batch-sizes 3 --max-running-req 2", "batch-sizes: must be at"),

@@ -1,4 +1,4 @@
-"""Who owns each page: lives of requests in pools that are too small, read back through rows."""
+"""Page ownership: lives of requests in pools that are too small, read back through rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class World:
         self.tables = TableManager(8, max_len, page_size, num_pages, "cpu")
         self.cache = CacheManager(num_pages, self.tables, CACHES[kind](page_size))
         self.kv = np.zeros((num_pages + 1) * page_size, np.int64)
-        self.truth: dict[Req, list[int]] = {}  # what the device knows, ahead of the host
+        self.truth: dict[Req, list[int]] = {}  # the device's tokens, ahead of the host
         self.uid = 0
 
     @property
@@ -133,7 +133,7 @@ class Lives(RuleBasedStateMachine):
             self.world.admit(prompt)
 
     def launch(self, req: Req) -> bool:
-        """One pass; a request that finds no pages is aborted, and nobody else notices."""
+        """Run one pass; a request without pages is aborted, and no other is affected."""
         before = self.world.cache.available_tokens
         try:
             self.world.launch(req)
@@ -475,7 +475,7 @@ def test_a_prompt_that_is_scored_is_computed_in_full() -> None:
 
 
 def test_only_computed_tokens_are_cached() -> None:
-    """The last sampled token has no K/V; under overlap the host may even know fewer."""
+    """The last sampled token has no K/V; under overlap the host may have even fewer."""
     world = World(10, 4)
     req = world.prefilled(range(7))  # K/V of 7 tokens, 8 tokens known
     world.cache.cache_req(req, finished=False)

@@ -28,13 +28,8 @@ from tests.test_server_operations import free_port
 ray = pytest.importorskip("ray", reason="no Ray: pip install minisgl[ray]")
 from ray import serve  # noqa: E402
 
-from minisgl.cluster import (  # noqa: E402
-    GONE,
-    Cluster,
-    app,
-    by_preference,
-    conversation_of,
-)
+from minisgl.cluster import GONE, Cluster, app  # noqa: E402
+from minisgl.server.relay import asgi_messages, by_preference, conversation_of  # noqa: E402
 from tests.ray_replicas import engines  # noqa: E402
 
 PROXY = {"test_body_that_is_too_large"}  # Ray's proxy reads a body to its end, whatever we answer
@@ -155,7 +150,7 @@ def test_turns_have_one_conversation(sent: Mapping[str, str], body: bytes, other
                                   b'{"prompt": 3}', b'{"messages": [{"role": ["user"]}]}',
                                   b"[" * 100_000])  # fmt: skip
 def test_a_body_without_a_conversation_has_none(body: bytes) -> None:
-    """The replica will name what is wrong."""
+    """The replica will name the fault."""
     assert conversation_of({}, body) == ""
 
 
@@ -166,3 +161,53 @@ def test_an_overloaded_replica_comes_last() -> None:
     assert by_preference("chat", busy) == [*first[1:], first[0]]
     without = {name: 3 for name in "abcd" if name != first[2]}
     assert by_preference("chat", without) == [name for name in first if name != first[2]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "gpus"),
+    [
+        ({"flags": "--device cpu"}, 0),
+        ({"flags": "--device cuda:0"}, 1),
+        ({"flags": "--device cuda:0 --tp 2", "replicas": 3}, 2),
+        ({"flags": "--device cuda:0", "gpus": 0.5}, 0.5),
+    ],
+)
+def test_gpus_and_numbers_of_replicas(
+    fields: dict[str, Any], gpus: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica reserves a GPU for each of its ranks; Ray Serve keeps to the limits given."""
+    made: dict[str, Any] = {}
+
+    def deployment(kind: type, **options: Any) -> Any:
+        made[kind.__name__] = options
+        return SimpleNamespace(bind=lambda *args: None)
+
+    monkeypatch.setattr(serve, "deployment", deployment)
+    app(Cluster(max_replicas=2, idle=5, **fields))
+    assert made["Engine"]["ray_actor_options"] == {"num_gpus": gpus}
+    scaling = made["Engine"]["autoscaling_config"]
+    least = fields.get("replicas", 1)
+    assert (scaling["min_replicas"], scaling["max_replicas"]) == (least, max(least, 2))
+    assert scaling["downscale_delay_s"] == 5 and "autoscaling_config" not in made["Ingress"]
+
+
+def test_a_client_that_leaves_cancels_the_application() -> None:
+    """Closing the stream early is what a disconnect is for a replica."""
+
+    async def check() -> bool:
+        ended = asyncio.Event()
+
+        async def endless(scope: Any, receive: Any, send: Any) -> None:
+            try:
+                while True:
+                    await send({"type": "http.response.body", "body": b"x"})
+                    await asyncio.sleep(0)
+            finally:
+                ended.set()
+
+        found = asgi_messages(endless, {"type": "http"}, b"")
+        await anext(found)
+        await found.aclose()
+        return ended.is_set()
+
+    assert asyncio.run(check())

@@ -31,7 +31,7 @@ PARTS = [(card, i, n) for card, n in (("A100", 10), ("L4", 11), ("H200", 11)) fo
 
 @pytest.mark.parametrize(("card", "part", "parts"), in_turns(32, PARTS))
 def test_every_kernel_fits_the_card(card: str, part: int, parts: int, tmp_path: Path) -> None:
-    """A part of all variants each day; in a new process, which knows no interpreter."""
+    """A part of all variants each day; in a new process, without the interpreter."""
     script = "from tests.compile_cards import main; main()"
     command = [sys.executable, "-c", script, card, "--part", str(part), "--parts", str(parts)]
     settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

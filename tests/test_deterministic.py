@@ -79,7 +79,7 @@ def test_rows_of_a_product_do_not_depend_on_the_others(
 
 
 def test_the_library_s_own_product_depends_on_them() -> None:
-    """Otherwise the test above says nothing; where this fails, blocks are not needed."""
+    """Otherwise the test above proves nothing; where this fails, blocks are not needed."""
     weight, x = normal(1280, 256), normal(70, 256)
     assert changes(lambda x: F.linear(x, weight), x)
 

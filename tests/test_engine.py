@@ -114,7 +114,7 @@ def test_too_little_memory_is_said_with_numbers(pages: int) -> None:
 
 @dataclass
 class TwoRanks(SingleRank):
-    """This rank and one more, whose numbers we know."""
+    """This rank and one more, with known numbers."""
 
     other: Sequence[int]
     size = 2
@@ -423,7 +423,7 @@ def decode_steps(engine: Engine, ways: Sequence[SamplingParams], steps: int = 6)
 def test_a_mixed_batch_draws_the_same_when_recorded(
     folder: Path, sizes: tuple[int, ...], ways: list[SamplingParams]
 ) -> None:
-    """With padding, without, and too many for any size: who is filtered is drawn again."""
+    """With padding, without, and too many for any size; filtered rows are sampled again."""
     eager = decode_steps(make(folder, num_pages=40), ways)
     assert decode_steps(make(folder, num_pages=40, cuda_graph_bs=sizes), ways) == eager
 

@@ -221,7 +221,7 @@ def test_missing_scale_or_weight_is_named(tmp_path: Path, lost: str) -> None:
 
 
 def test_numbers_of_eight_bits_without_a_scale_are_refused(tmp_path: Path) -> None:
-    """No config says that they are quantized; and the other way round."""
+    """Without a quantized config; and the other way round."""
     name = "model.layers.0.mlp.up_proj.weight"
     folder = make_checkpoint(tmp_path, extra={name: torch.zeros(96, 64).to(FP8)})
     with pytest.raises(WeightError, match=f"{name} has dtype F8_E4M3, not F64, F32, F16, BF16"):
@@ -308,7 +308,7 @@ INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu ha
 
 
 def products() -> Any:
-    """The kernels of chapter 05d, which know weights of eight bits."""
+    """The kernels of chapter 05d, with support for FP8 weights."""
     pytest.importorskip("minisgl.kernels.fp8_linear")
     return pytest.importorskip("minisgl.kernels.linear")
 

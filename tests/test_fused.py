@@ -200,7 +200,7 @@ def test_decode_of_ragged_lengths(lens: list[int], heads: tuple[int, int]) -> No
 
 
 def test_what_was_never_stored_does_not_count() -> None:
-    """Not even as zero times something: memory may hold what is no number."""
+    """Not even as zero times something: memory may hold NaN."""
     lens = [1, 2, 5, 70, 200]
     world = World(lens, kv=1, dim=32, qo=2, page_size=16)
     q, k, v = (world.random(5, h, 32, seed=i) for i, h in enumerate((2, 1, 1)))
@@ -460,7 +460,7 @@ def test_what_lies_before_the_embedding_is_complete_behind_it() -> None:
 
 
 def test_rows_of_one_request_see_each_other_where_all_are_stored_first() -> None:
-    """One launch that stores and attends at once reads what is not there yet."""
+    """One launch that stores and attends at once would read unwritten slots."""
     check_drafts(VerifyBackend, qo=2, kv=1, dim=32)
     with pytest.raises(AssertionError):
         check_drafts(FusedBackend, qo=2, kv=1, dim=32)

@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from minisgl.core import SamplingParams
 from minisgl.parallel.gloo import loopback_store
@@ -41,7 +42,12 @@ from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import MAX_UNKNOWN
 from minisgl.server.http.formats import ChatFormatter, Completion, CompletionFormatter
 from minisgl.server.http.keys import check_key, read_keys
-from minisgl.server.http.limits import MAX_HEAD, SLICE, BodyLimit, ConcurrencyLimiter, Shares
+from minisgl.server.http.limits import (
+    MAX_HEAD,
+    BodyLimit,
+    ConcurrencyLimiter,
+    Shares,
+)
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from minisgl.server.observe.logs import RequestLog
 from minisgl.server.responses.schemas import ResponsesRequest
@@ -191,7 +197,7 @@ def request_of(body: bytes) -> Request:
 
 
 def test_large_bodies_are_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of many bytes and those of many values; so is what is made of them."""
+    """Those of many bytes and those of many values, with the work on them."""
     threads: list[str] = []
     parse = bodies.parse
     monkeypatch.setattr(
@@ -368,6 +374,28 @@ def test_heads_and_trailers_are_bounded(live: Live) -> None:
     assert answer_to(live, told, *pieces, b"0\r\n\r\n") == b"HTTP/1.1 400 Bad Request"
 
 
+def test_requests_sent_ahead_are_bounded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few are answered in order; of thousands in one packet no objects are made."""
+    get = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+    with socket.create_connection(("127.0.0.1", live.port), timeout=60) as peer:
+        peer.sendall(get + b"\r\n" + get + b"\r\n" + get + b"connection: close\r\n\r\n")
+        assert b"".join(iter(lambda: peer.recv(65536), b"")).count(b"HTTP/1.1 200 OK") == 3
+    made, create = list[int](), RequestResponseCycle.__init__
+
+    def noted(self: RequestResponseCycle, *args: Any, **fields: Any) -> None:
+        made.append(1)
+        create(self, *args, **fields)
+
+    monkeypatch.setattr(RequestResponseCycle, "__init__", noted)
+    address = "127.0.0.1", live.port
+    with suppress(ConnectionError), socket.create_connection(address, timeout=60) as peer:
+        peer.sendall((get + b"\r\n") * 5000)
+        while peer.recv(65536):
+            pass
+    assert len(made) <= 64
+    assert httpx.get(f"{live.url}/health").status_code == 200
+
+
 def test_connections_are_places(checkpoint: Path) -> None:
     with Live(checkpoint, connections=36) as live:
         peers = [socket.create_connection(("127.0.0.1", live.port), timeout=20) for _ in range(33)]
@@ -536,7 +564,7 @@ def test_no_proxy_sees_what_stays_on_this_machine(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_trailing_slash_leads_nowhere(live: Live) -> None:
-    """It once was a redirect to whatever `Host` said, before the key was asked for."""
+    """It once was a redirect to the `Host` header, before the key was checked."""
     answer = httpx.get(f"{live.url}/v1/models/x/", headers={"host": "evil.example"})
     assert answer.status_code == 404 and "location" not in answer.headers
     answer = httpx.post(f"{live.url}/v1/completions/", json={})
@@ -776,7 +804,7 @@ def test_a_whole_answer_is_sent_in_slices(leaves: bool) -> None:
     assert ended == [len(sent)]
     if not leaves:
         pieces = [message["body"] for message in sent[1:]]
-        assert max(map(len, pieces)) <= SLICE and b"".join(pieces) == answer.body
+        assert max(map(len, pieces)) <= 2**16 and b"".join(pieces) == answer.body
         assert [message["more_body"] for message in sent[1:]] == [True] * (len(pieces) - 1) + [
             False
         ]
@@ -793,6 +821,20 @@ def test_an_echo_of_many_prompts_is_refused_before_any_work(live: Live) -> None:
         CompletionRequest(**small).prepare(ChatAbilities())
     with pytest.raises(ApiError, match="echo: "):  # each answer computes the scores anew
         CompletionRequest(prompt="x" * 20_000, echo=True, n=14).prepare(ChatAbilities())
+
+
+def test_a_conversion_is_bounded_like_a_prompt(live: Live) -> None:
+    """Tokens of a long text take a hundred times its memory, so no more of it is encoded."""
+    text = "a b " * 10**6
+    for path, body in (
+        ("tokenize", {"prompt": text}),
+        ("tokenize", {"messages": [{"role": "user", "content": text}]}),
+        ("v1/messages/count_tokens", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        answer = httpx.post(f"{live.url}/{path}", json={"model": "default", **body}, timeout=300)
+        assert answer.status_code == 400 and "too many" in answer.text, answer.text[:300]
+    some = httpx.post(f"{live.url}/tokenize", json={"prompt": "a b " * 2000}, timeout=300).json()
+    assert some["count"] > some["max_model_len"]  # a text for several prompts can be counted
 
 
 # All of it at random

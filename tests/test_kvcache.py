@@ -335,7 +335,7 @@ def test_pending_places(writes: list[tuple[int, int, int]]) -> None:
 
 
 class Requests(RuleBasedStateMachine):
-    """Requests come, grow, rewrite their rows and go; dictionaries know what must be true."""
+    """Requests come, grow, rewrite their rows and go; dictionaries hold the expected state."""
 
     @initialize(pages=st.integers(1, 12), size=st.sampled_from([1, 2, 4, 16]), shared=st.booleans())
     def start(self, pages: int, size: int, shared: bool) -> None:

@@ -11,6 +11,7 @@ import labs
 import nbformat
 import pytest
 
+from minisgl.kvcache.radix_cache import RadixCache
 from tests.test_mutations import ALL, ROOT
 
 NUMBERS = list(labs.TESTS)
@@ -132,6 +133,17 @@ def test_a_verdict_is_one_sentence() -> None:
     )  # fmt: skip
 
 
+def test_a_sentence_names_the_function_that_raised(request: pytest.FixtureRequest) -> None:
+    with pytest.raises(ValueError, match="page_size") as inside:
+        RadixCache(-1)
+    assert labs.raised_in(inside) == "check_positive"
+    sentence = labs.explain(request.node, inside.value, "test_x.py:3", labs.raised_in(inside))
+    assert " in `check_positive` (test_x.py:3)" in sentence
+    with pytest.raises(AssertionError) as outside:
+        assert RadixCache(4).evictable_tokens
+    assert labs.raised_in(outside) == ""
+
+
 def test_a_call_that_should_have_failed_is_shown_with_its_values(tmp_path: Path) -> None:
     path = tmp_path / "test_x.py"
     path.write_text(
@@ -196,7 +208,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A lab is never overwritten unasked; what cannot be graded is an error that says why."""
+    """A lab is never overwritten unasked; a lab that cannot be graded is an error with a reason."""
     root = project(tmp_path)
 
     def run(*words: str) -> tuple[int, str]:

@@ -420,7 +420,7 @@ def test_the_package_is_lazy() -> None:
 
 
 def test_a_fork_is_told_that_it_has_no_threads(llm: LLM) -> None:
-    """It would wait for ever: a fork copies the memory and not the threads."""
+    """It would hang: a fork copies the memory and not the threads."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -504,7 +504,7 @@ def test_shutdown_gives_the_memory_back_although_the_scheduler_fails(
 
 
 def test_shutdown_gives_the_memory_back() -> None:
-    """At once, although others may still hold the object; and it says so when it is used."""
+    """At once, although others may still hold the object; a later use raises an error."""
     with LLM(device="cpu", num_pages=64) as llm:
         pool = llm.scheduler.engine.pool
         pool.buffer.fill_(1)

@@ -63,7 +63,7 @@ def oracle(
 
 
 class Row:
-    """A request that has said `answer`, its tokens in row `table_idx` of a pool."""
+    """A request with output `answer`, its tokens in row `table_idx` of a pool."""
 
     def __init__(self, uid: int, prompt: list[int], answer: list[int], **params: object) -> None:
         self.prompt, self.answer = prompt, answer
@@ -398,7 +398,7 @@ def test_one_long_word_does_not_widen_the_short_ones() -> None:
 
 def test_bad_words_have_a_limit_in_all() -> None:
     many = SamplingParams(bad_words=[[1] * 1000] * 17)
-    with pytest.raises(InvalidRequestError, match=r"^bad_words: .*16384.*17000"):
+    with pytest.raises(InvalidRequestError, match=r"^bad_words: .*2048.*17000"):
         make_req(UserMsg(1, [1], many), LIMITS)
 
 

@@ -67,7 +67,7 @@ def test_the_package_follows_the_map() -> None:
         for path in folder.rglob("*.py")
     }
     chapters = {name: chapter_of(source) for name, source in sources.items()}
-    assert len(set(chapters.values())) > 30  # heads are read; that they are true, test_build says
+    assert len(set(chapters.values())) > 30  # heads are read; test_build checks that they are true
     assert violations(sources, chapters) == []
 
 

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from minisgl.config.model import ModelConfig, RopeScaling, RotaryConfig
-from minisgl.layers.attention import RotaryTable, apply_rotary
-from minisgl.layers.norm import QKNorm, RMSNorm
+from minisgl.layers.attention import QKNorm, RMSNorm, RotaryTable, apply_rotary
 from minisgl.models.registry import MODELS, build_model
 from minisgl.models.weights import WeightError, load_dummy_weights, load_weights
 from minisgl.parallel.comm import ParallelContext, SingleRank
@@ -54,7 +53,7 @@ def assert_equal_to_transformers(folder: Path, **changes: Any) -> None:
         logits = model(dense_batch(PROMPTS))
         last = model(dense_batch(PROMPTS, last_only=True))
     theirs, lengths = reference_logits(folder, *PROMPTS), [len(ids) for ids in PROMPTS]
-    assert min(part.std() for part in theirs.split(lengths)) > 0.5  # the comparison says something
+    assert min(part.std() for part in theirs.split(lengths)) > 0.5  # else it proves little
     torch.testing.assert_close(logits, theirs, atol=1e-4, rtol=0)
     ours = torch.stack([part[-1] for part in logits.split(lengths)])
     torch.testing.assert_close(last, ours, atol=1e-5, rtol=0)
@@ -256,7 +255,7 @@ def test_parameter_without_a_rule_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_config_counts_the_parameters_of_the_model(tmp_path: Path, arch: str) -> None:
-    """One value says whether a family has biases and norms: the model and the config agree."""
+    """The biases and norms of a family: the model and the config agree."""
     model = build_model(
         config := ModelConfig.from_path(make_checkpoint(tmp_path, arch)),
         SingleRank(),

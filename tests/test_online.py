@@ -264,7 +264,7 @@ def test_online_requests_keep_their_bounds_and_their_seed() -> None:
 
 
 class SlowServer(httpx.AsyncBaseTransport):
-    """Takes `seconds` for each answer and counts who is under way."""
+    """Takes `seconds` for each answer and counts the requests in flight."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.running, self.most = seconds, 0, 0
@@ -375,7 +375,7 @@ def test_rates_and_gaps() -> None:
     }
     assert summary["ms"]["tpot"]["mean"] == pytest.approx(666.667)  # of the one with two tokens
     assert summary["tokens_per_chunk"] == 1.25 and summary["tokens_counted_by"] == "chunks"
-    assert summary["cached_tokens"] is None  # one of them was not told
+    assert summary["cached_tokens"] is None  # one of them was not notified
 
 
 # ---------------------------------------------------------------------------------- trace

@@ -67,13 +67,13 @@ def test_the_kernel_attends(case: str) -> None:
     seed=st.integers(0, 2**16),
 )
 def test_any_order_of_warps(lens: Any, group: int, page: int, seed: int) -> None:
-    """Barriers, not chance, decide what is read when; no order of events ends in a deadlock."""
+    """Barriers, not chance, order the reads; no order of events ends in a deadlock."""
     shape = Shape(tuple(lens), page_size=page, group=group, kv_heads=2, head_dim=64, seed=seed)
     attend(shape, seed, sms=1 + seed % 2)
 
 
 def test_the_emulator_finds_a_missing_arrival() -> None:
-    """Without a release the loading warp waits for ever, and the others for it."""
+    """Without a release the loading warp hangs, and the others with it."""
     broken = SimpleNamespace(fn=lambda ring, number: None)
     with (
         mock.patch.object(prefill_attention, "release", broken),

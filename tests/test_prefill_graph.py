@@ -1,4 +1,4 @@
-"""Recorded prefill: sizes, buffers, padding, who is recorded, and steps that equal eager ones."""
+"""Captured prefill: sizes, buffers, padding, captured batches, and equality with eager steps."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_padding_writes_only_to_the_dummy_row_and_page(pair: tuple[Engine, Engin
 def test_draws_are_those_of_eager_steps(
     pair: tuple[Engine, Engine], ways: list[SamplingParams]
 ) -> None:
-    """Who has filters, penalties or log probabilities is drawn again from the recorded logits."""
+    """Rows with filters, penalties or log probabilities are sampled again from captured logits."""
     texts = [[3 * i + 1, *range(i)] for i in range(1, 6)]
     ways = [*ways[:4], replace(ways[4], repetition_penalty=1.5)]
     outs = []

@@ -24,7 +24,7 @@ from tests.turns import in_turns
 
 PAGE_SIZES = [1, 4, 16]
 PROMPTS = st.tuples(st.lists(st.integers(0, 3), max_size=7), st.integers(0, 15))
-SALTS = (None, "", "a", "aa", "tenant")  # the oracle knows them as other tokens
+SALTS = (None, "", "a", "aa", "tenant")  # the oracle has them as other tokens
 KINDS = list(CACHES)
 
 
@@ -192,7 +192,7 @@ def test_evict_refuses_what_it_cannot_do(kind: str) -> None:
     cache = CACHES[kind](4)
     with pytest.raises(ValueError, match=r"^num_tokens.*-1"):
         cache.evict(-1)
-    with pytest.raises(NotEvictable, match=r"^num_tokens.*4.*0"):
+    with pytest.raises(NotEvictable, match=r"^num_tokens.*4"):
         cache.evict(4)
 
 
@@ -487,7 +487,7 @@ def lines_run(call: Any) -> int:
         return trace
 
     before, collects = sys.gettrace(), gc.isenabled()
-    gc.disable()  # a collection runs the callbacks of whoever asked for them, such as hypothesis
+    gc.disable()  # a collection runs registered callbacks, such as hypothesis's
     sys.settrace(trace)
     try:
         call()

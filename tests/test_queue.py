@@ -1,4 +1,4 @@
-"""The order of those who wait: fair in tokens between clients, bounded, and forgetful."""
+"""The waiting queue: fair in tokens between clients, bounded, without leftovers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_req(uid: int, tokens: int, client: str = "") -> Req:
 
 
 def computed(queue: WaitingQueue, req: Req, tokens: int, phase: Phase = Phase.PREFILL) -> None:
-    """A step of so many tokens of one request."""
+    """Charge a step of `tokens` tokens of one request."""
     req.schedule(req.cached_len + tokens)
     queue.charge(Batch(reqs=[req], phase=phase))
     req.cached_len += tokens
@@ -78,7 +78,7 @@ def test_equal_requests_keep_their_order() -> None:
 
 
 def test_nobody_starves_behind_short_requests() -> None:
-    """A long request waits while short ones arrive for ever; how long is bounded."""
+    """A long request waits while short ones keep arriving; its wait is bounded."""
     queue = FairQueue(STEP)
     queue.add(make_req(0, 400))
     for turn in range(1, 200):
@@ -107,7 +107,7 @@ def test_nobody_starves_behind_clients_that_come_once(clients: int) -> None:
 
 
 def test_a_new_client_is_not_behind_those_who_wait() -> None:
-    """Three floods took turns; who comes now starts where they are, and goes first if short."""
+    """Three floods took turns; a new client starts at their level, and goes first if short."""
     queue = FairQueue(STEP)
     for uid in range(30):
         queue.add(make_req(uid, 300, f"flood {uid % 3}"))
@@ -281,7 +281,7 @@ def test_tags_are_those_of_a_device_that_works_side_by_side(
 
 
 class AnyHistory(RuleBasedStateMachine):
-    """Whatever happens: nobody is lost, and nothing is kept of those who are over."""
+    """In any history no request is lost, and finished ones leave no state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The sampler: distributions against exact ones, seeds that nobody else can disturb, logprobs."""
+"""The sampler: distributions against exact ones, seeds independent of the batch, logprobs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ M32, M64 = 2**32 - 1, 2**64 - 1
 
 
 def make_req(uid: int = 0, position: int = 4, **params: object) -> Req:
-    """A request whose next token will stand at `position`; the host knows three tokens only."""
+    """Make a request whose next token goes to `position`; the host has three tokens only."""
     req = Req(
         uid=uid,
         input_ids=np.arange(3, dtype=np.int32),

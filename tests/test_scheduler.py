@@ -296,7 +296,7 @@ def test_a_half_done_prompt_keeps_its_pages(overlap: bool) -> None:
 
 
 def test_a_large_request_is_not_overtaken_for_ever() -> None:
-    """Small requests keep coming; the large one waits for pages, and nobody passes it."""
+    """Small requests keep coming; the large one waits for pages, and none overtakes it."""
     d = Driver(num_pages=8, page_size=4)
     for uid in range(4):
         d.ask(uid, [uid] * 5, max_tokens=8, ignore_eos=True)
@@ -579,7 +579,7 @@ def test_abort_in_mid_prefill_keeps_the_prefix() -> None:
 @LOOPS
 @pytest.mark.parametrize("cache_type", ["radix", "naive"])
 def test_the_youngest_is_taken_back_and_goes_on(overlap: bool, cache_type: str) -> None:
-    """Three answers that do not fit together: all are complete, and nothing is said twice."""
+    """Three answers that do not fit together: all are complete, and no token is sent twice."""
     d = Driver(overlap=overlap, cache_type=cache_type, reserve=1, num_pages=10, page_size=4)
     for uid in range(3):
         d.ask(uid, [uid + 1] * 5, max_tokens=20, ignore_eos=True)
@@ -700,7 +700,7 @@ def test_a_half_done_prompt_that_found_no_room_goes_on_later(overlap: bool) -> N
 
 
 def crowded(overlap: bool, newcomers: int, *, every: int = 2, prompt: int = 3) -> Driver:
-    """96 requests run, in 96 rows, one of which ends in `every` so many steps; others wait."""
+    """Run 96 requests in 96 rows, one of which ends every `every` steps; others wait."""
     d = Driver(overlap=overlap, max_running_req=96, num_pages=9000, max_seq_len=400)
     for uid in range(96):
         d.ask(uid, [uid % 7 + 1] * 3, max_tokens=6 + every * uid, ignore_eos=True)
@@ -724,7 +724,7 @@ def test_full_rows_are_given_again_by_groups(overlap: bool) -> None:
     """1/32 of 96 rows: three requests come in at once, as soon as three have ended."""
     d = crowded(overlap, 20)
     steps = prefills(d)
-    assert [len(prompts) for _, prompts in steps] == [3] * 6 + [2]  # nobody is behind the last two
+    assert [len(prompts) for _, prompts in steps] == [3] * 6 + [2]  # none is behind the last two
     assert all(b - a == 7 for (a, _), (b, _) in itertools.pairwise(steps[:6]))  # six of decode
     for uid in range(116):
         most = 6 + 2 * uid if uid < 96 else 100
@@ -981,7 +981,7 @@ def test_idle_checks_that_no_page_is_lost(overlap: bool) -> None:
     d = Driver(overlap=overlap)
     d.ask(1, [1, 2], max_tokens=2)
     d.drain()
-    d.cache.allocator.allocate(1)  # a page that nobody owns
+    d.cache.allocator.allocate(1)  # a page without an owner
     with pytest.raises(IntegrityError, match="lost"):
         d.step(block=True)
 

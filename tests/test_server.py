@@ -242,7 +242,7 @@ def test_short_prompts_go_first_in_bounds(events: list[int | str | None]) -> Non
             came, size = born.pop(found.uid), sizes[found.uid]
             encoded += size
             for uid, start in born.items():
-                # Once as much as its own size was encoded, nobody who comes overtakes it.
+                # After as many characters as its own size, no newcomer overtakes it.
                 assert found.uid < uid or came - start + size <= sizes[uid]
         assert len(queue.waiting) == len(born)
     assert len(order) == len(set(order))
@@ -1016,7 +1016,7 @@ def test_an_observer_that_fails_harms_no_request() -> None:
 
 
 def test_bytes_that_are_no_message_end_every_stream() -> None:
-    """Whose reply they were is unknown, and the listener cannot go on: nobody may wait for it."""
+    """Their request is unknown, and the listener cannot go on: no stream may wait for it."""
 
     class Inbox:
         def get_all(self, timeout: float) -> list[Any]:

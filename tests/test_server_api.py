@@ -261,8 +261,8 @@ def test_stop_token_ids_end_both_alike(request: pytest.FixtureRequest, kind: str
         ({}, "address 127.0.0.1"),
         ({"user": None}, "address 127.0.0.1"),
         ({"user": ""}, "address 127.0.0.1"),
-        ({"user": "address 127.0.0.1"}, "user address 127.0.0.1"),  # nobody can pose as an address
-        ({"user": "日本"}, "user 日本"),
+        ({"user": "address 10.0.0.7"}, "address 127.0.0.1"),  # without a key, no name counts
+        ({"user": "日本"}, "address 127.0.0.1"),
     ],
 )
 def test_scheduler_learns_whose_a_request_is(
@@ -296,17 +296,19 @@ def test_scheduler_learns_whose_a_request_is(
         ("sk-0", "ann", "user ann"),
         ("sk-0", None, "address 10.0.0.1"),
         ("sk-0", "key alice", "user key alice"),
+        (None, "ann", "address 10.0.0.1"),
+        (None, None, "address 10.0.0.1"),
     ],
 )
-def test_a_named_key_is_the_client_whatever_user_it_names(
-    key: str, user: str | None, client: str
+def test_a_named_key_or_address_is_the_client_whatever_user_it_names(
+    key: str | None, user: str | None, client: str
 ) -> None:
-    """Else a thousand made-up users would have a thousand shares."""
+    """Else a thousand made-up users would have a thousand shares; None: a server without a key."""
     headers = [(b"authorization", f"Bearer {key}".encode())]
     request = Request({"type": "http", "headers": headers, "client": ("10.0.0.1", 5)})
-    asyncio.run(Access({"": "sk-0", "alice": "sk-1"}).check(request))
+    asyncio.run(Access({"": "sk-0", "alice": "sk-1"} if key else {}).check(request))
     body = CompletionRequest(prompt="a", user=user)
-    assert fair_client(client_of(request), body) == client
+    assert fair_client(client_of(request), body, key is not None) == client
 
 
 def test_users_are_short_strings(live: Live) -> None:
@@ -538,7 +540,7 @@ ANY_VALUE = {"eos_token_id"}  # may be one or a list
 
 
 def test_fields_are_treated_as_the_table_says(live: Live) -> None:
-    """One client, one connection: what is refused names itself, what asks for nothing passes."""
+    """One client, one connection: rejected fields are named, neutral values pass."""
     odd = [{"something": "odd"}]
     with httpx.Client(base_url=live.url, timeout=300) as client:
         for path, body, schema in [

@@ -602,7 +602,7 @@ def test_short_request_does_not_wait_for_long_ones(tmp_path: Path) -> None:
 def test_dead_scheduler_thread_ends_its_streams(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one process too: a scheduler that fails says so to every client."""
+    """In one process too: a failing scheduler ends every stream with an error."""
 
     def broken() -> None:
         raise RuntimeError("out of ideas")
@@ -621,7 +621,7 @@ def test_dead_scheduler_thread_ends_its_streams(
 
 
 def greedy_texts(url: str, on_line: Callable[[int], None]) -> list[str]:
-    """Four streamed answers to one prompt; `on_line` hears the number of each line."""
+    """Stream four answers to one prompt; `on_line` gets the number of each line."""
     body = {"prompt": "hi", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
     texts = [""] * 4
     streamed = {**body, "stream": True, "n": 4}
@@ -948,7 +948,7 @@ def test_shell_ends_with_its_engine(checkpoint: Path, tmp_path: Path) -> None:
     assert served.process.stdout is not None and "/help" in served.process.stdout.readline()
     children = served.children()
     served.workers()[1].suspend()
-    served.process.wait(timeout=200)  # with its stdin open: nobody asked it to leave
+    served.process.wait(timeout=200)  # with its stdin open: no exit was requested
     expected = "minisgl: the text worker gives no sign of life for 1 s\n"
     assert served.ended(children, status=1) == expected
 

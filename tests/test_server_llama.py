@@ -1,4 +1,4 @@
-"""What the server's tests of llama.cpp ask of OpenAI's routes, in our words.
+"""The requests of llama.cpp's server tests to OpenAI's routes, in our words.
 
 From `test_chat_completion.py`, `test_completion.py` and `test_security.py` in its
 tools/server/tests/unit (github.com/ggml-org/llama.cpp, November 2026). Not asked here:

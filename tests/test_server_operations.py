@@ -331,7 +331,7 @@ def test_killed_parent_takes_busy_workers_along(checkpoint: Path, tmp_path: Path
 
 @pytest.mark.drill
 def test_leaving_with_a_stream_under_way(checkpoint: Path, tmp_path: Path) -> None:
-    """Ctrl-C, and again: the client hears why its stream ends, and all is cleaned up."""
+    """Ctrl-C, and again: the client gets the reason in its stream, and all is cleaned up."""
     served = Served(tmp_path, "--model", str(checkpoint), "--log-format", "none")
     url = served.ready()
     children = served.children()
@@ -576,7 +576,7 @@ def full(*_: Any) -> Any:
 def test_an_observer_that_fails_harms_nobody(
     checkpoint: Path, caplog: pytest.LogCaptureFixture, kind: type[Observer]
 ) -> None:
-    """Answers, streams, refusals and aborts are as before; one line says who stopped observing."""
+    """Answers, streams, rejections and aborts are as before; one line names the observer."""
     ours = {cls for cls in Observer.__subclasses__() if cls.__module__.startswith("minisgl")}
     assert ours == set(OBSERVERS)
     trace = "/dev/full" if kind is TraceFile else None
@@ -725,7 +725,7 @@ def test_drain_has_a_deadline(signals: int) -> None:
 
 
 def test_a_worker_that_dies_ends_a_drain(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody waits for answers that cannot come; who restarts servers sees a failure."""
+    """No stream waits for answers that cannot come; a supervisor sees a failure."""
     told: list[str] = []
     limiter, group = ConcurrencyLimiter(4), Supervisor([])
     group.broken = lambda: WorkerFailed("the scheduler died")  # type: ignore[method-assign]
@@ -826,7 +826,7 @@ class Terminal:
         return before
 
     def look(self, seconds: float) -> None:
-        """Take in what appears for a while: Ctrl-C drops what nobody has read."""
+        """Read the output for a while: Ctrl-C drops unread output."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if select.select([self.master], [], [], 0.02)[0]:

@@ -123,7 +123,7 @@ def test_stream_with_the_sdk(client: openai.OpenAI) -> None:
     entries = message.content[0].logprobs or []
     assert "".join(entry.token for entry in entries) == ANSWER
     assert all(len(entry.top_logprobs) == 2 for entry in entries)
-    assert client.responses.retrieve(final.id).output_text == ANSWER  # kept before its end is told
+    assert client.responses.retrieve(final.id).output_text == ANSWER  # kept before its end
 
 
 def test_parse_with_the_sdk(client: openai.OpenAI) -> None:
@@ -273,7 +273,7 @@ So:
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A server with a random model whose template knows thoughts and tools."""
+    """A server with a random model whose template has thoughts and tools."""
     folder = save_model(tmp_path_factory.mktemp("calls"), THINKS_TEMPLATE)
     with Live(folder, num_pages=1024, served_model_name="calls") as live:
         yield live
@@ -565,7 +565,7 @@ def test_time_runs_from_the_last_use() -> None:
 
 
 def test_clients_have_stores_of_their_own() -> None:
-    """What one stores evicts its own turns, and nobody else finds them."""
+    """A client evicts its own turns only, and no other client finds them."""
     store = ResponseStore(max_bytes=10_000)
     store.put("victim", turn("resp_v", None, "x" * 500))
     for number in range(100):
@@ -653,7 +653,7 @@ def said_in(item: dict[str, Any]) -> str:
 
 
 def assemble(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """What a client hears; every opened thing must be closed as what it has become."""
+    """Assemble a client's view; every opened part must be closed with its final value."""
     heard: list[tuple[str, str]] = []
     begun = ["response.created", "response.in_progress"]
     assert [event["type"] for event in events[:2]] == begun
@@ -692,7 +692,7 @@ segments = st.tuples(st.sampled_from(list(STREAMS)), st.lists(st.text(min_size=1
 @settings(max_examples=30, deadline=None)
 @given(st.lists(segments, max_size=6), st.sampled_from(["stop", "length"]), st.integers(1, 4))
 def test_pieces_add_up(said: list[tuple[str, list[str]]], reason: str, size: int) -> None:
-    """Whatever is said, in whatever pieces: the events add up to it, and to the response."""
+    """For any text, in any pieces, the events add up to it, and to the response."""
     pieces: list[Piece] = []
     expected: list[tuple[str, str]] = []
     for call, (kind, texts) in enumerate(said):
@@ -717,7 +717,7 @@ def test_pieces_add_up(said: list[tuple[str, list[str]]], reason: str, size: int
         for start in range(0, max(1, len(pieces)), step):
             events += builder.add(answer_of(pieces[start : start + step], 1))
         events += builder.finish(Completion(finish_reason=reason, prompt_tokens=5), now=7)
-        assert events[0]["response"]["output"] == []  # what was told stays as it was
+        assert events[0]["response"]["output"] == []  # a sent event stays unchanged
         assert assemble(json.loads(encoded(events))) == (expected or [("message", "")])
         output = builder.response["output"]
         assert [item["id"].rpartition("_")[2] for item in output] == [

@@ -1,4 +1,4 @@
-"""Chats and grammars of strangers end alone: late, large or fatal, nobody else notices."""
+"""Foreign chats and grammars that are late, large or fatal fail alone."""
 
 from __future__ import annotations
 

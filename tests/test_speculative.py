@@ -289,7 +289,7 @@ def test_what_was_rejected_is_not_cached(overlap: bool) -> None:
 
 @LOOPS
 def test_abort_at_every_moment(overlap: bool) -> None:
-    """The aborted one hears nothing more, its neighbour all it should."""
+    """The aborted request gets no more replies, its neighbour gets all of its own."""
     whole = [answer([1, n], 14, True) for n in range(2)]
     for turns in range(1, 9):
         d = driver(Oracle(4), overlap=overlap)
@@ -378,7 +378,7 @@ def test_the_overlapped_loop_waits_only_for_steps_with_drafts() -> None:
 
 
 def test_a_guess_that_a_token_too_early_allowed_is_made_again() -> None:
-    """What is drafted goes on from the newest token, whatever was looked up before it was known."""
+    """Drafts continue the newest token, not the one of an earlier look-up."""
     seen = []
 
     class Spy(Oracle):
@@ -637,7 +637,7 @@ def test_drafts_count_up_to_the_first_wrong_one(
 
 
 def test_every_rank_guesses_the_same() -> None:
-    """What is guessed is a function of the text: two schedulers guess the same."""
+    """Drafts are a function of the text: two schedulers propose the same."""
     made = []
     for _ in range(2):
         d = driver()

@@ -211,7 +211,7 @@ def test_every_loop_gives_the_same_constrained_tokens(
 
 
 def test_aborts_leave_nothing_behind_and_harm_nobody() -> None:
-    """At every moment of an answer; who stays gets the tokens that they get alone."""
+    """At every moment of an answer; the others get the tokens that they get alone."""
     channel = InProcessChannel()
     config = SchedulerConfig(
         model_path=str(FOLDER), device="cpu", page_size=4, num_pages=200, overlap=True
@@ -286,7 +286,7 @@ def test_a_cut_answer_says_so(llm: LLM) -> None:
 
 
 def test_log_probabilities_are_those_of_the_model(llm: LLM) -> None:
-    """The grammar's only way is one that the model thinks little of, and that is what it says."""
+    """The grammar's only path is improbable for the model, and the logprobs show it."""
     asked = [SamplingParams(logprobs=2, max_tokens=1), SamplingParams(choice=["Zz"], logprobs=2)]
     free, forced = (llm.chat(talk("What is 12 + 30?"), params)[0]["logprobs"] for params in asked)
     assert forced[0]["top_logprobs"][0][0] == free[0]["token_id"]
@@ -595,7 +595,7 @@ def test_requests_wait_in_their_queue_and_come_in_order(announce: bool) -> None:
     told = [msg.sampling_params.regex for msg in came if isinstance(msg, CompileMsg)]
     assert told == (["a", "b"] if announce else [])
     box.messages = [ask(4, "c"), AbortMsg(3), ask(5, "a")]
-    assert passed() == [3]  # the scheduler ignores what it does not know
+    assert passed() == [3]  # the scheduler ignores unknown ids
     jobs["a"].set_result(None)
     jobs["b"].set_result(None)
     assert passed() == [1, 5]
@@ -642,7 +642,7 @@ def run(scheduler: Scheduler, channel: InProcessChannel) -> dict[int, list[Any]]
 
 @pytest.mark.usefixtures("quick_ranks")
 def test_every_rank_follows_the_answer_itself() -> None:
-    """Two processes say what one says: matchers depend on tokens alone, which ranks share."""
+    """Two processes answer as one: matchers depend on tokens alone, which ranks share."""
     config = SchedulerConfig(
         model_path=str(FOLDER), device="cpu", page_size=4, num_pages=100, overlap=True
     )

@@ -266,7 +266,7 @@ def living_ranks() -> list[multiprocessing.Process]:
 
 @pytest.mark.clock
 def test_a_long_silence_is_no_error() -> None:
-    """An idle server: nobody speaks for longer than the timeout of the other operations."""
+    """An idle server: no message for longer than the timeout of the other operations."""
     group = RankProcesses(tp_drills.long_silence, ranks=range(2), size=2, timeout=1, **QUICK)
     with group:
         assert results(group, 30) == ["hello"] * 2
@@ -307,7 +307,7 @@ def test_the_guilty_rank_is_blamed_not_those_who_lost_it() -> None:
 
 @pytest.mark.clock
 def test_nobody_waits_for_reports_of_ranks_that_have_ended() -> None:
-    """A death is told a second time on the way out, within the same time."""
+    """A death is reported a second time on the way out, within the same time."""
     group = RankProcesses(tp_drills.sleep_long, ranks=range(1, 2), size=2)
     group.ended = {"rank 1": Ending("failed", "was killed by signal 9")}
     start = time.monotonic()
@@ -474,7 +474,7 @@ def ask(scheduler: Scheduler, channel: InProcessChannel, uid: int, prompts: Any)
 
 
 def test_two_processes_generate_the_same_tokens_and_end_together(folder: Path) -> None:
-    """Twice, the second time from the cache; then rank 1 is killed and rank 0 is told."""
+    """Twice, the second time from the cache; then rank 1 is killed and rank 0 reports it."""
     prompts = workload(8)
     channel = InProcessChannel()
     config = settings(folder)
@@ -621,7 +621,7 @@ def test_ranks_end_even_if_leaving_fails(folder: Path, monkeypatch: pytest.Monke
 def test_a_rank_that_cannot_join_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch, reason: str, kind: type[RuntimeError]
 ) -> None:
-    """Rank 0 loses its connection; what the other one said explains it, if it said anything."""
+    """Rank 0 loses its connection; the other rank's message explains it, if there is one."""
 
     tried: list[Any] = []
 

@@ -431,7 +431,7 @@ def test_a_broken_end_is_flushed(level: Tokenizer) -> None:
 
 
 def test_cost_per_token_does_not_grow(level: Tokenizer) -> None:
-    """The work is what is decoded: a bounded window, however long the text, broken or not."""
+    """Only a bounded window is decoded, however long the text, broken or not."""
     lengths: list[int] = []
     stream = IncrementalDetokenizer(level, list(range(300)))
     decode = stream.decode

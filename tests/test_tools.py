@@ -398,7 +398,7 @@ def test_a_random_model_calls_if_it_must(name: str, folders: dict[str, Path]) ->
             : None if whole else -1
         ]:
             jsonschema.validate(json.loads(arguments), SCHEMA if name == "weather" else NONE)
-        assert whole or n % 4 in (0, 2)  # these may call for ever
+        assert whole or n % 4 in (0, 2)  # these may call without end
         match n % 4:
             case 0:
                 assert all(isinstance(piece, list) for piece in pieces[:-1])
@@ -665,7 +665,7 @@ def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
 
 
 def say(live: Live, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """From now on the model says this text, whatever it would have said."""
+    """Replace the model's text from now on."""
     push = DecodeStatus.push
 
     def scripted(self: DecodeStatus, token: int) -> str:

@@ -41,7 +41,7 @@ from tests.interpreter import quicken
 multiprocessing.set_forkserver_preload(["tests.tp_drills", "minisgl.runtime.ranks"])
 QUICK: dict[str, Any] = {"method": "forkserver"}
 NAMED = r"rank [1-9] was killed by signal 9"
-LIMIT = 5.0  # seconds, within which a killed rank has to be told
+LIMIT = 5.0  # seconds within which a killed rank has to be reported
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def cuda_sums(comm: Comm) -> list[torch.Tensor]:
 
 
 def share_memory(comm: Comm, width: int, rows: int, dtype: torch.dtype) -> tuple[Any, list[Any]]:
-    """Buffers of all ranks as the kernel wants them, in memory that processes share."""
+    """Buffers of all ranks for the kernel, in memory that processes share."""
     from minisgl.kernels.all_reduce import PeerBuffers, empty_entry
 
     count = 3 * comm.size * rows * width
@@ -277,7 +277,7 @@ def sum_rows(comm: Comm, steps: int, dtype: torch.dtype) -> list[torch.Tensor]:
             torch.testing.assert_close(out, want.to(dtype), atol=1e-2, rtol=1e-2)
         said.append(got)
     peers.quit.fill_(1)
-    if comm.rank == 0:  # nobody else comes: without the flag this would wait for ever
+    if comm.rank == 0:  # no other rank comes: without the flag this would hang
         kernels.all_reduce(sums[0], peers)
     assert memory
     return said
@@ -346,7 +346,7 @@ def kill_a_rank(delay: float, ready: bool = False, ranks: int = 2, **fields: Any
         if not ready:
             timer.start()
         llm = LLM(tensor_parallel_size=ranks, num_pages=256, **fields)
-        if ready:  # kernels are compiled at their first use, and meanwhile nobody looks
+        if ready:  # kernels are compiled at their first use, without a heartbeat
             llm.generate(prompts, replace(params, max_tokens=8))
             timer.start()
         while time.monotonic() - killed.get("at", time.monotonic()) < 30:
@@ -403,7 +403,7 @@ def hang_on_last(comm: Comm) -> None:
 
 
 def long_silence(comm: Comm) -> str:
-    """Rank 0 says something after a while."""
+    """Rank 0 sends a message after a while."""
     if comm.rank == 0:
         time.sleep(2.5)
     return comm.broadcast_object("hello" if comm.rank == 0 else None)

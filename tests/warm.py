@@ -52,7 +52,7 @@ LIBRARIES = [
 def become_kernel(command: list[str], env: dict[str, str], folder: str) -> None:
     """The Jupyter kernel that the command would start."""
     gc.unfreeze()  # chapters look at what a collection costs
-    os.setsid()  # who ends a kernel ends what it started, too
+    os.setsid()  # ending a kernel ends its children, too
     enter(folder, env)
     backend = "module://matplotlib_inline.backend_inline"  # a kernel sets it before the import
     sys.modules["matplotlib"].rcParams["backend"] = backend
@@ -256,7 +256,7 @@ def main(folder: Path, owner: int) -> None:
 
 
 def lives(pid: int) -> bool:
-    """False for a zombie, too: who reaps it may wait for the end of its output, which we hold."""
+    """False for a zombie, too: its parent may wait for the end of its output, which we hold."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False

@@ -1,4 +1,4 @@
-"""Decode attention that needs no plan: all it has to know lies in tensors on the device.
+"""Decode attention without a host plan: all its inputs are tensors on the device.
 
 Generated from notebooks/05e_decode_attention.ipynb: edit there.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from minisgl.attention.metadata import AttentionMetadata, AttentionPlan, DecodeBuffers
@@ -62,12 +61,7 @@ class FusedBackend:
         """Plan an eager decode step; raise ValueError for a prefill."""
         if meta.phase is not Phase.DECODE:
             raise ValueError("attention_backend: 'fused' decodes only; pair it, as in 'fi,fused'")
-        rows, positions = (
-            torch.tensor(part, dtype=torch.int64, device=out_loc.device)
-            for part in (meta.table_idx, meta.seq_lens - 1)
-        )
-        buffers = DecodeBuffers(rows, positions, out_loc)
-        return self.graph_plan(len(rows), buffers)
+        return self.graph_plan(meta.batch_size, DecodeBuffers.of(meta, out_loc))
 
     def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> AttentionPlan:
         """Decode over static buffers."""
@@ -76,7 +70,7 @@ class FusedBackend:
 
 
 class VerifyPlan(AttentionPlan):
-    """Decode in which rows may be of one request: all keys and values are stored beforehand."""
+    """Decode that verifies drafts: rows may share a request, so K and V are stored first."""
 
     def __init__(self, backend: Any, buffers: DecodeBuffers) -> None:
         self.fused = FusedPlan(backend, buffers, drafts=True)
@@ -88,7 +82,7 @@ class VerifyPlan(AttentionPlan):
 
 
 class VerifyBackend(FusedBackend):
-    """The fused kernel behind a launch that stores, in captured steps too."""
+    """The fused kernel after a separate store, in captured steps too."""
 
     name = "store_first"
     plan_type = VerifyPlan

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from minisgl.core import IntArray, Phase
@@ -140,6 +141,13 @@ class DecodeBuffers:
     rows: Tensor  # row of the page table
     positions: Tensor  # of the token that is computed now: the request's length is one more
     out_loc: Tensor  # slot that its key and value go to
+
+    @classmethod
+    def of(cls, meta: AttentionMetadata, out_loc: Tensor) -> Self:
+        """Copy an eager decode step to the device of `out_loc`."""
+        parts = meta.table_idx.astype(np.int64), meta.seq_lens - np.int64(1)
+        rows, positions = (torch.from_numpy(part).to(out_loc.device) for part in parts)
+        return cls(rows, positions, out_loc)
 
 
 class AttentionBackend(Protocol):

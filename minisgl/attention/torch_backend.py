@@ -142,12 +142,8 @@ class TorchBackend:
         """Decode in a few calls, prefill in one call per request."""
         if meta.phase is Phase.PREFILL:
             return PerRequestPlan(self.pool, meta, out_loc, self.scale)
-        rows, positions = (
-            torch.tensor(part, dtype=torch.int64, device=out_loc.device)
-            for part in (meta.table_idx, meta.seq_lens - 1)
-        )
         table = self.tables.device_page_table[:, : int(meta.seq_lens.max())]
-        buffers = DecodeBuffers(rows, positions, out_loc)
+        buffers = DecodeBuffers.of(meta, out_loc)
         return DecodePlan(self.pool, table, buffers, self.scale, fixed=True)
 
     def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> AttentionPlan:

@@ -60,7 +60,7 @@ def step_of(llm: LLM) -> Callable[[], object]:
 
 
 def drive(llm: LLM) -> Timeline:
-    """Run the scheduler until nothing is left to do; one look at the clock for each step."""
+    """Run the scheduler until it is idle; read the clock once per step."""
     step, line, start = step_of(llm), Timeline([], []), time.perf_counter()
     while llm.channel.waiting or llm.scheduler.has_work:
         step()
@@ -131,7 +131,7 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class Interval(NamedTuple):
-    """Something the device did: from when to when in microseconds, and who launched it."""
+    """Device activity: start and end in microseconds, and the launch that caused it."""
 
     start: float
     end: float
@@ -148,7 +148,7 @@ def device_intervals(trace: Mapping[str, Any]) -> list[Interval]:
 
 
 class Idle(NamedTuple):
-    """Microseconds of a window: all of it, and the idle parts inside and between launches."""
+    """Microseconds of a window: total, idle within launches, idle between launches."""
 
     window: float
     inside: float

@@ -33,7 +33,7 @@ class Launch(NamedTuple):
 
 @contextmanager
 def launches(scheduler: Scheduler) -> Iterator[list[Launch]]:
-    """A list that grows by one entry with every step inside the `with` block."""
+    """Yield a list that gets one entry for each step inside the `with` block."""
     log: list[Launch] = []
     plain = scheduler.launch
 
@@ -49,7 +49,7 @@ def launches(scheduler: Scheduler) -> Iterator[list[Launch]]:
 
 
 def resample(requests: Sequence[RandomRequest], vocab_size: int, seed: int) -> list[RandomRequest]:
-    """Sample other prompts of the same lengths, so that nothing of them is cached."""
+    """Sample new prompts of the same lengths, so that no prefix is cached."""
     rng = np.random.default_rng(seed)
     top = min(vocab_size, 10_001)
     return [
@@ -59,7 +59,7 @@ def resample(requests: Sequence[RandomRequest], vocab_size: int, seed: int) -> l
 
 
 def run_once(llm: LLM, requests: Sequence[RandomRequest], temperature: float) -> float:
-    """Return the seconds until all requests have all their tokens; ValueError if one cannot."""
+    """Return the seconds until all requests are complete; ValueError if one cannot be."""
     longest = max(requests, key=lambda r: len(r.input_ids) + r.output_len)
     check_room("input-len", len(longest.input_ids), longest.output_len, llm.limits.total)
     prompts = [request.input_ids for request in requests]

@@ -1,4 +1,4 @@
-"""The least time that a model needs on a device, from bytes and operations alone.
+"""Roofline bounds of a model on a device, from bytes and operations alone.
 
 Generated from notebooks/13b_floor.ipynb: edit there.
 """
@@ -60,8 +60,8 @@ class Roofline:
         """
         model, head = self.model, head_parameters(self.model)
         body, experts = body_parameters(model), model.expert_parameters
-        active, unread = body, 0  # weights that a token meets; that none of the tokens meets
-        if model.moe is not None:  # where every expert is equally likely
+        active, unread = body, 0  # weights used by a token; weights that no token uses
+        if model.moe is not None:  # if every expert is equally likely
             share = model.moe.top_k / model.moe.num_experts
             active -= round((1 - share) * experts)
             unread = round((1 - share) ** tokens * experts)
@@ -105,7 +105,7 @@ def decode_lengths(
 ) -> Iterator[IntArray]:
     """Yield the lengths of all running requests at each decode step, int32 [running]."""
     waiting = list(zip(prompts, outputs, strict=True))[::-1]
-    running = np.empty((0, 2), dtype=np.int64)  # length now, steps to go; a prefill gave the first
+    running = np.empty((0, 2), dtype=np.int64)  # length, remaining steps; token 1 is prefilled
     while waiting or len(running):
         free = max_running - len(running)
         started = [waiting.pop() for _ in range(min(free, len(waiting)))]

@@ -54,7 +54,7 @@ def stop(process: subprocess.Popen[str], patience: float = 30.0) -> None:
 
 @contextmanager
 def served(folder: Path | None, flags: Sequence[str], patience: float = 600.0) -> Iterator[Child]:
-    """Our server on a free port; `ValueError` with its last words if it does not start."""
+    """Start a server on a free port; `ValueError` with its last output if that fails."""
     command = [sys.executable, "-m", "minisgl", "--port", "0", *flags]
     command += [] if folder is None else ["--model", str(folder)]
     if threading.current_thread() is threading.main_thread():  # SIGTERM also stops the server

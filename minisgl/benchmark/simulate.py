@@ -1,4 +1,4 @@
-"""The real scheduler over a virtual clock: what a load would cost on GPUs that are not there.
+"""The real scheduler over a virtual clock: the cost of a load on GPUs you do not have.
 
 Generated from notebooks/13da_simulator.ipynb: edit there.
 """
@@ -54,7 +54,7 @@ class Device:
         self.host_s, self.steps = host_s, 0
 
     def launch(self, times: StepTimes) -> float:
-        """Return when a step ends that is launched now; none ends before its last launch."""
+        """Return the end of a step launched now; no step ends before its last launch."""
         device, host, launch = (float(seconds) for seconds in times)
         begin = self.now + self.host_s + host
         self.now = begin + launch
@@ -64,7 +64,7 @@ class Device:
 
 
 class Timed(ForwardOutput):
-    """The output of a simulated step: whoever waits for it sets the clock."""
+    """The output of a simulated step; `wait` advances the clock."""
 
     def __init__(self, device: Device, at: float, count: int) -> None:
         self.device, self.at, self.count = device, at, count
@@ -98,7 +98,7 @@ def params_of(output_len: int) -> SamplingParams:
 
 
 class Arrivals:
-    """Requests that come when they are due, or when one of `clients` has its last answer."""
+    """Requests that arrive at their due times, or when one of `clients` gets its last answer."""
 
     def __init__(
         self, device: Device, requests: Sequence[RandomRequest], clients: int | None = None
@@ -109,7 +109,7 @@ class Arrivals:
         self.running = 0
 
     def recv(self, block: bool) -> list[Msg]:
-        """Return what is due; with `block`, jump to the next request."""
+        """Return the due requests; with `block`, jump to the next one."""
         device, found = self.device, list[Msg]()
         if block and self.waiting and self.clients is None:
             device.now = max(device.now, self.waiting[0][1].due)
@@ -152,7 +152,7 @@ def with_burst(
 
 
 class Simulated(NamedTuple):
-    """A run as a load test would have seen it, and what the device did."""
+    """A simulated run: the load test's view, and the device's activity."""
 
     run: LoadRun
     device: Device
@@ -200,7 +200,7 @@ def simulate(
 
 
 ROUTERS = ("random", "round-robin", "prefix")
-HEAD = 64  # tokens of a prompt that decide where it goes
+HEAD = 64  # prompt tokens that decide its replica
 
 
 def replica_arrivals(count: int, rate: float, replicas: int, router: str, seed: int) -> Times:
@@ -216,7 +216,7 @@ def replica_arrivals(count: int, rate: float, replicas: int, router: str, seed: 
 def share_of(
     requests: Sequence[RandomRequest], replicas: int, router: str, seed: int
 ) -> list[RandomRequest]:
-    """Return what the first of many replicas gets of recorded requests."""
+    """Return the recorded requests that go to the first of many replicas."""
     if router == "round-robin":
         return list(requests[::replicas])
     if router == "prefix":
@@ -241,7 +241,7 @@ def min_replicas(meets: Callable[[int], bool], most: int = 2**14) -> int:
 
 
 def summary_of(found: Simulated, gpu: Gpu, tp: int, price: float | None) -> dict[str, Any]:
-    """Return what `online` prints, and energy and cost of a token; `price`: of a GPU, an hour."""
+    """Return `online`'s summary, with energy and cost per token; `price`: of a GPU-hour."""
     summary, device = summarize(found.run), found.device
     tokens = max(1, summary["output_tokens"])
     summary["steps"], summary["retractions"] = device.steps, found.retractions
@@ -253,7 +253,7 @@ def summary_of(found: Simulated, gpu: Gpu, tp: int, price: float | None) -> dict
 
 
 def load_of(args: argparse.Namespace, replicas: int) -> list[RandomRequest]:
-    """Return what one of `replicas` gets of the load that the flags describe."""
+    """Return one replica's share of the load that the flags describe."""
     finite = bool(np.isfinite(args.rate))
     if args.trace is not None or args.sessions is not None:
         shape = TraceShape(sessions=args.sessions or 1, rate=args.rate if finite else 1.0)
@@ -273,7 +273,7 @@ def load_of(args: argparse.Namespace, replicas: int) -> list[RandomRequest]:
 
 
 def simulate_flags(model: ModelConfig, args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Return replicas and the summary of one: as many as are asked for, or as a target needs."""
+    """Return the number of replicas, given or needed for a target, and one's summary."""
     gpu, limits = GPUS[args.gpu], {"ttft": args.ttft_ms, "tpot": args.tpot_ms}
     config = SchedulerConfig(
         device="cpu", max_running_req=args.max_running_req, schedule_policy=args.schedule_policy,

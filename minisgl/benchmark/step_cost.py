@@ -68,7 +68,7 @@ class StepCost:
         return self.captured[bisect_left(self.captured, tokens)], True
 
     def expert_work(self, tokens: int, rows: int) -> Work:
-        """Return the bytes of experts that `tokens` meet, and the operations of `rows`."""
+        """Return the bytes of experts that `tokens` use, and the operations of `rows`."""
         if (moe := self.model.moe) is None:
             return Work(0, 0)
         share, all_experts = moe.top_k / moe.num_experts, self.model.expert_parameters
@@ -85,7 +85,7 @@ class StepCost:
         return 2 * ((8 + gathered) * model.hidden_size + (2 * heads + gated) // self.tp)
 
     def columns(self, extend: Lengths, cached: Lengths, sampled: int) -> Times:
-        """Return what a step is made of, float64 [factors]; lengths are int [requests]."""
+        """Return the work of a step, float64 [factors]; lengths are int [requests]."""
         model, layers, one = self.model, self.model.num_layers, self.ceilings
         bytes_per_s, flops_per_s = one.bytes_per_s * self.tp, one.flops_per_s * self.tp
         (rows, captured), tokens = self.rows(extend), int(extend.sum())
@@ -115,7 +115,7 @@ class StepCost:
 
 
 def smooth_max(power: int, *times: Times) -> Times:
-    """Return about the largest, so that a fit can follow it."""
+    """Return a smooth maximum, which a fit can differentiate."""
     return np.asarray(sum(part**power for part in times) ** (1 / power))
 
 

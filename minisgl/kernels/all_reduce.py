@@ -1,4 +1,4 @@
-"""A sum over GPUs that write into each other's memory, with the residual and the RMS norm.
+"""All-reduce by peer-memory writes, fused with the residual and RMSNorm.
 
 Generated from notebooks/10a_gpu_all_reduce.ipynb: edit there.
 """
@@ -30,7 +30,7 @@ class PeerBuffers(NamedTuple):
 
 
 def empty_entry(dtype: torch.dtype) -> int:
-    """Return the bits of minus zero as an integer: the mark of an entry that has not arrived."""
+    """Return the bits of minus zero as an integer: it marks an entry that has not arrived."""
     return -(1 << (8 * dtype.itemsize - 1))
 
 
@@ -40,7 +40,7 @@ def exchange_row(
     x, here, addresses_ptr, turns_ptr, quit_ptr, row, rows, cols, inside, WIDTH,
     RANK: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
-    """Sum of a row over the ranks in their order, float32: each writes its part to the others."""
+    """Sum a row over the ranks in order, float32; each rank writes its part to the others."""
     bits = x.to(BITS, bitcast=True)
     bits = tl.where(bits == EMPTY, 0, bits)
     turn = tl.load(turns_ptr + row)
@@ -122,7 +122,7 @@ def launch(
 
 
 def all_reduce(x: Tensor, peers: PeerBuffers) -> Tensor:
-    """Sum of x [m, n] over the ranks, in new memory."""
+    """Sum x [m, n] over the ranks into new memory."""
     total = torch.empty_like(x)
     launch(x[None], None, None, 0.0, peers, total, total)
     return total

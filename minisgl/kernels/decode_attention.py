@@ -19,7 +19,7 @@ from minisgl.kernels.rotate_store import rotate
 # mypy: allow-untyped-defs, allow-incomplete-defs
 @triton.jit
 def online_softmax_update(s, v, m, total, acc):
-    """Fold scores s [g, t] and values v [t, d] into maximum m, sum `total`, weighted sum acc."""
+    """Update maximum m, sum `total` and weighted sum acc with scores s [g, t], values v [t, d]."""
     new = tl.maximum(m, tl.max(s, 1))
     p, old = tl.exp2(s - new[:, None]), tl.exp2(m - new)
     total = total * old + tl.sum(p, 1)
@@ -40,7 +40,7 @@ def load_tile(k_ptr, v_ptr, slots_ptr, start, end, stride,
 
 @triton.jit
 def attend_tile(qa, qb, ka, kb, v, start, end, scale, m, total, acc, TILE: tl.constexpr):
-    """Fold in the loaded tile of positions from `start` on, of which those before `end` count."""
+    """Attend to a loaded tile of positions from `start`; mask those from `end` on."""
     ka, kb, v = ka.to(qa.dtype), kb.to(qa.dtype), v.to(qa.dtype)
     s = tl.dot(qa, tl.trans(ka), input_precision="ieee")
     s = tl.dot(qb, tl.trans(kb), s, input_precision="ieee") * scale
@@ -51,7 +51,7 @@ def attend_tile(qa, qb, ka, kb, v, start, end, scale, m, total, acc, TILE: tl.co
 @triton.jit
 def attend_cached(qa, qb, m, total, acc, k_ptr, v_ptr, slots_ptr, begin, end, scale, stride,
                   HEAD_DIM: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Fold the cached positions [begin, end) into the online softmax of queries, halves qa, qb."""
+    """Attend to the cached positions [begin, end) with the queries' halves qa, qb."""
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         ka, kb, v = load_tile(k_ptr, v_ptr, slots_ptr, start, end, stride, HEAD_DIM, TILE)
         m, total, acc = attend_tile(qa, qb, ka, kb, v, start, end, scale, m, total, acc, TILE)
@@ -61,7 +61,7 @@ def attend_cached(qa, qb, m, total, acc, k_ptr, v_ptr, slots_ptr, begin, end, sc
 @triton.jit
 def write_partial(part_ptr, stat_ptr, m, total, acc, split, g, real,
                HEAD_DIM: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
-    """Leave an unfinished result where the last program of its group finds it."""
+    """Store a partial result in scratch memory for the last program of its group."""
     dims = tl.arange(0, HEAD_DIM)[None, :]
     place = part_ptr + (split * GROUP + g)[:, None] * HEAD_DIM + dims
     tl.store(place, acc, mask=real[:, None])
@@ -95,7 +95,7 @@ def merge_partials(part_ptr, stat_ptr, count, g, real, HEAD_DIM: tl.constexpr, G
 
 
 class Scratch:
-    """Memory for unfinished parts: decode attention runs once at a time, so one is enough."""
+    """Memory for partial results; decode attention runs one at a time, so one is enough."""
 
     def __init__(self, max_places: int, group: int, head_dim: int, device: torch.device) -> None:
         """Allocate float32 memory for `max_places` (request, KV head, split) triples a launch."""
@@ -119,7 +119,7 @@ def write_output(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, fi
         part_ptr += first.to(tl.int64) * GROUP * HEAD_DIM
         stat_ptr += first.to(tl.int64) * GROUP * 2
         write_partial(part_ptr, stat_ptr, m, total, acc, split, g, g < GROUP, HEAD_DIM, GROUP)
-        tl.debug_barrier()  # all threads have written before one of them says so
+        tl.debug_barrier()  # all threads have written before one of them counts this program
         before = tl.atomic_add(done_ptr + place, 1, sem="acq_rel")
         if before == count - 1:
             tl.debug_barrier()
@@ -164,7 +164,7 @@ def load_angles(table_ptr, position, HEAD_DIM: tl.constexpr, ROTATE: tl.constexp
 def add_new_token(qa, qb, k_ptr, v_ptr, head, k_norm_ptr, cos, sin, eps, k_cache_ptr, v_cache_ptr,
                   slot, scale, k_scale, v_scale, m, total, acc,
                   HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr):  # fmt: skip
-    """Store the new key and value at their slot, and fold them in, as if they were read back."""
+    """Store the new key and value at their slot, and attend to them as if read back."""
     HALF: tl.constexpr = HEAD_DIM // 2
     half, dims, one = tl.arange(0, HALF)[None, :], tl.arange(0, HEAD_DIM), tl.arange(0, 1)
     k_cache_ptr += slot
@@ -212,7 +212,7 @@ FP8_SHAPES = SHAPES[0], ((32, 1, 6, False), (10, 20_736))
 
 
 def tile_shapes(limits: DeviceLimits, itemsize: int = 2) -> list[tuple[Shape, int]]:
-    """List the tile shapes a GPU can run, each with the thread blocks that run at once."""
+    """List the tile shapes that a GPU can run, each with its number of resident thread blocks."""
     shapes = FP8_SHAPES if itemsize == 1 else SHAPES
     return [(shape, count) for shape, needs in shapes if (count := limits.resident_blocks(*needs))]
 
@@ -220,7 +220,7 @@ def tile_shapes(limits: DeviceLimits, itemsize: int = 2) -> list[tuple[Shape, in
 def choose_shape(
     bs: int, kv: int, limits: DeviceLimits = H200, itemsize: int = 2
 ) -> tuple[Shape, int]:
-    """Choose the tile shape, and the number of parts to split a batch's keys into per KV head."""
+    """Choose the tile shape, and the number of splits of a batch's keys per KV head."""
     programs, shapes = bs * kv, tile_shapes(limits, itemsize)
     shape, resident = next((one for one in shapes if programs <= one[1]), shapes[-1])
     if 4 * programs <= limits.sms:
@@ -229,7 +229,7 @@ def choose_shape(
 
 
 def max_splits(num_kv_heads: int, limits: DeviceLimits = H200) -> int:
-    """Return the most parts of a batch of any size, for each KV head."""
+    """Return the largest number of splits per KV head, for batches of any size."""
     most = max(count for itemsize in (1, 2) for _, count in tile_shapes(limits, itemsize))
     return max(1, most // num_kv_heads)
 
@@ -250,7 +250,7 @@ def attend_split(q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, k_cache_ptr, v_cac
     zeros = tl.zeros([ROWS], tl.float32)
     m, total, acc = zeros - 1e30, zeros, tl.zeros([ROWS, HEAD_DIM], tl.float32)
     if EARLY:
-        v = tl.where(begin < end, v, 0.0)  # of a first token nothing is stored yet
+        v = tl.where(begin < end, v, 0.0)  # before a first token nothing is stored
         m, total, acc = attend_tile(qa, qb, ka, kb, v, begin, end, scale, m, total, acc, TILE)
         begin += TILE
     m, total, acc = attend_cached(

@@ -52,7 +52,7 @@ class DeviceLimits:
         return self.capability >= 80
 
     def resident_blocks(self, most: int, nbytes: int) -> int:
-        """Return how many thread blocks run at once: `most` on an SM, if `nbytes` of each fit."""
+        """Return the number of resident thread blocks: `most` per SM if `nbytes` of each fit."""
         room = self.shared_memory + RESERVED
         return self.sms * min(most, room // (nbytes + RESERVED))
 

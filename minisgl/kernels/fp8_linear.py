@@ -1,4 +1,4 @@
-"""GEMMs over weights of eight bits: by widening them, or by eight bits on both sides.
+"""GEMMs with FP8 weights: widened (W8A16), or with FP8 activations (W8A8).
 
 Generated from notebooks/05g_fp8.ipynb: edit there.
 """
@@ -78,7 +78,7 @@ def choose_fp8_tiling(
         return None
     if split_k:
         tiles = replace(tiles, splits=count_splits(tiles, m, n, k, 4 * limits.sms))
-    room = limits.shared_memory - tiles.bn * tiles.bk  # `wgmma` wants the widened tile there, too
+    room = limits.shared_memory - tiles.bn * tiles.bk  # `wgmma` reads the widened tile there, too
     tiles = tiles.fit(2 * tiles.bk, tiles.bk * (2 if gated else 1), room)
     stage = 2 * tiles.bm * tiles.bk + tiles.bn * tiles.bk * (2 if gated else 1)
     return tiles if tiles.stages * stage <= room else None
@@ -89,7 +89,7 @@ def choose_w8a8_tiling(
 ) -> Tiling | None:
     """Choose tiles for W8A8, FP8 weights and activations; None leaves the product to the library.
 
-    A tile has all rows, so that the weight is read once. k is split into as many parts as there is
+    A tile has all rows, so that the weight is read once. k is split into as many parts as there are
     room for programs; the last may be shorter.
     """
     if m <= FEW_ROWS:
@@ -111,7 +111,7 @@ def choose_w8a8_tiling(
 
 
 def supports_fp8_gemm(weight: Fp8Weight, x: Tensor) -> bool:
-    """Return True if the rows of x are quantized to FP8, with a scale each, for this product."""
+    """Return True if this product quantizes the rows of x to FP8, each with one scale."""
     return len(x) > WIDENED and count_scales(weight) == 1 and has_scaled_mm(weight, x.dtype)
 
 

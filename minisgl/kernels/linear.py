@@ -73,7 +73,7 @@ def row_kernel(
     w_ptr += cols[:, None].to(tl.int64) * K + ks[None, :]
     if PDL:
         gdc_launch_dependents()
-    w = tl.load(w_ptr)  # weights depend on nothing: fetch them before the input is there
+    w = tl.load(w_ptr)  # weights have no dependency: load them before the input is ready
     u = tl.load(w_ptr + N * K) if GATED else w
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + cols).to(tl.float32)
@@ -81,7 +81,7 @@ def row_kernel(
         gdc_wait()
     if norm_ptr is not None:  # a norm follows: the residual is added, too
         residual = tl.load(residual_ptr + cols).to(tl.float32)
-    if SQUARES > 0:  # so many programs made x, which lacks the factor of a norm
+    if SQUARES > 0:  # the number of programs that made x, which lacks the norm's factor
         part = tl.arange(0, triton.next_power_of_2(SQUARES))
         squares = tl.load(x_squares_ptr + part, mask=part < SQUARES, other=0.0)
     total = tl.zeros([BN, BK // FOLD], tl.float32)
@@ -267,11 +267,11 @@ class Tiling:
         return replace(self, stages=max(2, min(self.stages, room // stage)))
 
 
-# Measured on an H200 in whole layers of Qwen3-0.6B, 8B and 14B: up to FEW_ROWS our kernel and what
-# it saves beat cuBLAS, except for large weights; beyond, only small GEMMs do.
+# Measured on an H200 in whole layers of Qwen3-0.6B, 8B and 14B: up to FEW_ROWS our kernel, with
+# the launches it saves, beats cuBLAS, except for large weights; beyond, only in small GEMMs.
 FEW_ROWS = 64
 SMALL_FLOPS = 2.5e9
-LARGE, LARGE_GATED = 2**26, 2**25  # numbers of a weight, and of each half of a gated one
+LARGE, LARGE_GATED = 2**26, 2**25  # elements of a weight, or of each half of a gated one
 
 
 def beats_cublas(m: int, n: int, k: int, gated: bool, split_k: bool) -> bool:
@@ -292,7 +292,7 @@ def find_tuned(
 
 
 def count_splits(tiles: Tiling, m: int, n: int, k: int, sms: int) -> int:
-    """Return how many parts of k give every SM a thread block: a power of two, at most 8."""
+    """Return the splits of k that give every SM a thread block: a power of two, at most 8."""
     splits, programs = 1, n // tiles.bn * -(-m // tiles.bm)
     while 2 * programs * splits <= sms and splits < 8 and k % (2 * splits * tiles.bk) == 0:
         splits *= 2

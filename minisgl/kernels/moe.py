@@ -202,7 +202,7 @@ def expert_kernel(
     GATED: x has the order of the tokens, w holds gate and up, and out has the order of the blocks.
     """
     if GATED and PDL:
-        wait_then_launch()  # the second GEMM reads the blocks before it waits
+        wait_then_launch()  # the second GEMM reads the blocks before its wait
     block = tl.program_id(1)
     count, expert = tl.load(rows_ptr + block), tl.load(experts_ptr + block).to(tl.int64)
     away = expert < 0  # of another rank: only zeros for its part of the sum
@@ -239,7 +239,7 @@ TILINGS = (
     (48, Tiling(64, 64, 64, 4, 4, False), Tiling(64, 64, 64, 4, 4, False)),
     (float("inf"), Tiling(128, 128, 64, 8, 3, False), Tiling(128, 256, 64, 8, 3, False)),
 )
-# The same for FP8 weights, which are widened: `choose_fp8_tiling` says why two warps.
+# The same for FP8 weights, which are widened; two warps as in `choose_fp8_tiling`.
 SMALL = Tiling(16, 64, 128, 2, 4, True)
 FP8_TILINGS = (
     (2, Tiling(16, 32, 128, 2, 6, True), SMALL),

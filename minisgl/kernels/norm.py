@@ -1,4 +1,4 @@
-"""The sum of a product's parts, the residual and the RMS norm, in one pass over a row.
+"""Sum of split-K parts, residual and RMSNorm in one pass over a row.
 
 Generated from notebooks/05d_gemm.ipynb: edit there.
 """
@@ -18,7 +18,7 @@ from minisgl.kernels.pdl import launch_options
 
 
 class DeferredNorm(NamedTuple):
-    """The RMS norm of a row, but for a factor that the product behind it applies."""
+    """RMSNorm without its per-row scale, which the following GEMM applies."""
 
     total: Tensor  # the row itself, [1, k]
     row: Tensor  # total * the norm's weight, [1, k]; float32 if total is float16

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: when a kernel may start before its predecessor has ended.
+"""Programmatic dependent launch: a kernel may start before its predecessor has ended.
 
 Generated from notebooks/05d_gemm.ipynb: edit there.
 """
@@ -18,5 +18,5 @@ def can_launch_early(x: Tensor) -> bool:
 
 
 def launch_options(x: Tensor) -> dict[str, Any]:
-    """Launch arguments of a kernel that calls `gdc_wait`; none where that means nothing."""
+    """Return the launch options of a kernel that calls `gdc_wait`; none where PDL is missing."""
     return {"PDL": True, "launch_pdl": True} if can_launch_early(x) else {"PDL": False}

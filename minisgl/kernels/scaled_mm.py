@@ -1,4 +1,4 @@
-"""GEMMs of many rows on the tensor cores' eight bits: activations are quantized row by row.
+"""GEMMs with many rows on FP8 tensor cores: activations are quantized row by row.
 
 Generated from notebooks/05g_fp8.ipynb: edit there.
 """

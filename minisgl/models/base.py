@@ -13,12 +13,12 @@ from minisgl.config.model import ModelConfig
 from minisgl.layers.attention import (
     Attention,
     Frequencies,
+    RMSNorm,
     RotaryTable,
     Rotation,
     plain_frequencies,
 )
 from minisgl.layers.linear import GatedMLP, LMHead, VocabParallelEmbedding
-from minisgl.layers.norm import RMSNorm
 from minisgl.parallel.comm import ParallelContext
 
 
@@ -72,7 +72,7 @@ class Decoder(nn.Module):
         x, residual = self.embed_tokens(fb.input_ids), None
         for layer in self.layers:
             x, residual = layer(x, residual, rotation, fb)
-        if fb.last_idx is not None:  # the head is wide: compute it for the rows that are sampled
+        if fb.last_idx is not None:  # the head is wide: compute it only for sampled rows
             x = x[fb.last_idx]
             residual = None if residual is None else residual[fb.last_idx]
         return self.norm(x, residual)[0]

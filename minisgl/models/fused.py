@@ -154,14 +154,14 @@ class FusedModel:
         return add_norm(None, x.total, self.final_norm, self.eps)[0]
 
     def all_rows(self, residual: Tensor, fb: ForwardBatch) -> Tensor:
-        """Run the layers over any number of tokens, and the final norm of the rows wanted."""
+        """Run the layers over any number of tokens, and the final norm of the selected rows."""
         parts: Tensor | None = None
         for layer_id, layer in enumerate(self.layers):
             x, residual = self.add_norm(parts, residual, layer.first_norm, layer.attention.qkv)
             qkv = linear(x, layer.attention.qkv, layer.attention.bias)
             y = layer.attention.attend(qkv, fb, layer_id)
             if layer is self.layers[-1] and fb.last_idx is not None:
-                # Only the rows wanted go on: the others are never read again.
+                # Only the selected rows continue: the others are never read again.
                 y, residual = y[fb.last_idx], residual[fb.last_idx]
             parts = split_k_linear(y, layer.attention.out)
             x, residual = self.add_norm(parts, residual, layer.second_norm, layer.gate_up)

@@ -1,4 +1,4 @@
-"""The scales of keys and values that a checkpoint brings.
+"""KV-cache scales from a checkpoint.
 
 Generated from notebooks/05g_fp8.ipynb: edit there.
 """
@@ -29,7 +29,7 @@ def for_each_head(name: str, found: Tensor, heads: int) -> Tensor:
 
 
 def load_kv_scales(pool: KVPool, folder: Path, num_kv_heads: int, comm: Comm) -> None:
-    """Take the scales of this rank's heads from a checkpoint, where it has some."""
+    """Load the scales of this rank's heads from a checkpoint, if it has any."""
     if not isinstance(pool, Fp8KVPool) or not any(folder.glob("*.safetensors")):
         return
     mine = head_shard("k_scale", num_kv_heads, 1, comm)

@@ -1,4 +1,4 @@
-"""FP8 weights of a model: which they are, and how they are made, filled and cut.
+"""FP8 weights of a model: selecting, creating, filling and sharding them.
 
 Generated from notebooks/05g_fp8.ipynb: edit there.
 """
@@ -25,7 +25,7 @@ from minisgl.models.weights import Index, fill, fill_randomly, new_like
 
 @new_like.register
 def new_fp8_weight(old: Fp8Weight, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
-    """Make an FP8 weight, whatever `dtype` the other parameters get."""
+    """Make an FP8 weight, independent of the other parameters' `dtype`."""
     return fp8_weight(*old.shape, stored=old.stored, device=device, group=old.group)
 
 
@@ -40,7 +40,7 @@ def fill_fp8(weight: Fp8Weight, target: Index, part: Tensor) -> None:
 
 @fill_randomly.register
 def fill_fp8_randomly(weight: Fp8Weight, generator: torch.Generator) -> None:
-    """Quantize the random numbers that other weights get."""
+    """Fill with quantized random numbers."""
     numbers = torch.empty(weight.shape, device=weight.device).normal_(
         0.0, 0.02, generator=generator
     )

@@ -12,13 +12,13 @@ from operator import attrgetter
 
 from torch import nn
 
+from minisgl.layers.attention import QKNorm, RMSNorm
 from minisgl.layers.linear import (
     LMHead,
     MergedColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from minisgl.layers.norm import QKNorm, RMSNorm
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 

@@ -1,4 +1,4 @@
-"""Prompts beside running requests: short ones in one step with them, long ones in chunks.
+"""Prompts beside running requests: short ones in mixed steps, long ones in chunks.
 
 Generated from notebooks/09ba_mixed_steps.ipynb: edit there.
 """
@@ -42,7 +42,7 @@ class MixedPrefill(PrefillManager):
         return sum(-(-tokens // size) for tokens in short) <= self.cache.available_tokens // size
 
     def adder(self) -> PrefillAdder:
-        """Start a step; beside running requests it has little room for a long prompt."""
+        """Start a step; beside running requests it admits only a small chunk of a long prompt."""
         adder, first = super().adder(), self.chunked_req or self.waiting.first()
         if first is None or not self.decode.running or not self.limits.mixed_prefill_threshold:
             return adder

@@ -147,7 +147,7 @@ class PrefillManager:
         self.chunked_req: Req | None = None
 
     def remove(self, req: Req) -> None:
-        """Forget a request, queued or half computed; the caller releases its row and pages."""
+        """Forget a request if it is queued or half computed; its row and pages stay."""
         if req is self.chunked_req:
             self.chunked_req = None
         elif req.table_idx < 0:  # not admitted yet
@@ -163,9 +163,7 @@ class PrefillManager:
 
     def schedule(self) -> Batch | None:
         """Return the next prefill step: the chunked prompt and waiting ones, in queue order."""
-        if (
-            self.chunked_req is None and not self.waiting
-        ):  # most steps: skip counting promised pages
+        if self.chunked_req is None and not self.waiting:  # most steps: count no promised pages
             return None
         adder, chunked = self.adder(), self.chunked_req
         while adder.budget > 0:

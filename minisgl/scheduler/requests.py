@@ -71,7 +71,7 @@ def check_prompt(prompt: object, limits: Limits) -> IntArray:
     )
 
 
-MAX_BAD_TOKENS = 16_384  # of one request: each is compared at every step
+MAX_BAD_TOKENS = 2048  # of one request: each is compared at every step, for each answer
 
 
 def check_params(params: SamplingParams, limits: Limits) -> None:

@@ -77,9 +77,8 @@ class Scheduler:
             if msg.uid in self.reqs:
                 raise InvalidRequestError(f"uid: {msg.uid} is still running", param="uid")
             req = self.make_req(msg)
-        except InvalidRequestError as error:
-            refused = {"message": error.message, "code": error.code, "param": error.param}
-            self.channel.send([ErrorReply(uid=msg.uid, **refused)])
+        except InvalidRequestError as e:
+            self.channel.send([ErrorReply(uid=msg.uid, message=str(e), code=e.code, param=e.param)])
             return
         self.reqs[req.uid] = req
         self.prefill.waiting.add(req)
@@ -108,8 +107,7 @@ class Scheduler:
 
     def abort(self, uid: int) -> None:
         """End a request now, in any state; do nothing if it has ended already."""
-        req = self.reqs.get(uid)
-        if req is not None:
+        if (req := self.reqs.get(uid)) is not None:
             self.release(req)
             self.channel.send([abort_reply(req)])
 
@@ -142,9 +140,12 @@ class Scheduler:
             self.emit(events.SchedulerReset())
 
     def launch(self, batch: Batch) -> Launched:
-        """Start a step and advance its requests as if it were done; the device works in order."""
+        """Lay a step out and start it."""
         self.cache.allocate_paged(batch.reqs)
-        inputs = self.engine.prepare(batch)
+        return self.start(batch, self.engine.prepare(batch))
+
+    def start(self, batch: Batch, inputs: ForwardInput) -> Launched:
+        """Start a step and advance its requests as if it were done; the device works in order."""
         output = self.engine.step(inputs)
         self.prefill.waiting.charge(batch)
         for req in batch.reqs:
@@ -183,8 +184,7 @@ class Scheduler:
     def step(self, block: bool = False) -> None:
         """Run one step of the plain loop: host and device wait for each other."""
         self.receive(block)
-        batch = self.next_step()
-        if batch is not None:
+        if (batch := self.next_step()) is not None:
             self.finish(self.launch(batch))
 
     def step_overlap(self, block: bool = False) -> None:

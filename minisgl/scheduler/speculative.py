@@ -16,7 +16,6 @@ from minisgl.attention.metadata import AttentionMetadata, build_metadata
 from minisgl.core import Batch, IntArray, Phase, Req
 from minisgl.engine.runners import MAX_DRAFT_ROWS
 from minisgl.engine.step import SampledTokens
-from minisgl.events import StepLaunched
 from minisgl.scheduler.phases import future_pages
 from minisgl.scheduler.scheduler import Launched, Scheduler
 
@@ -177,15 +176,7 @@ class SpeculativeScheduler(Scheduler):
         inputs = self.engine.prepare(batch)
         if inputs.meta is not None:  # not captured
             inputs = replace(inputs, meta=join_rows(inputs.meta))
-        output = self.engine.step(inputs)
-        self.prefill.waiting.charge(Batch(reqs, Phase.DECODE))
-        for req in reqs:
-            req.advance()
-        self.decode.update(reqs)
-        if self.emit is not None:
-            self.emit(StepLaunched.of(self.step_count, batch.phase, reqs))
-        self.step_count += 1
-        return Launched(self.step_count - 1, inputs, output)
+        return self.start(Batch(reqs, Phase.DECODE), inputs)
 
     def process(self, launched: Launched, tokens: SampledTokens) -> None:
         """Send the drafts that equal their samples, and the sampled token after them."""

@@ -71,7 +71,7 @@ def shown_url(sock: socket.socket) -> str:
 
 
 class ServerObservers:
-    """Everything that observes: metrics always, a log and a trace if they are wanted."""
+    """The observers of a server: metrics, and a log and a trace if configured."""
 
     def __init__(self, operations: Operations) -> None:
         spell = as_json if operations.log_format == "json" else as_text
@@ -116,13 +116,13 @@ async def serve(
     group: WorkerGroup, frontend: Frontend, observers: ServerObservers, sock: socket.socket,
     config: ServerConfig, operations: Operations, settings: ApiSettings,
 ) -> int:  # fmt: skip
-    """Serve over HTTP until it is over; returns the exit status."""
+    """Serve over HTTP until the server stops; return the exit status."""
     limiter = ConcurrencyLimiter(config.max_running_req + operations.max_queue, reason=LOADING)
     app = build_app(frontend, settings, limiter, observers, operations)
     server = Server(http_config(app, operations.stall_timeout, operations.trusted_proxies))
 
     def say_ready() -> None:
-        out = LineWriter(1)  # a closed or a full pipe: nobody wants to know
+        out = LineWriter(1)  # a closed or full pipe: no reader is left
         out(f"minisgl serves {settings.model_name} on {shown_url(sock)}")
         out.close()
 
@@ -147,7 +147,7 @@ def settings_of(config: ServerConfig, operations: Operations) -> ApiSettings:
 def started(
     config: ServerConfig, operations: Operations
 ) -> Iterator[tuple[WorkerGroup, Frontend, ServerObservers]]:
-    """The worker processes, which may still load, their frontend, and what observes it."""
+    """Start the worker processes, which may still load, their frontend and its observers."""
     with ExitStack() as stack:
         observers = ServerObservers(operations)
         stack.callback(observers.close)
@@ -166,7 +166,7 @@ def started(
 
 
 def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
-    """Start all parts, serve or chat, and leave nothing behind; returns the exit status."""
+    """Start all parts, serve or chat, and clean up; return the exit status."""
     settings = settings_of(config, operations)
     with ExitStack() as stack:
         sock = None
@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `python -m minisgl` and return the exit status."""
     open_streams()
     args = build_parser().parse_args(argv)
-    for sig in OF_THE_GROUP:  # asyncio would cancel what it runs, noisily
+    for sig in OF_THE_GROUP:  # asyncio would cancel its tasks with tracebacks
         signal.signal(sig, leave)
     try:
         if args.connect is not None:

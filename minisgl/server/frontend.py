@@ -40,7 +40,7 @@ def join(replies: Sequence[UserReply]) -> UserReply:
 
 
 class Stream:
-    """The replies to one request that its reader has not taken yet."""
+    """The replies to one request that its reader has not yet taken."""
 
     def __init__(self) -> None:
         self.waiting: list[UserReply] = []
@@ -106,11 +106,11 @@ class Frontend:
     """Sends requests to the text workers and hands each reply to the stream that waits for it.
 
     All methods run on the event loop; one thread listens to `inbox` and passes replies over. A
-    stream with more than `max_waiting` replies, because it is not read, is cut.
+    stream that holds more than `max_waiting` replies, because it is not read, is cut.
     """
 
     loop: asyncio.AbstractEventLoop | None = None  # the one that serves, once started
-    failure: str | None = None  # why no request is taken any more
+    failure: str | None = None  # why new requests are rejected
 
     def __init__(
         self, text_workers: Sequence[Outbox], inbox: Inbox, observers: Sequence[Observer] = (),
@@ -126,7 +126,7 @@ class Frontend:
 
     def _send(self, uid: int, msg: TokenizeMsg | AbortMsg) -> None:
         """Send up to `together` prompts of one turn of the loop together, an abort at once."""
-        place = uid % len(self._text_workers)  # always the same: no abort overtakes its prompt
+        place = uid % len(self._text_workers)  # the same worker: no abort overtakes its prompt
         self._unsent[place].append(msg)
         if isinstance(msg, AbortMsg) or len(self._unsent[place]) == self._most:
             self._flush(place)
@@ -138,7 +138,7 @@ class Frontend:
         try:
             if messages:
                 self._text_workers[place].put(*messages)
-        except Exception as error:  # one that cannot be sent: those of others must not wait for it
+        except Exception as error:  # it must not block the prompts of other requests
             for msg in messages if len(messages) > 1 else ():
                 self._unsent[place] = [msg]
                 self._flush(place)
@@ -155,12 +155,12 @@ class Frontend:
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         """Receive replies in a thread; one loop callback handles those that came together."""
         call = loop.call_soon_threadsafe
-        with suppress(RuntimeError):  # the loop was closed while we waited: there is no reader left
+        with suppress(RuntimeError):  # the loop was closed during the wait: no reader is left
             try:
                 while not self._stopping.is_set():
                     if replies := self._inbox.get_all(timeout=0.2):
                         call(self._dispatch, replies)
-            except Exception as error:  # replies are lost, and whose they were is unknown
+            except Exception as error:  # replies are lost, and their requests are unknown
                 call(self.fail_all, f"the frontend cannot read its inbox: {error!r}")
 
     def _dispatch(self, replies: list[UserReply | ErrorReply | StatsEvent]) -> None:
@@ -193,12 +193,12 @@ class Frontend:
             stream.put(ErrorReply(uid=uid, message=why, code="service_unavailable", param=None))
 
     async def stop(self) -> None:
-        """Stop listening; streams that still wait end with an error."""
+        """Stop listening; open streams end with an error."""
         self.fail_all("the server is shutting down")
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Wait until the listener has left: only then may the inbox be closed."""
+        """Wait for the listener to exit: only then may the inbox be closed."""
         self._stopping.set()
         if self._listener is not None:
             self._listener.join()
@@ -245,7 +245,7 @@ class Frontend:
         return reply
 
     def _open(self, uid: int, seconds: float | None) -> Stream:
-        """Register a stream; when its time is over, if that is limited, it ends with an error."""
+        """Register a stream; it ends with an error after its deadline, if it has one."""
         if self.failure is not None:
             raise RequestFailed(self.failure, code="service_unavailable")
         stream = self._streams[uid] = Stream()
@@ -256,7 +256,7 @@ class Frontend:
         return stream
 
     def _cut(self, error: ErrorReply) -> None:
-        """End a stream early: the engine aborts now, the reader gets the error when it asks."""
+        """End a stream early: abort in the engine now; the next read raises the error."""
         stream = self._streams[error.uid]
         if stream.error is None:
             stream.put(error)

@@ -1,4 +1,4 @@
-"""What a server may be told on the command line: flags, and the config that they make.
+"""The server's flags, and the config that they make.
 
 Generated from notebooks/12f_command_line.ipynb: edit there.
 """
@@ -85,13 +85,13 @@ NotNegative = Annotated[Number, Field(ge=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class Operations(Validated):
-    """Operation of a server; times in seconds, sizes in bytes, None is no limit or nothing."""
+    """Operational settings; times in seconds, sizes in bytes; None means no limit, or off."""
 
-    max_queue: Count = 1024  # answers that may wait beyond those that run
+    max_queue: Count = 1024  # answers that may wait, besides the running ones
     max_body_size: Positive = 8 * 2**20
     request_timeout: PositiveNumber | None = None
     stall_timeout: PositiveNumber = 30.0
-    drain_timeout: NotNegative = 18.0  # Kubernetes kills after 30, and leaving takes up to 10
+    drain_timeout: NotNegative = 18.0  # Kubernetes kills after 30, and the shutdown takes up to 10
     worker_timeout: NotNegative = 60.0
     step_timeout: NotNegative = 600.0
     log_format: Literal["text", "json", "none"] = "text"
@@ -131,7 +131,7 @@ OPERATION_FLAGS: tuple[Setting, ...] = (
 
 
 def key_from(args: argparse.Namespace) -> str | None:
-    """Return the key of the command line or environment, checked for a header; None if none."""
+    """Return the validated key of the command line or environment, or None."""
     key = flags.key_of(args)
     return None if key is None else check_key(key, "api_key")
 

@@ -52,7 +52,7 @@ def words_of(recording: Recording) -> dict[int, str]:
         elif isinstance(event, StepFinished):
             tokens.update(token for _, token in event.tokens if token is not None)
     model = recording.about.get("model")  # None: the embedded one
-    known = model is None or Path(model).is_dir()
+    known = model is None or Path(str(model)).is_dir()
     tokenizer = load_tokenizer(resolve_model_path(model)) if known else None
     return {} if tokenizer is None else {token: tokenizer.decode([token]) for token in tokens}
 

@@ -576,6 +576,7 @@ function follow({ data: change }) {
 }
 
 const LOOP = location.hash === "#loop"; // the page begins to play by itself, again and again
+document.body.classList.toggle("brief", LOOP || data.pair);
 
 function play(wanted = now.playing === null) {
   clearInterval(now.playing);

@@ -31,7 +31,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def tools_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A random model whose template knows tools: it calls because it must."""
+    """A random model whose template has tools: it calls because `tool_choice` requires it."""
     folder = save_model(tmp_path_factory.mktemp("tools"), HERMES_TEMPLATE)
     with Live(folder, num_pages=4096, served_model_name="tiny") as live:
         yield f"{live.url}/v1"

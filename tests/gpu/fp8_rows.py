@@ -1,4 +1,4 @@
-"""Rows by weights of eight bits on one GPU: three ways to widen them, and what is served.
+"""Rows by FP8 weights on one GPU: three ways to widen them, and the served kernel.
 
 `python3 -m tests.gpu.fp8_rows --out FILE`: microseconds for the weights of a layer of Qwen3-8B.
 """

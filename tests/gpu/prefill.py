@@ -62,7 +62,7 @@ class Tuned:
 
 
 class Shaped(TiledPrefill):
-    """Tiles and splits as told."""
+    """Fixed tiles and splits."""
 
     tile, splits = 64, 0
 

@@ -95,7 +95,7 @@ def execute(command: Sequence[str], seconds: float, **env: str) -> dict[str, Any
     took = round(time.monotonic() - start, 1)
     program = "python3" if command[0] == sys.executable else Path(command[0]).name
     rest = ["python3" if part == sys.executable else part for part in command[1:]]
-    shown = shlex.join([program, *rest])  # where programs lie is nobody's business
+    shown = shlex.join([program, *rest])  # the paths of programs are not stored
     return {"command": shown, "status": status, "seconds": took, "output": output}
 
 
@@ -149,7 +149,7 @@ def run_files(
 
 
 def proved(found: dict[str, Any]) -> dict[str, Any]:
-    """The same, but not passed if nothing ran: what is skipped proves nothing."""
+    """The same, but not passed if no test ran: skipped tests prove nothing."""
     return found | {"passed": found["passed"] and found.get("passed_tests", 0) > 0}
 
 

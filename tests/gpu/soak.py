@@ -66,7 +66,7 @@ def tensor_bytes() -> int:
 
 
 class Crowd:
-    """Requests nobody could foresee, all of them from one seed."""
+    """Random requests, all from one seed."""
 
     def __init__(self, seed: int) -> None:
         self.r = random.Random(seed)
@@ -225,7 +225,7 @@ class Round:
         self.seen["checks"] += 1
 
     def run(self, seconds: float, turns: int | None) -> None:
-        """Until the time is up or so many turns were made; now and then all run dry."""
+        """Run until the time is up or `turns` were made; now and then all requests finish."""
         start, drained, next_sample, count = time.monotonic(), False, 0.0, 0
         while (now := time.monotonic() - start) < seconds and (turns is None or count < turns):
             if now >= next_sample:

@@ -294,7 +294,7 @@ def tight(dtype: str, overlap: bool, **fields: Any) -> tuple[list[dict[str, Any]
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_overlap_equals_serial_exactly(page_size: int) -> None:
-    """In float32 no token may hang on who shares the batch."""
+    """In float32 no token may depend on the other requests of the batch."""
     how = {"page_size": page_size, "num_pages": 1024 // page_size}
     (here, _), (there, _) = (tight("float32", overlap, **how) for overlap in (True, False))
     for index, (a, b) in enumerate(zip(here, there, strict=True)):

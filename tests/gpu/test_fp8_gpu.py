@@ -230,7 +230,7 @@ def test_fused_model_over_eight_bits(lens: list[int], extend: list[int] | None) 
 
 @pytest.mark.parametrize("backend", [FusedBackend, TritonBackend])
 def test_a_replay_reads_the_scales_of_now(backend: Any) -> None:
-    """A recorded step knows where they lie, not what they were."""
+    """A captured step stores their addresses, not their values."""
     world = World(
         [70, 300], kv=8, dim=128, qo=16, page_size=16, device="cuda", dtype=BF16, eight_bits=True
     )

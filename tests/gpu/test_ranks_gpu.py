@@ -137,7 +137,7 @@ def two_ranks(folder: Path, dtype: str = "bfloat16") -> Served:
 
 
 def answer(url: str, talk: list[dict[str, str]]) -> str:
-    """What a greedy server says."""
+    """Return a greedy server's answer."""
     body = {"messages": talk, "temperature": 0, "max_tokens": 64}
     reply = httpx.post(f"{url}/chat/completions", json=body, timeout=120).json()
     return str(reply["choices"][0]["message"]["content"])
@@ -164,7 +164,7 @@ def test_two_ranks_answer_as_one_does(tmp_path: Path, dtype: str) -> None:
 
 
 def test_a_killed_rank_ends_the_server(tmp_path: Path) -> None:
-    """No GPU stays taken, and every stream hears of it."""
+    """All GPUs are freed, and every stream gets an error."""
     served = two_ranks(tmp_path)
     url = served.ready()
     children = served.children()

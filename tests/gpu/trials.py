@@ -63,7 +63,7 @@ def engine(model: str, **fields: Any) -> Iterator[LLM]:
 
 @contextmanager
 def cut(way: str) -> Iterator[None]:
-    """Decode attention cut as `way` says: TILE-warps-stages, and parts for each SM; or as now."""
+    """Patch decode attention's tiles by `way`: TILE-warps-stages, splits per SM; or leave them."""
     if way == "now":
         yield
         return
@@ -98,7 +98,7 @@ def steps_of(line: latency.Timeline) -> Steps:
 
 
 def run(llm: LLM, prompts: Sequence[Any], new: Sequence[int]) -> latency.Timeline:
-    """All requests at once, with as many new tokens each as `new` says."""
+    """Run all requests at once, with `new` tokens each."""
     first = llm.next_uid
     llm.next_uid += len(prompts)
     params = [SamplingParams(temperature=0.6, max_tokens=n, ignore_eos=True) for n in new]
@@ -108,7 +108,7 @@ def run(llm: LLM, prompts: Sequence[Any], new: Sequence[int]) -> latency.Timelin
 
 
 def asked_for(requests: Sequence[RandomRequest]) -> tuple[list[Any], list[int]]:
-    """Prompts, and how many new tokens each wants."""
+    """Return prompts, and the number of new tokens of each."""
     return [r.input_ids for r in requests], [r.output_len for r in requests]
 
 

@@ -65,7 +65,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def device_facts() -> dict[str, int]:
-    """What the driver says of the GPU."""
+    """Return the driver's facts about the GPU."""
     about = torch.cuda.get_device_properties(DEVICE)
     return {
         "SMs": about.multi_processor_count,
@@ -259,7 +259,7 @@ def rows_stage(tiles: Any, early: bool) -> Callable[[Tensor, Tensor], object]:
 
 
 def rows_stages(m: int, split_k: bool, n: int, k: int) -> list[Stage]:
-    """The ladder of a few rows: what `choose_tiling` says, and one thing less at a time."""
+    """Stages of a few-row GEMM: the tiling of `choose_tiling`, then one feature less at a time."""
     best = linear.choose_tiling(m, n, k, gated=False, split_k=split_k)
     whole = replace(best, splits=1)
     stages: list[Stage] = []

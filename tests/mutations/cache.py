@@ -80,7 +80,7 @@ MUTATIONS = [
     Mutation(
         "radix: a split forgets the locks",
         RADIX,
-        "upper.ref_count = node.ref_count  # a lock on the lower half holds the upper one",
+        "upper.ref_count = node.ref_count",
         "upper.ref_count = 0",
         CACHE_TESTS + "test_pitfall_06_a_split_keeps_the_locks_of_both_halves",
     ),
@@ -194,8 +194,8 @@ MUTATIONS = [
     Mutation(
         "manager: the row is not rewritten",
         MANAGER,
-        "            if len(duplicates):  # the row must not name pages freed below\n",
-        "            if False:\n",
+        "if len(duplicates):",
+        "if False:",
         MANAGER_TESTS + "test_pitfall_01_the_row_follows_when_its_duplicates_are_freed",
     ),
     Mutation(

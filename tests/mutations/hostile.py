@@ -6,6 +6,28 @@ TEST = "tests/test_hostile.py::"
 
 MUTATIONS = [
     Mutation(
+        name="shares: a caller without a key claims the name of another",
+        module="minisgl.server.http.api",
+        old="named = trusted and body.user",
+        new="named = body.user",
+        test="tests/test_server_api.py::"
+        "test_a_named_key_or_address_is_the_client_whatever_user_it_names",
+    ),
+    Mutation(
+        name="connections: any number of requests may be sent ahead",
+        module="minisgl.server.http.limits",
+        old="if len(self.pipeline) >= MAX_PIPELINED:",
+        new="if False:",
+        test=TEST + "test_requests_sent_ahead_are_bounded",
+    ),
+    Mutation(
+        name="conversions: a text of any length is encoded",
+        module="minisgl.server.workers.conversion",
+        old="tokenizer.encode(text, special, window)",
+        new="tokenizer.encode(text, special)",
+        test=TEST + "test_a_conversion_is_bounded_like_a_prompt",
+    ),
+    Mutation(
         name="bodies: a fault of the server is a 400",
         module="minisgl.server.http.bodies",
         old="except (ApiError, ClientDisconnect):",
@@ -225,7 +247,7 @@ MUTATIONS = [
     Mutation(
         name="answers: large ones are formatted on the event loop",
         module="minisgl.server.http.api",
-        old="choices = await build(self.request, formatted, large)",
+        old="choices = await build(self.request, formatted, self.is_large)",
         new="choices = formatted()",
         test=TEST + "test_large_answers_are_formatted_beside_the_event_loop",
     ),

@@ -7,7 +7,7 @@ from tests.mutations import Mutation
 T = "tests/test_model.py::"
 PLAIN = T + "test_logits_equal_plain_arithmetic"
 ROTARY = "minisgl.layers.attention"
-NORM = "minisgl.layers.norm"
+NORM = "minisgl.layers.attention"
 LINEAR = "minisgl.layers.linear"
 ATTENTION = "minisgl.layers.attention"
 BASE = "minisgl.models.base"

@@ -542,8 +542,8 @@ MUTATIONS = [
     Mutation(
         "refused_in_silence",
         SCHEDULER,
-        "            self.channel.send([ErrorReply(uid=msg.uid, **refused)])\n",
-        "",
+        "self.channel.send([ErrorReply(",
+        "([ErrorReply(",
         TESTS + "test_pitfall_11_longer_than_the_window",
     ),
     Mutation(

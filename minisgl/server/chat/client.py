@@ -21,7 +21,7 @@ from minisgl.server.workers.messages import UserReply
 
 
 class ServerError(Exception):
-    """A server did not answer as it should. `kind` is what to count: "connect", "http 429", …"""
+    """A failed request to a server. `kind` labels it for counting: "connect", "http 429", …"""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -29,13 +29,13 @@ class ServerError(Exception):
 
 
 def base_url(url: str) -> str:
-    """Return a server's address with `/v1/` at its end; raise `ValueError` if it is none."""
+    """Return a server's address, ending in `/v1/`; raise `ValueError` for an invalid URL."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         path = parts.path.rstrip("/").removesuffix("/v1")
         base = str(httpx.URL(f"{parts.scheme}://{parts.netloc}{path}/v1/"))
-    except (ValueError, httpx.InvalidURL):  # an open bracket, a port that is none
+    except (ValueError, httpx.InvalidURL):  # an unclosed bracket, an invalid port
         good = False
     if not good:
         raise refuse("url", "like http://host:1919", url)
@@ -43,7 +43,7 @@ def base_url(url: str) -> str:
 
 
 def message_of(body: str) -> str:
-    """Return the message of an error body, or the body if it has not the API's shape."""
+    """Return the message of an error body, or the body itself if it has another shape."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -61,11 +61,11 @@ class ApiClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.url = base_url(url)
-        headers = {"accept-encoding": "identity"}  # a compressor would hold chunks back
+        headers = {"accept-encoding": "identity"}  # compression would delay chunks
         if api_key is not None:
             headers["authorization"] = f"Bearer {api_key}"
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        # A proxy from the environment must see neither the key nor what stays on this machine.
+        # A proxy from the environment must not see the key, nor requests to this machine.
         here = is_loopback(urlsplit(self.url).hostname or "")
         self.http = httpx.AsyncClient(
             base_url=self.url, headers=headers, timeout=timeout, limits=limits,

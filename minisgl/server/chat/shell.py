@@ -66,7 +66,7 @@ def line_reader() -> Callable[[], Awaitable[str]]:
 
 @contextmanager
 def quiet_keys() -> Iterator[None]:
-    """Keys have no echo in the block, and what was typed is dropped; Ctrl-C still interrupts."""
+    """Turn off echo in the block and drop typed keys; Ctrl-C still interrupts."""
     if not sys.stdin.isatty():
         yield
         return
@@ -76,7 +76,7 @@ def quiet_keys() -> Iterator[None]:
     try:
         yield
     finally:
-        termios.tcsetattr(descriptor, termios.TCSAFLUSH, before)  # and drop what was typed
+        termios.tcsetattr(descriptor, termios.TCSAFLUSH, before)  # and drop typed keys
 
 
 HELP = """\
@@ -93,7 +93,7 @@ Talk = Callable[[Conversation], AsyncGenerator[UserReply, None]]
 
 def stats_line(reply: UserReply, pieces: int, seconds: float) -> str:
     """Format speed and cached tokens of an answer that came in `pieces` pieces."""
-    tokens = max(reply.completion_tokens, pieces)  # a server counts at the end, if it gets there
+    tokens = max(reply.completion_tokens, pieces)  # counts come with the end of the stream
     speed = tokens / seconds if seconds > 0 else 0.0
     text = f"{tokens} tokens in {seconds:.2f} s, {speed:.1f} tok/s"
     if reply.prompt_tokens:
@@ -102,7 +102,7 @@ def stats_line(reply: UserReply, pieces: int, seconds: float) -> str:
 
 
 class Shell:
-    """One conversation. Every turn sends all of it again, and the prefix cache makes that cheap."""
+    """One conversation. Each turn sends the whole history; the prefix cache makes that cheap."""
 
     def __init__(self, talk: Talk, write: Callable[[str], Any]) -> None:
         self._talk, self._write = talk, write

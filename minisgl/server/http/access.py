@@ -32,20 +32,20 @@ from minisgl.server.http.keys import read_keys
 from minisgl.server.http.settings import ApiSettings
 
 BEARER = HTTPBearer(auto_error=False)
-KEY_NAME = "minisgl.key"  # in an ASGI scope: the name of the key that fitted
+KEY_NAME = "minisgl.key"  # in an ASGI scope: the name of the matching key
 
 
 class Access:
-    """API keys by name, an empty one for that of `--api-key`; without keys all may ask."""
+    """API keys by name; that of `--api-key` has an empty name. Without keys, access is open."""
 
     def __init__(self, keys: Mapping[str, str]) -> None:
         self.keys = dict(keys)
 
     async def check(self, request: Request) -> None:
-        """Raise a 401 unless one of the keys fits, and note the name of that key."""
+        """Raise a 401 unless one of the keys matches; store the name of that key."""
         given = await BEARER(request)
         fits = None if self.keys else ""
-        for name, key in self.keys.items():  # all of them, each compared in constant time
+        for name, key in self.keys.items():  # compare with all of them, each in constant time
             credentials = given.credentials.encode("latin-1") if given else b""
             if hmac.compare_digest(credentials, key.encode()):
                 fits = name
@@ -66,7 +66,7 @@ class Access:
 
 @lru_cache(4096)
 def network_of(host: str) -> str:
-    """Return an address; of IPv6 its first 64 bits, since one host has all addresses below."""
+    """Return an address; for IPv6 its first 64 bits, because one host owns all addresses below."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -78,14 +78,14 @@ def network_of(host: str) -> str:
 
 
 def client_of(request: Request) -> str:
-    """Return who pays for a request: its named key, or else the address of its peer."""
+    """Return the client to charge for a request: its named key, or else its peer's address."""
     if name := request.scope.get(KEY_NAME):
         return f"key {name}"
     return "" if request.client is None else f"address {network_of(request.client.host)}"
 
 
 def keyed_route(access: Access, side: SideThread) -> type[APIRoute]:
-    """Return a class for routes that check the key, and then their body in a bounded way."""
+    """Return a route class that checks the key, then reads the body within bounds."""
 
     class KeyedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[None, None, Response]]:
@@ -117,7 +117,7 @@ def warn_if_open(host: str, keys: Mapping[str, str]) -> None:
 
 
 class TrustedHosts:
-    """Refuses requests that a page of another site sends, a 403: `names` and loopback may ask."""
+    """Rejects requests from pages of other sites with a 403; `names` and loopback are allowed."""
 
     def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
         self._app, self._names = app, frozenset(names)
@@ -142,7 +142,7 @@ class TrustedHosts:
 
 
 def secured(settings: ApiSettings, host: str, keys: str | None, pages: str | None) -> ApiSettings:
-    """Add a file of keys, and the pages that may use the server: any, if it has a key."""
+    """Add a file of keys, and the allowed origins: any origin if the server has a key."""
     settings = replace(settings, named_keys=read_keys(Path(keys)) if keys else {})
     if pages is None:
         pages = "*" if settings.keys else f"{host},{socket.gethostname()}"
@@ -154,7 +154,7 @@ def cors_middleware(origins: Collection[str]) -> tuple[Middleware, list[Middlewa
     names: Any = {name: ["*"] for name in ("allow_methods", "allow_headers")}
     names["expose_headers"] = ["x-request-id", "retry-after", "x-should-retry"]
     if "*" in origins:
-        everyone: Any = {"allow_origins": ["*"], "allow_private_network": True}  # of the web, too
+        everyone: Any = {"allow_origins": ["*"], "allow_private_network": True}  # web pages, too
         return Middleware(CORSMiddleware, **everyone, **names), []
     names["allow_origin_regex"] = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
     headers = Middleware(CORSMiddleware, allow_origins=list(origins), **names)

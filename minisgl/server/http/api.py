@@ -1,4 +1,4 @@
-"""The HTTP face: routes, server-sent events and error bodies over a `Frontend`.
+"""The HTTP layer: routes, server-sent events and error bodies over a `Frontend`.
 
 Generated from notebooks/12c_http.ipynb: edit there.
 """
@@ -60,9 +60,9 @@ class Task:
 
 
 class RequestHandler:
-    """Runs the tasks of one HTTP request and gives their replies the format of the route.
+    """Runs the tasks of one HTTP request and formats their replies for the route.
 
-    Raises `ApiError` if the request may not or cannot be served.
+    Raises `ApiError` if the request cannot be served.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RequestHandler:
         about = {"created": int(time.time()), "model": settings.model_name}
         self.head = {"id": formatter.prefix + name, **about}
         limits = [s for s in (body.timeout, settings.request_timeout) if s is not None]
-        terms = {"request_id": name, "client": fair_client(self.client, body)}
+        terms = {"request_id": name, "client": fair_client(self.client, body, bool(settings.keys))}
         self.terms: dict[str, Any] = {**terms, "timeout": min(limits, default=None)}
         self.held = Held(service.held, self.client)
 
@@ -141,7 +141,7 @@ class RequestHandler:
                 async with aclosing(self._generate(task)) as replies:
                     async for reply in replies:
                         await merged.put((task, reply))
-            except Exception as failure:  # a fault of ours must end the stream, too
+            except Exception as failure:  # an internal error must end the stream, too
                 await merged.put((task, failure))
 
         running = [asyncio.ensure_future(pump(task)) for task in self.tasks]
@@ -193,7 +193,7 @@ async def cancel(running: Sequence[asyncio.Future[Any]]) -> None:
 
 @contextmanager
 def renamed_failures(body: GenerationRequest) -> Iterator[None]:
-    """What fails in the block is an `ApiError`, which names the field as the client did."""
+    """Convert failures in the block to `ApiError`, with the client's name of the field."""
     try:
         yield
     except RequestFailed as failure:
@@ -204,7 +204,7 @@ def renamed_failures(body: GenerationRequest) -> Iterator[None]:
 
 
 class EventStream(StreamingResponse):
-    """Events whose generator is closed with the response, sent or not."""
+    """An event stream whose generator is closed with the response, sent or not."""
 
     def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
         self._events = events
@@ -212,7 +212,7 @@ class EventStream(StreamingResponse):
         super().__init__(self._guarded(first), media_type="text/event-stream", headers=headers)
 
     async def _guarded(self, first: bytes) -> AsyncGenerator[bytes, None]:
-        """Pass events on; a failure becomes an error event, for the status line has gone out."""
+        """Pass events on; a failure becomes an error event, because the status is already sent."""
         yield first
         try:
             async for event in self._events:
@@ -230,7 +230,7 @@ class EventStream(StreamingResponse):
 
 
 async def stream_response(events: AsyncGenerator[bytes, None]) -> EventStream:
-    """Start a stream once its first event is there, so that a refused request is a 400."""
+    """Start a stream when its first event is there, so that a rejected request gets a 400."""
     return EventStream(await anext(events), events)
 
 
@@ -273,7 +273,7 @@ async def respond(request: Request, body: GenerationRequest, handler: RequestHan
 
 
 def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:
-    """Add handlers that give every failure the same body, whichever layer it comes from."""
+    """Add handlers that give failures of all layers the same body."""
 
     async def handle(request: Request, failure: Exception) -> Json:
         if isinstance(failure, RequestValidationError):
@@ -296,15 +296,16 @@ def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:
 
 
 def check_model(asked: str | None, settings: ApiSettings) -> None:
-    """Raise 404 for a model that is not served; an absent name means the one that is."""
+    """Raise a 404 for another model's name; no name means the served model."""
     if asked not in (None, "", "default", settings.model_name):
         served = f"{asked!r:.80} is not served here; this server has {settings.model_name!r}"
         raise ApiError(404, f"model: {served}", code="model_not_found", param="model")
 
 
-def fair_client(client: str, body: GenerationRequest) -> str:
-    """Return who the scheduler charges: the named key, else the `user` in the body."""
-    return f"user {body.user}" if body.user and not client.startswith("key ") else client
+def fair_client(client: str, body: GenerationRequest, trusted: bool) -> str:
+    """Return who the scheduler charges: a named key, else the `user` of a trusted caller."""
+    named = trusted and body.user and not client.startswith("key ")
+    return f"user {body.user}" if named else client
 
 
 def tasks_for(
@@ -345,7 +346,7 @@ def as_prompt(prompt: str | list[int]) -> dict[str, Any]:
 
 
 def add_generation_routes(keyed: APIRouter, service: Service) -> None:
-    """Add OpenAI's two routes that generate, and the smallest one: text in, text out."""
+    """Add OpenAI's two generation routes, and the smallest one: text in, text out."""
 
     @keyed.post("/v1/chat/completions", responses=STREAMED)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:

@@ -1,4 +1,4 @@
-"""Request bodies: bounded before they are parsed, and validated beside the event loop.
+"""Request bodies: bounded before parsing, and validated off the event loop.
 
 Generated from notebooks/12ba_hard_to_hurt.ipynb: edit there.
 """
@@ -66,7 +66,7 @@ def validator_of(model: type[BaseModel]) -> SchemaValidator:
 
 
 MAX_VALUES, MAX_CONTAINERS = 2**17, 2**15  # of one body
-INLINE_BYTES, INLINE_VALUES = 2**16, 2**12  # of a body that the event loop reads itself
+INLINE_BYTES, INLINE_VALUES = 2**16, 2**12  # of a body that is read on the event loop
 
 
 def count(body: bytes) -> tuple[int, int]:
@@ -76,7 +76,7 @@ def count(body: bytes) -> tuple[int, int]:
 
 
 def check_count(body: bytes) -> None:
-    """Raise a 413 for a body of too many values; commas inside of texts do not count."""
+    """Raise a 413 for a body with too many values; commas in strings do not count."""
     values, containers = count(body)
     if values > MAX_VALUES or containers > MAX_CONTAINERS:
         unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
@@ -91,7 +91,7 @@ def check_count(body: bytes) -> None:
 
 
 class Short(reprlib.Repr):
-    """Writes values as Python would, up to about 80 characters, at a bounded cost."""
+    """A `repr` of at most about 80 characters, at a bounded cost."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Short(reprlib.Repr):
 
 def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Convert pydantic's errors to one sentence that begins with the field."""
-    # Of two that went equally far, the one that found the right type; a place names types, too.
+    # Of two equally deep errors, take the one with the right type; locations name types, too.
     first = max(errors, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
     place = [p for p in map(str, first["loc"]) if p not in ("body", "str") and "[" not in p]
     where = ".".join(place) or "body (JSON with Content-Type: application/json)"
@@ -109,7 +109,7 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def parse(validator: SchemaValidator, body: bytes) -> Any:
-    """Return the model that a body describes; an `ApiError` names the field at fault."""
+    """Parse a body into its model; an `ApiError` names the field at fault."""
     try:
         given = json.loads(str(body, "utf-8"))
     except UnicodeDecodeError as error:
@@ -125,7 +125,7 @@ def parse(validator: SchemaValidator, body: bytes) -> Any:
 
 @contextmanager
 def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
-    """Report what a translated request has wrong under the field's name in the original."""
+    """Report errors of a translated request under the client's field names."""
     try:
         yield
     except (ApiError, ValidationError) as failure:
@@ -137,7 +137,7 @@ def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
 
 
 class SideThread:
-    """A thread for what is too long for the event loop; one job of each client at a time."""
+    """A thread for work too long for the event loop; it runs one job per client at a time."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "bodies")
@@ -150,11 +150,11 @@ class SideThread:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
 
-SIDE, LARGE = "minisgl.side", "minisgl.large"  # in an ASGI scope: how to call what is large
+SIDE, LARGE = "minisgl.side", "minisgl.large"  # in an ASGI scope: how to run large work
 
 
 async def build(request: Request, work: Callable[[], T], large: bool = False) -> T:
-    """Call `work`, for a request whose body or whose work is `large` beside the event loop."""
+    """Call `work`; off the event loop if the request's body or work is `large`."""
     large = large or request.scope.get(LARGE, False)
     return await request.scope[SIDE](work) if large else work()
 
@@ -166,7 +166,7 @@ class BodyReader:
         self._validator = validator_of(model)
 
     async def read(self, request: Request) -> Any:
-        """Return the model that a body describes, or raise an `ApiError`."""
+        """Read and validate a body, or raise an `ApiError`."""
         body = await request.body()
         if len(body) <= INLINE_BYTES and count(body)[0] <= INLINE_VALUES:
             return parse(self._validator, body)

@@ -37,7 +37,7 @@ class AnswerParser:
         self.state = self._start if reasoning else self._rest
 
     def push(self, text: str, last: bool = False, thinking: bool = False) -> list[Piece]:
-        """Take more of the answer. `thinking`: the prompt ended inside of a thought."""
+        """Parse more of the answer. `thinking`: the prompt ended inside a thought."""
         self.buffer, self.total = self.buffer + text, self.total + len(text)
         if self.state == self._start:
             self.opened = self.opened or thinking

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from minisgl.server.frontend import RequestFailed
 
 STATUS_OF_CODE = {"service_unavailable": 503, "internal_error": 500, "deadline_exceeded": 408}
-HEADERS = {  # what OpenAI's clients heed; a deadline that passed once would pass again
+HEADERS = {  # OpenAI's clients read this; a deadline that passed once would pass again
     401: {"www-authenticate": "Bearer"},
     408: {"x-should-retry": "false"},
     429: {"retry-after": "1"},
@@ -58,6 +58,6 @@ def api_error(failure: Exception) -> ApiError:
     if not isinstance(failure, RequestFailed):
         failure = RequestFailed(f"internal error: {type(failure).__name__}: {failure}")
     status, text = STATUS_OF_CODE.get(failure.code, 400), str(failure)
-    if failure.code == "context_length_exceeded":  # some clients know it by these words alone
+    if failure.code == "context_length_exceeded":  # some clients match these words
         text += "; it is longer than the model's context length on this server"
     return ApiError(status, text, code=failure.code, param=failure.param)

@@ -1,4 +1,4 @@
-"""One table of the fields that clients send: what they mean here, and what is refused.
+"""One table of the fields that clients send, their meaning here, and the rejected ones.
 
 Generated from notebooks/12bb_fields.ipynb: edit there.
 """
@@ -98,7 +98,7 @@ n=num_return_sequences timeout=max_time bad_words=bad_words_ids ignore_eos=ban_e
 regex=guided_regex choice=guided_choice grammar=guided_grammar grammar=ebnf
 json_schema=guided_json
 """
-MANY = 2**31 - 1  # tokens: as many as there is room for
+MANY = 2**31 - 1  # tokens: all that fit
 
 
 def limit(value: Any) -> Any:
@@ -231,13 +231,13 @@ CHANGES: dict[str, Change] = {
     "structured_outputs": structured_outputs,
     "format": ollama_format,
 }
-OFF: tuple[Any, ...] = ("", [], {})  # of a form, an alias or a list: nothing is asked for
+OFF: tuple[Any, ...] = ("", [], {})  # of a form, an alias or a list: not set
 
 
 def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Translate a body to our names; return also the client's name of each translated field.
+    """Translate a body to our names; also return the client's name of each translated field.
 
-    Raise `ApiError` for a value without meaning here, and for two that contradict each other.
+    Raise `ApiError` for an unsupported value, and for two that contradict each other.
     """
     options = given.get("options") or {}
     if not isinstance(options, dict):
@@ -265,7 +265,7 @@ def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
     return body, names
 
 
-MAX_UNKNOWN = 16  # names of a request that are compared with known ones, which takes time
+MAX_UNKNOWN = 16  # unknown names compared with known ones, which takes time
 
 
 def meant(name: str, known: set[str]) -> str | None:
@@ -276,14 +276,14 @@ def meant(name: str, known: set[str]) -> str | None:
 
 
 def refuse_foreign(extra: Mapping[str, Any], here: Mapping[str, str]) -> None:
-    """Refuse what another route calls by that name; `here` has the names of this one."""
+    """Reject another route's name of a field; `here` maps it to this route's name."""
     for name, value in extra.items():
         if name in here and value not in (None, False, [], {}):
             raise refuse(name, value, f"belongs to another route, use {here[name]}")
 
 
 def check_fields(extra: Mapping[str, Any], honoured: set[str], n: int | None) -> None:
-    """Refuse what would change the answer, by the client's name; `extra` is what no schema has."""
+    """Reject fields that would change the answer; `extra` holds those outside the schema."""
     if not extra:
         return
     for name, value in extra.items():

@@ -1,4 +1,4 @@
-"""How answers look on the wire: whole and in chunks, for chats and for plain completions.
+"""Response formats: whole and in chunks, for chats and for plain completions.
 
 Generated from notebooks/12c_http.ipynb: edit there.
 """
@@ -21,7 +21,7 @@ from minisgl.server.workers.messages import TokenLogprob, UserReply
 
 @dataclass
 class Completion:
-    """An answer, collected; `text`, `pieces` and `logprobs` are what came since `forget`.
+    """A collected answer; `text`, `pieces` and `logprobs` hold what came since `forget`.
 
     `packed` has the log probabilities of a whole answer as JSON, by list.
     """
@@ -50,11 +50,11 @@ class Completion:
             self._parse(self.parser, reply)
 
     def forget(self) -> None:
-        """Drop what has been sent; the counts stay."""
+        """Drop the sent text; keep the counts."""
         self.text, self.pieces, self.logprobs = "", [], []
 
     def _parse(self, parser: AnswerParser, reply: UserReply) -> None:
-        """Take a reply apart; count its thought; release the log probabilities of its content."""
+        """Parse a reply: count its thought tokens, release the log probabilities of its content."""
         before = parser.state
         self.pieces += parser.push(reply.text, reply.finished, reply.thinking)
         if parser.state == parser._thought:
@@ -78,7 +78,7 @@ class Completion:
 
 
 def is_content(parser: AnswerParser, start: int, end: int) -> bool | None:
-    """Return True if these characters of the answer are content; None if that is still open."""
+    """Return True if these characters of the answer are content; None if undecided."""
     if parser.state != parser._rest:
         return False if start < parser.total - len(parser.buffer) else None
     start, end = start - parser.total + parser.rest, end - parser.total + parser.rest
@@ -108,12 +108,12 @@ def usage(answers: list[Completion], prompts: int = 1) -> dict[str, Any]:
 
 
 def finite(logprob: float | None) -> float | None:
-    """Return a number that JSON can represent, also for a token of probability zero."""
+    """Return a finite number for JSON, also for a token of probability zero."""
     return None if logprob is None or isnan(logprob) else max(logprob, -9999.0)
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Log probabilities as a chat has them: an object for each token."""
+    """Format log probabilities for a chat: an object for each token."""
 
     def one(text: str, data: bytes, logprob: float | None) -> dict[str, Any]:
         return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
@@ -126,7 +126,7 @@ def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 def completion_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Log probabilities as a plain completion has them: four lists of one length."""
+    """Format log probabilities for a completion: four lists of one length."""
     tops = [{text: finite(value) for text, _, value in reversed(e.top)} for e in entries]
     return {
         "tokens": [e.text for e in entries],
@@ -210,7 +210,7 @@ LINES = [(char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028
 
 
 def encoded(payload: Any) -> bytes:
-    """Encode JSON on one line for every client; numbers that JSON lacks become null."""
+    """Encode JSON on one line; NaN and infinities become null."""
     data = msgspec.json.encode(payload)
     for line_end, escape in LINES:
         data = data.replace(line_end, escape)

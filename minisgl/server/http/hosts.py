@@ -1,4 +1,4 @@
-"""Names of hosts: which are addresses, and which mean this machine.
+"""Host names: which are addresses, and which mean this machine.
 
 Generated from notebooks/12ba_hard_to_hurt.ipynb: edit there.
 """

@@ -1,4 +1,4 @@
-"""API keys as a file or a flag names them; no web framework is imported for that.
+"""API keys from a file or a flag; this module imports no web framework.
 
 Generated from notebooks/12ba_hard_to_hurt.ipynb: edit there.
 """

@@ -1,4 +1,4 @@
-"""Bounds on what clients may cost: places, bodies, heads, connections, slow and dead peers.
+"""Limits on clients: places, bodies, heads, connections, slow and dead peers.
 
 Generated from notebooks/12ba_hard_to_hurt.ipynb: edit there.
 """
@@ -28,9 +28,9 @@ from minisgl.server.workers.messages import TokenLogprob
 
 
 class Shares:
-    """Places that clients share: one may hold at most `factor` times what is still free.
+    """Places shared by clients: one may hold at most `factor` times the free places.
 
-    Fewer than 4 * `factor` places are not shared: they go to whoever comes first.
+    Fewer than 4 * `factor` places are not shared: first come, first served.
     """
 
     def __init__(self, limit: int, factor: int = 8) -> None:
@@ -39,7 +39,7 @@ class Shares:
 
     @property
     def most(self) -> int:
-        """Largest share that one client can hold while it is alone."""
+        """The largest number of places for a client that is alone."""
         shared = self.limit >= 4 * self.factor
         return self.limit * self.factor // (self.factor + 1) if shared else self.limit
 
@@ -132,13 +132,13 @@ class SlicedResponse(Response):
                 self.sent()
 
 
-CLOSE = {"connection": "close"}  # the rest of the body is not wanted
+CLOSE = {"connection": "close"}  # the rest of the body will not be read
 
 
 class BodyLimit:
     """Ends a body with an `ApiError`: 413 beyond `max_bytes`, 408 beyond `seconds`.
 
-    A 429 if all bodies that are being read have more than `4 * max_bytes`, shared by clients.
+    A 429 if the bodies in flight exceed `4 * max_bytes`, which clients share.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float = 60.0) -> None:
@@ -168,7 +168,7 @@ class Body:
         self._deadline = asyncio.get_running_loop().time() + limit._seconds
 
     async def receive(self) -> Message:
-        if not self._more:  # what comes now is a disconnect
+        if not self._more:  # only a disconnect can follow
             return await self._receive()
         message: Message = {}
         if self._claimed <= self._limit._max_bytes:
@@ -203,22 +203,23 @@ class Body:
 
 
 MAX_HEAD = 2**16  # bytes of a request's head
+MAX_PIPELINED = 16  # requests of a connection that wait for the answer before theirs
 
 
 class TimeoutHttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol with bounded patience, in seconds, for each connection."""
 
-    stall, head = 30.0, 30.0  # to take what we write, to send a whole request head
+    stall, head = 30.0, 30.0  # to read our output, to send a whole request head
     places = Shares(2**31)  # connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._idle = self._head = 0  # bytes of which nothing came yet, and of a head
+        self._idle = self._head = 0  # bytes skipped between requests, and bytes of a head
         self._refused, self._peer = False, network_of(self.client[0] if self.client else "")
         transport.set_write_buffer_limits(high=0)
         peer = transport.get_extra_info("socket")
-        if peer is not None:  # a small write must not wait until the one before is confirmed
+        if peer is not None:  # a small write must not wait for the ACK of the one before
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if peer is not None and hasattr(socket, "TCP_KEEPIDLE"):
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -272,8 +273,14 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
             HttpToolsProtocol.on_header(self, name, value)
 
     def on_headers_complete(self) -> None:
+        if self._refused:
+            return
         if self._head > MAX_HEAD:
             self._refuse_head()
+            return
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refused = True
+            self.transport.abort()  # an answer here would stand before those of earlier requests
             return
         self._idle = 0
         HttpToolsProtocol.on_headers_complete(self)
@@ -330,7 +337,7 @@ def connection_places() -> tuple[int, int]:
     most = min(limit for limit in (hard, 2**16) if limit != resource.RLIM_INFINITY)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    backlog = max(8, min(2048, most // 16))  # asyncio accepts so many in one turn of its loop
+    backlog = max(8, min(2048, most // 16))  # asyncio accepts this many in one turn of its loop
     return max(8, most - psutil.Process().num_fds() - backlog - 16), backlog
 
 

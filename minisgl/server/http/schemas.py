@@ -1,4 +1,4 @@
-"""What a client may send: the OpenAI shapes that we honour, as pydantic models.
+"""Request bodies of the OpenAI API, as pydantic models.
 
 Generated from notebooks/12bb_fields.ipynb: edit there.
 """
@@ -56,7 +56,7 @@ class StreamOptions(BaseModel, strict=True, extra="forbid"):
 class TranslatedBody(BaseModel, extra="allow"):
     """A body in any dialect; its fields have our names."""
 
-    renamed: SkipJsonSchema[dict[str, str]] = {}  # what the client called our fields
+    renamed: SkipJsonSchema[dict[str, str]] = {}  # the client's names of our fields
 
     @model_validator(mode="wrap")
     @classmethod
@@ -101,7 +101,7 @@ class GenerationRequest(TranslatedBody, strict=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # seconds
-    user: Annotated[Text, Field(max_length=1024)] | None = None  # for whom the caller asks
+    user: Annotated[Text, Field(max_length=1024)] | None = None  # the end user
     echo: Literal[False] | None = None
 
     @property
@@ -122,7 +122,7 @@ class GenerationRequest(TranslatedBody, strict=True):
         return None
 
     def prepare(self, can: ChatAbilities) -> None:
-        """Refuse what would change the answer and is not honoured; pass what would not."""
+        """Reject unsupported fields that would change the answer; accept those that would not."""
         check_fields(self.model_extra or {}, {*type(self).model_fields, *GRAMMARS}, self.n)
 
     def answer_form(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class GenerationRequest(TranslatedBody, strict=True):
     def sampling_params(
         self, defaults: Mapping[str, Any], namespace: str | None = None
     ) -> SamplingParams:
-        """Make the engine's parameters: the client's, else the model's, else our defaults."""
+        """Make the engine's parameters from the client's, else the model's, else our defaults."""
         names = {field.name for field in fields(SamplingParams)} - set(GRAMMARS)
         asked = self.model_dump(include=names)
         asked["logprobs"], asked["spare_thoughts"] = self.wanted_logprobs(), self.thoughts_apart
@@ -202,7 +202,7 @@ class ChatRequest(ToolFields, GenerationRequest):
 
     def client_name(self, ours: str | None) -> str | None:
         given = GenerationRequest.answer_form(self)
-        if ours == "structural_tag" and ours not in given:  # ours, made of what was asked for
+        if ours == "structural_tag" and ours not in given:  # ours, from the requested form
             ours = next(iter(given), ours)
         return "messages" if ours == "prompt" else GenerationRequest.client_name(self, ours)
 

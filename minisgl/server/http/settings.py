@@ -1,4 +1,4 @@
-"""What the routes must know of the config and of the model.
+"""Settings of the routes, from the config and the model.
 
 Generated from notebooks/12b_running.ipynb: edit there.
 """
@@ -26,9 +26,9 @@ class ApiSettings:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     api_key: str | None = None
     request_timeout: float | None = None  # seconds for one answer; a request may ask for less
-    can: ChatAbilities = field(default_factory=ChatAbilities)  # what its chat template knows
+    can: ChatAbilities = field(default_factory=ChatAbilities)  # abilities by its chat template
     named_keys: Mapping[str, str] = field(default_factory=dict)  # more API keys, by name
-    origins: Sequence[str] = ("*",)  # pages that may use the server beside those of this machine
+    origins: Sequence[str] = ("*",)  # allowed origins besides this machine
     isolate_prefixes: bool = False  # cached prefixes are shared only within one client
     info: Mapping[str, Any] = field(default_factory=dict)  # for `/server_info`
 
@@ -44,7 +44,7 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
     known = sampling_advice(path)
     try:
         SamplingParams(**known)
-    except ValueError as error:  # the model's fault: say so now, not to each client
+    except ValueError as error:  # the model's fault: report it at the start, not to each client
         raise ValueError(f"generation_config.json: {error}") from None
     return {"temperature": 1.0, **known}
 

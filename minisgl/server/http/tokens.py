@@ -1,4 +1,4 @@
-"""Routes beside the answers: text as tokens, tokens as text, and what the server is.
+"""Routes for text as tokens, tokens as text, and a description of the server.
 
 Generated from notebooks/12db_messages.ipynb: edit there.
 """
@@ -38,7 +38,7 @@ class TokenizeRequest(BaseModel, extra="allow", strict=True):
     return_token_strs: bool | None = None
 
     def asked(self, can: ChatAbilities) -> tuple[GenerationRequest, dict[str, Any]]:
-        """Return the request that this would begin, and its prompt for `Frontend.convert`."""
+        """Return the request that this body would begin, and its prompt for `Frontend.convert`."""
         if (self.prompt is None) == (self.messages is None):
             why = "prompt: must be given, or messages, and not both"
             raise ApiError(400, why, code="invalid_value", param="prompt")

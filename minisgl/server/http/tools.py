@@ -190,7 +190,7 @@ class ResponseFormat(BaseModel, extra="forbid"):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: NamedSchema | None = None
-    content: Object | None = Field(default=None, alias="schema")  # llama.cpp's place for it
+    content: Object | None = Field(default=None, alias="schema")  # llama.cpp puts it here
 
     def asked(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams`; a schema counts with any type."""

@@ -45,7 +45,7 @@ class TranslatedHandler(RequestHandler):
 
     builder: Builder
     names: Mapping[str, str] = {}
-    ending = b""  # behind the last event
+    ending = b""  # after the last event
 
     def __init__(
         self, service: Service, request: Request, as_chat: Callable[[], ChatRequest]
@@ -62,7 +62,7 @@ class TranslatedHandler(RequestHandler):
         raise NotImplementedError
 
     async def changes(self) -> AsyncGenerator[Event, None]:
-        """Yield all events; the answer is complete before its client learns of the end."""
+        """Yield all events; the answer is completed before its last event is sent."""
         answer = Completion(self.chat.parser())
         with renamed_errors(self.names):
             async with aclosing(self._replies()) as replies:

@@ -1,4 +1,4 @@
-"""A message of blocks that is being made, and the events that tell how it grows.
+"""A message of blocks under construction, and its events.
 
 Generated from notebooks/12db_messages.ipynb: edit there.
 """
@@ -28,7 +28,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def as_input(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object, as far as they go."""
+    """Parse a call's arguments to an object; a cut call keeps the parsed part."""
     try:
         found = from_json(text or "{}", allow_partial="trailing-strings")
     except ValueError:
@@ -37,7 +37,7 @@ def as_input(text: str) -> dict[str, Any]:
 
 
 def usage_of(answer: Completion) -> dict[str, int]:
-    """Return token counts; those of the input leave out what the prefix cache had."""
+    """Return token counts; `input_tokens` excludes tokens from the prefix cache."""
     return {
         "input_tokens": answer.prompt_tokens - answer.cached_tokens,
         "cache_read_input_tokens": answer.cached_tokens,
@@ -47,7 +47,7 @@ def usage_of(answer: Completion) -> dict[str, int]:
 
 
 class MessageBuilder:
-    """Makes a message from the pieces of an answer; what its methods yield are its events.
+    """Makes a message from the pieces of an answer; its methods yield the events.
 
     `message` is replaced and never changed, so an event keeps what it was made of.
     """

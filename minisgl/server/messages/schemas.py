@@ -25,7 +25,7 @@ class TextBlock(BaseModel):
 
 
 class ThinkingBlock(BaseModel):
-    """The thoughts of a model; a signature of another server proves nothing here."""
+    """The thoughts of a model; signatures of other servers are not checked."""
 
     type: Literal["thinking"]
     thinking: Text
@@ -108,7 +108,7 @@ def wrong(why: str, param: str, code: str = "invalid_value") -> ApiError:
 
 
 class MessageTool(FunctionSpec):
-    """A tool of the client's. Anthropic's own tools have another type, and are refused by it."""
+    """A client's tool. Anthropic's own tools have other types, which are rejected."""
 
     type: Literal["custom"] | None = None
     input_schema: Object

@@ -1,4 +1,4 @@
-"""A server's life: load, serve, drain, leave with the right status.
+"""The life of a server: load, serve, drain, exit with the right status.
 
 Generated from notebooks/12e_operations.ipynb: edit there.
 """
@@ -22,7 +22,7 @@ from minisgl.server.http.limits import DRAINING, ConcurrencyLimiter
 
 
 class Server(uvicorn.Server):
-    """Counts the signals that ask it to stop, and leaves what to do about them to `Lifecycle`."""
+    """Counts stop signals; `Lifecycle` acts on them."""
 
     asked = 0
 
@@ -48,7 +48,7 @@ class Lifecycle:
         self.status = 0
 
     async def run(self, sock: socket.socket) -> int:
-        """Serve on a listening socket until it is over; raises what broke it, if anything did."""
+        """Serve on a listening socket until the server stops; raise the failure that ended it."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, self.server.handle_exit, signal.SIGHUP, None)
         states = asyncio.ensure_future(self._states())

@@ -25,7 +25,7 @@ from minisgl.server.http.access import KEY_NAME
 from minisgl.server.workers.messages import UserReply
 
 Record = dict[str, Any]
-PROBES = ("/health", "/metrics")  # programs ask every few seconds: such lines would hide the others
+PROBES = ("/health", "/metrics")  # polled every few seconds: their lines would hide the others
 
 
 def as_text(record: Mapping[str, Any]) -> str:
@@ -64,19 +64,19 @@ class LineWriter:
     def _run(self, descriptor: int) -> None:
         for line in iter(self._lines.get, None):
             left = f"{line}\n".encode(errors="backslashreplace")
-            with suppress(OSError):  # nobody reads any more
+            with suppress(OSError):  # the reader is gone
                 while left:
                     left = left[os.write(descriptor, left) :]
 
     def close(self) -> None:
-        """Write what waits, for a second at most."""
+        """Write the waiting lines, for a second at most."""
         self(None)
         self._thread.join(1.0)
 
 
 @dataclass
 class Answer:
-    """One answer: to which prompt, its last reply, and its text if that is wanted."""
+    """One answer: its prompt, its last reply, and its text if texts are logged."""
 
     prompt: Any
     reply: UserReply | None = None
@@ -85,7 +85,7 @@ class Answer:
 
 @dataclass
 class Entry:
-    """One HTTP request: what its line will say, its answers, and two times in seconds."""
+    """One HTTP request: the record of its line, its answers, and two times in seconds."""
 
     record: Record = field(default_factory=dict)
     answers: list[Answer] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Entry:
 
 
 class RequestLog(Observer):
-    """Collects what is known about each HTTP request and writes it as one line at its end."""
+    """Collects the facts of each HTTP request and writes them as one line at its end."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class RequestLog(Observer):
 
 
 class LogRequests:
-    """ASGI middleware: an id for each HTTP request, in its headers and its line of the log.
+    """ASGI middleware: an id for each HTTP request, in its headers and its log line.
 
     It is that of the client or its proxy, if one came.
 

@@ -1,4 +1,4 @@
-"""What Prometheus may ask: requests, tokens, latencies, and the state of the pool.
+"""Prometheus metrics: requests, tokens, latencies, and the state of the pool.
 
 Generated from notebooks/12e_operations.ipynb: edit there.
 """

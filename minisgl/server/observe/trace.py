@@ -1,4 +1,4 @@
-"""A trace of requests, steps and streams in the format that Chrome and Perfetto read.
+"""A trace of requests, steps and streams in the format of Chrome and Perfetto.
 
 Generated from notebooks/12e_operations.ipynb: edit there.
 """

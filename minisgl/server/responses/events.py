@@ -1,4 +1,4 @@
-"""A response that is being made, and the events that tell how it grows.
+"""A response under construction, and its events.
 
 Generated from notebooks/12d_responses.ipynb: edit there.
 """
@@ -20,12 +20,12 @@ PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_
 
 
 def item_id(kind: str, response_id: str, number: int) -> str:
-    """Make an item's id from its response's, as hard to guess, and its place there."""
+    """Make an item's id from its response's id, which is hard to guess, and its index."""
     return f"{PREFIX[kind]}_{response_id.removeprefix('resp_')}_{number}"
 
 
 def usage_of(answer: Completion) -> dict[str, Any]:
-    """Count tokens; those that the prefix cache did not have are written to it."""
+    """Count tokens; those not read from the prefix cache count as written to it."""
     given, cached = answer.prompt_tokens, answer.cached_tokens
     return {
         "input_tokens": given,
@@ -44,7 +44,7 @@ STREAMS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 class ResponseBuilder:
-    """Makes a response from the pieces of an answer; what its methods yield are its events.
+    """Makes a response from the pieces of an answer; its methods yield the events.
 
     `response` is replaced and never changed, so an event keeps what it was made of. The items of
     the answer are numbered from `first`: those of the input come before.
@@ -53,7 +53,7 @@ class ResponseBuilder:
     def __init__(self, response: dict[str, Any], first: int) -> None:
         self.response, self._first, self.begun = response, first, False
         self._numbers = itertools.count()
-        self._item: dict[str, Any] = {}  # what is being said
+        self._item: dict[str, Any] = {}  # the open item's text
         self._text: list[str] = []
         self._logprobs: list[msgspec.Raw] = []  # as JSON, which takes less memory
 
@@ -119,7 +119,7 @@ class ResponseBuilder:
             yield self._part_event("content_part.added", part=self._part())
 
     def _close(self, status: str) -> Iterator[Event]:
-        """Close the part and the item as they have become."""
+        """Close the part and the item with their final text."""
         part = self._part()
         said = {k: part[k] for k in ("text", "logprobs", "name", "arguments") if k in part}
         yield self._part_event(f"{self._kind}.done", **said)

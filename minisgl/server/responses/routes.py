@@ -37,7 +37,7 @@ from minisgl.server.responses.store import MOST_READ, ResponseStore, Turn, decod
 
 @contextmanager
 def looking_up(param: str) -> Iterator[None]:
-    """404 where the path names what is not stored, 400 where a field does."""
+    """Raise a 404 if the path names an item that is not stored, a 400 if a field does."""
     try:
         yield
     except KeyError as error:
@@ -107,11 +107,11 @@ def as_stored(item: Item, response_id: str, number: int) -> dict[str, Any]:
     return {**shown, "id": item_id(item.type, response_id, number), "status": "completed"}
 
 
-SAMPLING = "temperature top_p presence_penalty frequency_penalty"  # shown as it was used
+SAMPLING = "temperature top_p presence_penalty frequency_penalty"  # shown with the used values
 
 
 def empty_response(body: ResponsesRequest, handler: RequestHandler) -> dict[str, Any]:
-    """Make a response without output, which echoes the request as it was understood."""
+    """Make a response without output, which echoes the request's settings."""
     params, form = handler.tasks[0].params, body.text.format
     echoed = ResponsesRequest.model_fields.keys() - {"input", "include", "stream", "stream_options"}
     return {
@@ -181,7 +181,7 @@ def input_page(read: Callable[[], list[Turn]], limit: int, order: str, after: st
 def add_responses_routes(
     keyed: APIRouter, service: Service, store: ResponseStore | None = None
 ) -> None:
-    """Make a response, look at it and at what went in, forget it."""
+    """Add the routes that create, read and delete responses, and list their inputs."""
     kept = ResponseStore() if store is None else store
 
     @keyed.post("/v1/responses", responses=STREAMED)

@@ -1,4 +1,4 @@
-"""What a client may send to `/v1/responses`, and the chat that it means.
+"""Request bodies of `/v1/responses`, and their translation to a chat.
 
 Generated from notebooks/12d_responses.ipynb: edit there.
 """
@@ -182,7 +182,7 @@ class AllowedTools(Strict):
 
 
 class FunctionTool(NamedTool, FunctionSpec):
-    """A function of the client's that the model may ask for."""
+    """A client's function that the model may call."""
 
 
 LOGPROBS = "message.output_text.logprobs"

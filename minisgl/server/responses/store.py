@@ -1,4 +1,4 @@
-"""Responses that can be asked for again, within bounds of time and memory, for each client.
+"""Stored responses of each client, within bounds of time and memory.
 
 Generated from notebooks/12d_responses.ipynb: edit there.
 """
@@ -30,7 +30,7 @@ class Turn(msgspec.Struct):
 
 @dataclass
 class Entry:
-    """A turn as JSON, so that what is counted is what is held."""
+    """A turn as JSON, so that the counted bytes are the stored bytes."""
 
     client: str
     data: bytes
@@ -132,7 +132,7 @@ class ResponseStore:
         return [decode(entry.data) for entry in reversed(found)]
 
     def delete(self, client: str, response_id: str) -> None:
-        """Forget one turn; those after it stay and cannot be continued."""
+        """Delete one turn; later turns stay, but cannot be continued."""
         with self._lock:
             if not self._use(client, response_id):
                 raise KeyError(response_id)

@@ -1,4 +1,4 @@
-"""How messages travel: a queue inside one process, or a ZeroMQ socket between processes.
+"""Message channels: a queue inside one process, or a ZeroMQ socket between processes.
 
 Generated from notebooks/12_server.ipynb: edit there.
 """
@@ -12,17 +12,17 @@ import zmq
 
 from minisgl.server.workers.messages import Message, decode, encode
 
-MOST_MESSAGES, MOST_BYTES = 1024, 2**20  # taken at once, or little more: others wait as well
+MOST_MESSAGES, MOST_BYTES = 1024, 2**20  # taken in one call, or a few more: others are waiting
 
 
 class Outbox(Protocol):
-    """The sending end of a queue. Never blocks for long and keeps the order."""
+    """The sending end of a queue. It never blocks for long and keeps the order."""
 
     def put(self, *messages: Message) -> None: ...
 
 
 class Inbox(Protocol):
-    """Waits up to `timeout` seconds for a message, then gives what is there, in order."""
+    """Waits up to `timeout` seconds for a message, then returns all that have arrived, in order."""
 
     def get_all(self, timeout: float) -> list[Any]: ...
 
@@ -86,4 +86,4 @@ class ZmqOutbox:
         self._socket.send(encode(messages))
 
     def close(self) -> None:
-        self._socket.close(linger=500)  # ms for the last message; a dead reader must not hold us
+        self._socket.close(linger=500)  # ms; a dead reader must not block the exit

@@ -9,8 +9,8 @@ from minisgl.server.workers.messages import Converted, ConvertMsg
 from minisgl.tokenizer import Tokenizer
 
 
-def convert(tokenizer: Tokenizer, msg: ConvertMsg) -> Converted:
-    """Return the tokens of a prompt, or the text of `input_ids`, special tokens included."""
+def convert(tokenizer: Tokenizer, msg: ConvertMsg, window: int) -> Converted:
+    """Return the tokens of a prompt, at most `window`, or the text of `input_ids`."""
     backend = tokenizer.backend
     if msg.input_ids is not None:
         known = [token for token in msg.input_ids if backend.id_to_token(token) is not None]
@@ -21,6 +21,6 @@ def convert(tokenizer: Tokenizer, msg: ConvertMsg) -> Converted:
     text = msg.text or ""
     if msg.messages is not None:
         text = tokenizer.render_chat(msg.messages, **msg.template_kwargs)
-    ids = tokenizer.encode(text, msg.add_special_tokens and msg.messages is None).tolist()
-    pieces = [backend.id_to_token(token) for token in ids]
-    return Converted(uid=msg.uid, text=text, token_ids=ids, pieces=pieces)
+    special = msg.add_special_tokens and msg.messages is None
+    ids = tokenizer.encode(text, special, window).tolist()
+    return Converted(uid=msg.uid, text=text, token_ids=ids, pieces=[*map(backend.id_to_token, ids)])

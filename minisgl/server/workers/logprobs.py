@@ -1,4 +1,4 @@
-"""Log probabilities of one answer, held until the text of their tokens goes out.
+"""Log probabilities of one answer, held until the text of their tokens is sent.
 
 Generated from notebooks/12b_running.ipynb: edit there.
 """
@@ -13,16 +13,16 @@ from minisgl.tokenizer import DecodeStatus, Tokenizer
 
 
 class HeldLogprobs:
-    """The log probabilities of one request whose text has not gone out yet."""
+    """The log probabilities of one request whose text has not been sent."""
 
     def __init__(
         self, status: DecodeStatus, tokenizer: Tokenizer, spell: Callable[[int], bytes]
     ) -> None:
         self._status, self._tokenizer, self._spell = status, tokenizer, spell
-        self._sent = 0  # characters that have gone out
+        self._sent = 0  # characters sent
         self.echoes = False  # the text begins with the prompt, and each token has its entry
         self._entries: list[TokenLogprob] = []
-        self._ends: list[int] = []  # where their text ends, as far as it is known
+        self._ends: list[int] = []  # where their text ends, as far as decoded
         self._silent = False  # the last one is a special token, which has no text
 
     def _offset(self) -> int:
@@ -49,7 +49,7 @@ class HeldLogprobs:
         self._sent += len(text)
         if self._status.stopped:
             finished = False
-        elif not self._status.stream.pending:  # no half character: all texts end somewhere
+        elif not self._status.stream.pending:  # no half character is held: all ends are decided
             end = self._offset()
             if len(self._entries) > len(self._ends) and "\ufffd" not in self._entries[-1].text:
                 # Bytes before it may have become U+FFFD by now: count from the end.

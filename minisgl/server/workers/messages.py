@@ -1,4 +1,4 @@
-"""What the server's workers say to each other: typed, validated messages and their encoding.
+"""Messages between the server's workers: typed, validated, and their encoding.
 
 Generated from notebooks/12_server.ipynb: edit there.
 """
@@ -22,7 +22,7 @@ class TokenizeMsg(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
 
     uid: int
     sampling_params: SamplingParams = PLAIN
-    client: str = ""  # who asks: the scheduler shares its time fairly between clients
+    client: str = ""  # the scheduler is fair between clients
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = {}  # variables of the chat template
@@ -37,8 +37,8 @@ class TokenizeMsg(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
 class TokenLogprob(msgspec.Struct, array_like=True):
     """Log probability of one token of an answer, and the alternatives."""
 
-    text: str  # of this token alone; a part of a character reads as U+FFFD
-    data: bytes  # exactly what the token stands for
+    text: str  # of this token alone; part of a character decodes to U+FFFD
+    data: bytes  # the token's exact bytes
     logprob: float | None  # natural logarithm; None for the first token of a prompt
     offset: int  # characters of the answer before it
     top: list[tuple[str, bytes, float]] = []  # the most likely tokens: text, bytes, logprob
@@ -70,14 +70,14 @@ class ConvertMsg(TokenizeMsg, tag=True, kw_only=True):
 class Converted(UserReply, tag=True, kw_only=True):
     """Text worker to frontend: a prompt's tokens, or the text of tokens."""
 
-    pieces: list[str] = []  # what the vocabulary calls each token
+    pieces: list[str] = []  # each token's name in the vocabulary
 
 
 class StatsMsg(msgspec.Struct, tag=True, kw_only=True):
     """State of the scheduler: requests, pages of the pool, and counts since its start."""
 
     running: int = 0  # requests that hold a row
-    waiting: int = 0  # requests that do not
+    waiting: int = 0  # requests without a row
     free_pages: int = 0
     cached_pages: int = 0  # only in the prefix cache: evictable
     used_pages: int = 0  # held by requests

@@ -1,4 +1,4 @@
-"""The worker processes of a server: which there are, where their inboxes listen, how they end.
+"""The worker processes of a server: their list, their inboxes' addresses, their end.
 
 Generated from notebooks/12b_running.ipynb: edit there.
 """
@@ -25,7 +25,7 @@ def address(folder: Path, part: str) -> str:
 
 
 def private_folder() -> Path:
-    """Make a folder for sockets that its owner alone may enter (mode 0700)."""
+    """Make a private folder for sockets (mode 0700)."""
     # The path of a socket has at most 107 bytes; 32 of them are ours.
     place = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 75 else "/tmp"
     return Path(tempfile.mkdtemp(prefix="minisgl-", dir=place))

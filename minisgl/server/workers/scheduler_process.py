@@ -1,4 +1,4 @@
-"""The scheduler behind its boxes: its channel, its reports, the main function of its process.
+"""The scheduler's process: its channel, its reports, its main function.
 
 Generated from notebooks/12b_running.ipynb: edit there.
 """
@@ -97,7 +97,7 @@ class Reporter:
     """Collects the times of a scheduler's stages, if `traced`, and makes its reports."""
 
     def __init__(self, traced: bool) -> None:
-        self.scheduler: Scheduler | None = None  # known once it is built
+        self.scheduler: Scheduler | None = None  # set once it is built
         self._stages: list[StageTimed] = []
         self.observe = StageClock(self._stages.append) if traced else None
 
@@ -136,8 +136,8 @@ def scheduler_process(
             with frozen_heap():
                 context.ready()
                 scheduler.run()
-        except WorkerFailed as error:  # of a rank: it says what happened, our own place does not
+        except WorkerFailed as error:  # of a rank: its traceback, not ours, shows it
             print(f"minisgl: {error}", *getattr(error, "__notes__", []), sep="\n", file=sys.stderr)
             ranks.give_up(scheduler.engine.shutdown)
             raise SystemExit(1) from error
-        scheduler.engine.shutdown()  # graphs that hold collectives must go before the group does
+        scheduler.engine.shutdown()  # graphs that hold collectives must be freed before the group

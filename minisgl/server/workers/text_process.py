@@ -1,4 +1,4 @@
-"""A text worker with all it needs, and the main function of its process.
+"""The process of a text worker: its parts and its main function.
 
 Generated from notebooks/12b_running.ipynb: edit there.
 """
@@ -33,9 +33,9 @@ from minisgl.tokenizer import Tokenizer
 
 
 class PromptThreads(PromptQueue):
-    """Prompts that may take long, encoded in threads while the loop of the text worker goes on.
+    """Threads that encode long prompts while the text worker's loop continues.
 
-    One client has half of the threads at most.
+    One client may use at most half of the threads.
     """
 
     def __init__(self, count: int = SLOTS) -> None:

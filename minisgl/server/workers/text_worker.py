@@ -48,7 +48,7 @@ class OpenText:
 
 
 class LastPrompt(threading.local):
-    """The last prompt of a thread in token ids: the next answer may be one to the same."""
+    """The last prompt of a thread as token ids: the next request may have the same prompt."""
 
     prompt: TokenizeMsg | None = None
     ids: list[int]
@@ -80,14 +80,14 @@ class TextWorker:
         self._last = LastPrompt()
 
     def flush(self) -> None:
-        """Send what came of the messages since the last flush, each way as one."""
+        """Send the results since the last flush, one message in each direction."""
         for outbox, messages in zip(self._outboxes, (self._scheduler, self._frontend), strict=True):
             if messages:
                 outbox.put(*messages)
                 messages.clear()
 
     def handle(self, msg: Message) -> None:
-        """React to one message; a bad one is an error for its own caller alone."""
+        """Handle one message; a bad one is an error for its own caller only."""
         match msg:
             case TokenizeMsg():
                 self.handle(self.encode(msg))
@@ -112,7 +112,7 @@ class TextWorker:
                 last.given = msg.sampling_params
             param = "prompt" if msg.messages is None else "messages"
             if isinstance(msg, ConvertMsg):
-                return convert(self._tokenizer, msg)
+                return convert(self._tokenizer, msg, max(self._window or 0, 2**16))
             if not last.has_prompt_of(msg):
                 last.prompt, last.ids = None, self._encode(msg)
                 last.prompt = msg
@@ -189,9 +189,9 @@ Encode = Callable[[TokenizeMsg], Message]
 
 
 class PromptQueue:
-    """Prompts to encode, of the client that had least, short before long; none starves.
+    """A queue of prompts, fair between clients, short before long, without starvation.
 
-    Those that may take long (large, chats, with a grammar) go to `aside`, if it is given.
+    Slow ones (large, chats, with a grammar) go to `aside`, if given.
     """
 
     waiting: dict[int, TokenizeMsg]  # by uid
@@ -204,7 +204,7 @@ class PromptQueue:
 
     @property
     def patience(self) -> float:
-        """Seconds for which the loop may wait for messages."""
+        """The seconds that the loop may wait for messages."""
         aside = self.aside is not None and self.aside.waiting
         return 0.0 if self.waiting else 0.002 if aside else 0.5
 
@@ -218,7 +218,7 @@ class PromptQueue:
             self.aside.add(msg)
             return
         self.waiting[msg.uid] = msg
-        if msg.client not in self._heaps:  # no credit for the time in which it wanted nothing
+        if msg.client not in self._heaps:  # no credit for idle time
             self._heaps[msg.client] = []
             self._clocks[msg.client] = min(self._clocks.values(), default=0)
         heapq.heappush(self._heaps[msg.client], (self._clocks[msg.client] + size, msg.uid, size))
@@ -235,7 +235,7 @@ class PromptQueue:
         return done + (self.aside.take(encode) if self.aside and self.aside.waiting else [])
 
     def pop(self, busy: Collection[str] = ()) -> TokenizeMsg | None:
-        """Return the next prompt that is still wanted, if there is one, of a client not `busy`."""
+        """Return the next prompt that was not dropped, of a client that is not `busy`, or None."""
         while clients := [client for client in self._clocks if client not in busy]:
             client = min(clients, key=self._clocks.__getitem__)
             _, uid, size = heapq.heappop(self._heaps[client])
