@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import nn
 from tqdm import tqdm
 
-from minisgl.layers.norm import QKNorm, RMSNorm
+from minisgl.layers.attention import QKNorm, RMSNorm
 from minisgl.models.shards import ShardSpec, model_shards
 from minisgl.parallel.comm import Comm
 
