@@ -5,6 +5,7 @@ Generated from notebooks/05b_weights.ipynb: edit there.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import logging
@@ -186,6 +187,12 @@ def materialize(model: nn.Module, device: torch.device | str, dtype: torch.dtype
             setattr(module, name, buffer.to(device))
 
 
+def give_heap_back() -> None:
+    """Return freed memory to the system, where the C library can."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
+        trim(0)
+
+
 @torch.no_grad()
 def load_weights(
     model: nn.Module,
@@ -216,6 +223,7 @@ def load_weights(
                     fill(attrgetter(spec.param)(layer), spec.target, checkpoint.read(spec))
             for parameter in layer.parameters(recurse=False):
                 seal(parameter)
+    give_heap_back()
 
 
 @torch.no_grad()

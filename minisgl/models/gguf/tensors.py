@@ -49,7 +49,7 @@ class TensorSlice:
         out = torch.empty(len(picked), self.shape[1])
         step = max(1, PIECE // self.shape[1])
         for at in range(0, len(picked), step):
-            out[at : at + step] = torch.tensor(self.values(picked[at : at + step]))
+            out.numpy()[at : at + step] = self.values(picked[at : at + step])
         return out[(slice(None), *rest)]
 
     def values(self, raw: np.ndarray) -> np.ndarray:
