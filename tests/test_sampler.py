@@ -263,6 +263,13 @@ def test_kept_is_the_definition(data: st.DataObject) -> None:
     assert got == want
 
 
+def test_a_share_below_two_to_the_minus_40_is_dropped() -> None:
+    scaled = torch.tensor([[0.0, -27.0, -28.0]])
+    for top_p in (1.0, 1.0 - 1e-14):
+        keep = nucleus_mask(scaled, torch.tensor([3]), torch.tensor([top_p], dtype=torch.float64))
+        assert keep.tolist() == [[True, True, False]]
+
+
 def test_top_candidates_order_ties_and_special_values() -> None:
     values = torch.tensor([[1.0, torch.nan, 1.0, -0.0, 0.0, torch.inf, -torch.inf, -3.0]])
     for width in (8, 5):

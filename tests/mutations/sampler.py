@@ -58,7 +58,7 @@ MUTATIONS = [
         SAMPLER,
         "keep = first_k & ((up_to - weights).double() < limit)",
         "keep = first_k & (((up_to - weights).double() < limit) | (top_p[:, None] == 1))",
-        TESTS + "test_kept_is_the_definition",
+        TESTS + "test_a_share_below_two_to_the_minus_40_is_dropped",
     ),
     Mutation(
         "sampler_minus_zero_is_less_than_zero",
