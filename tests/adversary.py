@@ -936,6 +936,7 @@ class World:
         for world in (self, self.follower):
             if world is not None:
                 world.executor.failing.clear()
+                world.notes = [op for op in world.notes if not isinstance(op, Fail)]
         work = sum(20 + len(live.prompt) + 60 for live in self.live.values())
         limit = 100 + work + 200 * len(self.pending)
         while self.pending or self.scheduler.has_work:

@@ -24,6 +24,7 @@ from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import UserMsg
 from minisgl.scheduler.mixed import MixedPrefill
 from minisgl.scheduler.queue import ANSWER_WEIGHT, FairQueue
+from tests.adversary import Ask, Script, Turn, play
 from tests.fakes import Driver, expected, record_on_a_cpu
 
 POLICIES = pytest.mark.parametrize("policy", ["fcfs", "fair"])
@@ -246,3 +247,11 @@ def test_the_engine_answers_as_without(recorded: bool, monkeypatch: pytest.Monke
     apart, none = answers((0, 0))
     together, some = answers((256, 16))
     assert (none, apart) == (0, together) and some >= 5
+
+
+def test_a_mixed_step_leaves_pages_for_the_rest_of_a_prompt() -> None:
+    """The second chunk of a prompt needs the last pages; a running request must not take them."""
+    first, second = (Ask(uid=9, text=1, length=49, max_tokens=8),
+                     Ask(uid=11, text=1, length=34, max_tokens=1))  # fmt: skip
+    play(Script((first, Turn(7), second), page_size=1, num_pages=88, window=61, budget=25,
+                cache="naive", overlap=False, reserve=0, mixed=40))  # fmt: skip

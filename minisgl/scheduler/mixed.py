@@ -36,9 +36,16 @@ class MixedPrefill(PrefillManager):
         return Batch(reqs, Phase.PREFILL) if fits else batch
 
     def has_pages(self, reqs: list[Req]) -> bool:
-        """Return True if the new tokens of all these requests have pages without a retraction."""
-        size, allocated = self.cache.page_size, self.cache.allocated_len
-        short = (max(0, req.device_len - allocated.get(req, req.cached_len)) for req in reqs)
+        """Return True if these, and all of a half-done prompt, have pages without a retraction."""
+        size, allocated, half_done = (
+            self.cache.page_size,
+            self.cache.allocated_len,
+            self.chunked_req,
+        )
+        members = reqs if half_done is None or half_done in reqs else [*reqs, half_done]
+        ends = (req.prefill_len if req is half_done else req.device_len for req in members)
+        short = (max(0, end - allocated.get(req, req.cached_len))
+                 for req, end in zip(members, ends))  # fmt: skip
         return sum(-(-tokens // size) for tokens in short) <= self.cache.available_tokens // size
 
     def adder(self) -> PrefillAdder:

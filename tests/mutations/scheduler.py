@@ -708,6 +708,13 @@ MUTATIONS = [
         MIXED_TESTS + "test_wanted_scores_of_a_prompt_keep_its_step_apart",
     ),
     Mutation(
+        "mixed_steps_take_the_pages_of_a_half_done_prompt",
+        MIXED,
+        "req.prefill_len if req is half_done else req.device_len",
+        "req.device_len",
+        MIXED_TESTS + "test_a_mixed_step_leaves_pages_for_the_rest_of_a_prompt",
+    ),
+    Mutation(
         "mixed_steps_take_pages_that_there_are_not",
         MIXED,
         "<= self.cache.available_tokens // size",
