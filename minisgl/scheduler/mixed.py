@@ -37,11 +37,8 @@ class MixedPrefill(PrefillManager):
 
     def has_pages(self, reqs: list[Req]) -> bool:
         """Return True if these, and all of a half-done prompt, have pages without a retraction."""
-        size, allocated, half_done = (
-            self.cache.page_size,
-            self.cache.allocated_len,
-            self.chunked_req,
-        )
+        size, allocated = self.cache.page_size, self.cache.allocated_len
+        half_done = self.chunked_req
         members = reqs if half_done is None or half_done in reqs else [*reqs, half_done]
         ends = (req.prefill_len if req is half_done else req.device_len for req in members)
         short = (max(0, end - allocated.get(req, req.cached_len))
