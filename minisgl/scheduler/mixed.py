@@ -37,12 +37,11 @@ class MixedPrefill(PrefillManager):
 
     def has_pages(self, reqs: list[Req]) -> bool:
         """Return True if these, and all of a half-done prompt, have pages without a retraction."""
-        size, allocated = self.cache.page_size, self.cache.allocated_len
-        half_done = self.chunked_req
+        half_done, size = self.chunked_req, self.cache.page_size
         members = reqs if half_done is None or half_done in reqs else [*reqs, half_done]
         ends = (req.prefill_len if req is half_done else req.device_len for req in members)
-        short = (max(0, end - allocated.get(req, req.cached_len))
-                 for req, end in zip(members, ends))  # fmt: skip
+        taken = (self.cache.allocated_len.get(req, req.cached_len) for req in members)
+        short = (max(0, end - begin) for end, begin in zip(ends, taken))
         return sum(-(-tokens // size) for tokens in short) <= self.cache.available_tokens // size
 
     def adder(self) -> PrefillAdder:
