@@ -40,8 +40,7 @@ class ConversationRouter(RequestRouter):
         if not conversation:  # Ray Serve takes the one with the fewest requests
             return [candidate_replicas]
         found = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        queues = self.replica_queue_len_cache
-        loads = {name: queues.get(found[name].replica_id) or 0 for name in found}
+        loads = {n: self.replica_queue_len_cache.get(r.replica_id) or 0 for n, r in found.items()}
         return [[found[name]] for name in by_preference(conversation, loads)]
 
 
@@ -52,9 +51,8 @@ class Engine:
         args = build_parser().parse_args(shlex.split(flags))
         config, operations = config_from(args), operations_from(args)
         settings, self._end = settings_of(config, operations), AsyncExitStack()
-        self._group, self._frontend, observers = self._end.enter_context(
-            started(config, operations)
-        )
+        server = started(config, operations)
+        self._group, self._frontend, observers = self._end.enter_context(server)
         limiter = ConcurrencyLimiter(config.max_running_req + operations.max_queue)
         self._app = build_app(self._frontend, settings, limiter, observers, operations)
         while self._group.starting():
