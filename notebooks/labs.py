@@ -229,8 +229,9 @@ def make_lab(chapter: NotebookNode, number: str) -> tuple[NotebookNode, int]:
             cells.append(nbformat.v4.new_markdown_cell("\n\n".join(notes)))
     for index, one in enumerate(cells):
         one["id"] = f"lab-{number}-{index}"
-    language = {**chapter.metadata.get("language_info", {}), "version": platform.python_version()}
-    metadata = nbformat.from_dict({**chapter.metadata, "language_info": language})
+    metadata = nbformat.from_dict(dict(chapter.metadata))
+    if "language_info" in metadata:  # of the Python that will run the lab
+        metadata.language_info.version = platform.python_version()
     return nbformat.v4.new_notebook(cells=cells, metadata=metadata), total
 
 

@@ -145,7 +145,7 @@ class DecodeBuffers:
     @classmethod
     def of(cls, meta: AttentionMetadata, out_loc: Tensor) -> Self:
         """Copy an eager decode step to the device of `out_loc`."""
-        parts = meta.table_idx.astype(np.int64), meta.seq_lens - np.int64(1)
+        parts = (part.astype(np.int64) for part in (meta.table_idx, meta.seq_lens - 1))
         rows, positions = (torch.from_numpy(part).to(out_loc.device) for part in parts)
         return cls(rows, positions, out_loc)
 
