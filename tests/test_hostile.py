@@ -34,6 +34,8 @@ from minisgl.scheduler.messages import AbortMsg, Msg, TokenReply, UserMsg
 from minisgl.scheduler.requests import Limits, make_req
 from minisgl.server.chat.client import ApiClient, ServerError
 from minisgl.server.cli import main
+from minisgl.server.fair import FairFrontend
+from minisgl.server.frontend import RequestFailed
 from minisgl.server.http import api, bodies, formats
 from minisgl.server.http.access import Access, TrustedHosts, network_of
 from minisgl.server.http.bodies import BodyReader, SideThread, check_count, invalid, validator_of
@@ -52,7 +54,13 @@ from minisgl.server.http.schemas import ChatRequest, CompletionRequest, Generate
 from minisgl.server.observe.logs import RequestLog
 from minisgl.server.responses.schemas import ResponsesRequest
 from minisgl.server.workers.channels import MOST_MESSAGES, LocalQueue
-from minisgl.server.workers.messages import TokenizeMsg, TokenLogprob, decode, encode
+from minisgl.server.workers.messages import (
+    TokenizeMsg,
+    TokenLogprob,
+    UserReply,
+    decode,
+    encode,
+)
 from minisgl.server.workers.text_worker import PromptQueue
 from tests import hostile
 from tests.serving import Live, Served, wait_for
@@ -788,6 +796,72 @@ def held_by(shares: Shares, client: str, count: int) -> Iterator[None]:
     shares.give_back(client, count)
 
 
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.sampled_from(["put", "read", "leave"])), max_size=90)
+)
+def test_unread_streams_share_a_bound(actions: list[tuple[int, str]]) -> None:
+    """All hold at most the limit, the sent reply included, and a client that reads is not cut."""
+    most, tokens = 600, [TokenLogprob("a", b"a", -1.0, 0, [("b", b"b", -2.0)] * 9)]
+
+    async def run() -> None:
+        outbox = LocalQueue()
+        frontend = FairFrontend([outbox], LocalQueue(), most=most)
+        owners = ["idle"] * 7 + ["reader"]
+        streams = [frontend.generate(SamplingParams(), text="x", client=one) for one in owners]
+        reads = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        await asyncio.sleep(0)
+        left = set[int]()
+        for uid, action in [*actions, *((n % 7, "put") for n in range(99)), (7, "put")]:
+            if action == "put" and uid not in left:
+                reply = UserReply(uid=uid, text="a", token_ids=[1], logprobs=tokens)
+                frontend._dispatch([reply])
+                await asyncio.sleep(0)
+            elif action == "leave" and uid != 7 and reads[uid].done() and uid not in left:
+                left.add(uid)
+                await streams[uid].aclose()
+            if reads[uid].done() and uid not in left and (action == "read" or uid == 7):
+                with suppress(RequestFailed, StopAsyncIteration):
+                    await reads[uid]
+                reads[uid] = asyncio.ensure_future(anext(streams[uid]))
+                await asyncio.sleep(0)
+            waiting = sum(len(s.waiting) for s in frontend._streams.values())
+            assert 12 * waiting <= frontend.unread.taken <= most
+        assert frontend._streams[7].error is None  # it was read
+        cut = {uid for uid, stream in frontend._streams.items() if stream.error is not None}
+        aborted = {msg.uid for msg in outbox.get_all(0.0) if isinstance(msg, AbortMsg)}
+        assert cut <= aborted and (cut or len(left) == 7)
+        for read in reads:
+            read.cancel()
+        await asyncio.gather(*reads, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+        assert frontend.unread.taken == 0 and not frontend.unread.held
+
+    asyncio.run(run())
+
+
+def test_a_reply_counts_until_it_is_sent() -> None:
+    """What the reader has taken is in a buffer of its connection, so it still takes memory."""
+
+    async def run() -> list[int]:
+        frontend = FairFrontend([LocalQueue()], LocalQueue())
+        stream, counts = frontend.generate(SamplingParams(), text="x", client="a"), list[int]()
+        read = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        for _ in range(2):
+            frontend._dispatch([UserReply(uid=0, text="a", token_ids=[1])] * 5)
+            await read
+            counts.append(frontend.unread.taken)
+            read = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+        read.cancel()
+        await asyncio.gather(read, return_exceptions=True)
+        return [*counts, frontend.unread.taken]
+
+    assert asyncio.run(run()) == [10, 10, 0]
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_whole_answer_is_sent_in_slices(leaves: bool) -> None:
     """So that a slow reader keeps one in a buffer; what the answer holds comes back at its end."""
@@ -852,6 +926,8 @@ import sys
 import time
 
 from minisgl.server.cli import main
+from minisgl.server.fair import FairFrontend
+from minisgl.server.frontend import RequestFailed
 from minisgl.server.http import api, bodies, formats
 from minisgl.server.http.errors import ApiError
 

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from minisgl.guarded import guarded
 from minisgl.recording import Observed
 from minisgl.runtime.heartbeat import Watchdog
 from minisgl.runtime.supervisor import OF_THE_GROUP, WorkerFailed, one_line
+from minisgl.server.fair import FairFrontend
 from minisgl.server.frontend import Frontend, Observer
 from minisgl.server.http.access import Access, secured, warn_if_open
 from minisgl.server.http.api import create_app
@@ -149,8 +150,7 @@ def started(
 ) -> Iterator[tuple[WorkerGroup, Frontend, ServerObservers]]:
     """Start the worker processes, which may still load, their frontend and its observers."""
     with ExitStack() as stack:
-        observers = ServerObservers(operations)
-        stack.callback(observers.close)
+        observers = stack.enter_context(closing(ServerObservers(operations)))
         watchdog = Watchdog(operations.worker_timeout, operations.step_timeout)
         record = operations.record or operations.viewer
         observed = Observed(bool(operations.trace), record, operations.log_prompts)
@@ -160,7 +160,7 @@ def started(
         outboxes = [ZmqOutbox(address(group.folder, part)) for part in group.tokenizers]
         for outbox in outboxes:
             stack.callback(outbox.close)
-        frontend = Frontend(outboxes, inbox, observers.all())
+        frontend = FairFrontend(outboxes, inbox, observers.all())
         stack.callback(frontend.close)
         yield group, frontend, observers
 

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -42,8 +42,8 @@ def join(replies: Sequence[UserReply]) -> UserReply:
 class Stream:
     """The replies to one request that its reader has not yet taken."""
 
-    def __init__(self) -> None:
-        self.waiting: list[UserReply] = []
+    def __init__(self, client: str = "") -> None:
+        self.client, self.waiting = client, list[UserReply]()
         self.error: ErrorReply | None = None  # how it ended, once `waiting` is taken
         self.timer: asyncio.TimerHandle | None = None  # its deadline
         self._reader: asyncio.Future[None] | None = None  # its turn, while it waits
@@ -111,6 +111,7 @@ class Frontend:
 
     loop: asyncio.AbstractEventLoop | None = None  # the one that serves, once started
     failure: str | None = None  # why new requests are rejected
+    new_stream: Callable[[str], Stream] = Stream
 
     def __init__(
         self, text_workers: Sequence[Outbox], inbox: Inbox, observers: Sequence[Observer] = (),
@@ -214,7 +215,7 @@ class Frontend:
         """
         uid, outcome = next(self._uids), "left"
         msg = TokenizeMsg(uid=uid, sampling_params=sampling_params, client=client, **prompt)
-        stream = self._open(uid, timeout)
+        stream = self._open(uid, timeout, client)
         self.notify("opened", uid, request_id, prompt)
         try:
             self._send(uid, msg)
@@ -232,7 +233,7 @@ class Frontend:
     async def convert(self, client: str = "", **prompt: Any) -> Converted:
         """Convert `text=` or `messages=` to tokens, or `input_ids=` to text, without observers."""
         uid, outcome = next(self._uids), "left"
-        stream = self._open(uid, None)
+        stream = self._open(uid, None, client)
         try:
             self._send(uid, ConvertMsg(uid=uid, client=client, **prompt))
             reply = await stream.get()
@@ -244,11 +245,11 @@ class Frontend:
         assert isinstance(reply, Converted)
         return reply
 
-    def _open(self, uid: int, seconds: float | None) -> Stream:
+    def _open(self, uid: int, seconds: float | None, client: str) -> Stream:
         """Register a stream; it ends with an error after its deadline, if it has one."""
         if self.failure is not None:
             raise RequestFailed(self.failure, code="service_unavailable")
-        stream = self._streams[uid] = Stream()
+        stream = self._streams[uid] = self.new_stream(client)
         if seconds is not None:
             why = f"timeout: the answer was not complete within {seconds:g} seconds"
             late = ErrorReply(uid=uid, message=why, code="deadline_exceeded", param="timeout")

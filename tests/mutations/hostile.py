@@ -49,6 +49,28 @@ MUTATIONS = [
         test=TEST + "test_whole_answers_share_the_log_probabilities_that_wait",
     ),
     Mutation(
+        name="unread: all streams together hold any number of replies",
+        module="minisgl.server.fair",
+        old="if not self._shares.take(self.client, count):",
+        new="if self._shares.take(self.client, count) is None:",
+        test=TEST + "test_unread_streams_share_a_bound",
+    ),
+    Mutation(
+        name="unread: a stream that ends keeps its share",
+        module="minisgl.server.fair",
+        old="            stream.close()",
+        new="            pass",
+        test=TEST + "test_unread_streams_share_a_bound",
+    ),
+    Mutation(
+        name="unread: a reply that is taken but not sent counts no more",
+        module="minisgl.server.fair",
+        old="self._leaving, self._waiting = self._waiting, 0",
+        new="self._shares.give_back(self.client, self._waiting)\n"
+        "        self._leaving = self._waiting = 0",
+        test=TEST + "test_a_reply_counts_until_it_is_sent",
+    ),
+    Mutation(
         name="logprobs: a packed list loses its first entry",
         module="minisgl.server.http.formats",
         old="encoded(values)[1:-1]",

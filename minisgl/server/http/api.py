@@ -141,11 +141,11 @@ class RequestHandler:
                 async with aclosing(self._generate(task)) as replies:
                     async for reply in replies:
                         await merged.put((task, reply))
+                        await merged.join()  # until it is sent, it counts as unread
             except Exception as failure:  # an internal error must end the stream, too
                 await merged.put((task, failure))
 
-        running = [asyncio.ensure_future(pump(task)) for task in self.tasks]
-        left = len(running)
+        running, left = [asyncio.ensure_future(pump(t)) for t in self.tasks], len(self.tasks)
         try:
             while left:
                 task, reply = await merged.get()
@@ -153,6 +153,7 @@ class RequestHandler:
                     raise reply
                 left -= reply.finished
                 yield task, reply
+                merged.task_done()
         finally:
             await cancel(running)
 
