@@ -1,4 +1,4 @@
-"""Write the events of a run to a file while requests are served, and rebuild pool, tree and
+"""Write the events of a run to a file while requests are served, and rebuild the pool, tree and
 answers from it.
 
 Generated from notebooks/02c_recording.ipynb: edit there.

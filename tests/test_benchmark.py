@@ -685,7 +685,7 @@ def test_the_readmes_results_are_those_of_stored_runs() -> None:
         "server": ("served", lambda found: [
             statistics.median(run["ms"]["tpot"]["p50"] for run in found["runs"])]),
     }  # fmt: skip
-    assert len(rows) == 9
+    assert len(rows) == 8
     for row in rows:
         about, *cells = (cell.strip() for cell in row.strip("|").split("|"))
         kind, values = reports[next(word for word in ("server", *reports) if word in about)]
