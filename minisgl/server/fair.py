@@ -41,7 +41,7 @@ class FairStream(Stream):
         return reply
 
     def close(self) -> None:
-        """Give back what still counts."""
+        """Return what still counts to the share."""
         self._shares.give_back(self.client, self._waiting + self._leaving)
         self._waiting = self._leaving = 0
 

@@ -89,8 +89,10 @@ MUTATIONS = [
     Mutation(
         name="server: a conversion whose caller left is encoded all the same",
         module="minisgl.server.frontend",
-        old='uid, outcome = next(self._uids), "left"\n        stream = self._open(uid, None, client)',
-        new='uid, outcome = next(self._uids), "gone"\n        stream = self._open(uid, None, client)',
+        old='uid, outcome = next(self._uids), "left"\n'
+        "        stream = self._open(uid, None, client)",
+        new='uid, outcome = next(self._uids), "gone"\n'
+        "        stream = self._open(uid, None, client)",
         test=TEST + "test_a_conversion_whose_caller_left_is_not_encoded",
     ),
     Mutation(
