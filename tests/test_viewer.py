@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,7 +18,8 @@ from minisgl import LLM, SamplingParams, events
 from minisgl.recording import Recorder, read_recording, replay
 from minisgl.scheduler.messages import AbortMsg
 from minisgl.server.http.access import Access
-from minisgl.server.observe.viewer import add_viewer_route
+from minisgl.server.observe import viewer
+from minisgl.server.observe.viewer import LivePage, add_viewer_route
 from minisgl.viewer.__main__ import main
 from minisgl.viewer.page import SOURCES, Viewer, page_of, pair_of
 from tests.browser import cpu_clock, faults, whole_cpu_clock
@@ -112,6 +114,31 @@ def test_route_asks_for_the_key_and_reads_a_growing_file(tmp_path: Path) -> None
             found = await client.get("/viewer", headers=key)
             assert found.status_code == 200 and "A run, step by step" in found.text
             assert (await client.get("/viewer")).status_code != 200
+
+    asyncio.run(ask())
+
+
+def test_many_requests_for_the_live_page_make_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that asks all the time must not keep the threads of the server busy."""
+    clock, made = [100.0], list[Path]()
+
+    def make(path: Path) -> str:
+        made.append(path)
+        clock[0] += 2.0  # seconds
+        return f"page {len(made)}"
+
+    monkeypatch.setattr(viewer, "page_of", make)
+    monkeypatch.setattr(viewer, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    async def ask() -> None:
+        live = LivePage(tmp_path / "run")
+        assert await asyncio.gather(*(live.read() for _ in range(60))) == [b"page 1"] * 60
+        clock[0] += 19.9
+        assert await live.read() == b"page 1"
+        clock[0] += 0.2
+        assert await live.read() == b"page 2" and len(made) == 2
 
     asyncio.run(ask())
 

@@ -71,6 +71,13 @@ MUTATIONS = [
         test=TEST + "test_a_reply_counts_until_it_is_sent",
     ),
     Mutation(
+        name="viewer: each request makes the page anew",
+        module="minisgl.server.observe.viewer",
+        old="end + 10 * (end - start)",
+        new="start",
+        test="tests/test_viewer.py::test_many_requests_for_the_live_page_make_it_once",
+    ),
+    Mutation(
         name="logprobs: a packed list loses its first entry",
         module="minisgl.server.http.formats",
         old="encoded(values)[1:-1]",

@@ -5,23 +5,42 @@ Generated from notebooks/12e_operations.ipynb: edit there.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
 
 from fastapi import FastAPI, HTTPException
-from fastapi.responses import HTMLResponse
-from starlette.concurrency import run_in_threadpool
+from fastapi.responses import HTMLResponse, Response
 
 from minisgl.server.http.access import Access
+from minisgl.server.http.limits import SlicedResponse
 from minisgl.viewer.page import page_of
+
+
+class LivePage:
+    """The page of a growing recording, made once and kept ten times as long as that took."""
+
+    def __init__(self, recording: Path) -> None:
+        self._recording, self._making = recording, asyncio.Lock()
+        self._page, self._until = b"", 0.0
+
+    async def read(self) -> bytes:
+        async with self._making:
+            if (start := time.monotonic()) >= self._until:
+                page = await asyncio.to_thread(page_of, self._recording)
+                end = time.monotonic()
+                self._page, self._until = page.encode(), end + 10 * (end - start)
+            return self._page
 
 
 def add_viewer_route(app: FastAPI, recording: Path, access: Access) -> None:
     """Add `GET /viewer`, the page of a recording that is being written, behind the key."""
+    live = LivePage(recording)
 
     @app.get("/viewer", response_class=HTMLResponse)
-    async def viewer() -> HTMLResponse:
+    async def viewer() -> Response:
         try:
-            return HTMLResponse(await run_in_threadpool(page_of, recording))
+            return SlicedResponse(await live.read(), media_type="text/html")
         except ValueError as error:  # nothing was written yet
             raise HTTPException(503, f"no recording yet: {error}") from error
 
