@@ -1,13 +1,14 @@
 """Replicas under Ray Serve: what affinity and the proxy do, and what clients see of a death.
 
-`python -m tests.ray_replicas [FILE]` needs a cluster (RAY_ADDRESS), on a machine or in a network
-namespace of its own: Ray listens on all interfaces. Uses ports from 19410.
+`python -m tests.ray_replicas [FILE]` uses the cluster at RAY_ADDRESS or starts one, on a machine or
+in a network namespace of its own: Ray listens on all interfaces. Uses ports from 19410.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -133,7 +134,8 @@ async def scale() -> dict[str, Any]:
 
 def main() -> None:
     """Deploy two replicas, measure, print, and store."""
-    ray.init(log_to_driver=False)
+    fresh = {} if os.environ.get("RAY_ADDRESS") else {"include_dashboard": False, "num_cpus": 8}
+    ray.init(**fresh, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
     results: dict[str, Any] = {}
     start = time.monotonic()
