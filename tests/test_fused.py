@@ -241,7 +241,7 @@ def test_rotate_and_store(lens: list[int], heads: tuple[int, int], normed: bool)
 def shares_kernel(
     positions_ptr, batch_size, parts, out_ptr, BATCH: tl.constexpr, TILE: tl.constexpr
 ):  # type: ignore[no-untyped-def]
-    """What `split_kv` gives each program, [programs, 5]."""
+    """Return the part of each thread block by `split_kv`, [programs, 5]."""
     program = tl.program_id(0)
     request, split, count, part, length = split_kv(
         positions_ptr, batch_size, parts, program, BATCH, TILE

@@ -842,7 +842,7 @@ def test_unread_streams_share_a_bound(actions: list[tuple[int, str]]) -> None:
 
 
 def test_a_reply_counts_until_it_is_sent() -> None:
-    """What the reader has taken is in a buffer of its connection, so it still takes memory."""
+    """A reply that its reader has taken waits in a buffer of the connection and takes memory."""
 
     async def run() -> list[int]:
         frontend = FairFrontend([LocalQueue()], LocalQueue())

@@ -1,4 +1,4 @@
-"""What replicas need beside Ray: conversations, and an application's messages as a stream.
+"""Parts of a replica without Ray: conversations, and an application's messages as a stream.
 
 Generated from notebooks/13i_ray_serve.ipynb: edit there.
 """
