@@ -50,6 +50,10 @@ class NaiveCache:
         """Return no pages, int32 [0]."""
         return NO_SLOTS
 
+    def unlocked_tokens(self, handle: CacheHandle) -> int:
+        """Return 0: no page is cached."""
+        return 0
+
     def lock(self, handle: CacheHandle) -> None:
         """Do nothing: no page is cached, so none needs protection."""
 

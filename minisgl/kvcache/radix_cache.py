@@ -164,6 +164,10 @@ class RadixCache:
         """Return every page of the tree, int32."""
         return np.concatenate([n.slots[:: self.page_size] for n in self.nodes()]) // self.page_size
 
+    def unlocked_tokens(self, handle: CacheHandle) -> int:
+        """Return the tokens of a prefix that no lock protects; change nothing."""
+        return sum(node.num_tokens for node in path_of(handle) if node.ref_count == 0)
+
     def lock(self, handle: CacheHandle) -> None:
         """Protect a prefix: add a lock to every node on its path."""
         path = path_of(handle)

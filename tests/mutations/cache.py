@@ -78,6 +78,13 @@ MUTATIONS = [
         CACHE_TESTS + "test_pitfall_02_any_cache_is_recounted",
     ),
     Mutation(
+        "radix: locked pages count as unlocked",
+        RADIX,
+        "path_of(handle) if node.ref_count == 0)",
+        "path_of(handle))",
+        f"{WALK}[radix-4]",
+    ),
+    Mutation(
         "radix: a split forgets the locks",
         RADIX,
         "upper.ref_count = node.ref_count",
