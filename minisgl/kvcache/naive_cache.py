@@ -6,15 +6,9 @@ Generated from notebooks/03b_prefix_caches.ipynb: edit there.
 from __future__ import annotations
 
 from minisgl.config.rules import check_positive
-from minisgl.core import IntArray
+from minisgl.core import CacheHandle, IntArray
 from minisgl.events import Emit
-from minisgl.kvcache.prefix_cache import (
-    NO_SLOTS,
-    CacheHandle,
-    InsertResult,
-    Salt,
-    check_evictable,
-)
+from minisgl.kvcache.prefix_cache import NO_SLOTS, InsertResult, Salt, check_evictable
 
 
 class EmptyHandle:

@@ -9,16 +9,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from minisgl.core import IntArray
+from minisgl.core import CacheHandle, IntArray
 from minisgl.events import Emit
-
-
-class CacheHandle(Protocol):
-    """A cached prefix that a match or an insertion found; lock it before anything may evict."""
-
-    @property
-    def cached_len(self) -> int: ...  # tokens of the prefix, a multiple of the page size
-    def slots(self) -> IntArray: ...  # int32 [cached_len]; RuntimeError if any was evicted
 
 
 class InsertResult(NamedTuple):

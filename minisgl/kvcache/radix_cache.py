@@ -13,15 +13,8 @@ import numpy as np
 
 from minisgl import events
 from minisgl.config.rules import check_positive
-from minisgl.core import IntArray
-from minisgl.kvcache.prefix_cache import (
-    NO_SLOTS,
-    TOKEN_BYTES,
-    CacheHandle,
-    InsertResult,
-    Salt,
-    check_evictable,
-)
+from minisgl.core import CacheHandle, IntArray
+from minisgl.kvcache.prefix_cache import NO_SLOTS, TOKEN_BYTES, InsertResult, Salt, check_evictable
 
 
 def page_bytes(ids: IntArray, page_size: int) -> bytes:

@@ -9,9 +9,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from minisgl.core import Batch, Phase, Req
+from minisgl.core import Batch, CacheHandle, Phase, Req
 from minisgl.kvcache.cache_manager import CacheManager
-from minisgl.kvcache.prefix_cache import CacheHandle
 from minisgl.scheduler.queue import WaitingQueue
 
 
