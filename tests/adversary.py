@@ -719,7 +719,7 @@ class World:
         return step
 
     def check_twins(self, batch: Batch, chunked: Req | None) -> None:
-        """Check that nobody computes what another one of the same step computes."""
+        """Check that no request computes what another request of the same step computes."""
         for place, req in enumerate(batch.reqs):
             if req is not chunked:
                 twin = self.admission.waits_for_another(req, req.cached_len, batch.reqs[:place])

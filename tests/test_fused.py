@@ -255,7 +255,7 @@ def shares_kernel(
 
 
 def shares(lens: list[int], parts: int, tile: int) -> list[list[int]]:
-    """What each program of the grid finds."""
+    """Return the work of each program of the grid."""
     found = torch.zeros(len(lens) + parts - 1, 5, dtype=torch.int32)
     batch = 1 if len(lens) == 1 else max(32, triton.next_power_of_2(len(lens)))
     shares_kernel[(len(found),)](
@@ -408,7 +408,7 @@ def calls_until_wait(kernel: ast.FunctionDef) -> list[ast.Call]:
 
 
 def conditions_of_waits(kernel: ast.FunctionDef) -> set[str]:
-    """What has to be true for a kernel to wait."""
+    """Return the conditions under which a kernel waits."""
     waits = [f"{name}()" for name in WAITS]
     branches = [node for node in ast.walk(kernel) if isinstance(node, ast.If)]
     waiting = (b for b in branches if any(ast.unparse(line) in waits for line in b.body))

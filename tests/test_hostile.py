@@ -348,7 +348,7 @@ def test_one_client_cannot_fill_the_memory_with_bodies() -> None:
 
 
 def answer_to(live: Live, *pieces: bytes) -> bytes:
-    """The first line of what the server says to these bytes; nothing if it cuts the connection."""
+    """Return the first line of the answer to these bytes; nothing if the connection is closed."""
     with socket.create_connection(("127.0.0.1", live.port), timeout=20) as peer:
         try:
             for piece in pieces:
