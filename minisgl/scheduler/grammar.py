@@ -96,7 +96,8 @@ class Grammars:
         req.matcher = Matcher(job.result(), asked[0])
         if asked[0] == "structural_tag":
             self.begin(req.matcher, req.input_ids)
-        req.logits_params = req.logits_params or LogitsParams()
+        if not isinstance(req.logits_params, LogitsParams):
+            req.logits_params = LogitsParams()
         req.logits_params.mask = np.full(-(-vocab_size // 32), -1, np.int32)
 
     def begin(self, matcher: Matcher, prompt: IntArray) -> None:
@@ -117,7 +118,7 @@ class Grammars:
         todo = []
         for index, row in enumerate(rows):
             req = fi.sampled[row]
-            if req.matcher is not None:
+            if isinstance(req.matcher, Matcher):
                 req.matcher.follow(req.output_ids)
                 todo.append((req.matcher.ll, index))
         if todo:  # a tokenizer may have more tokens than the model has logits
