@@ -43,7 +43,6 @@ from minisgl.kernels.decode_attention import (
     tile_shapes,
 )
 from minisgl.kernels.device import H200, DeviceLimits
-from minisgl.kernels.embedding import embed
 from minisgl.kernels.norm import DeferredNorm, add_norm
 from minisgl.models.fused import FusedLayer, FusedModel
 from tests.compile_cards import CARDS
@@ -152,14 +151,6 @@ def test_add_norm(parts: int | None) -> None:
     close(total, want, 1e-6)
     close(got, rms(want, norm, 1e-6), 1e-5)
     assert torch.equal(residual, before)
-
-
-def test_embedding_of_a_shard() -> None:
-    weight, ids = normal(10, 48), torch.tensor([0, 9, 10, 19, 25])
-    got = embed(ids, weight, first=10)
-    assert torch.equal(got[2:4], weight[[0, 9]])
-    assert not got[[0, 1, 4]].any()
-    assert torch.equal(embed(ids[:2], weight), weight[[0, 9]])
 
 
 @settings(max_examples=5, deadline=None)
@@ -450,13 +441,6 @@ def test_who_is_followed_by_an_early_reader_launches_it_after_its_own_wait() -> 
     text = (Path(kernels.__file__).parent / "moe.py").read_text()
     helper = text[text.index("def wait_then_launch") :]
     assert 0 < helper.index("gdc_wait()") < helper.index("gdc_launch_dependents()")
-
-
-def test_what_lies_before_the_embedding_is_complete_behind_it() -> None:
-    for name in ("embed_kernel", "store_kv_kernel"):
-        assert "gdc" not in ast.unparse(kernel_sources()[name])
-    text = (Path(kernels.__file__).parent / "embedding.py").read_text()
-    assert "launch_options" not in text and "launch_pdl" not in text
 
 
 def test_rows_of_one_request_see_each_other_where_all_are_stored_first() -> None:
