@@ -151,8 +151,8 @@ MUTATIONS = [
     Mutation(
         "attention: a captured plan keeps the slots of its first step",
         TORCH,
-        "self.found = self.find_slots() if fixed else None",
-        "self.found = self.find_slots()",
+        "        if self.fixed:\n            self.found = found\n",
+        "        self.found = found\n",
         f"{TEST}test_graph_plan_ignores_stale_table_entries[torch]",
     ),
     Mutation(
