@@ -9,7 +9,7 @@ import enum
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,21 @@ from minisgl.config.rules import (
 IntArray = NDArray[np.int32]
 
 
+class CacheHandle(Protocol):
+    """A cached prefix (chapter 03); lock it before anything may evict."""
+
+    @property
+    def cached_len(self) -> int: ...  # tokens of the prefix, a multiple of the page size
+    def slots(self) -> IntArray: ...  # int32 [cached_len]; RuntimeError if any was evicted
+
+
+class AnswerRule(Protocol):
+    """A restriction of an answer to a grammar (chapter 09a)."""
+
+    @property
+    def error(self) -> str: ...  # why the answer cannot continue; empty if it can
+
+
 class Req:
     """One generation: the cached length, the end of the next pass, the maximum length.
 
@@ -45,7 +60,7 @@ class Req:
 
     def __init__(
         self, *, uid: int, input_ids: IntArray, sampling_params: SamplingParams,
-        max_new_tokens: int, table_idx: int = -1, cache_handle: Any = None, client: str = "",
+        max_new_tokens: int, table_idx: int = -1, client: str = "",
     ) -> None:  # fmt: skip
         """Copy `input_ids`, the prompt, [prompt_len] token ids; ValueError if it is empty.
 
@@ -55,15 +70,15 @@ class Req:
         if prompt.ndim != 1 or prompt.size == 0:
             raise refuse("input_ids", "a list of one token id or more", prompt.tolist())
         check_positive(max_new_tokens=max_new_tokens)
-        self.uid, self.sampling_params, self.client = uid, sampling_params, client
-        self.table_idx, self.cache_handle = table_idx, cache_handle
+        self.uid, self.client, self.table_idx = uid, client, table_idx
+        self.sampling_params, self.retracted = sampling_params, False  # True once it was preempted
+        self.cache_handle: CacheHandle | None = None
         self.prompt_len = self.host_len = self.device_len = self.prefill_len = int(prompt.size)
         self.max_device_len = self.prompt_len + int(max_new_tokens)
         self.cached_len = self.matched_len = 0  # matched: came from the prefix cache at admission
-        self.retracted = False  # True once it was preempted
-        self.logits_params: Any = None  # edits its logits before sampling (chapter 06d)
-        self.scores: list[Any] = []  # log probabilities of its prompt (chapter 08a)
-        self.matcher: Any = None  # restricts its answer to a grammar (chapter 09a)
+        self.logits_params: object = None  # edits its logits before sampling (chapter 06d)
+        self.scores: list[object] = []  # log probabilities of its prompt (chapter 08a)
+        self.matcher: AnswerRule | None = None
         self._ids = np.empty(self.max_device_len, dtype=np.int32)
         self._ids[: self.prompt_len] = prompt
 

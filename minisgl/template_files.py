@@ -5,15 +5,25 @@ Generated from notebooks/06b_tokenizer.ipynb: edit there.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+
+import msgspec
+
+from minisgl.config.paths import read_json
+from minisgl.config.rules import file_of
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a file; empty if there is no such file."""
-    found: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    return found
+class NamedTemplate(msgspec.Struct):
+    """One template of a list."""
+
+    template: str
+    name: str = ""
+
+
+def read_text(file: Path) -> str:
+    """Read a template's file; a ValueError names it."""
+    with file_of("chat_template", file):
+        return file.read_text("utf-8")
 
 
 def chat_templates(folder: Path) -> dict[str, str]:
@@ -22,8 +32,11 @@ def chat_templates(folder: Path) -> dict[str, str]:
     if (file := folder / "chat_template.jinja").is_file():
         found["default"] = file
     if found:
-        return {name: file.read_text("utf-8") for name, file in found.items()}
-    given = read_json(folder / "tokenizer_config.json").get("chat_template") or []
+        return {name: read_text(file) for name, file in found.items()}
+    given = read_json(folder / "tokenizer_config.json", required=False).get("chat_template") or []
     if isinstance(given, str):
         return {"default": given}
-    return {entry.get("name", ""): entry["template"] for entry in given}
+    try:
+        return {entry.name: entry.template for entry in msgspec.convert(given, list[NamedTemplate])}
+    except msgspec.ValidationError as error:
+        raise ValueError(f"tokenizer_config.json: chat_template: {error}") from None

@@ -19,7 +19,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minisgl.template_files import chat_templates, read_json
+from minisgl.config.paths import read_json
+from minisgl.template_files import chat_templates
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,9 @@ def expected_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
 
 def read_directly(folder: Path) -> TokenizerFiles | None:
     """Read the two files; return None if they do not define this tokenizer completely."""
-    config = read_json(folder / "tokenizer_config.json")
+    config = read_json(folder / "tokenizer_config.json", required=False)
     kind = str(config.get("tokenizer_class")).removesuffix("Fast")
-    model = str(read_json(folder / "config.json").get("model_type"))
+    model = str(read_json(folder / "config.json", required=False).get("model_type"))
     old = [folder / "special_tokens_map.json", folder / "added_tokens.json"]
     if "added_tokens_decoder" not in config and any(file.is_file() for file in old):
         return None

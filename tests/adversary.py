@@ -23,6 +23,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -35,6 +36,7 @@ from minisgl.kvcache.audit import check_integrity
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.naive_cache import NaiveCache
 from minisgl.kvcache.radix_cache import RadixCache
+from minisgl.scheduler import mixed
 from minisgl.scheduler.executor import StepOutput
 from minisgl.scheduler.grammar import Grammars, load_grammars
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, Msg, Reply, UserMsg
@@ -155,6 +157,8 @@ class Script:
     grammars: bool = False
     shadowed: bool = False  # the state according to the events is compared with the real one
     mixed: int = 0  # tokens of a step with prompts and running requests
+    context: int = 1000  # their tokens with all before them
+    long_chunk: int = 1000  # tokens of a long prompt in a step beside running requests
     lag: int | None = None  # turns by which a second rank is behind; None: there is none
 
     def __str__(self) -> str:
@@ -183,7 +187,9 @@ def make_script(seed: int) -> Script:
         "mirrored": rng.random() < 0.2, "grammars": rng.random() < 0.3,
         "shadowed": rng.random() < 0.2, "lag": pick((0, 1, 4, *[None] * 27)),
     }  # fmt: skip
-    sizes["mixed"] = 0 if sizes["drafts"] else random.Random(-seed).choice((0, 4, 40))
+    later = random.Random(-seed)
+    sizes["mixed"] = 0 if sizes["drafts"] else later.choice((0, 4, 40))
+    sizes |= {"context": later.choice((60, 1000)), "long_chunk": later.choice((3, 12, 1000))}
     weights = {Ask: 1.0, Turn: pick((1, 2, 5)), Abort: pick((0, 0.1, 0.5)),
                Again: pick((0, 0.1)), Swap: pick((0, 0.2)), Fail: pick((0, 0, 0.05)),
                Jump: pick((0, 0.1)), Misuse: pick((0, 0.1, 0.4)),
@@ -687,10 +693,13 @@ class World:
         chunked = manager.chunked_req
         rests = self.rest is not None and self.rest.rests()
         first = self.fair is not None and chunked is not None and self.fair.chunk_first(chunked)
+        self.admission.limits = self.limits_beside_running(chunked)
         step = schedule()
         if rests:
             assert step is None, "a prefill step, although a group is about to form"
             return None
+        if chunked is not None and (first or self.fair is None):
+            assert step is not None and chunked in step.reqs, f"{chunked} does not go on"
         batch = None
         if step is not None:
             batch = Batch(prompts_of(step.reqs), step.phase)
@@ -700,6 +709,8 @@ class World:
                 tokens = sum(req.extend_len for req in step.reqs)
                 assert tokens <= self.script.mixed and len(step.reqs) <= 3, f"{tokens} mixed tokens"
                 assert not any(req.scores_prompt for req in step.reqs), "a mixed step is scored"
+                context = sum(req.device_len for req in step.reqs)
+                assert context <= self.script.context, f"{context} tokens of context"
             if self.rest is not None:
                 self.rest.launched()
             assert self.admission.lengths_fit(batch), f"{batch.reqs}: too much or too little"
@@ -717,6 +728,15 @@ class World:
             why = self.admission.refused(waits, matched, batch, manager.chunked_req)
             assert why, f"{waits} is not admitted, although there is room"
         return step
+
+    def limits_beside_running(self, chunked: Req | None) -> PrefillLimits:
+        """Return the limits of the next step: a long prompt gets little beside running requests."""
+        limits, most = self.scheduler.prefill.limits, self.script.long_chunk
+        first = chunked or (self.fair.first() if self.fair is not None else None)
+        if first is None or self.fair is None or not self.scheduler.decode.running:
+            return limits
+        long = first.prefill_len - first.cached_len > most
+        return replace(limits, max_extend_tokens=min(self.script.budget, most)) if long else limits
 
     def check_twins(self, batch: Batch, chunked: Req | None) -> None:
         """Check that nobody computes what another one of the same step computes."""
@@ -888,15 +908,33 @@ class World:
 
     def lock_what_was_seen(self) -> None:
         """Lock a prefix that was found some turns ago; one that was evicted since is refused."""
-        cache = self.cache
+        cache, tree, turn = self.cache, self.cache.prefix_cache, len(self.trace)
+        if not self.prefixes.sure and tree.evictable_tokens:  # else a check of each match is lost
+            asked = 1 + turn % tree.evictable_tokens
+            slots = tree.evict(asked)
+            assert 0 <= len(slots) - asked < cache.page_size, f"{len(slots)} slots, not {asked}"
+            cache.free_slots(slots)
         if self.peeked is not None:
-            with suppress(RuntimeError):
+            try:
                 cache.lock(self.peeked)
+            except RuntimeError:
+                self.admit_with_a_lost_prefix()
+            else:
                 slots = self.peeked.slots()
                 assert len(slots) == self.peeked.cached_len, "a prefix lost its end"
                 cache.unlock(self.peeked)
-        text = Ask(0, 1 + len(self.trace) % 4, 40).prompt
+        text = Ask(0, 1 + turn % 4, 40).prompt
         self.peeked = cache.prefix_cache.match_prefix(np.array(text, np.int32))
+
+    def admit_with_a_lost_prefix(self) -> None:
+        """Ask for a row with a prefix that was evicted: no row may be taken."""
+        tables = self.executor.tables
+        free = tables.free_rows
+        ids = np.array(Ask(0, 1, 8).prompt, np.int32)
+        req = Req(uid=0, input_ids=ids, sampling_params=SamplingParams(), max_new_tokens=1)
+        with suppress(RuntimeError):
+            self.cache.admit(req, self.peeked)
+        assert tables.free_rows == free, "a row for a prefix that is lost"
 
     def put(self, msg: Msg) -> None:
         """A message on its way."""
@@ -930,6 +968,11 @@ class World:
 
     def play(self) -> None:
         """The whole script, then turns until nothing is left to do."""
+        limits = {"MAX_CONTEXT": self.script.context, "LONG_CHUNK": self.script.long_chunk}
+        with mock.patch.multiple(mixed, **limits):
+            self.play_to_the_end()
+
+    def play_to_the_end(self) -> None:
         for op in self.script.ops:
             self.do(op)
         self.follow(0)

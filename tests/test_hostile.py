@@ -26,16 +26,22 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from minisgl.config.engine import ServerConfig
+from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams
+from minisgl.models.weights import INDEX, checkpoint_files
 from minisgl.parallel.gloo import loopback_store
 from minisgl.scheduler import requests
+from minisgl.scheduler.forms import load_tokens
 from minisgl.scheduler.frames import Codec, with_seed
+from minisgl.scheduler.grammar import Grammars
 from minisgl.scheduler.messages import AbortMsg, Msg, TokenReply, UserMsg
 from minisgl.scheduler.requests import Limits, make_req
+from minisgl.scheduler.side import SideTokenizer
 from minisgl.server.chat.client import ApiClient, ServerError
-from minisgl.server.cli import main
+from minisgl.server.cli import main, settings_of
 from minisgl.server.fair import FairFrontend
-from minisgl.server.frontend import RequestFailed
+from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.http import api, bodies, formats
 from minisgl.server.http.access import Access, TrustedHosts, network_of
 from minisgl.server.http.bodies import BodyReader, SideThread, check_count, invalid, validator_of
@@ -51,7 +57,9 @@ from minisgl.server.http.limits import (
     Shares,
 )
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest, GenerateRequest
+from minisgl.server.http.settings import ApiSettings
 from minisgl.server.observe.logs import RequestLog
+from minisgl.server.options import Operations
 from minisgl.server.responses.schemas import ResponsesRequest
 from minisgl.server.workers.channels import MOST_MESSAGES, LocalQueue
 from minisgl.server.workers.messages import (
@@ -344,6 +352,57 @@ def test_one_client_cannot_fill_the_memory_with_bodies() -> None:
     assert limit._shares.taken == 0
 
 
+# Model folders
+
+
+DEEP = "[" * 10**5 + "]" * 10**5
+BROKEN: dict[str, tuple[str, str, str]] = {  # a file, a field and its value in JSON
+    "vocabulary": ("config.json", "vocab_size", "1000000000000"),
+    "layers": ("config.json", "num_hidden_layers", "1000000000000"),
+    "experts": ("config.json", "num_experts", "1000000000000"),
+    "heads": ("config.json", "num_attention_heads", "1000000000000"),
+    "deep config": ("config.json", "unused", DEEP),
+    "deep advice": ("generation_config.json", "unused", DEEP),
+    "deep tokenizer": ("tokenizer_config.json", "unused", DEEP),
+    "template": ("tokenizer_config.json", "chat_template", "5"),
+    "templates": ("tokenizer_config.json", "chat_template", '[{"name": "a"}]'),
+}
+
+
+def folder_with(folder: Path, file: str, field: str, value: str) -> Path:
+    """The embedded model with one field of one file replaced."""
+    for path in resolve_model_path(None).iterdir():
+        (folder / path.name).symlink_to(path)
+    fields = json.loads((folder / file).read_text()) | {field: "HERE"}
+    (folder / file).unlink()
+    (folder / file).write_text(json.dumps(fields).replace('"HERE"', value))
+    return folder
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_model_folder_is_one_error_that_names_the_place(name: str, tmp_path: Path) -> None:
+    """Before a process starts: none hangs in a loop over a size, and none shows a traceback."""
+    file, field, _ = BROKEN[name]
+    config = ServerConfig(model_path=str(folder_with(tmp_path, *BROKEN[name])))
+    with pytest.raises(ValueError, match=f"^({field}|{file}): ") as caught:
+        settings_of(config, Operations())
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("tokens", [DEEP, "5", '[{"id": 1000000000000}]'])
+def test_a_broken_tokenizer_is_a_reason_and_no_exception(tokens: str, tmp_path: Path) -> None:
+    """Grammars are then rejected with it; the scheduler that waits for them lives."""
+    folder = folder_with(tmp_path, "tokenizer.json", "added_tokens", tokens)
+    assert "tokenizer cannot be used" in str(load_tokens(folder, 10, [0]))
+
+
+@pytest.mark.parametrize("index", [DEEP, "[]", '{"weight_map": 5}'])
+def test_a_broken_index_of_weights_is_named(index: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(index)
+    with pytest.raises(ValueError, match=INDEX):
+        checkpoint_files(tmp_path)
+
+
 # Connections and heads
 
 
@@ -365,10 +424,11 @@ def test_heads_and_trailers_are_bounded(live: Live) -> None:
     whole = get + host + b"a: " + b"x" * MAX_HEAD + b"\r\n\r\n"
     endless = get + host + b"a: " + b"x" * 10**6
     many = get + host + b"a: b\r\n" * 40_000
+    short = get + host + b"a: b\r\n" * 300 + b"\r\n"  # few bytes and much work
     chunked = b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n" + host + b"\r\n"
     trailers = chunked + b"2\r\n{}\r\n0\r\n" + b"a: b\r\n" * 40_000
     extension = chunked + b"2;" + b"x" * 10**6
-    for bad in (whole, endless, many, trailers, extension):
+    for bad in (whole, endless, many, short, trailers, extension):
         assert answer_to(live, bad) in (b"HTTP/1.1 431 Refused", b""), bad[:40]
     body = json.dumps({"prompt": "x" * 200_000, "max_tokens": 1}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n" + host
@@ -488,11 +548,47 @@ def test_keys_have_prefixes_and_numbers_of_their_own(checkpoint: Path) -> None:
 
 
 def test_a_network_is_one_client() -> None:
-    """One host has 2**64 addresses of IPv6: they share a share."""
-    for same in (("2001:db8::1", "2001:db8::ffff:1"), ("::ffff:10.0.0.1", "10.0.0.1")):
+    """One customer has 2**80 addresses of IPv6: they share a share."""
+    for same in (("2001:db8::1", "2001:db8:0:ffff::1"), ("::ffff:10.0.0.1", "10.0.0.1")):
         assert len(set(map(network_of, same))) == 1
-    other = ("2001:db8::1", "2001:db8:0:1::1", "10.0.0.1", "10.0.0.2", "testclient", "")
+    other = ("2001:db8::1", "2001:db8:1::1", "10.0.0.1", "10.0.0.2", "testclient", "")
     assert len(set(map(network_of, other))) == len(other)
+
+
+def test_hosts_of_one_network_share_places_and_no_prefixes() -> None:
+    settings = ApiSettings("m", 10, isolate_prefixes=True)
+    service = api.Service(Frontend([], LocalQueue()), settings, ConcurrencyLimiter())
+
+    def handler(host: str) -> api.RequestHandler:
+        request = Request({"type": "http", "headers": [], "client": (host, 1)})
+        body = CompletionRequest(prompt="x")
+        return api.RequestHandler(service, request, body, [{"text": "x"}], CompletionFormatter())
+
+    one, same, other = map(handler, ("2001:db8::1", "2001:db8::2", "2001:db8:0:1::1"))
+    assert one.client == same.client == other.client == "address 2001:db8::/48"
+    salts = [each.tasks[0].params.cache_salt for each in (one, same, other)]
+    assert salts[0] == salts[1] != salts[2]
+
+
+def test_grammars_are_cached_by_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schema that compiles at once would show that somebody else uses it."""
+    asked = [SamplingParams(regex="a", cache_salt=salt) for salt in ("x", "x", "y", None)]
+    grammars, tokenizer = Grammars(lambda: "none"), SideTokenizer(resolve_model_path(None))
+    one, same, *others = map(grammars.start, asked)
+    assert one is same and one not in others and others[0] is not others[1]
+    jobs = list[Any]()
+    monkeypatch.setattr(tokenizer.side, "call", lambda *job: jobs.append(job))
+    for params in asked:
+        tokenizer.encode_params(params)
+    assert jobs == [("compile", "regex", "a")] * 3
+
+
+def test_the_host_of_an_absolute_target_counts(checkpoint: Path) -> None:
+    """It goes before the header: a proxy may have sent the request by it."""
+    with Live(checkpoint, api={"origins": ["mine.example"]}) as live:
+        for host, status in ((b"mine.example", b"200 OK"), (b"evil.example", b"403 Forbidden")):
+            target = b"GET http://" + host + b"/health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+            assert answer_to(live, target) == b"HTTP/1.1 " + status
 
 
 def test_pages_of_other_sites_are_refused() -> None:

@@ -78,6 +78,9 @@ class CacheMachine(RuleBasedStateMachine):
         expected = self.oracle.longest(tokens + 1000 * SALTS.index(salt))
         assert handle.cached_len == len(expected)
         assert handle.slots().tolist() == self.oracle.slots(expected)
+        parts = set(self.oracle.prefixes(np.array(expected, np.int32)))
+        unlocked = self.page_size * len(parts - self.oracle.protected())
+        assert self.cache.unlocked_tokens(handle) == unlocked and self.sizes() == before
         self.oracle.use(expected)
         if hold:
             self.cache.lock(handle)

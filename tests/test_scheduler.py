@@ -17,10 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from minisgl import events
 from minisgl.core import Batch, Phase, Req, SamplingParams
 from minisgl.kvcache.audit import IntegrityError
 from minisgl.kvcache.cache_manager import CacheManager
-from minisgl.kvcache.page_table import TableManager
+from minisgl.kvcache.page_table import TableManager, slots_of_pages
 from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import (
@@ -313,7 +314,7 @@ def test_a_large_request_is_not_overtaken_for_ever() -> None:
     d.drain()
 
 
-def test_a_matched_prefix_is_locked_before_pages_are_counted() -> None:
+def test_a_matched_prefix_does_not_count_as_room() -> None:
     """The pages of the match look available until they are locked: then they are not."""
     d = Driver(num_pages=8, page_size=4)
     d.ask(1, list(range(15)), max_tokens=2, ignore_eos=True)
@@ -884,15 +885,40 @@ def test_a_prompt_that_was_cut_is_the_last_of_its_step() -> None:
     """Only one can be half done, and only the last is remembered."""
     step = step_of(64)
     first, document, late = make_req(4, 2), make_req(100, 2), make_req(4, 2)
-    assert step.try_admit(first) and step.try_admit(document) and document.is_chunked
-    assert [req.extend_len for req in step.reqs] == [4, 12]
-    assert not step.try_admit(late) and late.table_idx < 0 and not step.add_chunk(document)
+    for req in (first, document):
+        found = step.check(req)
+        assert found is not None
+        step.admit(req, found)
+    assert [req.extend_len for req in step.reqs] == [4, 12] and document.is_chunked
+    assert step.check(late) is None and not step.add_chunk(document)
 
 
 def test_who_must_fit_whole_is_not_cut() -> None:
     step, long, short = step_of(64), make_req(65, 2), make_req(64, 2)
-    assert not step.try_admit(long, whole=True) and long.table_idx < 0
-    assert step.try_admit(short, whole=True) and not short.is_chunked
+    assert step.check(long) is not None and step.check(long, whole=True) is None
+    found = step.check(short, whole=True)
+    assert found is not None
+    step.admit(short, found)
+    assert not short.is_chunked
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_decision_changes_nothing(fits: bool) -> None:
+    """Also where the prefix is found, and the rest has no room."""
+    step, req, said = step_of(64), make_req(40, 2 if fits else 1600), list[events.Event]()
+    cache = step.cache
+    req.input_ids[:36] = np.arange(36)
+    cache.prefix_cache.insert_prefix(req.input_ids[:36], slots_of_pages(cache.take_pages(9), 4))
+    cache.prefix_cache.emit = said.append
+
+    def state() -> str:
+        fields = vars(step) | {name: getattr(req, name) for name in Req.__slots__}
+        return repr((fields, cache.available_tokens, cache.prefix_cache.protected_tokens))
+
+    before = state()
+    found = step.check(req)
+    assert (found is not None) == fits and (found is None or found.cached_len == 36)
+    assert state() == before and not any(isinstance(e, events.NodeLocked) for e in said)
 
 
 @LOOPS

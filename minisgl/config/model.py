@@ -204,10 +204,13 @@ class ModelConfig:
         """Build from a model folder or hub id; the stop tokens of `generation_config.json` win."""
         folder = resolve_model_path(path)
         config = read_json(folder / "config.json")
-        if (folder / "generation_config.json").exists():
-            eos = read_json(folder / "generation_config.json").get("eos_token_id")
-            config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
+        eos = read_json(folder / "generation_config.json", required=False).get("eos_token_id")
+        config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
         return cls.from_hf(config)
+
+
+MAX_LAYERS, MAX_SIZE = 2**10, 2**21  # a start is slow above them, and no model is near
+Size = Annotated[Positive, Field(le=MAX_SIZE)]
 
 
 class ConfigFile(BaseModel):
@@ -215,13 +218,13 @@ class ConfigFile(BaseModel):
 
     model_config = STRICT
 
-    hidden_size: Positive
-    intermediate_size: Positive
-    num_hidden_layers: Positive
-    num_attention_heads: Positive
-    num_key_value_heads: Positive | None = None
-    head_dim: Positive | None = None
-    vocab_size: Positive
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Annotated[Positive, Field(le=MAX_LAYERS)]
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    vocab_size: Size
     rms_norm_eps: PositiveNumber
     max_position_embeddings: Annotated[Positive, Field(le=MAX_POSITION)]
     rope_theta: PositiveNumber = 10_000.0  # the paper's
@@ -231,9 +234,9 @@ class ConfigFile(BaseModel):
     use_sliding_window: bool | None = None
     sliding_window: Positive | None = None
     layer_types: list[Literal["full_attention", "sliding_attention"]] = []
-    num_experts: Positive | None = None  # from here on: only for a mixture of experts
-    num_experts_per_tok: Positive | None = None
-    moe_intermediate_size: Positive | None = None
+    num_experts: Size | None = None  # from here on: only for a mixture of experts
+    num_experts_per_tok: Size | None = None
+    moe_intermediate_size: Size | None = None
     norm_topk_prob: bool = False
     decoder_sparse_step: Positive = 1
     mlp_only_layers: list[Count] = []
@@ -378,8 +381,7 @@ SAME_NAMES = ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", 
 
 def sampling_advice(folder: Path) -> dict[str, Any]:
     """Read the fields of `SamplingParams` that a model's `generation_config.json` has."""
-    file = folder / "generation_config.json"
-    advice = read_json(file) if file.is_file() else {}
+    advice = read_json(folder / "generation_config.json", required=False)
     if advice.get("do_sample") is False:
         return {"temperature": 0.0}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -15,16 +15,16 @@ from typing import Any
 from minisgl.config.rules import refuse
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read one JSON object from a file; every failure raises a ValueError that names the file."""
+def read_json(path: Path, required: bool = True) -> dict[str, Any]:
+    """Read one JSON object, empty if absent and not `required`; a ValueError names the file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text("utf-8") if required or path.is_file() else "{}")
     except FileNotFoundError:
         raise ValueError(f"{path.name}: no such file in {path.parent}") from None
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ValueError(f"{path.name}: not valid JSON, {error.msg} at {where}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last: nested too deep
         raise ValueError(f"{path.name}: cannot be read from {path.parent}: {error}") from error
     if not isinstance(found, dict):
         raise refuse(path.name, "a JSON object", found)

@@ -111,10 +111,11 @@ class Masks:
 
     def __init__(self, asked: Asked, vocab_size: int) -> None:
         self.rows, self.words = ints(row for row, _ in asked), -(-vocab_size // 32)
+        self.params = [params for _, params in asked]
 
     def step(self, rows: Rows) -> Edit:
         """Read the masks again."""
-        masks = [rows.reqs[row].logits_params.mask for row in self.rows]
+        masks = [params.mask for params in self.params]
         return Edit(apply_masks, (self.rows, np.array(masks, np.int32).reshape(-1, self.words)))
 
 
@@ -268,7 +269,8 @@ class LogitsProcessors:
 
     def batch_args(self, reqs: Sequence[Req]) -> list[Rule] | None:
         """Collect these requests' rules, which do not depend on lengths; None if there are none."""
-        asked = [(row, req.logits_params) for row, req in enumerate(reqs) if req.logits_params]
+        params = [(row, req.logits_params) for row, req in enumerate(reqs)]
+        asked = [(row, given) for row, given in params if isinstance(given, LogitsParams)]
         kinds = [(rule, [pair for pair in asked if asks(pair[1])]) for rule, asks in KINDS]
         return [rule(rows, self.vocab_size) for rule, rows in kinds if rows] or None
 

@@ -65,7 +65,10 @@ def prompt_logprobs(req: Req) -> list[Scored]:
     """List each prompt token's id, its log probability, and the most likely tokens there."""
     found: list[Scored] = [(int(req.input_ids[0]), None, [])]
     for output in req.scores:
+        assert isinstance(output, ForwardOutput)
         part = output.wait()
+        assert part.logprobs is not None
+        assert part.top_ids is not None and part.top_logprobs is not None
         tops = (list(zip(*top)) for top in zip(part.top_ids, part.top_logprobs))
         found += zip(part.ids, part.logprobs, tops)
     req.scores.clear()

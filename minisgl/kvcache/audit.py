@@ -12,10 +12,10 @@ from functools import singledispatch
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import IntArray, Req
+from minisgl.core import CacheHandle, IntArray, Req
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.page_table import slots_of_pages
-from minisgl.kvcache.prefix_cache import NO_SLOTS, TOKEN_BYTES, CacheHandle, PrefixCache
+from minisgl.kvcache.prefix_cache import NO_SLOTS, TOKEN_BYTES, PrefixCache
 from minisgl.kvcache.radix_cache import Node, RadixCache, path_of
 
 
@@ -81,6 +81,7 @@ def check_tree(cache: RadixCache, locked: Sequence[CacheHandle] | None = None) -
 
 def own_pages(manager: CacheManager, req: Req) -> IntArray:
     """Return the pages of one request alone, after a check of its row."""
+    assert req.cache_handle is not None
     size, kept = manager.page_size, req.cache_handle.cached_len
     end = manager.allocated_len.get(req, kept)
     if req.table_idx < 0:  # matched and locked, but not yet admitted
@@ -134,5 +135,6 @@ def check_integrity(manager: CacheManager, live: Sequence[Req] = ()) -> None:
     require(len(set(rows)) == len(rows), f"rows {rows}: two requests share one")
     for req in manager.allocated_len:
         require(req in holders, f"req {req.uid}: has pages but is not live")
-    check_cache(manager.prefix_cache, [req.cache_handle for req in holders])
+    handles = [req.cache_handle for req in holders if req.cache_handle is not None]
+    check_cache(manager.prefix_cache, handles)
     owners(manager, live)

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from minisgl import events
-from minisgl.core import IntArray, Req
+from minisgl.core import CacheHandle, IntArray, Req
 from minisgl.kvcache.page_table import OutOfPages, PageAllocator, TableManager, slots_of_pages
-from minisgl.kvcache.prefix_cache import CacheHandle, PrefixCache
+from minisgl.kvcache.prefix_cache import PrefixCache
 
 
 class CacheManager:
@@ -106,7 +106,10 @@ class CacheManager:
         new, already = self.prefix_cache.insert_prefix(req.input_ids[:known], row[:known], salt)
         duplicates = row[old.cached_len : already].copy()  # cached before this request inserts
         if finished:
-            self.release(req, max(old.cached_len, new.cached_len))
+            kept = max(old.cached_len, new.cached_len)
+            self.free_slots(row[kept : self.allocated_len.pop(req, kept)])
+            self.prefix_cache.unlock(old)
+            req.cache_handle = None
         else:
             self.prefix_cache.lock(new)
             self.prefix_cache.unlock(old)
@@ -118,10 +121,3 @@ class CacheManager:
             if self.emit is not None:
                 self.emit(events.PagesCached(req.uid, events.pages_of(new.slots(), self.page_size)))
         self.free_slots(duplicates)
-
-    def release(self, req: Req, kept_len: int) -> None:
-        """Unlock a request's prefix and free its pages from position `kept_len` on."""
-        handle, req.cache_handle = req.cache_handle, None
-        end = self.allocated_len.pop(req, kept_len)
-        self.free_slots(self.tables.page_table[req.table_idx, kept_len:end])
-        self.prefix_cache.unlock(handle)

@@ -6,15 +6,9 @@ Generated from notebooks/03b_prefix_caches.ipynb: edit there.
 from __future__ import annotations
 
 from minisgl.config.rules import check_positive
-from minisgl.core import IntArray
+from minisgl.core import CacheHandle, IntArray
 from minisgl.events import Emit
-from minisgl.kvcache.prefix_cache import (
-    NO_SLOTS,
-    CacheHandle,
-    InsertResult,
-    Salt,
-    check_evictable,
-)
+from minisgl.kvcache.prefix_cache import NO_SLOTS, InsertResult, Salt, check_evictable
 
 
 class EmptyHandle:
@@ -49,6 +43,10 @@ class NaiveCache:
     def pages(self) -> IntArray:
         """Return no pages, int32 [0]."""
         return NO_SLOTS
+
+    def unlocked_tokens(self, handle: CacheHandle) -> int:
+        """Return 0: no page is cached."""
+        return 0
 
     def lock(self, handle: CacheHandle) -> None:
         """Do nothing: no page is cached, so none needs protection."""

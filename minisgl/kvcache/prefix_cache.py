@@ -9,19 +9,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from minisgl.core import IntArray
+from minisgl.core import CacheHandle, IntArray
 from minisgl.events import Emit
-
-
-class CacheHandle(Protocol):
-    """A cached prefix that a match or an insertion found; lock it before anything may evict."""
-
-    @property
-    def cached_len(self) -> int:
-        """Tokens of the prefix, a multiple of the page size."""
-
-    def slots(self) -> IntArray:
-        """Return the prefix's slots, int32 [cached_len]; raise RuntimeError if any was evicted."""
 
 
 class InsertResult(NamedTuple):
@@ -39,14 +28,8 @@ class PrefixCache(Protocol):
 
     page_size: int
     emit: Emit | None
-
-    @property
-    def evictable_tokens(self) -> int:
-        """Cached tokens that no lock protects."""
-
-    @property
-    def protected_tokens(self) -> int:
-        """Cached tokens that a lock protects."""
+    evictable_tokens: int  # cached tokens that no lock protects
+    protected_tokens: int  # cached tokens that a lock protects
 
     def match_prefix(self, ids: IntArray, salt: Salt = None) -> CacheHandle:
         """Find the longest cached prefix of `ids` [n]; change neither contents nor sizes."""
@@ -56,6 +39,9 @@ class PrefixCache(Protocol):
 
     def pages(self) -> IntArray:
         """Return every page that the cache holds, int32, in any order."""
+
+    def unlocked_tokens(self, handle: CacheHandle) -> int:
+        """Return the tokens of a prefix that no lock protects: those that `lock` would move."""
 
     def lock(self, handle: CacheHandle) -> None:
         """Protect a prefix from eviction; locks add up."""

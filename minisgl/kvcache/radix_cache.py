@@ -13,15 +13,8 @@ import numpy as np
 
 from minisgl import events
 from minisgl.config.rules import check_positive
-from minisgl.core import IntArray
-from minisgl.kvcache.prefix_cache import (
-    NO_SLOTS,
-    TOKEN_BYTES,
-    CacheHandle,
-    InsertResult,
-    Salt,
-    check_evictable,
-)
+from minisgl.core import CacheHandle, IntArray
+from minisgl.kvcache.prefix_cache import NO_SLOTS, TOKEN_BYTES, InsertResult, Salt, check_evictable
 
 
 def page_bytes(ids: IntArray, page_size: int) -> bytes:
@@ -163,6 +156,10 @@ class RadixCache:
     def pages(self) -> IntArray:
         """Return every page of the tree, int32."""
         return np.concatenate([n.slots[:: self.page_size] for n in self.nodes()]) // self.page_size
+
+    def unlocked_tokens(self, handle: CacheHandle) -> int:
+        """Return the tokens of a prefix that no lock protects; change nothing."""
+        return sum(node.num_tokens for node in path_of(handle) if node.ref_count == 0)
 
     def lock(self, handle: CacheHandle) -> None:
         """Protect a prefix: add a lock to every node on its path."""

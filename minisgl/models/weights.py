@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import json
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from safetensors import safe_open
 from torch import nn
 from tqdm import tqdm
 
+from minisgl.config.paths import read_json
 from minisgl.layers.attention import QKNorm, RMSNorm
 from minisgl.models.shards import ShardSpec, model_shards
 from minisgl.parallel.comm import Comm
@@ -44,8 +44,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
     if (folder / GGUF).exists():
         return [folder / GGUF]
     if (folder / INDEX).is_file():
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        names = sorted(set(map(str, index["weight_map"].values())))
+        files = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(files, dict):
+            raise WeightError(f"weights: {INDEX} must have an object weight_map")
+        names = sorted(set(map(str, files.values())))
         if outside := [n for n in names if Path(n).is_absolute() or ".." in Path(n).parts]:
             raise WeightError(f"weights: {INDEX} names files outside its folder: {some(outside)}")
         if absent := [name for name in names if not (folder / name).is_file()]:

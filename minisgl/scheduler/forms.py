@@ -14,6 +14,9 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
+from minisgl.config.model import MAX_SIZE
+from minisgl.config.paths import read_json
+from minisgl.config.rules import refuse
 from minisgl.scheduler.messages import InvalidRequestError
 
 MAX_MULTIPLES = 1000  # sum of a schema's `multipleOf`s: each takes as many states
@@ -189,11 +192,13 @@ def compile_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> LLMa
 def load_tokens(folder: Path, vocab_size: int, ends: Collection[int]) -> LLTokenizer | str:
     """Load the tokenizer of a model folder for llguidance, or return why it cannot be used."""
     try:
-        about = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+        about = read_json(folder / "tokenizer.json")
         about |= {"truncation": None, "padding": None}  # of the training
         ids = [token["id"] for token in about.get("added_tokens", [])]
         known = about.get("model", {}).get("vocab", ())
         size = max(vocab_size, len(known), *(i + 1 for i in ids))
+        if size > MAX_SIZE:
+            raise refuse("id", f"below {MAX_SIZE}", size - 1)
         return LLTokenizer(json.dumps(about), n_vocab=size, eos_token=sorted(ends))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a broken file can raise any error
         return f"the model's tokenizer cannot be used: {error}"

@@ -76,7 +76,7 @@ class Grammars:
         self.waiting: DeferredOutput | None = None  # the last step, if it is not sampled yet
         self.executor = LLExecutor(1)  # one call for a batch, in one thread
 
-        def compile(field: str, text: str) -> Future[LLMatcher]:
+        def compile(field: str, text: str, salt: str | None = None) -> Future[LLMatcher]:
             return pool.submit(lambda: compile_grammar(loaded.result(), field, text))
 
         self.compile = lru_cache(keep)(compile)
@@ -84,19 +84,20 @@ class Grammars:
     def start(self, params: SamplingParams) -> Future[LLMatcher] | None:
         """Compile a request's grammar, unless it is cached; return None if it has no grammar."""
         asked = asked_for(params)
-        return None if asked is None else self.compile(*asked)
+        return None if asked is None else self.compile(*asked, params.cache_salt)
 
     def constrain(self, req: Req, vocab_size: int) -> None:
         """Set the matcher and mask of a constrained request, or raise `InvalidRequestError`."""
         asked = asked_for(req.sampling_params)
         assert asked is not None
-        job = self.compile(*asked)
+        job = self.compile(*asked, req.sampling_params.cache_salt)
         if isinstance(error := job.exception(), InvalidRequestError):
             raise InvalidRequestError(error.message, param=error.param)
         req.matcher = Matcher(job.result(), asked[0])
         if asked[0] == "structural_tag":
             self.begin(req.matcher, req.input_ids)
-        req.logits_params = req.logits_params or LogitsParams()
+        if not isinstance(req.logits_params, LogitsParams):
+            req.logits_params = LogitsParams()
         req.logits_params.mask = np.full(-(-vocab_size // 32), -1, np.int32)
 
     def begin(self, matcher: Matcher, prompt: IntArray) -> None:
@@ -117,7 +118,7 @@ class Grammars:
         todo = []
         for index, row in enumerate(rows):
             req = fi.sampled[row]
-            if req.matcher is not None:
+            if isinstance(req.matcher, Matcher):
                 req.matcher.follow(req.output_ids)
                 todo.append((req.matcher.ll, index))
         if todo:  # a tokenizer may have more tokens than the model has logits

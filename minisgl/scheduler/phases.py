@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from minisgl.core import Batch, Phase, Req
+from minisgl.core import Batch, CacheHandle, Phase, Req
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.scheduler.queue import WaitingQueue
 
@@ -89,8 +89,7 @@ class PrefillAdder:
         length = min(self.room(rest), rest)
         if length == 0:
             return False
-        # A retracted request may match pages it computed itself: `matched_len` is older.
-        size = rest if req.retracted else req.prefill_len - req.matched_len
+        size = rest if req.retracted else req.prefill_len - req.matched_len  # now it may match more
         self.shortest = min(self.shortest, size)
         req.schedule(req.cached_len + length)
         self.budget = self.budget - length if length == rest else 0
@@ -99,31 +98,31 @@ class PrefillAdder:
             self.prefixes.add(self.prefix_key(req, req.matched_len))
         return True
 
-    def try_admit(self, req: Req, whole: bool = False) -> bool:
-        """Admit a waiting request (if `whole`, only with its whole prompt), or change nothing."""
+    def check(self, req: Req, whole: bool = False) -> CacheHandle | None:
+        """Return the prefix to start a request from (`whole`: to its end), or None: it waits."""
         if self.budget <= 0 or self.cache.tables.free_rows == 0:
-            return False
+            return None
         handle = self.cache.match_req(req)
-        tokens = req.host_len - handle.cached_len
+        tokens = req.prefill_len - handle.cached_len
         room = self.room(tokens)
         if (
             room <= 0
             or (whole and tokens > room)
             or self.is_in_batch_prefix(req, handle.cached_len)
         ):
-            return False
-        req.restart()
+            return None
+        lockable = self.cache.prefix_cache.unlocked_tokens(handle)
+        usable = self.cache.available_tokens - lockable + handle.cached_len
+        pages = self.reserved + future_pages(req, self.cache.page_size, self.reserve)
+        return handle if pages * self.cache.page_size <= usable else None
+
+    def admit(self, req: Req, handle: CacheHandle) -> None:
+        """Start a request from the prefix that `check` returned, and promise it its pages."""
         req.cached_len = handle.cached_len
-        # Locked pages are not evictable any more: lock first, then count the rest.
         self.cache.lock(handle)
-        needed = future_pages(req, self.cache.page_size, self.reserve)
-        if needed > self.cache.available_tokens // self.cache.page_size - self.reserved:
-            self.cache.unlock(handle)
-            req.cached_len = 0
-            return False
-        self.reserved += needed
         self.cache.admit(req, handle)
-        return self.add_chunk(req)
+        self.reserved += future_pages(req, self.cache.page_size, self.reserve)
+        self.add_chunk(req)
 
     def prefix_key(self, req: Req, matched_len: int) -> tuple[str | None, bytes]:
         """Return the salt and the prompt up to `min_shared` tokens past the match, as a key."""
@@ -172,14 +171,14 @@ class PrefillManager:
                 if not adder.add_chunk(chunked):
                     break
                 chunked = None
-            elif first is None or not adder.try_admit(first, whole=chunked is not None):
+            elif first is None or (handle := adder.check(first, whole=chunked is not None)) is None:
                 break
             else:
+                adder.admit(first, handle)
                 self.waiting.remove(first)
         if chunked is not None and adder.add_chunk(chunked):
             chunked = None
         if not adder.reqs:
             return None
-        last = adder.reqs[-1]
-        self.chunked_req = last if last.is_chunked else chunked
+        self.chunked_req = next((req for req in adder.reqs if req.is_chunked), chunked)
         return Batch(reqs=adder.reqs, phase=Phase.PREFILL)

@@ -184,7 +184,7 @@ def token_reply(req: Req, reason: str | None, tokens: SampledTokens, index: int)
             reply.prompt_logprobs = prompt_logprobs(req)
     if req.sampling_params.max_tokens == 0:  # one was computed, none is wanted
         reply.token, reply.finish_reason, wanted = None, "length", None
-    if reason == "abort":
+    if reason == "abort" and req.matcher is not None:
         reply.notice = req.matcher.error
     if wanted is not None and tokens.logprobs is not None:
         reply.logprob = tokens.logprobs[index]

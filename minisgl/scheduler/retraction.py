@@ -36,6 +36,7 @@ def retract(scheduler: Scheduler, req: Req) -> None:
     scheduler.prefill.remove(req)
     scheduler.decode.remove(req)
     scheduler.free_request(req)
+    req.restart()
     req.retracted = True
     scheduler.prefill.waiting.resume(req)
     scheduler.retractions += 1

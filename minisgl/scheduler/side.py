@@ -11,7 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ class Side:
     def __init__(self, setup: Sequence[Any], seconds: float = SECONDS) -> None:
         self._setup, self._seconds = msgspec.msgpack.encode(setup), seconds
         self._idle = list[SideProcess]()
-        self.compile = lru_cache(256)(partial(self.call, "compile"))
+        self.compile = lru_cache(256)(lambda *job: self.call("compile", *job[:2]))  # not the salt
         weakref.finalize(self, end_all, self._idle)
 
     def start(self) -> None:
@@ -170,5 +170,5 @@ class SideTokenizer(Tokenizer):
     def encode_params(self, params: SamplingParams) -> SamplingParams:
         """Return parameters in ids; raise `ValueError` also for a grammar that does not compile."""
         if (asked := asked_for(params)) is not None:
-            self.side.compile(*asked)
+            self.side.compile(*asked, params.cache_salt)
         return super().encode_params(params)

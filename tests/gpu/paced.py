@@ -6,12 +6,14 @@ python3 -m tests.gpu.paced measure FILE [--engines 8B/1 0.6B/1 …] [--seconds 1
 `predict` writes a summary of each load for every kind of GPU, `measure` for the GPU at hand; no
 engine is started after `--seconds`, and none that needs more GPUs than there are. A prediction is
 committed before the run that it is about. Each load runs twice, the second run counts; `built`
-counts the Triton kernels that were compiled or loaded in it, and `first_run` describes the other.
+counts the Triton kernels that were compiled or loaded in it, `steps` has the mean times of its
+steps by kind, and `first_run` describes the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -34,6 +36,7 @@ from minisgl.benchmark.workload import RandomRequest
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.known_models import KNOWN_CONFIGS
 from minisgl.config.model import ModelConfig
+from minisgl.core import Batch
 from minisgl.engine.heap import frozen_heap
 from minisgl.llm import LLM
 from minisgl.scheduler.build import Parts, build_prefill
@@ -78,10 +81,11 @@ class Engine(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A run, and by name the Triton kernels that were compiled or loaded in it."""
+    """A run, the Triton kernels that were compiled or loaded in it, and its steps."""
 
     run: LoadRun
     built: dict[str, int]
+    steps: dict[str, dict[str, float]]
 
 
 OFFLINE = Load(192, None, (64, 512), (64, 256))
@@ -138,16 +142,75 @@ def built_kernels() -> Iterator[Counter[str]]:
         yield found
 
 
+class Stopwatch:
+    """Mean milliseconds of steps by kind: of the host, of the device, and until it began.
+
+    In the stream, the mark before a step's layout passes when the step before it is done; `idle` is
+    the time from there to the first kernel.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.open = engine, None
+        self.rows: list[tuple[str, float, list[Any]]] = []
+
+    def mark(self) -> Any:
+        """Return a mark in the engine's stream; None on a CPU."""
+        if self.engine.stream is None:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.engine.stream)
+        return event
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Note the steps of the block."""
+        prepare, step = self.engine.prepare, self.engine.step
+
+        def timed_prepare(batch: Batch) -> Any:
+            self.open = (time.perf_counter(), self.mark())
+            return prepare(batch)
+
+        def timed_step(inputs: Any) -> Any:
+            begin, first = self.open
+            marks = [first, self.mark()]
+            output = step(inputs)
+            marks.append(self.mark())
+            running = sum(req.cached_len >= req.prefill_len for req in inputs.batch.reqs)
+            mixed = 0 < running < inputs.batch.size
+            kind = "mixed" if mixed else inputs.batch.phase.value
+            self.rows.append((kind, time.perf_counter() - begin, marks))
+            return output
+
+        with mock.patch.multiple(self.engine, prepare=timed_prepare, step=timed_step):
+            yield
+
+    def means(self) -> dict[str, dict[str, float]]:
+        """Return count and mean milliseconds by kind, when the device is done."""
+        if self.engine.stream is not None:
+            self.engine.stream.synchronize()
+        found: dict[str, dict[str, float]] = {}
+        for kind in sorted({row[0] for row in self.rows}):
+            rows = [row[1:] for row in self.rows if row[0] == kind]
+            host, marks = [row[0] for row in rows], [row[1] for row in rows]
+            found[kind] = {"count": len(rows), "host_ms": round(1e3 * statistics.mean(host), 3)}
+            if self.engine.stream is not None:
+                for name, at in (("idle_ms", 0), ("device_ms", 1)):
+                    times = [m[at].elapsed_time(m[at + 1]) for m in marks]
+                    found[kind][name] = round(statistics.mean(times), 3)
+        return found
+
+
 def measured(llm: LLM, requests: Sequence[RandomRequest]) -> Measured:
     """Run requests through the engine as they come; with several ranks, on all of them."""
     scheduler, before = llm.scheduler, llm.scheduler.channel
-    with frozen_heap(), built_kernels() as built:
+    watch = Stopwatch(scheduler.engine)
+    with frozen_heap(), built_kernels() as built, watch.running():
         arrivals = Arrivals(WallClock(), requests)
         scheduler.channel = arrivals if llm.ranks is None else llm.ranks.channel(arrivals)
         while arrivals.waiting or scheduler.has_work:
             scheduler.step_overlap(block=True)
     scheduler.channel = before
-    return Measured(LoadRun(arrivals.records, 0.0, False), dict(built))
+    return Measured(LoadRun(arrivals.records, 0.0, False), dict(built), watch.means())
 
 
 def use(llm: LLM, config: SchedulerConfig) -> None:
@@ -202,7 +265,8 @@ def run_all(
             runs = list(run_twice(llm, requests, config_of(setting) if engine.tp == 1 else None))
             summary = summary_of(runs[0].run, requests)
             facts = {name: summary[name] for name in ("output_tokens_per_s", "ms")}
-            about = {"built": runs[1].built, "first_run": {"built": runs[0].built, **facts}}
+            about = {"built": runs[1].built, "steps": runs[1].steps}
+            about["first_run"] = {"built": runs[0].built, **facts}
             yield setting, load, runs[1].run, about
 
 

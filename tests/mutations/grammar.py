@@ -77,8 +77,8 @@ MUTATIONS = [
     Mutation(
         "grammar_forgets_the_other_wishes_of_a_request",
         GRAMMAR,
-        "req.logits_params or LogitsParams()",
-        "LogitsParams()",
+        "if not isinstance(req.logits_params, LogitsParams):",
+        "if True:",
         TESTS + "test_a_request_keeps_what_it_asked_of_its_logits",
     ),
     Mutation(

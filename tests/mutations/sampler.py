@@ -238,8 +238,8 @@ MUTATIONS = [
     Mutation(
         "processors_keep_the_mask_of_the_batch",
         PROCESSORS,
-        "[rows.reqs[row].logits_params.mask for row in self.rows]",
-        "[rows.reqs[0].logits_params.mask for row in self.rows]",
+        "[params.mask for params in self.params]",
+        "[self.params[0].mask for _ in self.params]",
         LOGITS + "test_processed_logits_are_those_of_the_definitions",
     ),
     Mutation(

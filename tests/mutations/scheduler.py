@@ -271,22 +271,25 @@ MUTATIONS = [
         TESTS + "test_one_token_answers",
     ),
     Mutation(
-        "prefill_counts_before_it_locks",
+        "prefill_counts_the_pages_that_its_lock_will_take",
         PREFILL,
-        "self.cache.lock(handle)\n"
-        "        needed = future_pages(req, self.cache.page_size, self.reserve)\n"
-        "        if needed > self.cache.available_tokens //",
-        "left = self.cache.available_tokens\n        self.cache.lock(handle)\n"
-        "        needed = future_pages(req, self.cache.page_size, self.reserve)\n"
-        "        if needed > left //",
-        TESTS + "test_a_matched_prefix_is_locked_before_pages_are_counted",
+        "self.cache.available_tokens - lockable",
+        "self.cache.available_tokens",
+        TESTS + "test_a_matched_prefix_does_not_count_as_room",
     ),
     Mutation(
-        "prefill_leaves_a_lock_behind",
+        "prefill_locks_while_it_decides",
         PREFILL,
-        "            self.cache.unlock(handle)\n",
+        "        lockable = self.cache",
+        "        self.cache.lock(handle)\n        lockable = self.cache",
+        TESTS + "test_a_decision_changes_nothing",
+    ),
+    Mutation(
+        "prefill_starts_without_a_lock",
+        PREFILL,
+        "        self.cache.lock(handle)\n",
         "",
-        TESTS + "test_a_matched_prefix_is_locked_before_pages_are_counted",
+        TESTS + "test_a_matched_prefix_does_not_count_as_room",
     ),
     Mutation(
         "prefill_forgets_what_running_requests_need",
@@ -305,7 +308,7 @@ MUTATIONS = [
     Mutation(
         "prefill_promises_the_same_pages_twice",
         PREFILL,
-        "self.reserved += needed",
+        "self.reserved += future_pages(req, self.cache.page_size, self.reserve)",
         "self.reserved += 0",
         TESTS + "test_pages_are_rounded_right",
     ),
@@ -326,27 +329,28 @@ MUTATIONS = [
     Mutation(
         "prefill_small_ones_overtake",
         PREFILL,
-        "            elif first is None or not adder.try_admit("
-        "first, whole=chunked is not None):\n"
-        "                break\n            else:\n                self.waiting.remove(first)\n",
-        "            else:\n"
-        "                for req in [r for r in list(self.waiting) if adder.try_admit(r)]:\n"
-        "                    self.waiting.remove(req)\n"
-        "                break\n",
+        "            elif first is None or (handle := adder.check("
+        "first, whole=chunked is not None)) is None:\n"
+        "                break\n            else:\n                adder.admit(first, handle)\n"
+        "                self.waiting.remove(first)\n",
+        "            else:\n                for req in list(self.waiting):\n"
+        "                    if (handle := adder.check(req)) is not None:\n"
+        "                        adder.admit(req, handle)\n"
+        "                        self.waiting.remove(req)\n                break\n",
         TESTS + "test_a_large_request_is_not_overtaken_for_ever",
     ),
     Mutation(
         "prefill_forgets_who_is_half_done",
         PREFILL,
-        "self.chunked_req = last if last.is_chunked else chunked",
+        "self.chunked_req = next((req for req in adder.reqs if req.is_chunked), chunked)",
         "self.chunked_req = None",
         TESTS + "test_pitfall_07_chunks_of_1200_at_256",
     ),
     Mutation(
         "prefill_forgets_a_half_done_prompt_that_found_no_room",
         PREFILL,
-        "self.chunked_req = last if last.is_chunked else chunked",
-        "self.chunked_req = last if last.is_chunked else None",
+        "self.chunked_req = next((req for req in adder.reqs if req.is_chunked), chunked)",
+        "self.chunked_req = next((req for req in adder.reqs if req.is_chunked), None)",
         TESTS + "test_a_half_done_prompt_that_found_no_room_goes_on_later",
     ),
     Mutation(
@@ -393,8 +397,8 @@ MUTATIONS = [
     ),
     Mutation(
         "prefill_forgets_what_was_said_before",
-        PREFILL,
-        "        req.restart()\n",
+        RETRACTION,
+        "    req.restart()\n",
         "",
         TESTS + "test_the_youngest_is_taken_back_and_goes_on",
     ),

@@ -16,7 +16,7 @@ MUTATIONS = [
     Mutation(
         "side: grammars are not tried before the scheduler compiles them",
         SIDE,
-        "self.side.compile(*asked)",
+        "self.side.compile(*asked, params.cache_salt)",
         "pass",
         TEST + "test_a_grammar_has_a_deadline",
     ),

@@ -64,24 +64,27 @@ class Access:
         route.app = keyed
 
 
+SITE = 48  # bits of an IPv6 address: all below may belong to one customer, below 64 to one host
+
+
 @lru_cache(4096)
-def network_of(host: str) -> str:
-    """Return an address; for IPv6 its first 64 bits, because one host owns all addresses below."""
+def network_of(host: str, bits: int = SITE) -> str:
+    """Return an address, of IPv6 the network of its first `bits`."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return host
     if isinstance(address, ipaddress.IPv6Address):
-        own = ipaddress.ip_network((int(address), 64), strict=False)
+        own = ipaddress.ip_network((int(address), bits), strict=False)
         return str(address.ipv4_mapped or own)
     return host
 
 
-def client_of(request: Request) -> str:
+def client_of(request: Request, bits: int = SITE) -> str:
     """Return the client to charge for a request: its named key, or else its peer's address."""
     if name := request.scope.get(KEY_NAME):
         return f"key {name}"
-    return "" if request.client is None else f"address {network_of(request.client.host)}"
+    return "" if request.client is None else f"address {network_of(request.client.host, bits)}"
 
 
 def keyed_route(access: Access, side: SideThread) -> type[APIRoute]:

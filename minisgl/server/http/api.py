@@ -78,7 +78,7 @@ class RequestHandler:
         self.service, self.formatter, self.prompts = service, formatter, len(prompts)
         self.body, self.limiter = body, service.limiter
         self.request, self.client = request, client_of(request)
-        namespace = self.client if settings.isolate_prefixes else None
+        namespace = client_of(request, 64) if settings.isolate_prefixes else None
         self.tasks = tasks_for(body, prompts, settings.sampling_defaults, namespace)
         name = request.scope.get("request_id") or uuid.uuid4().hex
         about = {"created": int(time.time()), "model": settings.model_name}

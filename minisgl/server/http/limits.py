@@ -12,6 +12,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 import psutil
 import uvicorn
@@ -202,7 +203,7 @@ class Body:
         self._held = 0
 
 
-MAX_HEAD = 2**16  # bytes of a request's head
+MAX_HEAD, LINE = 2**16, 2**8  # bytes of a request's head; what a line of it counts at least
 MAX_PIPELINED = 16  # requests of a connection that wait for the answer before theirs
 
 
@@ -247,7 +248,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _refuse_head(self) -> None:
-        why = f"headers: more than the {MAX_HEAD} bytes that this server takes"
+        why = f"headers: more than {MAX_HEAD} bytes, of which each line counts as {LINE} at least"
         self._refuse(ApiError(431, why, code="headers_too_large"))
 
     def data_received(self, data: bytes) -> None:
@@ -268,7 +269,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         self._head += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head += len(name) + len(value) + 4
+        self._head += max(LINE, len(name) + len(value) + 4)
         if self._head <= MAX_HEAD:
             HttpToolsProtocol.on_header(self, name, value)
 
@@ -283,6 +284,8 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
             self.transport.abort()  # an answer here would stand before those of earlier requests
             return
         self._idle = 0
+        if not self.url.startswith(b"/"):  # the host in it counts, whatever `Host` says (RFC 9112)
+            self.headers.append((b"host", urlsplit(self.url).netloc))
         HttpToolsProtocol.on_headers_complete(self)
 
     def on_body(self, body: bytes) -> None:
