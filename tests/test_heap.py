@@ -1,8 +1,10 @@
-"""The frozen heap: what a collection passes over, in a block and behind it."""
+"""The frozen heap, what a collection passes over; and the heap that loading a model leaves."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 import subprocess
 import sys
 import weakref
@@ -14,6 +16,11 @@ from typing import Any
 import pytest
 
 from minisgl.engine.heap import frozen_heap
+
+TRIMS = pytest.mark.skipif(
+    not (Path("/proc/self/statm").exists() and hasattr(ctypes.CDLL(None), "malloc_trim")),
+    reason="needs glibc and /proc",
+)
 
 
 class Circle:
@@ -113,3 +120,42 @@ def test_a_few_frozen_objects_of_python_itself_change_nothing() -> None:
     with frozen_heap():
         assert gc.get_freeze_count() > len(made)
     assert gc.get_freeze_count() == 0
+
+
+def resident_bytes() -> int:
+    """Memory of this process that takes pages of the machine."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@TRIMS
+@alone
+def test_freed_memory_goes_back_to_the_system() -> None:
+    """A piece above the freed ones keeps them all, until the heap is trimmed."""
+    from minisgl.models.weights import give_heap_back
+
+    pieces = [bytes(1000) for _ in range(64_000)]
+    top, before = bytes(1000), resident_bytes()
+    del pieces
+    kept = before - resident_bytes()
+    give_heap_back()
+    freed = before - resident_bytes()
+    assert kept < 8e6 and freed > 56e6 and len(top) == 1000, (kept, freed)
+
+
+@alone
+def test_loading_ends_with_a_trim() -> None:
+    from unittest import mock
+
+    import torch
+
+    from minisgl.config.model import ModelConfig
+    from minisgl.config.paths import resolve_model_path
+    from minisgl.models import weights
+    from minisgl.models.registry import build_model
+    from minisgl.parallel.comm import SingleRank
+
+    path = resolve_model_path(None)
+    model = build_model(ModelConfig.from_path(path), SingleRank(), dtype=torch.float32)
+    with mock.patch.object(weights, "give_heap_back") as trim:
+        weights.load_weights(model, path, SingleRank(), device="cpu", dtype=torch.float32)
+    trim.assert_called_once_with()

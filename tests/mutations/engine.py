@@ -7,6 +7,7 @@ from tests.mutations import Mutation
 MEMORY, STEP, ENGINE = "minisgl.engine.memory", "minisgl.engine.step", "minisgl.engine.engine"
 GRAPH = "minisgl.engine.graph"
 HEAP, FROZEN = "minisgl.engine.heap", "tests/test_heap.py::"
+WEIGHTS = "minisgl.models.weights"
 TESTS = "tests/test_engine.py::"
 
 MUTATIONS = [
@@ -44,6 +45,20 @@ MUTATIONS = [
         "get_freeze_count() > len(gc.get_objects())",
         "get_freeze_count() > 0",
         FROZEN + "test_a_few_frozen_objects_of_python_itself_change_nothing",
+    ),
+    Mutation(
+        "heap_of_freed_weights_stays",
+        WEIGHTS,
+        "        trim(0)\n",
+        "        pass\n",
+        FROZEN + "test_freed_memory_goes_back_to_the_system",
+    ),
+    Mutation(
+        "heap_is_not_trimmed_after_loading",
+        WEIGHTS,
+        "    give_heap_back()\n",
+        "",
+        FROZEN + "test_loading_ends_with_a_trim",
     ),
     Mutation(
         "shutdown_stops_at_a_failure",
