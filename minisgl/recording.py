@@ -1,5 +1,5 @@
-"""Write the events of a run to a file while requests are served, and rebuild the pool, tree and
-answers from it.
+"""Write the events of a run to a file while requests are served, and rebuild pool, tree and
+answers from the file.
 
 Generated from notebooks/02c_recording.ipynb: edit there.
 """

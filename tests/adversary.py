@@ -739,7 +739,7 @@ class World:
         return replace(limits, max_extend_tokens=min(self.script.budget, most)) if long else limits
 
     def check_twins(self, batch: Batch, chunked: Req | None) -> None:
-        """Check that nobody computes what another one of the same step computes."""
+        """Check that no request computes what another request of the same step computes."""
         for place, req in enumerate(batch.reqs):
             if req is not chunked:
                 twin = self.admission.waits_for_another(req, req.cached_len, batch.reqs[:place])

@@ -121,7 +121,7 @@ def mutated(rng: random.Random) -> tuple[str, bytes]:
 
 
 async def send_all(count: int, seed: int, path: Path) -> Counter[int]:
-    """How many were answered with which status; AssertionError for a 5xx or an error event."""
+    """Return the number of answers by status; raise AssertionError for a 5xx or an error event."""
     rng, found = random.Random(seed), Counter[int]()
     config = ServerConfig(model_path=str(path), num_pages=2048, page_size=4, device="cpu")
     operations = Operations(log_format="none", request_timeout=60)

@@ -25,7 +25,7 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
 }
 
-# What the loader tells apart: families and layouts of experts. Name: architecture, and overrides.
+# Families and layouts of experts that the loader distinguishes. Name: architecture, overrides.
 # Some heads are tied, one layer of an MoE is dense, and no number of ranks divides the vocabulary.
 ODD: dict[str, Any] = {"vocab_size": 321}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -122,7 +122,7 @@ def finish_config(config: dict[str, Any], overrides: dict[str, Any], old: bool) 
 
 
 def is_sparse(config: dict[str, Any], layer: int) -> bool:
-    """Whether a layer has experts."""
+    """Return True if a layer has experts."""
     if config["model_type"] == "mixtral":
         return True
     step = config.get("decoder_sparse_step", 0)
@@ -130,7 +130,7 @@ def is_sparse(config: dict[str, Any], layer: int) -> bool:
 
 
 def expert_names(config: dict[str, Any], layer: str) -> tuple[str, str, str, str, int, int]:
-    """Where a family keeps experts: block, gate, up, down; how many, and how wide."""
+    """Return a family's names for experts: block, gate, up, down; their number and their width."""
     if config["model_type"] == "mixtral":
         count = config["num_local_experts"]
         return f"{layer}.block_sparse_moe", "w1", "w3", "w2", count, config["intermediate_size"]
@@ -276,7 +276,7 @@ def make_fp8_checkpoints(
     folder: Path, layout: str, arch: str = "qwen3", *, block: int = 128, seed: int = 0,
     packed: bool = False, **overrides: Any,
 ) -> tuple[Path, Path]:  # fmt: skip
-    """A checkpoint of eight bits, "block" or "channel", and one of the same numbers in float32."""
+    """An FP8 checkpoint, "block" or "channel", and one of the same numbers in float32."""
     tensors = random_tensors(finish_config(base_config(arch), overrides, old=False), seed)
     stored, meant = fp8_tensors(pack_experts(tensors) if packed else tensors, layout, block)
     overrides |= {"arch": arch, "packed": packed}

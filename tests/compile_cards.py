@@ -157,7 +157,7 @@ def engine_on_meta(config: SchedulerConfig, folder: Path) -> Engine:
 
 
 def run_all(engine: Engine) -> None:
-    """Everything that serving does with kernels: draws, prefills, recorded steps."""
+    """Every use of kernels in serving: sampling, prefill, captured steps."""
     dtype, vocab_size = getattr(torch, engine.config.dtype), engine.model_config.vocab_size
     logits, row = torch.empty(1, vocab_size, dtype=dtype, device="meta"), engine.tables.dummy_row
     for top_p in (0.9, 1.0):
@@ -174,7 +174,7 @@ def run_all(engine: Engine) -> None:
 
 
 def exchange(dtype: torch.dtype, hidden: int) -> None:
-    """What two ranks launch to add up a row."""
+    """Launch the kernels with which two ranks sum a row."""
     ints = partial(torch.empty, device="meta", dtype=torch.int32)
     peers: Any = SimpleNamespace(
         addresses=ints(2).long(), turns=ints(64), quit=ints(1), rank=0, width=hidden
@@ -190,7 +190,7 @@ def multiply(x: Tensor, w: Tensor, *_: Any, output_dtype: torch.dtype, **how: An
 
 
 def variants_of(card: str, name: str, **how: Any) -> Variants:
-    """What an engine launches on a card. For a process of its own: the card stays Triton's."""
+    """Return the kernels that an engine launches on a card. Run it in a process of its own."""
     limits, (model, fields) = CARDS[card], CONFIGS[name]
     triton.runtime.driver.set_active(Card(limits))
     device_limits.cache_clear()
@@ -213,7 +213,7 @@ def variants_of(card: str, name: str, **how: Any) -> Variants:
 
 
 def all_variants(card: str) -> Variants:
-    """What the engines of all configs that a card can have launch on it.
+    """Return the kernels that the engines of all configs of a card launch on it.
 
     One for all alignments of pointers and sizes: the constants alone say how a kernel is cut.
     """

@@ -79,7 +79,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def settle_rotation(choice: str, day: int, selected: bool) -> str:
-    """What `today` means on a day (a number of `date`); all where tests are selected by name."""
+    """Return the value of `today` for a day (a number of `date`); `all` if tests are selected."""
     if choice != "today":
         return choice
     return "all" if selected else str(day % DAYS)
@@ -166,7 +166,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark quick tests; leave mutations out; without a GPU, skip what is marked or tagged `gpu`.
 
     Tests marked `clock` are run again when they fail: the machine may have been busy with something
-    else. The summary says which (R).
+    else. The summary lists them (R).
     """
     if "triton" in sys.modules:
         quicken()

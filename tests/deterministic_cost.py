@@ -1,4 +1,4 @@
-"""What `deterministic=True` costs on a CPU, in all and for its attention alone, in CPU seconds.
+"""The cost of `deterministic=True` on a CPU, in all and of attention alone, in CPU seconds.
 
 python -m tests.deterministic_cost [FILE]: prints, and writes FILE if it is given.
 """

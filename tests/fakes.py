@@ -210,6 +210,6 @@ class Driver:
         return [r.token for r in said if isinstance(r, TokenReply) and r.token is not None]
 
     def reason(self, uid: int) -> str | None:
-        """How it ended: a finish reason, or the code of an error; None if it has not."""
+        """Return the finish reason or the error code of a request; None while it runs."""
         last = self.replies[uid][-1] if uid in self.replies else None
         return None if last is None else getattr(last, "finish_reason", getattr(last, "code", None))

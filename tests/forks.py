@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-WARM = "MINISGL_TESTS_WARM"  # the variable that tells forks the folder of `tests/warm.py`
+WARM = "MINISGL_TESTS_WARM"  # the variable that holds the folder of `tests/warm.py` for forks
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 PlainPopen = subprocess.Popen  # tests put ours in its place
 
@@ -113,7 +113,7 @@ class Popen(subprocess.Popen[Any]):
         return option == "-m" or option.endswith(".py")
 
     def _execute_child(self, args: Any, *more: Any) -> None:
-        """What starts the process; from Python 3.9 to 3.14 its arguments are the same."""
+        """Start the process; from Python 3.9 to 3.14 the arguments are the same."""
         if not self.forked:
             super()._execute_child(args, *more)  # type: ignore[misc]
             return
@@ -169,6 +169,6 @@ def exit_with_parent() -> None:
 
 
 def name_process(name: str) -> None:
-    """What Linux calls this process, at most 15 letters."""
+    """Set the name of this process in Linux, at most 15 letters."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())

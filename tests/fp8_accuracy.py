@@ -1,4 +1,4 @@
-"""What eight bits cost in answers: the tasks of the embedded model, and the distance of logits.
+"""The cost of FP8 in answers: tasks of the embedded model, and the distance of logits.
 
 python -m tests.fp8_accuracy [--out FILE] [--device cuda] [--per-task 50]: prints, and writes FILE.
 """

@@ -185,7 +185,7 @@ def check_eight_bits(
     backend: Any, lens: list[int], extend: list[int] | None, limit: float, *, qo: int = 4,
     kv: int = 2, dim: int = 32, **where: Any,
 ) -> None:  # fmt: skip
-    """A backend over a pool of eight bits equals plain attention over what the pool stands for."""
+    """A backend over an FP8 pool equals plain attention over its values."""
     sizes = {"kv": kv, "dim": dim, "qo": qo, **where}
     world, plain = World(lens, eight_bits=True, **sizes), World(lens, **sizes)
     phase = Phase.DECODE if extend is None else Phase.PREFILL
@@ -210,7 +210,7 @@ def check_rotate(
 ) -> None:
     """`rotate_and_store` equals plain PyTorch for all tokens of `lens`, and fills their slots.
 
-    limit: of the distance between what it stores in a pool of eight bits and what that stores.
+    limit: of the distance between its values and those of plain PyTorch in an FP8 pool.
     """
     world = World(lens, kv=kv, dim=dim, qo=qo, eight_bits=limit > 0, **where)
     norms, table = norms_and_table(world, normed)
@@ -246,7 +246,7 @@ def small_model(
 ) -> CausalLM:  # fmt: skip
     """A model of random weights whose sizes suit every kernel.
 
-    scales: "channel" or "block" for weights of eight bits.
+    scales: "channel" or "block" for FP8 weights.
     """
     sizes = {
         "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 16,

@@ -1,4 +1,4 @@
-"""A recorded prefill step's attention over its padded plan, on a CPU and a GPU alike."""
+"""Attention of a captured prefill step over its padded plan, on a CPU and a GPU alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the sampling kernels share: keys, settings of rows, and the torch oracle."""
+"""Parts that tests of the sampling kernels share: keys, settings of rows, the torch oracle."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def suite(folder: Path) -> list[Any]:
 
 
 def check(llm: LLM, schemas: Sequence[Any], seed: int = 0, max_tokens: int = 120) -> Counter[str]:
-    """How many were refused, cut and valid; AssertionError for an answer that is not valid."""
+    """Count the refused, cut and valid answers; raise AssertionError for one that is not valid."""
     found, asked, talk = Counter[str](), [], [{"role": "user", "content": "What is 12 + 30?"}]
     prompt = llm.tokenizer.apply_chat(talk).tolist()  # type: ignore[union-attr]
     for index, schema in enumerate(schemas):

@@ -179,7 +179,7 @@ class Served:
         return [c for c in self.children() if "spawn_main" in " ".join([c.name(), *c.cmdline()])]
 
     def ended(self, children: list[psutil.Process], status: int = 0) -> str:
-        """Wait for its end, which must be this and leave nothing; what stderr says."""
+        """Wait for the exit, check its status and that nothing is left, and return stderr."""
         _, errors = self.process.communicate(timeout=300)
         assert self.process.returncode == status and "Traceback" not in errors, errors
         self.assert_gone(children)

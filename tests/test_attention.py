@@ -272,7 +272,7 @@ def test_triton_refuses_bfloat16_in_the_interpreter() -> None:
 
 
 def store_by_index(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_loc: Tensor) -> None:
-    """What `store_kv` must do, in plain torch."""
+    """Store keys and values as `store_kv` must, in plain torch."""
     wanted = torch.nonzero(out_loc >= 0).flatten()
     k_cache.flatten(0, 1)[out_loc[wanted]] = k[wanted]
     v_cache.flatten(0, 1)[out_loc[wanted]] = v[wanted]

@@ -275,7 +275,7 @@ def test_unknown_chapter(root: Path) -> None:
 
 @pytest.fixture
 def book(root: Path) -> Path:
-    """A checkout of one chapter, exported, paired and run (as far as the files tell)."""
+    """A checkout of one chapter, exported, paired and run (as far as the files show)."""
     write(root, "02_pool", CLASS, "print(1)", ":tags: [gpu]\n\nprint(2)")
     build.sync(root, [], False)
     edit_notebook(root, mark_run)

@@ -76,7 +76,7 @@ class World:
             known.append(hash(tuple(known)) % 3)
 
     def see(self, req: Req, behind: int = 0) -> None:
-        """Tell the host the tokens of all steps but the last `behind`."""
+        """Give the host the tokens of all steps but the last `behind`."""
         while len(req.input_ids) < len(self.truth[req]) - behind:
             req.append(self.truth[req][len(req.input_ids)])
 
@@ -506,7 +506,7 @@ def test_an_abort_before_anything_was_allocated() -> None:
 
 
 def test_rows_are_written_through_the_tables() -> None:
-    """What allocation and the row rewrite change reaches the device at the next flush."""
+    """Changes by allocation and by the row rewrite reach the device at the next flush."""
     tables = TableManager(2, 32, 4, 8, "cpu", share_memory=False)
     manager = CacheManager(8, tables, RadixCache(4))
     twins = []

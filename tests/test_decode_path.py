@@ -1,4 +1,4 @@
-"""How many files a reader opens to follow one decode step from the scheduler to the kernels."""
+"""The number of files on the path of one decode step from the scheduler to the kernels."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def opened(call: Callable[[], object]) -> set[str]:
 
 
 def test_a_decode_step_opens_few_files_before_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that the host does for a recorded step: decide, take pages, lay out, send, replay.
+    """The host's part of a captured step: decide, take pages, lay out, send, replay.
 
     Counted over several steps, some of which take a page. Not counted are the kernels, which the
     next test counts, and the way of the tokens to the caller.
@@ -74,7 +74,7 @@ def test_a_decode_step_opens_few_files_before_its_graph(monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs without a GPU")
 def test_a_graph_holds_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU's graph records of a step: gather, a fused layer, logits, draw, scatter."""
+    """Kernels of a step in a CUDA graph: gather, a fused layer, logits, sample, scatter."""
     pytest.importorskip("triton")
     from minisgl.attention.fused_backend import FusedBackend
     from minisgl.kernels import sample

@@ -330,7 +330,7 @@ def test_pitfall_07_chunks_end_in_the_same_token(folder: Path) -> None:
 
 
 def test_flushed_before_the_gather(folder: Path) -> None:
-    """Where host and device tables are two pieces of memory, a step brings the writes over."""
+    """With separate host and device tables, a step copies the writes to the device."""
     engine = make(folder)
     tables = engine.tables
     engine.tables = TableManager(
@@ -364,7 +364,7 @@ def test_logprobs_come_along(folder: Path) -> None:
     assert tokens.top_ids[1][0] == tokens.ids[1] and tokens.logprobs[1] < 0
 
 
-# ------------------------------------------------------------------ recorded steps
+# ------------------------------------------------------------------ captured steps
 
 
 def test_packed_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""Chapter 05g: weights of eight bits, read as such or made while they are read."""
+"""Chapter 05g: FP8 weights, read from a checkpoint or quantized while they are read."""
 
 from __future__ import annotations
 
@@ -518,7 +518,7 @@ def backend_named(name: str) -> Any:
     from minisgl.engine.tiled_prefill import TiledPrefill
 
     class Recorded(TritonBackend):
-        """Plans as recorded prefill steps have them: with keys in parts, and answers in place."""
+        """Plans of captured prefill steps: with split keys, and answers in place."""
 
         def plan(self, meta: Any, out_loc: torch.Tensor) -> Any:
             eager: Any = super().plan(meta, out_loc)

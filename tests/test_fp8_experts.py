@@ -1,4 +1,4 @@
-"""Chapters 05g, 11 and 11b: experts of eight bits."""
+"""Chapters 05g, 11 and 11b: FP8 experts."""
 
 from __future__ import annotations
 

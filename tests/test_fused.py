@@ -43,7 +43,6 @@ from minisgl.kernels.decode_attention import (
     tile_shapes,
 )
 from minisgl.kernels.device import H200, DeviceLimits
-from minisgl.kernels.embedding import embed
 from minisgl.kernels.norm import DeferredNorm, add_norm
 from minisgl.models.fused import FusedLayer, FusedModel
 from tests.compile_cards import CARDS
@@ -154,14 +153,6 @@ def test_add_norm(parts: int | None) -> None:
     assert torch.equal(residual, before)
 
 
-def test_embedding_of_a_shard() -> None:
-    weight, ids = normal(10, 48), torch.tensor([0, 9, 10, 19, 25])
-    got = embed(ids, weight, first=10)
-    assert torch.equal(got[2:4], weight[[0, 9]])
-    assert not got[[0, 1, 4]].any()
-    assert torch.equal(embed(ids[:2], weight), weight[[0, 9]])
-
-
 @settings(max_examples=5, deadline=None)
 @given(
     lens=st.lists(st.integers(1, 90), min_size=1, max_size=4),
@@ -255,7 +246,7 @@ def shares_kernel(
 
 
 def shares(lens: list[int], parts: int, tile: int) -> list[list[int]]:
-    """What each program of the grid finds."""
+    """Return the work of each program of the grid."""
     found = torch.zeros(len(lens) + parts - 1, 5, dtype=torch.int32)
     batch = 1 if len(lens) == 1 else max(32, triton.next_power_of_2(len(lens)))
     shares_kernel[(len(found),)](
@@ -408,7 +399,7 @@ def calls_until_wait(kernel: ast.FunctionDef) -> list[ast.Call]:
 
 
 def conditions_of_waits(kernel: ast.FunctionDef) -> set[str]:
-    """What has to be true for a kernel to wait."""
+    """Return the conditions under which a kernel waits."""
     waits = [f"{name}()" for name in WAITS]
     branches = [node for node in ast.walk(kernel) if isinstance(node, ast.If)]
     waiting = (b for b in branches if any(ast.unparse(line) in waits for line in b.body))
@@ -451,13 +442,6 @@ def test_who_is_followed_by_an_early_reader_launches_it_after_its_own_wait() -> 
     text = (Path(kernels.__file__).parent / "moe.py").read_text()
     helper = text[text.index("def wait_then_launch") :]
     assert 0 < helper.index("gdc_wait()") < helper.index("gdc_launch_dependents()")
-
-
-def test_what_lies_before_the_embedding_is_complete_behind_it() -> None:
-    for name in ("embed_kernel", "store_kv_kernel"):
-        assert "gdc" not in ast.unparse(kernel_sources()[name])
-    text = (Path(kernels.__file__).parent / "embedding.py").read_text()
-    assert "launch_options" not in text and "launch_pdl" not in text
 
 
 def test_rows_of_one_request_see_each_other_where_all_are_stored_first() -> None:

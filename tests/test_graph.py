@@ -1,4 +1,4 @@
-"""Graphs: sizes, a recorder that keeps addresses, and recorded steps that equal eager ones."""
+"""Graphs: sizes, a capture that keeps addresses, and captured steps that equal eager ones."""
 
 from __future__ import annotations
 

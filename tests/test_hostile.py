@@ -407,7 +407,7 @@ def test_a_broken_index_of_weights_is_named(index: str, tmp_path: Path) -> None:
 
 
 def answer_to(live: Live, *pieces: bytes) -> bytes:
-    """The first line of what the server says to these bytes; nothing if it cuts the connection."""
+    """Return the first line of the answer to these bytes; nothing if the connection is closed."""
     with socket.create_connection(("127.0.0.1", live.port), timeout=20) as peer:
         try:
             for piece in pieces:

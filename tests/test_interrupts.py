@@ -94,7 +94,7 @@ def wrapped(part: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[
 
 
 def count_calls(llm: LLM, known: dict[str, tuple[Any, str]]) -> Counter[str]:
-    """How often the answers above call each method."""
+    """Count the calls of each method by the answers above."""
     counts: Counter[str] = Counter()
 
     def counting(label: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -136,7 +136,7 @@ def raising(at: int, after: bool) -> Callable[[Callable[..., Any]], Callable[...
 
 
 def damage(llm: LLM) -> str:
-    """What an interrupted call left behind; empty if nothing."""
+    """Return the damage that an interrupted call left; empty if there is none."""
     scheduler = llm.scheduler
     left = {
         "requests": list(scheduler.reqs.values()),

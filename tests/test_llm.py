@@ -337,7 +337,7 @@ def test_the_bar_counts_answers_and_not_steps(llm: LLM) -> None:
 def test_an_interrupted_launch_harms_no_later_answer(
     folder: Path, launched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C around the launch of a recorded step: pages come home, the next answers are right."""
+    """Ctrl-C around the launch of a captured step: pages are freed, the next answers are right."""
 
     class Interrupted:
         def __init__(self, graph: Any) -> None:

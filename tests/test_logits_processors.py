@@ -163,7 +163,7 @@ def test_processed_logits_are_those_of_the_definitions(
         assert torch.allclose(ours, want.float(), rtol=1e-5, atol=1e-5)
 
 
-# ------------------------------------------------------------------------------ the draw
+# ------------------------------------------------------------------------------ sampling
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels")
 PATHS = [
@@ -420,7 +420,7 @@ PROMPTS = [[(7 * i + j) % 50 for j in range(20 + 9 * i)] for i in range(len(WAYS
 def answers(
     folder: Path, *, repeat: int = 1, only: slice = slice(None), **how: Any
 ) -> list[list[int]]:
-    """What some ways answer to their prompts; the last time, if asked several times."""
+    """Return the answers to some prompts; those of the last time, if there are several."""
     fields = {"page_size": 4, "num_pages": 400, "max_running_req": 16, "overlap": False} | how
     params = [SamplingParams(max_tokens=16, **way) for way in WAYS[only]]
     with LLM(folder, device="cpu", **fields) as llm:

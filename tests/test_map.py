@@ -22,7 +22,7 @@ def dotted(path: Path) -> str:
 
 
 def chapter_of(source: str) -> str:
-    """Which chapter exports a module, as its head says; a folder without one comes first."""
+    """Return the chapter that exports a module, by its head; a folder without one comes first."""
     found = re.search(r"Generated from notebooks/(\w+)\.ipynb", source)
     return found[1] if found else ""
 
@@ -42,7 +42,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def violations(sources: dict[str, str], chapters: dict[str, str]) -> list[str]:
-    """What breaks the map, a line each: globals, and imports of a later chapter."""
+    """Return the violations of the map, a line each: globals, and imports of a later chapter."""
     found = []
     for name, source in sorted(sources.items()):
         tree = ast.parse(source)

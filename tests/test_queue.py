@@ -345,7 +345,7 @@ TestAnyHistory.settings = settings(max_examples=60, stateful_step_count=30, dead
 
 
 def test_ranks_agree() -> None:
-    """Two queues that hear the same give the same order, whatever the addresses of the objects."""
+    """Two queues with the same messages give the same order, whatever the objects' addresses."""
     orders = []
     for _ in range(2):
         draw, queue, order = random.Random(3), FairQueue(STEP), list[int]()

@@ -579,7 +579,7 @@ def test_wrong_shapes_are_refused() -> None:
 
 
 def filtered(rows: list[tuple[float, int, float]]) -> tuple[Any, ...]:
-    """What `sample_logits` takes after logits and keys, for (temperature, top_k, top_p) rows."""
+    """Return `sample_logits`' arguments for rows of (temperature, top_k, top_p)."""
     temperature, top_k, top_p = row_tensors(rows)
     return temperature, None, top_k, top_p
 
@@ -654,7 +654,7 @@ def test_sample_logits_is_draw(data: st.DataObject) -> None:
 @settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_the_filter_keeps_what_kept_keeps(data: st.DataObject) -> None:
-    """Not only the draw: the very set of tokens, ties included."""
+    """Not only the sampled token: the very set of candidates, ties included."""
     vocab = data.draw(st.integers(2, 60))
     values = data.draw(st.lists(st.integers(-6, 6) | st.just(-150), min_size=1, max_size=30))
     rng = np.random.default_rng(data.draw(st.integers(0, 1000)))

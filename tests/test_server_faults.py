@@ -921,9 +921,8 @@ def test_rank_killed_while_nobody_asks_ends_the_server(
 ) -> None:
     """A server that looks well and fails at the next request is worse than none.
 
-    So many seconds after the rank was started, or when the server is ready. It says which rank it
-    was. That one killed in the middle of a step is found, too, is tested without a server, in
-    test_tensor_parallel.py.
+    The rank is killed some seconds after its start, or when the server is ready. The error names
+    it. A kill in the middle of a step is tested without a server, in test_tensor_parallel.py.
     """
     flags = ["--tp", "2", "--device", "cpu", "--log-format", "none"]
     served = Served(tmp_path, "--model", str(checkpoint), *flags)

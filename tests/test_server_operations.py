@@ -1,4 +1,4 @@
-"""What a server owes its operator: limits, lifecycle, safety, metrics, logs, trace and shell."""
+"""Operation of a server: limits, lifecycle, safety, metrics, logs, trace and shell."""
 
 from __future__ import annotations
 
@@ -379,7 +379,7 @@ def test_unstartable_model_is_one_clear_line(tmp_path: Path) -> None:
 
 @pytest.mark.drill
 def test_two_servers_race_for_a_port(checkpoint: Path, tmp_path: Path) -> None:
-    """Binding is not listening: the loser must know before it loads a model, and say so.
+    """Binding is not listening: the loser must fail before it loads a model, with a message.
 
     While the winner loads its model it answers, with 503: how often depends on the machine.
     """
@@ -476,7 +476,7 @@ def test_only_loopback_is_silent(
 def test_key_comes_from_the_environment_unless_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A command line can be read by every user of the machine; the help must not tell it either."""
+    """Every user of the machine can read a command line; the help must not show the key either."""
     monkeypatch.setenv("MINISGL_API_KEY", "from-there")
     for words, key in ([], "from-there"), (["--api-key", "given"], "given"):
         assert config_from(build_parser().parse_args(words)).api_key == key
@@ -653,7 +653,7 @@ def test_lines_for_people_stay_lines() -> None:
 
 
 def test_drain_finishes_what_is_under_way(checkpoint: Path, tmp_path: Path) -> None:
-    """A whole life: metrics tell what happened, SIGTERM drains, the log and the trace are whole.
+    """A whole life: metrics show all events, SIGTERM drains, the log and the trace are whole.
 
     It goes to the whole group, as systemd sends it.
     """
@@ -679,7 +679,7 @@ def test_drain_finishes_what_is_under_way(checkpoint: Path, tmp_path: Path) -> N
 
 
 def check_metrics(url: str, root: str) -> None:
-    """Two answers, one stream that is left, and what a fresh server of 64 pages says of them."""
+    """Two answers, one stream that is left, and the metrics of a fresh server of 64 pages."""
     body = {"prompt": "hello " * 20, "max_tokens": 5, "ignore_eos": True}
     usages = [
         httpx.post(f"{url}/completions", json=body, timeout=300).json()["usage"] for _ in range(2)

@@ -26,7 +26,7 @@ def shorten(params: SamplingParams) -> SamplingParams:
 
 @pytest.mark.drill
 def test_a_short_round_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With recorded steps and the fair policy; the command line below has neither."""
+    """With captured steps and the fair policy; the command line below has neither."""
     record_on_a_cpu(monkeypatch)
     params = Crowd.params  # without the few that answer for long, alone in the end
     monkeypatch.setattr(Crowd, "params", lambda self: shorten(params(self)))

@@ -166,7 +166,7 @@ class CacheEngine(FakeEngine):
 
 
 class Oracle(NGramProposer):
-    """Knows how answers go on; of every `wrong_at` drafts it spoils one."""
+    """A source of right drafts; of every `wrong_at` drafts it spoils one."""
 
     def __init__(self, wrong_at: int = 10**9) -> None:
         super().__init__()
@@ -450,7 +450,7 @@ def talks() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def wanted() -> list[dict[str, Any]]:
-    """What is said without speculation, together and alone."""
+    """Return the answers without speculation, together and alone."""
     with serve(num_speculative_tokens=0) as llm:
         assert type(llm.scheduler) is Scheduler
         return llm.chat(talks(), [params for _, params in ASKED])
@@ -555,7 +555,7 @@ DRAFTS = (1, 2)  # for each of many requests whose last token is 0
 
 
 def drawn_rows() -> np.ndarray:
-    """What a sampler draws for many requests of a Markov chain and their rows, [COUNT, 3]."""
+    """Sample many requests of a Markov chain; return the tokens and their rows, [COUNT, 3]."""
     sampler = Sampler(VOCAB, "cpu", seed=5)
     drawn = []
     for ahead, last in enumerate((0, *DRAFTS)):

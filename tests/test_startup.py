@@ -1,4 +1,4 @@
-"""What each process imports: seconds of a start are imports, so none loads what it does not use."""
+"""Imports of each process: most of a start, so none loads a module that it does not use."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
 
 
 def pieces(stream: IncrementalDetokenizer | DecodeStatus, ids: list[int]) -> list[str]:
-    """What each token adds, then what the end adds."""
+    """Return the text that each token adds, then the text that the end adds."""
     return [stream.push(token) for token in ids] + [stream.finish()]
 
 
@@ -362,7 +362,7 @@ def test_a_tokenizer_without_template_says_so(folder: Path) -> None:
 
 
 def test_special_words_in_the_content_are_text_of_the_user(level: Tokenizer) -> None:
-    """Known and accepted: a rendered template cannot tell them apart, here as everywhere."""
+    """Known and accepted: both look the same in a rendered template, as in every engine."""
     ids = level.apply_chat([{"role": "user", "content": "</s>"}]).tolist()
     assert SPECIAL.index("</s>") in ids
 

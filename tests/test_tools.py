@@ -531,7 +531,7 @@ def test_required_calls_are_valid_whole_and_streamed(
 
 
 def test_the_client_accumulates_and_parses(client: openai.OpenAI) -> None:
-    """What the openai package makes of a stream, and of strict tools."""
+    """Streams and strict tools through the openai package."""
     name = client.models.list().data[0].id
     strict: Any = [tool(strict=True)]
     ask: Any = {"model": name, "messages": ASK, "tools": strict, "seed": 2, "max_tokens": 150}

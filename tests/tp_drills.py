@@ -1,4 +1,4 @@
-"""What the ranks of the tensor-parallel tests do; importable, because processes are spawned."""
+"""Entry functions of ranks in the tensor-parallel tests; importable by spawned processes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ThreadComm:
         self.rank, self.size, self.table, self.gate = rank, len(table), table, barrier
 
     def exchange(self, mine: Any) -> list[Any]:
-        """What every rank laid down, in the order of the ranks."""
+        """Return what the ranks put into the table, in the order of the ranks."""
         self.table[self.rank] = mine
         self.gate.wait()  # everything lies there
         everything = list(self.table)
@@ -103,7 +103,7 @@ def run_threads(
 
 
 def results(group: RankProcesses, timeout: float) -> list[Any]:
-    """What the entries of all ranks returned, in order; WorkerFailed as soon as one fails."""
+    """Return the results of all ranks, in order; raise WorkerFailed as soon as one fails."""
     deadline = time.monotonic() + timeout
     while len(group.ended) < len(group.processes):
         group.listen(0.2)
@@ -284,7 +284,7 @@ def sum_rows(comm: Comm, steps: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def compiled_sum(comm: Comm) -> set[str]:
-    """How the sum of wide rows loads and stores on an H100, by the compiler alone."""
+    """Return loads and stores of the sum of wide rows, compiled for an H100."""
     os.environ.pop("TRITON_INTERPRET", None)
     import triton
     from triton.backends.compiler import GPUTarget

@@ -80,7 +80,7 @@ def become_tests(root: str, tests: list[str], seconds: int) -> None:
 
 
 def become_python(words: list[str], env: dict[str, str], folder: str, session: bool) -> None:
-    """What `python -m MODULE …` or `python FILE …` would run; it is gone when this process is."""
+    """Run `python -m MODULE …` or `python FILE …`; it ends with this process."""
     if session:
         os.setsid()
     forks.exit_with_parent()

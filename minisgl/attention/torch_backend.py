@@ -92,39 +92,42 @@ class DecodePlan(AttentionPlan):
     ) -> None:  # fmt: skip
         """Plan over `page_table`, int32 [rows, width]: `width` positions of each row are read.
 
-        fixed: the inputs stay as they are, so slots and masks serve all layers.
+        fixed: the inputs stay as they are, so slots and masks of the first layer serve all.
         """
         self.pool, self.page_table, self.scale = pool, page_table, scale
         self.buffers, self.out_loc = buffers, buffers.out_loc
         width = page_table.shape[1]
         self.positions = torch.arange(width, device=self.out_loc.device)
         self.at_once = max(1, POSITIONS // width)
-        self.found = self.find_slots() if fixed else None
+        self.fixed, self.found = fixed, list[tuple[Tensor, Tensor]]()
 
-    def find_slots(self) -> list[tuple[Tensor, Tensor]]:
-        """Return slots [some, width] and mask [some, 1, 1, width] of some requests at a time."""
+    def find_slots(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """Return slots [some, width] of some requests at a time, and what is added to scores."""
         rows, last = self.buffers.rows, self.buffers.positions
         found = []
         for row, end in zip(rows.split(self.at_once), last.split(self.at_once), strict=True):
             seen = self.positions <= end[:, None]
             slots = self.page_table.index_select(0, row)
             slots = torch.where(seen, slots, slots[:, :1])  # past its end a row names anything
-            found.append((slots, seen[:, None, None]))
+            bias = torch.zeros_like(slots, dtype=dtype).masked_fill_(~seen, -torch.inf)
+            found.append((slots, bias[:, None, None]))  # [some, 1, 1, width]
         return found
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
         """Attend for some requests at a time, padded to one width and masked; read the pool."""
         grouped = q.unflatten(1, (self.pool.num_kv_heads, -1))  # [bs, kv_heads, group, d]
-        found = self.find_slots() if self.found is None else self.found
+        found = self.found or self.find_slots(q.dtype)
+        if self.fixed:
+            self.found = found
         out = []
-        for queries, (slots, mask) in zip(grouped.split(self.at_once), found, strict=True):
+        for queries, (slots, bias) in zip(grouped.split(self.at_once), found, strict=True):
             keys, values = self.pool.load_kv(slots, layer_id, q.dtype)
             out.append(
                 F.scaled_dot_product_attention(
-                    queries, keys.transpose(1, 2), values.transpose(1, 2), mask, scale=self.scale
+                    queries, keys.transpose(1, 2), values.transpose(1, 2), bias, scale=self.scale
                 )
             )
-        return torch.cat(out).flatten(1, 2)
+        return (out[0] if len(out) == 1 else torch.cat(out)).flatten(1, 2)
 
 
 class TorchBackend:

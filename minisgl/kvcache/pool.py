@@ -67,7 +67,7 @@ class KVPool:
         else:
             self.buffer = torch.zeros(shape, dtype=dtype, device=device)
         self._pages = self.buffer.unbind(1)
-        self._slots = self.buffer.flatten(2, 3).unbind(1)
+        self._slots = [layer.unbind() for layer in self.buffer.flatten(2, 3).unbind(1)]
 
     def k_cache(self, layer_id: int) -> Tensor:
         """Return a layer's keys by page: a view [num_pages + 1, page_size, kv_heads, head_dim]."""
@@ -95,10 +95,8 @@ class KVPool:
 
     def load_kv(self, slots: Tensor, layer_id: int, dtype: torch.dtype) -> list[Tensor]:
         """Copy K and V at slots of any shape: [*slots.shape, kv_heads, head_dim] each."""
-        return [
-            part.index_select(0, slots.flatten()).unflatten(0, slots.shape).to(dtype)
-            for part in self._slots[layer_id]
-        ]
+        index, shape = slots.flatten(), (*slots.shape, self.num_kv_heads, self.head_dim)
+        return [part.index_select(0, index).view(shape).to(dtype) for part in self._slots[layer_id]]
 
     def scales(self, layer_id: int) -> Tensor | None:
         """Return the factors of a layer's stored keys and values; None if they have none."""

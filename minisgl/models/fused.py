@@ -14,7 +14,6 @@ from torch import Tensor
 from minisgl.attention.fused_backend import FusedPlan
 from minisgl.attention.metadata import ForwardBatch
 from minisgl.kernels.device import device_limits
-from minisgl.kernels.embedding import embed
 from minisgl.kernels.linear import (
     gemv,
     gemv_add_norm,
@@ -144,8 +143,7 @@ class FusedModel:
 
     def hidden(self, fb: ForwardBatch) -> Tensor:
         """Return the input of the head, [rows wanted, hidden]."""
-        embedding = self.model.model.embed_tokens
-        x: Any = self.comm.all_reduce(embed(fb.input_ids, embedding.weight, embedding.start))
+        x: Any = self.model.model.embed_tokens(fb.input_ids)
         if len(x) > 1 or not self.supports_gemv:
             return self.all_rows(x, fb)
         norms = [layer.first_norm for layer in self.layers[1:]] + [self.final_norm]

@@ -1,4 +1,4 @@
-"""What a sum over GPUs costs, by size and by way, in a CUDA graph.
+"""The time of a sum over GPUs in a CUDA graph, by size and method.
 
 `python3 -m tests.gpu.all_reduce --out FILE [--size 2] [--width 5120]`; microseconds for rows of
 `width` numbers of 16 bits:

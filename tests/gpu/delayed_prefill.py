@@ -2,7 +2,7 @@
 
 python3 tests/gpu/delayed_prefill.py MODEL REQUESTS SECONDS VARIANT...
 
-MODEL is one of those that the benchmarks know, with random weights; the variants, "plain" or
+MODEL is a model name of the benchmarks, with random weights; the variants, "plain" or
 "delayed", run one after the other in one engine, as long as SECONDS have not passed.
 """
 

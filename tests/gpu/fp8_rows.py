@@ -170,7 +170,7 @@ def conversions(m: int) -> Iterator[dict[str, Any]]:
 
 
 def rows(counts: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """What is served with weights of 16 bits and of 8, and what the library does with 8."""
+    """Products by 16-bit weights and by FP8 weights as served, and by the library in FP8."""
     for name, (n, k) in SHAPES.items():
         product = served(name)
         for way, group in (("bf16 weights", -1), ("library", 0), ("served", 0)):

@@ -127,7 +127,7 @@ class Layers:
 
 
 def candidates() -> Iterator[tuple[int, Tiling, bool]]:
-    """What to time, the most interesting first."""
+    """Return the kernels to time, the most interesting first."""
     for n, bm in ((64, 16), (256, 32), (1, 16), (8, 16)):
         for tiles in FEW:
             if tiles.bm == bm:

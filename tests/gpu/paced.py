@@ -150,8 +150,8 @@ class Stopwatch:
     """
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.open = engine, None
-        self.rows: list[tuple[str, float, list[Any]]] = []
+        self.engine, self.rows = engine, list[tuple[str, int, float, list[Any]]]()
+        self.first: tuple[float, Any] = 0.0, None  # of the step that is laid out
 
     def mark(self) -> Any:
         """Return a mark in the engine's stream; None on a CPU."""
@@ -167,18 +167,20 @@ class Stopwatch:
         prepare, step = self.engine.prepare, self.engine.step
 
         def timed_prepare(batch: Batch) -> Any:
-            self.open = (time.perf_counter(), self.mark())
+            self.first = time.perf_counter(), self.mark()
             return prepare(batch)
 
         def timed_step(inputs: Any) -> Any:
-            begin, first = self.open
+            begin, first = self.first
             marks = [first, self.mark()]
             output = step(inputs)
             marks.append(self.mark())
-            running = sum(req.cached_len >= req.prefill_len for req in inputs.batch.reqs)
-            mixed = 0 < running < inputs.batch.size
-            kind = "mixed" if mixed else inputs.batch.phase.value
-            self.rows.append((kind, time.perf_counter() - begin, marks))
+            reqs = inputs.batch.reqs
+            running = sum(req.cached_len >= req.prefill_len for req in reqs)
+            kind = "mixed" if 0 < running < len(reqs) else inputs.batch.phase.value
+            kind += " uncaptured" if inputs.runner is None else ""
+            tokens = sum(req.extend_len for req in reqs)
+            self.rows.append((kind, tokens, time.perf_counter() - begin, marks))
             return output
 
         with mock.patch.multiple(self.engine, prepare=timed_prepare, step=timed_step):
@@ -190,9 +192,9 @@ class Stopwatch:
             self.engine.stream.synchronize()
         found: dict[str, dict[str, float]] = {}
         for kind in sorted({row[0] for row in self.rows}):
-            rows = [row[1:] for row in self.rows if row[0] == kind]
-            host, marks = [row[0] for row in rows], [row[1] for row in rows]
-            found[kind] = {"count": len(rows), "host_ms": round(1e3 * statistics.mean(host), 3)}
+            _, tokens, host, marks = zip(*(row for row in self.rows if row[0] == kind))
+            found[kind] = {"count": len(host), "tokens": round(statistics.mean(tokens), 1)}
+            found[kind]["host_ms"] = round(1e3 * statistics.mean(host), 3)
             if self.engine.stream is not None:
                 for name, at in (("idle_ms", 0), ("device_ms", 1)):
                     times = [m[at].elapsed_time(m[at + 1]) for m in marks]

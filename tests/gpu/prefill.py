@@ -1,10 +1,10 @@
-"""Recorded prefill on one GPU, side by side with eager prefill.
+"""Captured prefill on one GPU, side by side with eager prefill.
 
 `python3 -m tests.gpu.prefill PART --out FILE`, where PART is one of
   attention  prefill attention of a layer inside a graph: FlashInfer, and our kernel in many shapes
-  ttft       the time to the first token by prompt length, eager and recorded; what a start costs
-  splits     a recorded prefill of 512 tokens with other tiles, and with its keys split
-  profile    the kernels of one recorded prefill
+  ttft       the time to the first token by prompt length, eager and captured; the cost of a start
+  splits     a captured prefill of 512 tokens with other tiles, and with its keys split
+  profile    the kernels of one captured prefill
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def ttft(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def profile(args: argparse.Namespace) -> dict[str, Any]:
-    """Where a recorded prefill of 512 tokens spends its time, by kernel."""
+    """Return the time of a captured prefill of 512 tokens, by kernel."""
     how: dict[str, Any] = {"attention_backend": "triton,fused", "prefill_graph_max_tokens": 512}
     with engine(args.model, cuda_graph_max_bs=8, **how) as llm:
         for seed in range(3):
@@ -218,7 +218,7 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def replay_ms(llm: LLM, size: int) -> float:
-    """Median milliseconds of the device for one recorded prefill."""
+    """Return the median milliseconds of the device for one captured prefill."""
     engine = llm.scheduler.engine
     assert engine.runners.prefill is not None
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(12)]

@@ -131,7 +131,7 @@ def world(
 def launcher(
     change: Change, case: Case, adjacent: bool
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
-    """What attends by a changed kernel, and by that of chapter 04b, over the same world."""
+    """Return attention by a changed kernel and by that of chapter 04b, over the same world."""
     new, cached, heads, kv_heads = case
     pool, tables, meta = world(new, cached, kv_heads, adjacent)
     q = torch.randn(meta.num_tokens, heads, DIM, dtype=torch.bfloat16, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Where a long prompt spends the GPU's time: kernels, their speed, power and clock.
+"""The GPU's time in a long prompt: kernels, their speed, power and clock.
 
 `python3 -m tests.gpu.prompt_profile --out FILE`
 """

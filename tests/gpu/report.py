@@ -169,7 +169,7 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def wide(args: argparse.Namespace) -> dict[str, Any]:
-    """Tests of recorded steps of layers as wide as those of models that people serve."""
+    """Tests of captured steps, with layers as wide as those of models that people serve."""
     return proved(run_files(WIDE_FILES, args, args.seconds, 1))
 
 
@@ -321,7 +321,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def command_of(args: argparse.Namespace, *names: str) -> str:
-    """What to type to get these sections again; where the file lies is nobody's business."""
+    """Return the command that makes these sections again, without the folder of the file."""
     how = ["--attn", args.attn, "--minutes", str(args.minutes), "--seed", str(args.seed)]
     how += ["--select", args.select] if args.select else []
     return shlex.join(["python3", "-m", "tests.gpu.report", "--only", *names, *how])

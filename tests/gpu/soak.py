@@ -151,7 +151,7 @@ class Round:
             self.seen["requests"] += 1
 
     def state_of(self, uid: int) -> str | None:
-        """Where a request stands between two turns; None before it was received."""
+        """Return the state of a request between two turns; None before it was received."""
         s = self.scheduler
         req = s.reqs.get(uid)
         if req is None:
@@ -164,7 +164,7 @@ class Round:
         return "in flight" if flying else "decode"
 
     def abort(self) -> None:
-        """Tell the scheduler of those whose time has come; some words come too late."""
+        """Send the messages that are due to the scheduler; some arrive too late."""
         for uid, asked in self.open.items():
             if asked.doomed is None or asked.aborted:
                 continue
@@ -295,7 +295,7 @@ def compare(kept: list[Asked], fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def verdict(result: dict[str, Any], exact: bool) -> list[str]:
-    """What went wrong in a round that lost nothing: wrong answers, or memory that grew."""
+    """Return the faults of a round that lost nothing: wrong answers, or memory that grew."""
     wrong, name = [], "whole" if exact else "first"
     least = {"question": 0.99 if exact else 0.97, "noise": 0.97 if exact else 0.85}
     for kind, share in least.items():

@@ -220,7 +220,7 @@ def test_plans_in_flight_do_not_disturb_each_other(backend_name: str) -> None:
     want = [dense_oracle(w) for w in worlds]
     big = torch.randn(8192, 8192, device="cuda")
     built = [w.backend(backend_name) for w in worlds]
-    # Of a pair its decode half plans these batches: recorded steps have a backend of their own.
+    # The decode half of a pair plans these batches: captured steps have a backend of their own.
     backends = [pair.decode if isinstance(pair, HybridBackend) else pair for pair in built]
     got, before = [], backends[0]
     for world, backend in zip(worlds, backends, strict=True):

@@ -83,7 +83,7 @@ def test_attention(head_dim: int, group: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("record", [0, 8])
 def test_engine(arch: str, record: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Alone and eager, against any batch, with chunks, a cache, recorded steps and overlap."""
+    """Alone and eager, against any batch, with chunks, a cache, captured steps and overlap."""
     folder = make_checkpoint(
         tmp_path_factory.mktemp(arch), arch, seed=3, vocab_size=512, hidden_size=512,
         intermediate_size=1024, head_dim=64, num_attention_heads=8, max_position_embeddings=512,

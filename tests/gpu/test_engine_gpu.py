@@ -334,7 +334,7 @@ def test_overlap_equals_serial_where_batches_are_equal() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_log_probs_are_those_of_transformers(tmp_path: Path, kind: str, dtype: str) -> None:
-    """Greedy tokens of paged prefill and recorded steps beside one pass over the whole text.
+    """Greedy tokens of paged prefill and captured steps beside one pass over the whole text.
 
     In float32 each is right; in bfloat16, by fused kernels, a token near a tie may go to other
     experts, so the middle one counts. The reference is in float32, on the CPU.
@@ -364,7 +364,7 @@ def test_log_probs_are_those_of_transformers(tmp_path: Path, kind: str, dtype: s
 
 
 def test_float32_tokens_are_those_of_a_cpu() -> None:
-    """Held-out questions; two tokens that a CPU cannot tell apart by 1e-4 may change places."""
+    """Held-out questions; two tokens whose logits differ by less than 1e-4 may change places."""
     talks = [case.messages for case in task_cases(seed=11, per_task=8)]
     assert len(talks) >= 100
     params = SamplingParams(temperature=0.0, max_tokens=96, logprobs=2)

@@ -1,4 +1,4 @@
-"""Weights of eight bits on a GPU, against plain PyTorch and end to end."""
+"""FP8 weights on a GPU, against plain PyTorch and end to end."""
 
 from __future__ import annotations
 

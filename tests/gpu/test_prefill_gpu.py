@@ -1,4 +1,4 @@
-"""Recorded prefill on a GPU: its replays equal the same kernels called, and eager steps nearly."""
+"""Captured prefill on a GPU: replays equal direct calls of the kernels, and nearly eager steps."""
 
 from __future__ import annotations
 

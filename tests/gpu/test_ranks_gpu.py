@@ -113,7 +113,7 @@ def test_experts_on_two_gpus_answer_as_on_one(tmp_path: Path, how: str, dtype: s
     found = answers(dtype, tensor_parallel_size=2, expert_parallel=how == "whole")
     if dtype == "float32":
         assert [out["token_ids"] for out in found] == [out["token_ids"] for out in want]
-    off = []  # for the first two tokens: of a prefill, and of a recorded step
+    off = []  # for the first two tokens: of a prefill, and of a captured step
     for ours, theirs in zip(found, want, strict=True):
         for a, b in list(zip(ours["logprobs"], theirs["logprobs"], strict=True))[:2]:
             same = a["token_id"] == b["token_id"]
@@ -130,7 +130,7 @@ def test_a_killed_rank_ends_an_llm() -> None:
 
 
 def two_ranks(folder: Path, dtype: str = "bfloat16") -> Served:
-    """The embedded model on two devices; a new process, as CUDA wants no forks."""
+    """The embedded model on two devices; a new process, because CUDA does not survive a fork."""
     flags = ["--tp", "2", "--device", DEVICE, "--log-format", "none", "--num-pages", "512"]
     flags += ["--dtype", dtype, "--attention-backend", BACKENDS[dtype]]
     return Served(folder, *flags, real=True)

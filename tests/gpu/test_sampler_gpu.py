@@ -79,7 +79,7 @@ def test_draws_are_those_of_the_oracle(rows: int, dtype: torch.dtype) -> None:
 
 
 def test_thousands_of_draws_differ_by_rounding_only() -> None:
-    """99.9 % are the oracle's; the others have a score that rounding cannot tell from the best."""
+    """99.9 % are the oracle's; the scores of the others equal the best one up to rounding."""
     rows, vocab = 20_000, 4096
     logits = (torch.randn(rows, vocab, device="cuda") * 2).bfloat16()
     keys, ids = make_keys(rows).cuda(), torch.arange(vocab, dtype=torch.int32, device="cuda")

@@ -53,7 +53,7 @@ def test_the_same_tokens_as_without(sizes: tuple[int, ...], overlap: bool, backe
                 assert llm.scheduler.accepted > 20
                 graph = llm.scheduler.engine.runners.decode
                 assert (graph is not None and graph.replays > 0) == bool(sizes)
-    sure = slice(None) if dtype == "float32" else slice(0, None, 3)  # those without a draw
+    sure = slice(None) if dtype == "float32" else slice(0, None, 3)  # those without a sample
     assert answers[0][sure] == answers[1][sure]
 
 

@@ -1,7 +1,7 @@
 """Layers as wide as those of models that people serve, with dummy weights and few layers.
 
 The embedded model is too narrow for some kernels: the one-row chain declines its sizes, and no
-product of its layers goes to cuBLAS at the batch sizes of the other tests. Here recorded steps take
+product of its layers goes to cuBLAS at the batch sizes of the other tests. Here captured steps take
 these paths, too.
 """
 
@@ -107,7 +107,7 @@ def test_wide_replay_equals_eager_bit_for_bit(folder: Path, backend: str, one_ro
 def test_wide_steps_in_a_row_answer_like_single_ones(
     folder: Path, one_row: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recorded steps without a pause, against calls none of which starts before the last has ended.
+    """Captured steps without a pause, against calls that start only after the last has ended.
 
     What a kernel reads too early may show as another token.
     """

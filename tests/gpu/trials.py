@@ -217,7 +217,7 @@ def traced_kernels(llm: LLM, batch: int) -> dict[str, Any]:
 
 @contextmanager
 def multiplied(name: str) -> Iterator[None]:
-    """Products by the library that `name` says, if it says one."""
+    """Products by the library named in `name`, if there is one."""
     before = torch.backends.cuda.preferred_blas_library()
     if name == "cuBLASLt multiplies":
         torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -229,7 +229,7 @@ def multiplied(name: str) -> Iterator[None]:
 
 @contextmanager
 def filled(name: str) -> Iterator[None]:
-    """Dummy weights of all engines made here as `name` says, if it does."""
+    """Dummy weights of all engines made here in the format named in `name`, if there is one."""
     plain = engine_module.load_dummy_weights
 
     def load(model: nn.Module, **how: Any) -> None:

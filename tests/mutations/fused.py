@@ -276,13 +276,6 @@ MUTATIONS = [
         f"{TEST}test_only_rows_of_one_request_may_be_in_the_cache_since_this_step",
     ),
     Mutation(
-        "fused: the embedding ignores where its shard starts",
-        "minisgl.kernels.embedding",
-        "local = tl.load(ids_ptr + token) - first",
-        "local = tl.load(ids_ptr + token)",
-        f"{TEST}test_embedding_of_a_shard",
-    ),
-    Mutation(
         "fused: the model gives the rows of a prefill the wrong residual",
         "minisgl.models.fused",
         "y, residual = y[fb.last_idx], residual[fb.last_idx]",
@@ -302,12 +295,5 @@ MUTATIONS = [
         "    if PDL:\n        gdc_wait()\n    x = tl.load(",
         "    x = tl.load(",
         WAITS,
-    ),
-    Mutation(
-        "fused: the embedding is launched early",
-        "minisgl.kernels.embedding",
-        "width, BLOCK=block\n    )",
-        "width, BLOCK=block, launch_pdl=True\n    )",
-        f"{TEST}test_what_lies_before_the_embedding_is_complete_behind_it",
     ),
 ]

@@ -1,4 +1,4 @@
-"""Bugs on purpose in the runner of recorded steps."""
+"""Bugs on purpose in the runner of captured steps."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ MUTATIONS = [
     Mutation(
         name="keys: prefixes are shared between keys",
         module="minisgl.server.http.api",
-        old="namespace = self.client if settings.isolate_prefixes else None",
+        old="namespace = client_of(request, 64) if settings.isolate_prefixes else None",
         new="namespace = None",
         test=TEST + "test_keys_have_prefixes_and_numbers_of_their_own",
     ),

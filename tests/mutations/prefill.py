@@ -1,4 +1,4 @@
-"""Bugs on purpose in recorded prefill."""
+"""Bugs on purpose in captured prefill."""
 
 from __future__ import annotations
 
