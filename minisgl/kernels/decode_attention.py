@@ -107,8 +107,7 @@ class Scratch:
 
 @triton.jit
 def write_output(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, first, split, count,
-                 g, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr,
-                 MERGE: tl.constexpr):  # fmt: skip
+                 g, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, MERGE: tl.constexpr):  # fmt: skip
     """Write the result at `place`; of several parts, from `first` on, the last program merges."""
     dims = tl.arange(0, HEAD_DIM)[None, :]
     out_ptr += place.to(tl.int64) * GROUP * HEAD_DIM
@@ -123,6 +122,7 @@ def write_output(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, fi
         before = tl.atomic_add(done_ptr + place, 1, sem="acq_rel")
         if before == count - 1:
             tl.debug_barrier()
+            FEW: tl.constexpr = triton.next_power_of_2(GROUP)
             few = tl.arange(0, FEW)
             y = merge_partials(part_ptr, stat_ptr, count, few, few < GROUP, HEAD_DIM, GROUP, FEW,
                             MERGE).to(out_ptr.dtype.element_ty)  # fmt: skip
@@ -271,8 +271,7 @@ def decode_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split of a request for one KV head; grid (KV heads, batch_size + parts - 1)."""
-    FEW: tl.constexpr = triton.next_power_of_2(GROUP)
-    ROWS: tl.constexpr = max(16, FEW)
+    ROWS: tl.constexpr = max(16, triton.next_power_of_2(GROUP))
     head, program = tl.program_id(0), tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
@@ -282,9 +281,8 @@ def decode_kernel(
                                                     BATCH, TILE)  # fmt: skip
     if split < count:
         begin, end = split * part, tl.minimum((split + 1) * part, length - 1)
-        cos, sin = None, None
-        if table_ptr is not None:
-            cos, sin = load_angles(table_ptr, length - 1, HEAD_DIM)
+        rotates: tl.constexpr = table_ptr is not None
+        cos, sin = load_angles(table_ptr, length - 1, HEAD_DIM) if rotates else (None, None)
         page_table_ptr += tl.load(rows_ptr + request) * page_table_stride
         k_cache_ptr, v_cache_ptr = k_cache_ptr + head * HEAD_DIM, v_cache_ptr + head * HEAD_DIM
         ka, kb, v = 0.0, 0.0, 0.0
@@ -302,7 +300,7 @@ def decode_kernel(
         )  # fmt: skip
         place, first = request * KV + head, head * tl.num_programs(1) + program - split
         write_output(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, first, split,
-                     count, tl.arange(0, ROWS), HEAD_DIM, GROUP, FEW, MERGE)  # fmt: skip
+                     count, tl.arange(0, ROWS), HEAD_DIM, GROUP, MERGE)  # fmt: skip
 
 
 def decode_attention(
