@@ -389,7 +389,11 @@ def test_a_broken_model_folder_is_one_error_that_names_the_place(name: str, tmp_
     assert len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize("tokens", [DEEP, "5", '[{"id": 1000000000000}]'])
+FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+FAR = json.dumps([{"id": 2**22, "content": "far", **FLAGS}])
+
+
+@pytest.mark.parametrize("tokens", [DEEP, "5", FAR])
 def test_a_broken_tokenizer_is_a_reason_and_no_exception(tokens: str, tmp_path: Path) -> None:
     """Grammars are then rejected with it; the scheduler that waits for them lives."""
     folder = folder_with(tmp_path, "tokenizer.json", "added_tokens", tokens)
