@@ -261,7 +261,7 @@ class Fault(BaseException):
 CALLS = ("prepare", "step", "wait", "sample_deferred", "reset")
 MISUSES = (
     "a free page", "a page twice", "no page", "too many pages", "a free row",
-    "past the end of a row", "a request that is over", "a lost prefix", "kept pages",
+    "past the end of a row", "a request that is over", "kept pages", *["a lost prefix"] * 5,
 )  # fmt: skip
 
 
@@ -907,14 +907,16 @@ class World:
             raise AssertionError(f"nobody minds: {what}")
 
     def lock_what_was_seen(self) -> None:
-        """Lock a prefix that was found some turns ago; one that was evicted since is refused."""
+        """Lock prefixes that were found now and some turns ago; one that was evicted is refused."""
         cache, tree, turn = self.cache, self.cache.prefix_cache, len(self.trace)
+        text = np.array(Ask(0, 1 + turn % 4, 40).prompt, np.int32)
+        seen = [tree.match_prefix(text), *([self.peeked] if self.peeked is not None else [])]
         if not self.prefixes.sure and tree.evictable_tokens:  # else a check of each match is lost
             asked = 1 + turn % tree.evictable_tokens
             slots = tree.evict(asked)
             assert 0 <= len(slots) - asked < cache.page_size, f"{len(slots)} slots, not {asked}"
             cache.free_slots(slots)
-        if self.peeked is not None:
+        for self.peeked in seen:
             try:
                 cache.lock(self.peeked)
             except RuntimeError:
@@ -923,8 +925,7 @@ class World:
                 slots = self.peeked.slots()
                 assert len(slots) == self.peeked.cached_len, "a prefix lost its end"
                 cache.unlock(self.peeked)
-        text = Ask(0, 1 + turn % 4, 40).prompt
-        self.peeked = cache.prefix_cache.match_prefix(np.array(text, np.int32))
+        self.peeked = tree.match_prefix(text)
 
     def admit_with_a_lost_prefix(self) -> None:
         """Ask for a row with a prefix that was evicted: no row may be taken."""

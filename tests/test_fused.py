@@ -413,6 +413,7 @@ def pointers_in(node: ast.AST) -> set[str]:
 
 def test_a_kernel_touches_before_its_wait_only_what_no_kernel_of_the_chain_writes() -> None:
     harmless = {"range", "gdc_launch_dependents", "max", "min", "wait_then_launch"}
+    harmless |= {"triton.next_power_of_2"}
     expected = BEFORE_THE_LAYERS | BEFORE_THE_LAST
     early = {name: node for name, node in kernel_sources().items() if "PDL" in ast.unparse(node)}
     assert early.keys() == expected.keys()

@@ -365,7 +365,7 @@ def test_a_scheduler_refuses_one_request_and_serves_the_others(llm: LLM) -> None
 
 
 def test_a_model_without_a_usable_tokenizer_refuses(tmp_path: Any) -> None:
-    for text, reason in (("{}", "Model missing"), (None, "No such file")):
+    for text, reason in (("{}", "Model missing"), (None, "no such file")):
         if text is not None:
             (tmp_path / "tokenizer.json").write_text(text)
         else:

@@ -107,8 +107,7 @@ class Scratch:
 
 @triton.jit
 def write_output(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, first, split, count,
-                 g, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr,
-                 MERGE: tl.constexpr):  # fmt: skip
+                 g, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, MERGE: tl.constexpr):  # fmt: skip
     """Write the result at `place`; of several parts, from `first` on, the last program merges."""
     dims = tl.arange(0, HEAD_DIM)[None, :]
     out_ptr += place.to(tl.int64) * GROUP * HEAD_DIM
@@ -123,6 +122,7 @@ def write_output(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, fi
         before = tl.atomic_add(done_ptr + place, 1, sem="acq_rel")
         if before == count - 1:
             tl.debug_barrier()
+            FEW: tl.constexpr = triton.next_power_of_2(GROUP)
             few = tl.arange(0, FEW)
             y = merge_partials(part_ptr, stat_ptr, count, few, few < GROUP, HEAD_DIM, GROUP, FEW,
                             MERGE).to(out_ptr.dtype.element_ty)  # fmt: skip
@@ -132,15 +132,15 @@ def write_output(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, fi
 
 @triton.jit
 def load_heads(ptr, heads, real, norm_ptr, cos, sin, eps,
-               HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
-               DTYPE: tl.constexpr):  # fmt: skip
-    """Load heads [g] of a token as two halves [g, HEAD_DIM / 2]; apply NORM and ROTATE if set."""
+               HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    """Load heads [g] of a token as two halves [g, HEAD_DIM / 2]; normalise and rotate if asked."""
     HALF: tl.constexpr = HEAD_DIM // 2
+    NORM: tl.constexpr = norm_ptr is not None
     dim = tl.arange(0, HALF)[None, :]
     place = ptr + heads[:, None] * HEAD_DIM + dim
     a = tl.load(place, mask=real[:, None], other=0.0).to(tl.float32)
     b = tl.load(place + HALF, mask=real[:, None], other=0.0).to(tl.float32)
-    if ROTATE:
+    if cos is not None:
         norm_a, norm_b = cos, sin
         if NORM:
             norm_a = tl.load(norm_ptr + dim).to(tl.float32)
@@ -150,28 +150,24 @@ def load_heads(ptr, heads, real, norm_ptr, cos, sin, eps,
 
 
 @triton.jit
-def load_angles(table_ptr, position, HEAD_DIM: tl.constexpr, ROTATE: tl.constexpr):
-    """Load cosines and sines [1, HEAD_DIM / 2] of a position; return zeros without ROTATE."""
-    if ROTATE:
-        half = table_ptr + position * HEAD_DIM + tl.arange(0, HEAD_DIM // 2)[None, :]
-        cos, sin = tl.load(half), tl.load(half + HEAD_DIM // 2)
-    else:
-        cos, sin = 0.0, 0.0
-    return cos, sin
+def load_angles(table_ptr, position, HEAD_DIM: tl.constexpr):
+    """Load cosines and sines [1, HEAD_DIM / 2] of a position."""
+    half = table_ptr + position * HEAD_DIM + tl.arange(0, HEAD_DIM // 2)[None, :]
+    return tl.load(half), tl.load(half + HEAD_DIM // 2)
 
 
 @triton.jit
 def add_new_token(qa, qb, k_ptr, v_ptr, head, k_norm_ptr, cos, sin, eps, k_cache_ptr, v_cache_ptr,
                   slot, scale, k_scale, v_scale, m, total, acc,
-                  HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr):  # fmt: skip
+                  HEAD_DIM: tl.constexpr):  # fmt: skip
     """Store the new key and value at their slot, and attend to them as if read back."""
     HALF: tl.constexpr = HEAD_DIM // 2
     half, dims, one = tl.arange(0, HALF)[None, :], tl.arange(0, HEAD_DIM), tl.arange(0, 1)
     k_cache_ptr += slot
     v_cache_ptr += slot
     CACHE: tl.constexpr = k_cache_ptr.dtype.element_ty
-    ka, kb = load_heads(k_ptr, head + one, one == 0, k_norm_ptr, cos, sin, eps, HEAD_DIM, NORM,
-                        ROTATE, k_ptr.dtype.element_ty)  # fmt: skip
+    ka, kb = load_heads(k_ptr, head + one, one == 0, k_norm_ptr, cos, sin, eps, HEAD_DIM,
+                        k_ptr.dtype.element_ty)  # fmt: skip
     ka, kb = (ka.to(tl.float32) / k_scale).to(CACHE), (kb.to(tl.float32) / k_scale).to(CACHE)
     tl.store(k_cache_ptr + half, ka)
     tl.store(k_cache_ptr + HALF + half, kb)
@@ -239,11 +235,11 @@ def attend_split(q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, k_cache_ptr, v_cac
                  page_table_ptr, slot_ptr, head, cos, sin, eps, begin, end, ka, kb, v, last, scale,
                  k_scale, v_scale, KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
                  HEAD_DIM: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-                 NORM: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+                 EARLY: tl.constexpr):  # fmt: skip
     """Attend to [begin, end), the first tile as ka, kb, v if EARLY, and the new token if `last`."""
     g = tl.arange(0, ROWS)
     qa, qb = load_heads(q_ptr, head * GROUP + g, g < GROUP, q_norm_ptr, cos, sin, eps, HEAD_DIM,
-                        NORM, ROTATE, q_ptr.dtype.element_ty)  # fmt: skip
+                        q_ptr.dtype.element_ty)  # fmt: skip
     if k_cache_ptr.dtype.element_ty.primitive_bitwidth == 8:  # one instruction widens two
         qa = tl.clamp(qa.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
         qb = tl.clamp(qb.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
@@ -260,8 +256,7 @@ def attend_split(q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, k_cache_ptr, v_cac
     if last:
         m, total, acc = add_new_token(
             qa, qb, k_ptr, v_ptr, head, k_norm_ptr, cos, sin, eps, k_cache_ptr, v_cache_ptr,
-            tl.load(slot_ptr) * (KV * HEAD_DIM), scale, k_scale, v_scale, m, total, acc,
-            HEAD_DIM, NORM, ROTATE,
+            tl.load(slot_ptr) * (KV * HEAD_DIM), scale, k_scale, v_scale, m, total, acc, HEAD_DIM,
         )  # fmt: skip
     return m, total, acc * v_scale
 
@@ -271,12 +266,12 @@ def decode_kernel(
     q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, table_ptr, k_cache_ptr, v_cache_ptr,
     page_table_ptr, rows_ptr, positions_ptr, slots_ptr, part_ptr, stat_ptr, done_ptr, out_ptr,
     q_stride, k_stride, v_stride, page_table_stride, scale, scales_ptr, eps, batch_size,
-    parts, KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, BATCH: tl.constexpr, FEW: tl.constexpr,
-    MERGE: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr,
+    parts, KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr, BATCH: tl.constexpr, MERGE: tl.constexpr, EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split of a request for one KV head; grid (KV heads, batch_size + parts - 1)."""
+    ROWS: tl.constexpr = max(16, triton.next_power_of_2(GROUP))
     head, program = tl.program_id(0), tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
@@ -286,7 +281,8 @@ def decode_kernel(
                                                     BATCH, TILE)  # fmt: skip
     if split < count:
         begin, end = split * part, tl.minimum((split + 1) * part, length - 1)
-        cos, sin = load_angles(table_ptr, length - 1, HEAD_DIM, ROTATE)
+        rotates: tl.constexpr = table_ptr is not None
+        cos, sin = load_angles(table_ptr, length - 1, HEAD_DIM) if rotates else (None, None)
         page_table_ptr += tl.load(rows_ptr + request) * page_table_stride
         k_cache_ptr, v_cache_ptr = k_cache_ptr + head * HEAD_DIM, v_cache_ptr + head * HEAD_DIM
         ka, kb, v = 0.0, 0.0, 0.0
@@ -300,11 +296,11 @@ def decode_kernel(
             q_ptr + r * q_stride, k_ptr + r * k_stride, v_ptr + r * v_stride, q_norm_ptr,
             k_norm_ptr, k_cache_ptr, v_cache_ptr, page_table_ptr, slots_ptr + r, head, cos, sin,
             eps, begin, end, ka, kb, v, split == count - 1, scale * k_scale, k_scale, v_scale,
-            KV, GROUP, ROWS, HEAD_DIM, TILE, STAGES, NORM, ROTATE, EARLY,
+            KV, GROUP, ROWS, HEAD_DIM, TILE, STAGES, EARLY,
         )  # fmt: skip
         place, first = request * KV + head, head * tl.num_programs(1) + program - split
         write_output(part_ptr, stat_ptr, done_ptr, out_ptr, m, total, acc, place, first, split,
-                     count, tl.arange(0, ROWS), HEAD_DIM, GROUP, FEW, MERGE)  # fmt: skip
+                     count, tl.arange(0, ROWS), HEAD_DIM, GROUP, MERGE)  # fmt: skip
 
 
 def decode_attention(
@@ -329,16 +325,15 @@ def decode_attention(
     tile = max(16, tile * 256 // max(256, dim * q.element_size()))
     parts = min(parts, bs * triton.cdiv(page_table.shape[1], tile))
     out = torch.empty(bs, qo, dim, dtype=q.dtype, device=q.device)
-    q_norm, k_norm = norms if norms is not None else (q, q)
     decode_kernel[(kv, bs + parts - 1)](
-        q, k, v, q_norm, k_norm, q if table is None else table, k_cache, v_cache,
-        page_table, rows, positions, out_loc, scratch.part, scratch.stat, scratch.done, out,
+        q, k, v, *(norms or (None, None)), table, k_cache, v_cache, page_table, rows, positions,
+        out_loc, scratch.part, scratch.stat, scratch.done, out,
         q.stride(0), k.stride(0), v.stride(0), page_table.stride(0),
         scale * 1.4426950408889634, kv_scales, eps, bs, parts, KV=kv,
-        GROUP=qo // kv, ROWS=max(16, few), FEW=few, HEAD_DIM=dim, TILE=tile, STAGES=stages,
+        GROUP=qo // kv, HEAD_DIM=dim, TILE=tile, STAGES=stages,
         BATCH=1 if bs == 1 else max(32, triton.next_power_of_2(bs)),
-        MERGE=max(2, min(16 if early else 4, 8192 // (few * dim))), NORM=norms is not None,
-        ROTATE=table is not None, EARLY=early and not drafts, num_warps=warps,
+        MERGE=max(2, min(16 if early else 4, 8192 // (few * dim))), EARLY=early and not drafts,
+        num_warps=warps,
         maxnreg=255 if warps == 2 else None,  # four on an SM, not five on one and three on another
         **launch_options(q),
     )  # fmt: skip

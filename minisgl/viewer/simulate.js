@@ -104,6 +104,10 @@ class RadixTree {
     return freed;
   }
 
+  unlockedPages({ node }) {
+    return this.path(node).reduce((sum, one) => sum + (one.locks ? 0 : one.pages.length), 0);
+  }
+
   lock({ node: last }, change = 1) {
     const path = this.path(last);
     if (!path.length) return;
@@ -124,6 +128,7 @@ class NoTree {
   match() { return { length: 0 }; }
   insert() { return [{ length: 0 }, 0]; }
   pagesOf() { return []; }
+  unlockedPages() { return 0; }
   lock() {}
   evict() { return []; }
 }
@@ -275,26 +280,26 @@ class PrefillAdder {
     return this.engine.minShared > 0 && rest >= this.engine.minShared && this.prefixes.has(this.prefixKey(req, matched));
   }
 
-  tryAdmit(req, whole) {
+  // The prefix that a request may start from (if `whole`, to its end), or null. Changes nothing.
+  check(req, whole) {
     const { engine } = this;
     const { pageSize, reserve } = engine.settings;
-    if (this.budget <= 0 || engine.freeRows.length === 0) return false;
+    if (this.budget <= 0 || engine.freeRows.length === 0) return null;
     const handle = engine.tree.match(req.ids.slice(0, -1));
-    const tokens = req.ids.length - handle.length;
+    const tokens = req.prefillLen - handle.length;
     const room = this.room(tokens);
-    if (room <= 0 || (whole && tokens > room) || this.isInBatchPrefix(req, handle.length)) return false;
-    req.prefillLen = req.deviceLen = req.ids.length;
+    if (room <= 0 || (whole && tokens > room) || this.isInBatchPrefix(req, handle.length)) return null;
+    const usable = engine.available - engine.tree.unlockedPages(handle) + handle.length / pageSize;
+    return this.promised + pagesToCome(req, pageSize, reserve) <= usable ? handle : null;
+  }
+
+  admit(req, handle) {
+    const { engine } = this;
     req.cachedLen = handle.length;
-    engine.tree.lock(handle); // before pages are counted: what is matched is no longer evictable
-    const needed = pagesToCome(req, pageSize, reserve);
-    if (needed > engine.available - this.promised) {
-      engine.tree.lock(handle, -1);
-      req.cachedLen = 0;
-      return false;
-    }
-    this.promised += needed;
+    engine.tree.lock(handle);
     engine.admit(req, handle);
-    return this.addChunk(req);
+    this.promised += pagesToCome(req, engine.settings.pageSize, engine.settings.reserve);
+    this.addChunk(req);
   }
 }
 
@@ -400,8 +405,12 @@ class Simulation {
       if (chunked && (!first || this.queue.chunkComesFirst(chunked))) {
         if (!adder.addChunk(chunked)) break;
         chunked = null;
-      } else if (!first || !adder.tryAdmit(first, chunked !== null)) break;
-      else this.queue.remove(first);
+        continue;
+      }
+      const handle = first && adder.check(first, chunked !== null);
+      if (!handle) break;
+      adder.admit(first, handle);
+      this.queue.remove(first);
     }
     if (chunked && adder.addChunk(chunked)) chunked = null;
     if (!adder.reqs.length) return null;
@@ -428,7 +437,7 @@ class Simulation {
       if (req === this.chunked) this.chunked = null;
       this.running.delete(req.uid);
       this.cache(req, true);
-      req.retracted = true;
+      Object.assign(req, { retracted: true, cachedLen: 0, prefillLen: req.ids.length, deviceLen: req.ids.length });
       this.queue.resume(req);
       this.emit("RequestRetracted", req.uid);
     }

@@ -39,16 +39,17 @@ def gpus_of(replica: psutil.Process) -> list[str]:
 
 
 async def stream(count: int) -> int:
-    """Return how many of `count` concurrent streams of 32 tokens are complete."""
+    """Return how many of `count` concurrent streams end with all of their 32 tokens."""
     body = {"model": "minisgl-tiny", "prompt": "Once", "max_tokens": 32, "stream": True,
-            "ignore_eos": True}  # fmt: skip
+            "ignore_eos": True, "stream_options": {"include_usage": True}}  # fmt: skip
 
     async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
 
         async def one() -> bool:
             async with client.stream("POST", f"{URL}/v1/completions", json=body) as answer:
                 lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
-            return answer.status_code == 200 and lines[-1] == "data: [DONE]" and len(lines) > 16
+            whole = answer.status_code == 200 and lines[-1] == "data: [DONE]"
+            return whole and '"completion_tokens":32' in lines[-2].replace(" ", "")
 
         return sum(await asyncio.gather(*(one() for _ in range(count))))
 

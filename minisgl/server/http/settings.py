@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class ApiSettings:
     isolate_prefixes: bool = False  # cached prefixes are shared only within one client
     info: Mapping[str, Any] = field(default_factory=dict)  # for `/server_info`
 
-    @property
+    @cached_property
     def keys(self) -> dict[str, str]:
         """All API keys by name; the single one has an empty name."""
         single = {} if self.api_key is None else {"": self.api_key}

@@ -148,7 +148,7 @@ class TextWorker:
             self._open[msg.uid] = entry
         if msg.finished:
             del self._open[msg.uid]
-        if entry.status.stopped:  # the frontend knows its end
+        if entry.status.stopped:  # the frontend has ended it
             return
         prompt, entries = "", list[TokenLogprob]()
         if entry.logprobs is not None:
