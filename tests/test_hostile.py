@@ -42,7 +42,7 @@ from minisgl.server.chat.client import ApiClient, ServerError
 from minisgl.server.cli import main, settings_of
 from minisgl.server.fair import FairFrontend
 from minisgl.server.frontend import Frontend, RequestFailed
-from minisgl.server.http import api, bodies, formats
+from minisgl.server.http import api, bodies, formats, limits
 from minisgl.server.http.access import Access, TrustedHosts, network_of
 from minisgl.server.http.bodies import BodyReader, SideThread, check_count, invalid, validator_of
 from minisgl.server.http.calls import ChatAbilities
@@ -318,7 +318,8 @@ def test_shares_leave_something_for_the_next() -> None:
     assert few.take("a", 10) and not few.take("b", 1) and few.most == 10
 
 
-def test_one_client_cannot_fill_the_memory_with_bodies() -> None:
+@pytest.mark.parametrize("size", [90_000, 60_000])
+def test_one_client_cannot_fill_the_memory_with_bodies(size: int) -> None:
     app = FastAPI()
 
     @app.post("/")
@@ -331,7 +332,7 @@ def test_one_client_cannot_fill_the_memory_with_bodies() -> None:
         gate = asyncio.Event()
 
         async def slow() -> Any:
-            yield b"x" * 90_000
+            yield b"x" * size
             await gate.wait()
             yield b"x"
 
@@ -389,7 +390,11 @@ def test_a_broken_model_folder_is_one_error_that_names_the_place(name: str, tmp_
     assert len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize("tokens", [DEEP, "5", '[{"id": 1000000000000}]'])
+FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+FAR = json.dumps([{"id": 2**22, "content": "far", **FLAGS}])
+
+
+@pytest.mark.parametrize("tokens", [DEEP, "5", FAR])
 def test_a_broken_tokenizer_is_a_reason_and_no_exception(tokens: str, tmp_path: Path) -> None:
     """Grammars are then rejected with it; the scheduler that waits for them lives."""
     folder = folder_with(tmp_path, "tokenizer.json", "added_tokens", tokens)
@@ -462,6 +467,41 @@ def test_requests_sent_ahead_are_bounded(live: Live, monkeypatch: pytest.MonkeyP
             pass
     assert len(made) <= 64
     assert httpx.get(f"{live.url}/health").status_code == 200
+
+
+def test_heads_share_a_bound(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In whatever form they wait: half a line, many lines, a long path, behind an answer."""
+    monkeypatch.setattr(limits, "MAX_HEADS", 400_000)
+    get, host = b"GET /health HTTP/1.1\r\n", b"host: localhost\r\n"
+    body = json.dumps({"prompt": "x", "stream": True, "ignore_eos": True}).encode()
+    post = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n" + host
+    busy = post + b"content-length: %d\r\n\r\n" % len(body) + body
+    line = b"a: " + b"x" * 50_000
+    with Live(checkpoint) as live:
+        heads = live.http.config.http_protocol_class.heads  # type: ignore[attr-defined]
+        for waiting in (
+            get + host + line,
+            get + host + b"".join(b"a%d: %s\r\n" % (i, b"x" * 450) for i in range(100)),
+            b"GET /" + b"x" * 50_000,
+            busy + (get + host + line[:20_000] + b"\r\n\r\n") * 3,
+        ):
+            peers = [socket.create_connection(("127.0.0.1", live.port)) for _ in range(20)]
+            for peer in peers:
+                with suppress(ConnectionError):
+                    peer.sendall(waiting)
+            wait_for(lambda: heads.taken > 200_000, "some heads to be held", 2)
+            assert httpx.get(f"{live.url}/health").status_code == 200  # a small head needs no share
+            assert heads.taken <= 400_000 * 8 // 9
+            for peer in peers:
+                peer.close()
+            wait_for(lambda: heads.taken == 0, "all to be given back")
+            assert "Traceback" not in capfd.readouterr().err
+        with httpx.Client() as client:  # a connection holds the heads of its last request alone
+            for _ in range(20):
+                client.get(f"{live.url}/health", headers={"a": "x" * 60_000}).raise_for_status()
+        live.assert_pages_home()
 
 
 def test_connections_are_places(checkpoint: Path) -> None:

@@ -6,6 +6,41 @@ TEST = "tests/test_hostile.py::"
 
 MUTATIONS = [
     Mutation(
+        name="connections: only the last request learns that its client left",
+        module="minisgl.server.http.limits",
+        old="for cycle in self._cycles:",
+        new="for cycle in self._cycles[-1:]:",
+        test=TEST + "test_heads_share_a_bound",
+    ),
+    Mutation(
+        name="heads: all together may take any memory",
+        module="minisgl.server.http.limits",
+        old="(more > 0 and not self.heads.take(self._peer, more))",
+        new="(more > 0 and self.heads.take(self._peer, more) is None)",
+        test=TEST + "test_heads_share_a_bound",
+    ),
+    Mutation(
+        name="heads: a request keeps what it took",
+        module="minisgl.server.http.limits",
+        old="        if not self._busy:\n            self._forget_heads()\n",
+        new="",
+        test=TEST + "test_heads_share_a_bound",
+    ),
+    Mutation(
+        name="heads: those behind an answer do not count",
+        module="minisgl.server.http.limits",
+        old="        self._heads += self._head\n",
+        new="",
+        test=TEST + "test_heads_share_a_bound",
+    ),
+    Mutation(
+        name="bodies: small ones do not count",
+        module="minisgl.server.http.limits",
+        old="max(0, self._size - FREE)",
+        new="max(0, self._size - 2**16)",
+        test=TEST + "test_one_client_cannot_fill_the_memory_with_bodies",
+    ),
+    Mutation(
         name="heads: any number of short lines",
         module="minisgl.server.http.limits",
         old="max(LINE, len(name) + len(value) + 4)",
@@ -79,8 +114,8 @@ MUTATIONS = [
     Mutation(
         name="connections: any number of requests may be sent ahead",
         module="minisgl.server.http.limits",
-        old="if len(self.pipeline) >= MAX_PIPELINED:",
-        new="if False:",
+        old=" or len(self.pipeline) >= MAX_PIPELINED:",
+        new=":",
         test=TEST + "test_requests_sent_ahead_are_bounded",
     ),
     Mutation(
@@ -234,15 +269,15 @@ MUTATIONS = [
     Mutation(
         name="heads: a head has no end",
         module="minisgl.server.http.limits",
-        old="if self._idle > MAX_HEAD and not self._refused:",
-        new="if False:",
+        old="self._idle > MAX_HEAD or (",
+        new="(",
         test=TEST + "test_heads_and_trailers_are_bounded",
     ),
     Mutation(
         name="heads: a whole head may be large",
         module="minisgl.server.http.limits",
-        old="if self._head > MAX_HEAD:\n            self._refuse_head()\n            return",
-        new="pass",
+        old="self._head > MAX_HEAD or ",
+        new="",
         test=TEST + "test_heads_and_trailers_are_bounded",
     ),
     Mutation(

@@ -75,8 +75,7 @@ def network_of(host: str, bits: int = SITE) -> str:
     except ValueError:
         return host
     if isinstance(address, ipaddress.IPv6Address):
-        own = ipaddress.ip_network((int(address), bits), strict=False)
-        return str(address.ipv4_mapped or own)
+        return str(address.ipv4_mapped or ipaddress.ip_network((int(address), bits), False))
     return host
 
 

@@ -1,6 +1,6 @@
 """API keys from a file or a flag; this module imports no web framework.
 
-Generated from notebooks/12ba_hard_to_hurt.ipynb: edit there.
+Generated from notebooks/12b_running.ipynb: edit there.
 """
 
 from __future__ import annotations

@@ -20,10 +20,9 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minisgl.server.http.access import client_of, network_of
-from minisgl.server.http.bodies import INLINE_BYTES
 from minisgl.server.http.errors import ApiError
 from minisgl.server.workers.messages import TokenLogprob
 
@@ -133,18 +132,19 @@ class SlicedResponse(Response):
                 self.sent()
 
 
+FREE = 2**12  # bytes of a body, and of the heads of a connection, that count in no share
 CLOSE = {"connection": "close"}  # the rest of the body will not be read
 
 
 class BodyLimit:
     """Ends a body with an `ApiError`: 413 beyond `max_bytes`, 408 beyond `seconds`.
 
-    A 429 if the bodies in flight exceed `4 * max_bytes`, which clients share.
+    A 429 if the bodies in flight exceed `8 * max_bytes`, which clients share.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float = 60.0) -> None:
         self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
-        self._shares = Shares(4 * max_bytes)
+        self._shares = Shares(8 * max_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -185,7 +185,7 @@ class Body:
         if max(self._size, self._claimed) > self._limit._max_bytes:
             why = f"body: more than the {self._limit._max_bytes} bytes that this server takes"
             raise ApiError(413, why, code="body_too_large", headers=CLOSE)
-        more = max(0, self._size - INLINE_BYTES) - self._held
+        more = max(0, self._size - FREE) - self._held
         if more and not self._limit._shares.take(self._client, more):
             why = "body: too many large bodies are being read, some of them yours"
             raise ApiError(429, why, code="bodies_full", headers=CLOSE)
@@ -204,6 +204,7 @@ class Body:
 
 
 MAX_HEAD, LINE = 2**16, 2**8  # bytes of a request's head; what a line of it counts at least
+MAX_HEADS = 2**24  # bytes of all heads, those of requests with an answer in progress included
 MAX_PIPELINED = 16  # requests of a connection that wait for the answer before theirs
 
 
@@ -211,12 +212,14 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol with bounded patience, in seconds, for each connection."""
 
     stall, head = 30.0, 30.0  # to read our output, to send a whole request head
-    places = Shares(2**31)  # connections
+    places, heads = Shares(2**31), Shares(MAX_HEADS)  # connections, and bytes
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._idle = self._head = 0  # bytes skipped between requests, and bytes of a head
+        self._heads = self._held = 0  # bytes of all heads in memory, and those in the shares
+        self._cycles = list[RequestResponseCycle]()  # of requests without a complete answer
         self._refused, self._peer = False, network_of(self.client[0] if self.client else "")
         transport.set_write_buffer_limits(high=0)
         peer = transport.get_extra_info("socket")
@@ -236,11 +239,22 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
             self._disarm(name)
         if self._placed:
             self.places.give_back(self._peer, 1)
+        self._forget_heads()
+        self._leave()
         super().connection_lost(exc)
 
+    @property
+    def _busy(self) -> bool:
+        """True while an earlier request has no complete answer."""
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _refuse(self, error: ApiError) -> None:
-        """Answer without the application, and close the connection."""
+        """Answer without the application, unless it is answering, and close the connection."""
         self._refused = True
+        if self._busy:  # an answer here would stand before those of earlier requests
+            self._leave()
+            self.transport.abort()
+            return
         content = json.dumps(error.body()).encode()
         lines = [f"HTTP/1.1 {error.status_code} Refused", "content-type: application/json"]
         lines += [f"content-length: {len(content)}", "connection: close", "", ""]
@@ -248,7 +262,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _refuse_head(self) -> None:
-        why = f"headers: more than {MAX_HEAD} bytes, of which each line counts as {LINE} at least"
+        why = f"headers: more than {MAX_HEAD} bytes, {LINE} a line at least, or too many at once"
         self._refuse(ApiError(431, why, code="headers_too_large"))
 
     def data_received(self, data: bytes) -> None:
@@ -256,13 +270,33 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
             return
         self._idle += len(data)
         HttpToolsProtocol.data_received(self, data)
-        if self._idle > MAX_HEAD and not self._refused:
-            self._refuse_head()
+        if not self._refused:
+            self._count_heads()
         self._await_head()
+
+    def _count_heads(self) -> None:
+        """Count the bytes of heads beyond `FREE` in the peer's share; refuse more than that."""
+        more = self._heads + self._idle - FREE - self._held
+        if self._idle > MAX_HEAD or (more > 0 and not self.heads.take(self._peer, more)):
+            self._refuse_head()
+        else:
+            self._held += max(0, more)
+
+    def _forget_heads(self) -> None:
+        self.heads.give_back(self._peer, self._held)
+        self._heads = self._held = 0
+
+    def _leave(self) -> None:
+        """Send a disconnect to all requests; uvicorn sends it to the last pipelined one only."""
+        for cycle in self._cycles:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def on_message_begin(self) -> None:
         HttpToolsProtocol.on_message_begin(self)
         self._head = 0
+        if not self._busy:
+            self._forget_heads()
 
     def on_url(self, url: bytes) -> None:
         HttpToolsProtocol.on_url(self, url)
@@ -276,17 +310,15 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._refused:
             return
-        if self._head > MAX_HEAD:
+        if self._head > MAX_HEAD or len(self.pipeline) >= MAX_PIPELINED:
             self._refuse_head()
             return
-        if len(self.pipeline) >= MAX_PIPELINED:
-            self._refused = True
-            self.transport.abort()  # an answer here would stand before those of earlier requests
-            return
         self._idle = 0
+        self._heads += self._head
         if not self.url.startswith(b"/"):  # the host in it counts, whatever `Host` says (RFC 9112)
             self.headers.append((b"host", urlsplit(self.url).netloc))
         HttpToolsProtocol.on_headers_complete(self)
+        self._cycles = [each for each in self._cycles if not each.response_complete] + [self.cycle]
 
     def on_body(self, body: bytes) -> None:
         self._idle = 0
@@ -311,10 +343,10 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
 
     def _await_head(self) -> None:
         """Arm the deadline for the next request's head between two requests, else disarm it."""
-        if self.cycle is None or self.cycle.response_complete:
-            self._arm("head", self.head)
-        else:
+        if self._busy:
             self._disarm("head")
+        else:
+            self._arm("head", self.head)
 
     def pause_writing(self) -> None:
         """Arm the stall deadline while the peer reads nothing."""
@@ -331,13 +363,14 @@ def timeout_http_protocol(
 ) -> type[asyncio.Protocol]:
     """Return the protocol class for one server."""
     fields = {"stall": stall, "head": head, "places": Shares(connections)}
+    fields["heads"] = Shares(MAX_HEADS)
     return type("TimeoutHttpProtocol", (TimeoutHttpProtocol,), fields)
 
 
 def connection_places() -> tuple[int, int]:
     """Raise the limit on descriptors; return how many connections may be open, and may wait."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(limit for limit in (hard, 2**16) if limit != resource.RLIM_INFINITY)
+    most = min(limit for limit in (hard, 2**13) if limit != resource.RLIM_INFINITY)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     backlog = max(8, min(2048, most // 16))  # asyncio accepts this many in one turn of its loop
