@@ -388,49 +388,6 @@ def measure_fp8(model: Model) -> dict[str, Any]:
     return divergence(model.folder, [model.tokenizer.encode(t).tolist() for t in TEXTS], "cpu")
 
 
-def measure_step(model: Model) -> dict[str, Any]:
-    """CPU milliseconds of a decode step by kind of operation, and the floor that bytes set."""
-    from torch.profiler import ProfilerActivity, profile
-
-    llm = LLM(model.folder, num_pages=64)
-    ids = model.chat(QUESTIONS[0])
-    llm.generate([ids], SamplingParams(max_tokens=4, ignore_eos=True))
-    start = time.process_time()
-    llm.generate([ids], SamplingParams(max_tokens=33, ignore_eos=True))
-    whole = (time.process_time() - start) / 33
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        llm.generate([ids], SamplingParams(max_tokens=17, ignore_eos=True))
-    groups = {
-        "products": ("mm", "addmm", "linear"),
-        "attention": ("scaled_dot", "flash", "bmm"),
-        "norms": ("rms_norm",),
-    }
-    spent = dict.fromkeys([*groups, "everything else"], 0.0)
-    for event in seen.key_averages():
-        name = event.key.removeprefix("aten::")
-        kind = next(
-            (g for g, parts in groups.items() if any(part in name for part in parts)),
-            "everything else",
-        )
-        spent[kind] += event.self_cpu_time_total / 1e3 / 17
-    weights = sum(p.nbytes for p in model.net.parameters())
-    block = torch.ones(64 * 2**20)
-    times = []
-    for _ in range(7):
-        start = time.process_time()
-        block.sum()
-        times.append(time.process_time() - start)
-    rate = block.nbytes / min(times)
-    llm.shutdown()
-    return {
-        "cpu_ms_a_step": round(1e3 * whole, 1),
-        "profiled_ms": {kind: round(ms, 2) for kind, ms in spent.items()},
-        "weight_bytes": weights,
-        "read_GB_s": round(rate / 1e9, 2),
-        "floor_ms": round(1e3 * weights / rate, 1),
-    }
-
-
 def main() -> None:
     """Run the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -446,7 +403,6 @@ def main() -> None:
         "permutation": measure_permutation,
         "conversation": measure_conversation,
         "structured": measure_structured,
-        "step": measure_step,
         "drafts": lambda model: measure_drafts(model, 32),
     }
     wanted = [*quick, "numerics"] if args.parts == ["all"] else args.parts

@@ -22,7 +22,8 @@ class Fp8KVPool(KVPool):
     def __init__(self, *, num_layers: int, **sizes: Any) -> None:
         """Allocate a `KVPool` of FP8 numbers, with scales of 1."""
         super().__init__(num_layers=num_layers, dtype=FP8, **sizes)
-        self._slots = self.buffer.view(torch.uint8).flatten(2, 3).unbind(1)  # what torch can index
+        numbers = self.buffer.view(torch.uint8).flatten(2, 3)  # torch can index this dtype
+        self._slots = [layer.unbind() for layer in numbers.unbind(1)]
         shape = num_layers, 4, self.num_kv_heads, 1  # 4: layers begin at multiples of 16 bytes
         self.layer_scales = torch.ones(shape, device=self.buffer.device)[:, :2].unbind()
 

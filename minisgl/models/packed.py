@@ -87,8 +87,9 @@ class Int8Rows:
     def __init__(self, weight: Tensor, steps: int | None = None) -> None:
         steps = steps or activation_steps()
         self.matrix, self.nbytes = mixing_matrix(weight.shape[1]), weight.numel() + 8 * len(weight)
-        mixed = mix(weight, self.matrix) / len(self.matrix)
-        scale = mixed.abs().amax(1).clamp_(min=self.tiny).double() / 127
+        mixed = mix(weight, self.matrix / len(self.matrix))  # a power of two: the same bits
+        peak = torch.maximum(mixed.amax(1), -mixed.amin(1)).clamp_(min=self.tiny)
+        scale = peak.double() / 127
         with warnings.catch_warnings():  # newer releases announce another way to make these tensors
             warnings.simplefilter("ignore", UserWarning)
             zeros = torch.zeros(len(weight), dtype=torch.int64)

@@ -6,6 +6,20 @@ TEST = "tests/test_hostile.py::"
 
 MUTATIONS = [
     Mutation(
+        name="logs: lines that wait take any memory",
+        module="minisgl.server.observe.logs",
+        old="if size and self._given + size - self._written > MAX_WAITING:",
+        new="if False:",
+        test=TEST + "test_a_log_that_nobody_reads_takes_little_memory",
+    ),
+    Mutation(
+        name="keys: one in Anthropic's header has no name in the log",
+        module="minisgl.server.messages.routes",
+        old="request = Request(request.scope, request.receive)",
+        new="request = Request(dict(request.scope), request.receive)",
+        test=TEST + "test_the_log_names_a_key_in_either_header",
+    ),
+    Mutation(
         name="connections: only the last request learns that its client left",
         module="minisgl.server.http.limits",
         old="for cycle in self._cycles:",
