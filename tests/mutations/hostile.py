@@ -382,7 +382,7 @@ MUTATIONS = [
     Mutation(
         name="shares: a host has as many as it has addresses",
         module="minisgl.server.http.access",
-        old="return str(address.ipv4_mapped or own)",
+        old="return str(address.ipv4_mapped or ipaddress.ip_network((int(address), bits), False))",
         new="return host",
         test=TEST + "test_a_network_is_one_client",
     ),
