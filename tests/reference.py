@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from minisgl import events
 from minisgl.core import Batch, Phase, Req
 from minisgl.kvcache.cache_manager import CacheManager
@@ -189,6 +191,15 @@ class Admission:
         others = (self.beginning(other, other.matched_len) for other in reqs)
         return own is not None and not req.scores_prompt and far and own in others
 
+    def shared(self, req: Req, other: Req, matched: int) -> int:
+        """Return the tokens of a match that another request has locked."""
+        salts = req.sampling_params.cache_salt, other.sampling_params.cache_salt
+        if other.cache_handle is None or salts[0] != salts[1]:
+            return 0
+        most, size = min(matched, other.cache_handle.cached_len), self.cache.page_size
+        differ = np.flatnonzero(req.input_ids[:most] != other.input_ids[:most])
+        return (int(differ[0]) if len(differ) else most) // size * size
+
     def refused(self, req: Req, matched: int, batch: Batch | None, chunked: Req | None) -> str:
         """Return why the first that waits is not in the step; empty if it should be."""
         reqs = [] if batch is None else batch.reqs
@@ -205,7 +216,9 @@ class Admission:
         size, reserve = self.cache.page_size, self.decode.reserve
         holders = [*self.decode.running.values(), *reqs]
         taken = sum(promised(other, size, reserve, other.cached_len) for other in holders)
-        taken += matched // size  # locked, its prefix may be evictable no more
+        # Locked, the rest of its prefix is evictable no more.
+        locked = max((self.shared(req, other, matched) for other in holders), default=0)
+        taken += (matched - locked) // size
         req_end = req.max_device_len - 1
         if reserve is not None:
             req_end = min(req_end, max(matched, req.host_len) + reserve)

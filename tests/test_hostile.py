@@ -58,7 +58,7 @@ from minisgl.server.http.limits import (
 )
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from minisgl.server.http.settings import ApiSettings
-from minisgl.server.observe.logs import RequestLog
+from minisgl.server.observe.logs import MAX_WAITING, LineWriter, RequestLog
 from minisgl.server.options import Operations
 from minisgl.server.responses.schemas import ResponsesRequest
 from minisgl.server.workers.channels import MOST_MESSAGES, LocalQueue
@@ -388,6 +388,11 @@ def test_a_broken_model_folder_is_one_error_that_names_the_place(name: str, tmp_
     with pytest.raises(ValueError, match=f"^({field}|{file}): ") as caught:
         settings_of(config, Operations())
     assert len(str(caught.value)) < 500
+
+
+def test_a_folder_of_an_unknown_user_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "~nobody-has-this-name/model"]) == 1
+    assert capsys.readouterr().err.startswith("minisgl: --model: ")
 
 
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
@@ -1045,6 +1050,38 @@ def test_a_conversion_is_bounded_like_a_prompt(live: Live) -> None:
         assert answer.status_code == 400 and "too many" in answer.text, answer.text[:300]
     some = httpx.post(f"{live.url}/tokenize", json={"prompt": "a b " * 2000}, timeout=300).json()
     assert some["count"] > some["max_model_len"]  # a text for several prompts can be counted
+
+
+# Logs
+
+
+def test_a_log_that_nobody_reads_takes_little_memory(live: Live) -> None:
+    """Lines that wait are bounded in characters, and a long path is cut; so is the answer."""
+    reader, descriptor = os.pipe()
+    write = LineWriter(descriptor)
+    for _ in range(100):
+        write("x" * 10**6)
+    assert 10**7 < write._given <= MAX_WAITING
+    os.close(reader)  # the thread goes on: nobody can read what it writes
+    write.close()
+    wait_for(lambda: not write._thread.is_alive(), "the writer to end")
+    os.close(descriptor)
+    lines: list[str] = []
+    RequestLog(lines.append).ended({"request_id": "a", "path": "/" * 10**5, "method": "GET"}, 1, 1)
+    assert len(lines[0]) < 500
+    assert len(httpx.get(f"{live.url}/{'x' * 30_000}").text) < 2000
+
+
+def test_the_log_names_a_key_in_either_header(checkpoint: Path) -> None:
+    lines: list[str] = []
+    body = {"model": "default", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    with Live(
+        checkpoint, api={"named_keys": {"alice": "k"}}, observers=(RequestLog(lines.append),)
+    ) as live:
+        for headers in ({"x-api-key": "k"}, {"authorization": "Bearer k"}):
+            httpx.post(f"{live.url}/v1/messages", json=body, headers=headers).raise_for_status()
+        wait_for(lambda: len(lines) == 2, "two lines")
+    assert all(" key=alice " in line for line in lines)
 
 
 # All of it at random

@@ -386,6 +386,4 @@ def sampling_advice(folder: Path) -> dict[str, Any]:
         return {"temperature": 0.0}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     known = {name: advice[name] for name in names if advice.get(name) is not None}
-    if known.get("top_k") == 0:  # the hub's spelling of "off"
-        del known["top_k"]
-    return known
+    return {n: v for n, v in known.items() if (n, v) != ("top_k", 0)}  # 0 is "off" on the hub

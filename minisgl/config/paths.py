@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -37,7 +38,7 @@ def resolve_model_path(model: str | Path | None) -> Path:
         return Path(str(files("minisgl"))) / "tiny" / "model"
     if not isinstance(model, str | Path) or not str(model):
         raise refuse("model_path", "a folder, a .gguf file, a hub id or None", model)
-    folder = Path(model).expanduser()
+    folder = Path(os.path.expanduser(model))  # an unknown ~name stays
     if folder.is_dir():
         return folder
     if str(model) == "smollm2" or folder.suffix == ".gguf":  # of chapter 06e

@@ -36,12 +36,12 @@ def retract(scheduler: Scheduler, req: Req) -> None:
     scheduler.prefill.remove(req)
     scheduler.decode.remove(req)
     scheduler.free_request(req)
-    req.restart()
     req.retracted = True
     scheduler.prefill.waiting.resume(req)
     scheduler.retractions += 1
     if scheduler.emit is not None:
         scheduler.emit(RequestRetracted(req.uid))
+    req.restart()  # last: observers still find its lengths
 
 
 class DelayedPrefill(MixedPrefill):

@@ -6,6 +6,20 @@ TEST = "tests/test_hostile.py::"
 
 MUTATIONS = [
     Mutation(
+        name="logs: lines that wait take any memory",
+        module="minisgl.server.observe.logs",
+        old="if size and self._given + size - self._written > MAX_WAITING:",
+        new="if False:",
+        test=TEST + "test_a_log_that_nobody_reads_takes_little_memory",
+    ),
+    Mutation(
+        name="keys: one in Anthropic's header has no name in the log",
+        module="minisgl.server.messages.routes",
+        old="request = Request(request.scope, request.receive)",
+        new="request = Request(dict(request.scope), request.receive)",
+        test=TEST + "test_the_log_names_a_key_in_either_header",
+    ),
+    Mutation(
         name="connections: only the last request learns that its client left",
         module="minisgl.server.http.limits",
         old="for cycle in self._cycles:",
@@ -360,7 +374,7 @@ MUTATIONS = [
     Mutation(
         name="shares: a host has as many as it has addresses",
         module="minisgl.server.http.access",
-        old="return str(address.ipv4_mapped or own)",
+        old="return str(address.ipv4_mapped or ipaddress.ip_network((int(address), bits), False))",
         new="return host",
         test=TEST + "test_a_network_is_one_client",
     ),

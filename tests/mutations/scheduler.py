@@ -398,8 +398,8 @@ MUTATIONS = [
     Mutation(
         "prefill_forgets_what_was_said_before",
         RETRACTION,
-        "    req.restart()\n",
-        "",
+        "    req.restart()  # last",
+        "    # last",
         TESTS + "test_the_youngest_is_taken_back_and_goes_on",
     ),
     Mutation(

@@ -283,7 +283,8 @@ def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:
             status, why = failure.status_code, str(failure.detail)
             code = "invalid_json" if status == 400 else f"http_{status}"  # FastAPI's own 400
             if status == 404:
-                why = f"{request.url.path}: not here; there are {', '.join(app.openapi()['paths'])}"
+                paths = ", ".join(app.openapi()["paths"])
+                why = f"{request.url.path:.200}: not here; there are {paths}"
             error = ApiError(status, why, code=code, headers=failure.headers)
         else:
             error = api_error(failure)

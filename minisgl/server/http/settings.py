@@ -54,7 +54,7 @@ def served_name(model: str | None) -> str:
     """Return the hub's id of a model, given or from the hub's cache, or its folder's name."""
     if model is None:
         return "minisgl-tiny"
-    folder = Path(os.path.abspath(Path(model).expanduser()))  # follows no link
+    folder = Path(os.path.abspath(os.path.expanduser(model)))  # follows no link
     if not folder.is_dir():
         return model
     if folder.parent.name == "snapshots" and (cached := folder.parents[1].name) != "snapshots":

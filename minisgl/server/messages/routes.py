@@ -58,8 +58,8 @@ def messages_route(keyed_route: type[APIRoute]) -> type[APIRoute]:
                 key = dict(headers).get(b"x-api-key")
                 if key is not None and b"authorization" not in dict(headers):
                     bearer = (b"authorization", b"Bearer " + key)
-                    scope = {**request.scope, "headers": [*headers, bearer]}
-                    request = Request(scope, request.receive)
+                    request.scope["headers"] = [*headers, bearer]  # the log reads this scope
+                    request = Request(request.scope, request.receive)
                 response: Response = await handle(request)
                 return response
 

@@ -44,6 +44,9 @@ def as_json(record: Mapping[str, Any]) -> str:
     return json.dumps(record, ensure_ascii=False)
 
 
+MAX_WAITING = 2**24  # characters of all lines that wait
+
+
 class LineWriter:
     """Writes lines in a thread, so that a full pipe delays no request.
 
@@ -52,14 +55,19 @@ class LineWriter:
 
     def __init__(self, descriptor: int, most: int = 10_000) -> None:
         self._lines: queue.Queue[str | None] = queue.Queue(most)
+        self._given = self._written = 0  # characters; each is changed by one thread alone
         self._thread = threading.Thread(
             target=self._run, args=(descriptor,), daemon=True, name="log"
         )
         self._thread.start()
 
     def __call__(self, line: str | None) -> None:
+        size = len(line or "")
+        if size and self._given + size - self._written > MAX_WAITING:
+            return
         with suppress(queue.Full):
             self._lines.put_nowait(line)
+            self._given += size
 
     def _run(self, descriptor: int) -> None:
         for line in iter(self._lines.get, None):
@@ -67,6 +75,7 @@ class LineWriter:
             with suppress(OSError):  # the reader is gone
                 while left:
                     left = left[os.write(descriptor, left) :]
+            self._written += len(line)
 
     def close(self) -> None:
         """Write the waiting lines, for a second at most."""
@@ -112,13 +121,8 @@ class RequestLog(Observer):
         if path in PROBES:
             return
         began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - seconds))
-        record = {
-            "time": began,
-            "id": name,
-            "method": scope["method"],
-            "path": path,
-            **entry.record,
-        }
+        record = {"time": began, "id": name, "method": scope["method"], "path": f"{path:.200}"}
+        record |= entry.record
         if key := scope.get(KEY_NAME):
             record["key"] = key  # its name
         record |= self.sum_up(entry.answers)
