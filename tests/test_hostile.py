@@ -51,6 +51,7 @@ from minisgl.server.http.fields import MAX_UNKNOWN
 from minisgl.server.http.formats import ChatFormatter, Completion, CompletionFormatter
 from minisgl.server.http.keys import check_key, read_keys
 from minisgl.server.http.limits import (
+    FREE,
     MAX_HEAD,
     BodyLimit,
     ConcurrencyLimiter,
@@ -351,6 +352,37 @@ def test_one_client_cannot_fill_the_memory_with_bodies(size: int) -> None:
     small, *large = asyncio.run(statuses())
     assert small == 200 and 8 <= large.count(200) < 20 and set(large) == {200, 429}
     assert limit._shares.taken == 0
+
+
+def test_a_body_counts_until_its_answer_is_complete() -> None:
+    """A stream holds its body: many of them with large bodies would fill the memory."""
+    inside, gate = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        inside.set()
+        await gate.wait()
+        await send({"type": "http.response.body", "body": b""})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"x" * 50_000, "more_body": False}
+
+    async def send(message: Any) -> None:
+        pass
+
+    async def held() -> int:
+        scope = {"type": "http", "method": "POST", "headers": []}
+        answer = asyncio.ensure_future(limit(scope, receive, send))
+        await inside.wait()
+        taken = limit._shares.taken
+        gate.set()
+        await answer
+        return taken
+
+    limit = BodyLimit(app, max_bytes=100_000)
+    assert asyncio.run(held()) == 50_000 - FREE and limit._shares.taken == 0
 
 
 # Model folders

@@ -123,9 +123,8 @@ async def serve(
     server = Server(http_config(app, operations.stall_timeout, operations.trusted_proxies))
 
     def say_ready() -> None:
-        out = LineWriter(1)  # a closed or full pipe: no reader is left
-        out(f"minisgl serves {settings.model_name} on {shown_url(sock)}")
-        out.close()
+        with closing(LineWriter(1)) as out:  # a closed or full pipe: no reader is left
+            out(f"minisgl serves {settings.model_name} on {shown_url(sock)}")
 
     lifecycle = Lifecycle(
         server, group, frontend, limiter,
@@ -155,8 +154,7 @@ def started(
         record = operations.record or operations.viewer
         observed = Observed(bool(operations.trace), record, operations.log_prompts)
         group = stack.enter_context(WorkerGroup(config, watchdog, observed))
-        inbox = ZmqInbox(address(group.folder, "frontend"))
-        stack.callback(inbox.close)
+        inbox = stack.enter_context(closing(ZmqInbox(address(group.folder, "frontend"))))
         outboxes = [ZmqOutbox(address(group.folder, part)) for part in group.tokenizers]
         for outbox in outboxes:
             stack.callback(outbox.close)
@@ -168,6 +166,8 @@ def started(
 def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
     """Start all parts, serve or chat, and clean up; return the exit status."""
     settings = settings_of(config, operations)
+    if sys.stderr.isatty():
+        print(f"loading {settings.model_name} …", file=sys.stderr)
     with ExitStack() as stack:
         sock = None
         if not shell:

@@ -55,6 +55,14 @@ MUTATIONS = [
         test=TEST + "test_one_client_cannot_fill_the_memory_with_bodies",
     ),
     Mutation(
+        name="bodies: one that is read does not count",
+        module="minisgl.server.http.limits",
+        old='        self._more = message.get("more_body", False)\n        return message\n',
+        new='        self._more = message.get("more_body", False)\n'
+        "        if not self._more:\n            self.give_back()\n        return message\n",
+        test=TEST + "test_a_body_counts_until_its_answer_is_complete",
+    ),
+    Mutation(
         name="heads: any number of short lines",
         module="minisgl.server.http.limits",
         old="max(LINE, len(name) + len(value) + 4)",

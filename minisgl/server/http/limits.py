@@ -150,20 +150,20 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = Body(self, scope, receive, send)
+        body = Body(self, scope, receive)
         try:
-            await self._app(scope, body.receive, body.send)
+            await self._app(scope, body.receive, send)
         finally:
             body.give_back()
 
 
 class Body:
-    """One body on its way in."""
+    """One body, on its way in and until its answer is complete."""
 
-    def __init__(self, limit: BodyLimit, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, limit: BodyLimit, scope: Scope, receive: Receive) -> None:
         length = Headers(scope=scope).get("content-length", "")
         self._claimed, self._more = int(length) if length.isdecimal() else 0, True
-        self._limit, self._receive, self._send = limit, receive, send
+        self._limit, self._receive = limit, receive
         self._client = client_of(Request(scope))
         self._size = self._held = 0  # bytes so far, and those of them that count in the shares
         self._deadline = asyncio.get_running_loop().time() + limit._seconds
@@ -187,18 +187,14 @@ class Body:
             raise ApiError(413, why, code="body_too_large", headers=CLOSE)
         more = max(0, self._size - FREE) - self._held
         if more and not self._limit._shares.take(self._client, more):
-            why = "body: too many large bodies are being read, some of them yours"
+            why = "body: too many large bodies are in use, some of them yours"
             raise ApiError(429, why, code="bodies_full", headers=CLOSE)
         self._held += more
         self._more = message.get("more_body", False)
         return message
 
-    async def send(self, message: Message) -> None:
-        if self._held:  # the response begins: the body is validated and handed on
-            self.give_back()
-        await self._send(message)
-
     def give_back(self) -> None:
+        """Return the bytes to the share, once the answer is complete."""
         self._limit._shares.give_back(self._client, self._held)
         self._held = 0
 
