@@ -8,6 +8,8 @@ import os
 import random
 import socket
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
@@ -59,6 +61,7 @@ from minisgl.server.http.limits import (
 )
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from minisgl.server.http.settings import ApiSettings
+from minisgl.server.http.turns import Turns
 from minisgl.server.observe.logs import MAX_WAITING, LineWriter, RequestLog
 from minisgl.server.options import Operations
 from minisgl.server.responses.schemas import ResponsesRequest
@@ -539,6 +542,64 @@ def test_heads_share_a_bound(
             for _ in range(20):
                 client.get(f"{live.url}/health", headers={"a": "x" * 60_000}).raise_for_status()
         live.assert_pages_home()
+
+
+def test_a_client_begins_a_few_requests_in_a_turn_of_the_loop(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred heads, or bodies, that come at the same moment leave turns to other clients."""
+    turn, begun, begin = [0], Counter[int](), HttpToolsProtocol._start_asgi_task
+    ended, event = Counter[int](), RequestResponseCycle.__setattr__
+
+    def counted(*args: Any) -> None:
+        begun[turn[0]] += 1
+        begin(*args)
+
+    def watched(cycle: RequestResponseCycle, name: str, value: Any) -> None:
+        ended[turn[0]] += name == "more_body" and not value
+        event(cycle, name, value)
+
+    def count() -> None:
+        turn[0] += 1
+        if peers:
+            asyncio.get_running_loop().call_soon(count)
+
+    monkeypatch.setattr(HttpToolsProtocol, "_start_asgi_task", counted)
+    monkeypatch.setattr(RequestResponseCycle, "__setattr__", watched)
+    head, body = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n", b'{"prompt": ""}'
+    head += b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with Live(checkpoint) as live:
+        turns = live.http.config.http_protocol_class.turns  # type: ignore[attr-defined]
+        peers = [socket.create_connection(("127.0.0.1", live.port), 20) for _ in range(100)]
+        assert (loop := live.server.frontend.loop) is not None  # noqa: RUF018
+        loop.call_soon_threadsafe(count)
+        for data, counts in ((head, begun), (body, ended)):
+            loop.call_soon_threadsafe(time.sleep, 0.3)
+            for peer in peers:
+                peer.sendall(data)
+            wait_for(lambda: counts.total() == 100, "all to begin")  # noqa: B023
+        answers = [peer.recv(100) for peer in peers]
+        while peers:
+            peers.pop().close()
+        wait_for(lambda: not turns._waiting, "the client to be forgotten")
+    assert all(answer.startswith(b"HTTP/1.1 400") for answer in answers)
+    assert max(begun.values()) <= 16 and max(ended.values()) <= 16
+
+
+def test_steps_are_done_in_order_and_not_for_a_client_that_left() -> None:
+    async def order() -> list[tuple[str, int]]:
+        done, turns = list[tuple[str, int]](), Turns(most=2)
+        for number in range(6):
+            turns.take("a", number, partial(done.append, ("a", number)))
+        turns.take("a", 3, partial(done.append, ("a", 30)))  # with the one before
+        turns.take("b", 0, partial(done.append, ("b", 0)))
+        turns.drop("a", 4)
+        while turns._waiting:
+            await asyncio.sleep(0)
+        return done
+
+    expected = [("a", 0), ("a", 1), ("b", 0), ("a", 2), ("a", 3), ("a", 30), ("a", 5)]
+    assert asyncio.run(order()) == expected
 
 
 def test_connections_are_places(checkpoint: Path) -> None:

@@ -63,6 +63,27 @@ MUTATIONS = [
         test=TEST + "test_a_body_counts_until_its_answer_is_complete",
     ),
     Mutation(
+        name="turns: any number of requests starts in one",
+        module="minisgl.server.http.limits",
+        old="self.turns.take(self._peer, cycle, start)",
+        new="start()",
+        test=TEST + "test_a_client_begins_a_few_requests_in_a_turn_of_the_loop",
+    ),
+    Mutation(
+        name="turns: a step of a client that left is done",
+        module="minisgl.server.http.turns",
+        old="        self._waiting.get(client, {}).pop(request, None)\n",
+        new="        pass\n",
+        test=TEST + "test_steps_are_done_in_order_and_not_for_a_client_that_left",
+    ),
+    Mutation(
+        name="turns: all that wait begin in the next one",
+        module="minisgl.server.http.turns",
+        old="while waiting and self._done[client] < self._most:",
+        new="while waiting and (self._done[client] < self._most or len(waiting) > 20):",
+        test=TEST + "test_a_client_begins_a_few_requests_in_a_turn_of_the_loop",
+    ),
+    Mutation(
         name="heads: any number of short lines",
         module="minisgl.server.http.limits",
         old="max(LINE, len(name) + len(value) + 4)",

@@ -129,8 +129,7 @@ class TrustedHosts:
         given = [(name, value) for name in ("host", "origin") for value in headers.getlist(name)]
         for name, value in given:
             host, asks = host_name(value), name == "origin"
-            known = is_loopback(host) or host in self._names or (is_address(host) and not asks)
-            if not known:
+            if not (is_loopback(host) or host in self._names or (is_address(host) and not asks)):
                 why = f"{name}: {value!r:.80} is not allowed; see --allow-origin, or set an API key"
                 return ApiError(403, why, code="foreign_origin", param=name)
         return None

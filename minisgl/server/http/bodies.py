@@ -145,8 +145,7 @@ class SideThread:
 
     async def run(self, client: str, work: Callable[..., T], *args: Any) -> T:
         """Call `work(*args)` in the thread, after the other jobs of the same client."""
-        turn = self._turns.setdefault(client, asyncio.Lock())
-        async with turn:
+        async with self._turns.setdefault(client, asyncio.Lock()):
             return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
 

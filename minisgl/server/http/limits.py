@@ -12,6 +12,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from urllib.parse import urlsplit
 
 import psutil
@@ -20,10 +21,12 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minisgl.server.http.access import client_of, network_of
 from minisgl.server.http.errors import ApiError
+from minisgl.server.http.turns import Turns
 from minisgl.server.workers.messages import TokenLogprob
 
 
@@ -194,7 +197,6 @@ class Body:
         return message
 
     def give_back(self) -> None:
-        """Return the bytes to the share, once the answer is complete."""
         self._limit._shares.give_back(self._client, self._held)
         self._held = 0
 
@@ -208,7 +210,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol with bounded patience, in seconds, for each connection."""
 
     stall, head = 30.0, 30.0  # to read our output, to send a whole request head
-    places, heads = Shares(2**31), Shares(MAX_HEADS)  # connections, and bytes
+    places, heads, turns = Shares(2**31), Shares(MAX_HEADS), Turns()  # connections, bytes, steps
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -285,8 +287,13 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
     def _leave(self) -> None:
         """Send a disconnect to all requests; uvicorn sends it to the last pipelined one only."""
         for cycle in self._cycles:
+            self.turns.drop(self._peer, cycle)
             cycle.disconnected = True
             cycle.message_event.set()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        start = partial(HttpToolsProtocol._start_asgi_task, self, cycle, app)
+        self.turns.take(self._peer, cycle, start)
 
     def on_message_begin(self) -> None:
         HttpToolsProtocol.on_message_begin(self)
@@ -322,19 +329,18 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
             HttpToolsProtocol.on_body(self, body)
 
     def on_message_complete(self) -> None:
-        self._idle = 0
+        self._idle, cycle = 0, self.cycle
         if not self._refused:
-            HttpToolsProtocol.on_message_complete(self)
+            end = partial(setattr, cycle, "more_body", False)
+            self.turns.take(self._peer, cycle, end, cycle.message_event.set)
 
     def _arm(self, name: str, seconds: float) -> None:
         """Cut the connection in `seconds`, unless disarmed before."""
         if name not in self._timers:
-            loop = asyncio.get_running_loop()
-            self._timers[name] = loop.call_later(seconds, self.transport.abort)
+            self._timers[name] = self.loop.call_later(seconds, self.transport.abort)
 
     def _disarm(self, name: str) -> None:
-        timer = self._timers.pop(name, None)
-        if timer is not None:
+        if timer := self._timers.pop(name, None):
             timer.cancel()
 
     def _await_head(self) -> None:
@@ -359,7 +365,7 @@ def timeout_http_protocol(
 ) -> type[asyncio.Protocol]:
     """Return the protocol class for one server."""
     fields = {"stall": stall, "head": head, "places": Shares(connections)}
-    fields["heads"] = Shares(MAX_HEADS)
+    fields |= {"heads": Shares(MAX_HEADS), "turns": Turns()}
     return type("TimeoutHttpProtocol", (TimeoutHttpProtocol,), fields)
 
 
