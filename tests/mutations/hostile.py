@@ -284,8 +284,8 @@ MUTATIONS = [
     Mutation(
         name="bodies: one client keeps the thread to itself",
         module="minisgl.server.http.bodies",
-        old="async with turn:",
-        new="if turn:",
+        old="async with self._turns.setdefault(client, asyncio.Lock()):",
+        new="if self._turns is not None:",
         test=TEST + "test_jobs_of_one_client_wait_for_each_other",
     ),
     Mutation(
