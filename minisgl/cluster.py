@@ -124,10 +124,10 @@ class Cluster(BaseModel, extra="forbid"):
     """Arguments of `serve run minisgl.cluster:app`, each written as `name=value`."""
 
     flags: str = ""  # of `python -m minisgl`, for each replica
-    replicas: int = Field(1, ge=1)
-    max_replicas: int = Field(1, ge=1)  # above `replicas`: the upper limit of autoscaling
-    idle: float = Field(600.0, ge=0)  # seconds of less load, after which a replica leaves
-    gpus: float | None = Field(None, ge=0)  # of a replica; none: its ranks, 0 with --device cpu
+    replicas: int = Field(default=1, ge=1)
+    max_replicas: int = Field(default=1, ge=1)  # above `replicas`: the upper limit of autoscaling
+    idle: float = Field(default=600.0, ge=0)  # seconds of less load, after which a replica leaves
+    gpus: float | None = Field(default=None, ge=0)  # of a replica; none: its ranks, 0 on a CPU
 
 
 def app(args: Cluster) -> serve.Application:

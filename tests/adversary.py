@@ -30,14 +30,13 @@ import numpy as np
 
 from minisgl import events
 from minisgl.config.paths import resolve_model_path
-from minisgl.core import Batch, Phase, Req, SamplingParams
-from minisgl.engine.step import ForwardInput, SampledTokens
+from minisgl.core import Batch, IntArray, Phase, Req, SamplingParams
+from minisgl.engine.step import ForwardInput, ForwardOutput, SampledTokens
 from minisgl.kvcache.audit import check_integrity
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.naive_cache import NaiveCache
 from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.scheduler import mixed
-from minisgl.scheduler.executor import StepOutput
 from minisgl.scheduler.grammar import Grammars, load_grammars
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, Msg, Reply, UserMsg
 from minisgl.scheduler.mixed import MixedPrefill
@@ -49,7 +48,6 @@ from minisgl.scheduler.retraction import DelayedPrefill, make_room
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.simulated import SimulatedExecutor, salt_hash
 from minisgl.scheduler.speculative import (
-    IntArray,
     NGramProposer,
     SpeculativeScheduler,
     VerifyBatch,
@@ -85,9 +83,9 @@ class Abort(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """`count` steps of the scheduler's loop."""
+    """`turns` steps of the scheduler's loop."""
 
-    count: int = 1
+    turns: int = 1
 
 
 class Again(NamedTuple):
@@ -169,7 +167,7 @@ class Script:
         return "\n".join(["Script(", "    ops=(", *ops, "    ),", *fields, ")"])
 
 
-CROWDED = 0.2  # of all scripts
+CROWDED, SCARCE = 0.2, 0.15  # of all scripts
 REGEXES = ("[a-z ]{3,9}", "(yes|no), [0-9]{2,4}!", "a*", "(ab){2,40}")
 
 
@@ -195,10 +193,17 @@ def make_script(seed: int) -> Script:
                Jump: pick((0, 0.1)), Misuse: pick((0, 0.1, 0.4)),
                Exit: pick((0, 0, 0.02))}  # fmt: skip
     longest, answers = rng.randint(1, sizes["window"] + 2), pick((1, 4, 20, 60))
-    if random.Random(~seed).random() < CROWDED:  # many short requests, and pages for all of them
+    kind_of_script = random.Random(~seed).random()
+    if kind_of_script < CROWDED:  # many short requests, and pages for all of them
         sizes |= {"rows": rng.randint(3, 6), "num_pages": 240 // page_size}
         weights |= {Ask: 4.0, Turn: 4.0}
         longest, answers = rng.randint(4, 40), pick((1, 3, 8))
+    elif kind_of_script < CROWDED + SCARCE:  # mixed steps, and too few pages for all answers
+        sizes |= {"rows": rng.randint(2, 3), "page_size": 1, "num_pages": rng.randint(20, 70),
+                  "budget": rng.randint(3, 12), "drafts": 0, "reserve": 0, "mixed": 40,
+                  "window": 64, "context": 1000}  # fmt: skip
+        weights |= {Ask: 2.0, Turn: 5.0}
+        longest, answers = rng.randint(4, 40), pick((20, 60))
     texts, ops, uid = rng.randint(1, 4), list[Op](), 0
     for kind in rng.choices(list(weights), list(weights.values()), k=150):
         if kind is Ask:
@@ -277,10 +282,10 @@ class Executor(SimulatedExecutor):
         self.world.check_batch(batch)
         return self.perhaps_fail("prepare", lambda: SimulatedExecutor.prepare(self, batch))
 
-    def step(self, inputs: ForwardInput) -> StepOutput:
+    def step(self, inputs: ForwardInput) -> ForwardOutput:
         """Check that what the device reads is what the host wrote."""
 
-        def real() -> StepOutput:
+        def real() -> ForwardOutput:
             writes = inputs.out_loc
             assert len(set(writes.tolist())) == len(writes), "two tokens of a step share a slot"
             assert writes.max() < self.num_pages * self.page_size, "a step writes the dummy page"
@@ -291,7 +296,8 @@ class Executor(SimulatedExecutor):
             self.world.note_step(inputs)
             return Waiting(self, output)
 
-        return self.perhaps_fail("step", real)
+        output: ForwardOutput = self.perhaps_fail("step", real)
+        return output
 
     def sample_deferred(self) -> None:
         self.perhaps_fail("sample_deferred", lambda: SimulatedExecutor.sample_deferred(self))
@@ -312,11 +318,11 @@ class Executor(SimulatedExecutor):
         return result
 
 
-class Waiting(NamedTuple):
+class Waiting(ForwardOutput):
     """The output of a step, which may fail when it is waited for."""
 
-    executor: Executor
-    output: StepOutput
+    def __init__(self, executor: Executor, output: ForwardOutput) -> None:
+        self.executor, self.output = executor, output
 
     def wait(self) -> SampledTokens:
         tokens: SampledTokens = self.executor.perhaps_fail("wait", self.output.wait)
@@ -542,7 +548,8 @@ class World:
         for msg in messages:
             if isinstance(msg, UserMsg):
                 self.expect(msg)
-            elif isinstance(msg, AbortMsg) and self.live.pop(msg.uid, None):
+            elif isinstance(msg, AbortMsg) and msg.uid in self.live:
+                del self.live[msg.uid]
                 self.due.append((msg.uid, "abort"))
         return messages
 
@@ -793,6 +800,7 @@ class World:
             assert places == 1 or last, f"{req} is in {places} places"
             assert (req in waits) == (req.table_idx < 0), f"{req}: a row while it waits"
             if running.get(req.uid) is req:
+                assert req.cache_handle is not None, f"{req} is running without a prefix"
                 own = req.cache_handle.cached_len
                 assert own <= req.prefill_len, f"{req}: {own} tokens cached, some of its answer"
         strangers = {*waits, *running.values(), *([chunked] if chunked else [])} - {*reqs.values()}
@@ -949,8 +957,8 @@ class World:
                 self.put(UserMsg(op.uid, op.prompt, params_of(op), op.client))
             case Abort(uid=uid):
                 self.put(AbortMsg(uid))
-            case Turn(count=count):
-                for _ in range(count):
+            case Turn(turns=turns):
+                for _ in range(turns):
                     self.turn()
             case Again(back=back):
                 self.put(self.sent[-1 - back]) if len(self.sent) > back else None
@@ -969,8 +977,9 @@ class World:
 
     def play(self) -> None:
         """The whole script, then turns until nothing is left to do."""
-        limits = {"MAX_CONTEXT": self.script.context, "LONG_CHUNK": self.script.long_chunk}
-        with mock.patch.multiple(mixed, **limits):
+        with mock.patch.multiple(
+            mixed, MAX_CONTEXT=self.script.context, LONG_CHUNK=self.script.long_chunk
+        ):
             self.play_to_the_end()
 
     def play_to_the_end(self) -> None:
@@ -1031,8 +1040,8 @@ def simpler(script: Script) -> Iterator[Script]:
 
 def simpler_op(op: Op) -> Iterator[Op]:
     """The same event with less in it."""
-    if isinstance(op, Turn) and op.count > 1:
-        yield from (Turn(1), Turn(op.count - 1))
+    if isinstance(op, Turn) and op.turns > 1:
+        yield from (Turn(1), Turn(op.turns - 1))
     if isinstance(op, Fail) and op.skip > 0:
         yield op._replace(skip=op.skip - 1)
     if not isinstance(op, Ask):
@@ -1042,11 +1051,12 @@ def simpler_op(op: Op) -> Iterator[Op]:
     if op.options:
         yield op._replace(options=())
         yield from (op._replace(options=(item,)) for item in op.options if len(op.options) > 1)
-    for name, values in {
+    smaller: dict[str, tuple[Any, ...]] = {
         "client": ("",), "tail": (0, op.tail - 1), "text": (1,),
         "length": (1, op.length // 2, op.length - 1),
         "max_tokens": (1, (op.max_tokens or 40) // 2, (op.max_tokens or 40) - 1),
-    }.items():  # fmt: skip
+    }  # fmt: skip
+    for name, values in smaller.items():
         old = getattr(op, name)
         for value in values:
             if value != old and (isinstance(value, str) or 0 <= value < (old or 99)):

@@ -272,11 +272,13 @@ class Shadow(Replay):
         assert self.free == set(cache.allocator.free_set().tolist()), "events: free pages"
         size = cache.page_size
         for req in live:
-            end = cache.allocated_len.get(req, req.cache_handle.cached_len)
+            handle = req.cache_handle
+            assert handle is not None, f"{req} has a row, but no prefix"
+            end = cache.allocated_len.get(req, handle.cached_len)
             row = cache.tables.page_table[req.table_idx, :end:size] // size
             told = self.requests[req.uid]
             assert told.row == req.table_idx and told.pages == row.tolist(), f"events: row of {req}"
-            assert told.shared == req.cache_handle.cached_len // size, f"events: prefix of {req}"
+            assert told.shared == handle.cached_len // size, f"events: prefix of {req}"
         tree: Any = cache.prefix_cache
         if hasattr(tree, "lru"):
             order = [tree.first_page(node) for node in tree.lru]

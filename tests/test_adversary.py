@@ -14,6 +14,7 @@ from minisgl.core import Batch, Phase, Req, SamplingParams
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.page_table import TableManager
 from minisgl.scheduler.messages import Msg
+from minisgl.scheduler.mixed import MixedPrefill
 from minisgl.scheduler.simulated import SimulatedExecutor, WrongKV
 from tests import adversary
 from tests.adversary import (
@@ -151,6 +152,12 @@ def test_a_planted_bug_shrinks_to_what_it_needs(monkeypatch: pytest.MonkeyPatch)
     assert text.endswith(f"reproduce: python -m tests.adversary {seed}")
     scope = {kind.__name__: kind for kind in (Script, Ask, Abort, Turn, Again, Swap, Fail, Exit)}
     assert eval(str(script), scope) == script  # what is printed can be pasted into a test
+
+
+def test_mixed_steps_that_count_no_pages_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MixedPrefill, "has_pages", lambda *_: True)
+    _, failed = search(fresh_seeds(0), 20_000)
+    assert failed is not None
 
 
 @pytest.mark.parametrize(
