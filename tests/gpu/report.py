@@ -45,7 +45,7 @@ FUSED, SAMPLER, ATTENTION, DETERMINISTIC, FP8, MOE = (
 CHECKED = [  # at least one of each kernel, on small inputs
     *(FUSED + f"test_gemms[dtype0-{rows}-weight0]" for rows in (1, 8, 17, 48, 65, 256)),
     FUSED + "test_one_row[weight0]",
-    FUSED + "test_norm_and_embedding",
+    FUSED + "test_norm",
     *(FUSED + f"test_decode[{case}]" for case in (
         "1-128-heads0", "3-64-heads3", "40-128-heads4", "130-128-heads3", "130-128-heads4",
     )),
