@@ -1155,7 +1155,7 @@ def test_a_log_that_nobody_reads_takes_little_memory(live: Live) -> None:
     for _ in range(100):
         write("x" * 10**6)
     assert 10**7 < write._given <= MAX_WAITING
-    os.close(reader)  # the thread goes on: nobody can read what it writes
+    os.close(reader)  # the thread goes on: its output has no reader
     write.close()
     wait_for(lambda: not write._thread.is_alive(), "the writer to end")
     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What a server consists of: each defence that the other tests try by itself is built in."""
+"""The wiring of a server: each defence that other tests try by itself is built in."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from minisgl.server.workers.text_process import PromptThreads
 
 @dataclass
 class Parts:
-    """What `serve` builds, instead of running it."""
+    """The parts that `serve` builds; nothing runs."""
 
     server: Any = None
     group: Any = None
@@ -50,7 +50,7 @@ def folder() -> Iterator[Path]:
 def parts_of(
     config: ServerConfig, operations: Operations, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Parts:
-    """The parts of a server whose workers are not started."""
+    """Build the parts of a server without its workers."""
     parts = Parts()
 
     class Group(SimpleNamespace):
