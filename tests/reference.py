@@ -6,7 +6,7 @@ The adversary compares each decision with these.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +32,6 @@ class Fairness:
     live: Counter[str] = field(default_factory=Counter)
     waiting: dict[Req, tuple[float, int]] = field(default_factory=dict)  # tag, number of arrival
     tags: dict[Req, tuple[float, int]] = field(default_factory=dict)  # of all that are not over
-    back: deque[Req] = field(default_factory=deque)
     clock: float = 0.0
     level: int = 0
     count: int = 0
@@ -54,9 +53,7 @@ class Fairness:
 
     def remove(self, req: Req) -> None:
         """A request waits no longer."""
-        if req in self.back:
-            self.back.remove(req)
-        elif req in self.waiting:
+        if req in self.waiting:
             del self.waiting[req]
             self.level = self.served[req.client]
 
@@ -68,25 +65,45 @@ class Fairness:
         if not self.live[req.client]:
             del self.served[req.client], self.clocks[req.client]
 
-    def rank(self, req: Req) -> tuple[int, int]:
-        return req.prefill_len - req.cached_len, self.tags[req][1]
+    def resume(self, req: Req) -> None:
+        """A retracted request comes before all others of its client."""
+        self.count += 1
+        self.tags[req] = self.waiting[req] = -math.inf, -self.count
+
+    def rows(self, client: str) -> int:
+        """The number of a client's requests that neither wait nor are over."""
+        return self.live[client] - self.waits(client)
+
+    def rank(self, req: Req) -> tuple[bool, int, int]:
+        return self.tags[req][0] > -math.inf, req.prefill_len - req.cached_len, self.tags[req][1]
 
     def first(self) -> Req | None:
-        """The next to be admitted: of the clients that count as equal, the shortest head."""
-        if self.back or not self.waiting:
-            return self.back[0] if self.back else None
+        """The next to be admitted: of the clients that count as equal, the first head."""
+        if not self.waiting:
+            return None
         least = min(self.served[req.client] for req in self.waiting)
         heads: dict[str, Req] = {}
         for req in sorted(self.waiting, key=lambda req: self.tags[req]):
             if self.served[req.client] - least < self.step_tokens:
                 heads.setdefault(req.client, req)
-        return min(heads.values(), key=self.rank)
+        return min(heads.values(), key=lambda req: (self.rows(req.client) > 0, *self.rank(req)))
+
+    def next_retracted(self, reqs: Sequence[Req]) -> Req:
+        """Of the client that has most of these requests, the one that joined last."""
+        counts = Counter(req.client for req in reqs)
+        return next(req for req in reversed(reqs) if counts[req.client] == max(counts.values()))
+
+    def displaces(self, first: Req, req: Req, reqs: Sequence[Req]) -> bool:
+        """Return True if `first`, without a row, may displace one of a client with several."""
+        several = sum(other.client == req.client for other in reqs) > 1
+        behind = self.served[first.client] - self.served[req.client] < self.step_tokens
+        return self.rows(first.client) == 0 and several and behind
 
     def chunk_first(self, chunked: Req) -> bool:
         """Return True if a half-done prompt goes on before the first that waits."""
         first = self.first()
-        if first is None or first in self.back:
-            return first is None
+        if first is None:
+            return True
         if first.client == chunked.client:
             return self.tags[chunked] <= self.tags[first]
         ahead = self.served[chunked.client] - self.served[first.client]
