@@ -203,7 +203,7 @@ class FairQueue:
 
 
 def numbered(reqs: Sequence[Req]) -> list[tuple[int, int, Req]]:
-    """Number each client's requests from 1, and all from 0; return the highest first."""
+    """Return (number within its client, index, request) of each request, the highest first."""
     counts, found = Counter[str](), []
     for index, req in enumerate(reqs):
         counts[req.client] += 1
