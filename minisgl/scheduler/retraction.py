@@ -38,6 +38,19 @@ def admitted(scheduler: Scheduler) -> list[Req]:
     return [*scheduler.decode.running.values(), *([] if chunked is None else [chunked])]
 
 
+def retract(scheduler: Scheduler, req: Req) -> None:
+    """Take row and pages from a request; it continues later, before its client's new ones."""
+    scheduler.prefill.remove(req)
+    scheduler.decode.remove(req)
+    scheduler.free_request(req)
+    req.retracted = True
+    scheduler.prefill.waiting.resume(req)
+    scheduler.retractions += 1
+    if scheduler.emit is not None:
+        scheduler.emit(RequestRetracted(req.uid))
+    req.restart()  # last: observers still find its lengths
+
+
 def displace(scheduler: Scheduler) -> None:
     """Retract requests for the first waiting one until it fits; none if it still would not."""
     cache, prefill, size = scheduler.cache, scheduler.prefill, scheduler.cache.page_size
@@ -55,19 +68,6 @@ def displace(scheduler: Scheduler) -> None:
             scheduler.finish_in_flight()
         else:
             retract(scheduler, reqs[0])
-
-
-def retract(scheduler: Scheduler, req: Req) -> None:
-    """Take row and pages from a request; it continues later, before its client's new ones."""
-    scheduler.prefill.remove(req)
-    scheduler.decode.remove(req)
-    scheduler.free_request(req)
-    req.retracted = True
-    scheduler.prefill.waiting.resume(req)
-    scheduler.retractions += 1
-    if scheduler.emit is not None:
-        scheduler.emit(RequestRetracted(req.uid))
-    req.restart()  # last: observers still find its lengths
 
 
 class DelayedPrefill(MixedPrefill):
