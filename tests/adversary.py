@@ -706,6 +706,7 @@ class World:
         rests = self.rest is not None and self.rest.rests()
         first = self.fair is not None and chunked is not None and self.fair.chunk_first(chunked)
         self.admission.limits = self.limits_beside_running(chunked)
+        yields = self.yields()
         step = schedule()
         if rests:
             assert step is None, "a prefill step, although a group is about to form"
@@ -737,9 +738,21 @@ class World:
         sure = self.prefixes.sure or self.script.cache == "naive"
         if waits is not None and sure and not whole:
             matched = self.prefixes.match(waits)
-            why = self.admission.refused(waits, matched, batch, manager.chunked_req)
+            alone = batch is None or batch.reqs == [chunked]
+            why = self.admission.refused(
+                waits, matched, batch, manager.chunked_req, yields if alone else ()
+            )
             assert why, f"{waits} is not admitted, although there is room"
         return step
+
+    def yields(self) -> list[Req]:
+        """Return the running requests that the first waiting one may displace."""
+        prefill, running = self.scheduler.prefill, [*self.scheduler.decode.running.values()]
+        first = self.fair.first() if self.fair is not None else None
+        if self.fair is None or first is None:
+            return []
+        rows = running if prefill.chunked_req is None else [*running, prefill.chunked_req]
+        return [req for req in running if self.fair.displaces(first, req, rows)]
 
     def limits_beside_running(self, chunked: Req | None) -> PrefillLimits:
         """Return the limits of the next step: a long prompt gets little beside running requests."""

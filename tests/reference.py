@@ -217,8 +217,18 @@ class Admission:
         differ = np.flatnonzero(req.input_ids[:most] != other.input_ids[:most])
         return (int(differ[0]) if len(differ) else most) // size * size
 
-    def refused(self, req: Req, matched: int, batch: Batch | None, chunked: Req | None) -> str:
-        """Return why the first that waits is not in the step; empty if it should be."""
+    def refused(
+        self,
+        req: Req,
+        matched: int,
+        batch: Batch | None,
+        chunked: Req | None,
+        yields: Sequence[Req] = (),
+    ) -> str:
+        """Return why the first that waits is not in the step; empty if it should be.
+
+        What was promised to `yields` does not bind it.
+        """
         reqs = [] if batch is None else batch.reqs
         if self.cache.tables.free_rows == 0:
             return "no row"
@@ -232,7 +242,11 @@ class Admission:
             return "another one computes its beginning"
         size, reserve = self.cache.page_size, self.decode.reserve
         holders = [*self.decode.running.values(), *reqs]
-        taken = sum(promised(other, size, reserve, other.cached_len) for other in holders)
+        taken = sum(
+            promised(other, size, reserve, other.cached_len)
+            for other in holders
+            if other not in yields
+        )
         # Locked, the rest of its prefix is evictable no more.
         locked = max((self.shared(req, other, matched) for other in holders), default=0)
         taken += (matched - locked) // size

@@ -673,19 +673,54 @@ def test_a_client_without_a_row_gets_one_of_a_client_with_several(overlap: bool)
 
 
 @LOOPS
-@pytest.mark.parametrize("reserve, count", [(None, 2), (4, 1)])
-def test_as_many_yield_as_the_prompt_needs(overlap: bool, reserve: int | None, count: int) -> None:
+@pytest.mark.parametrize("reserve", [None, 4])
+def test_as_many_yield_as_the_prompt_needs(overlap: bool, reserve: int | None) -> None:
     d = Driver(overlap=overlap, policy="fair", reserve=reserve, num_pages=24, page_size=4)
     for uid in range(4):
-        d.ask(uid, [uid + 1] * 8, "crowd", max_tokens=17, ignore_eos=True)  # six pages each
-    d.go(8)
-    assert len(d.scheduler.decode.running) == 4
-    d.ask(4, [9] * 30, "one", max_tokens=2, ignore_eos=True)  # eight pages
-    d.go(6)
-    assert d.scheduler.retractions == count and d.tokens(4)
+        d.ask(uid, [uid + 1] * 8, "crowd", max_tokens=17, ignore_eos=True)
+    d.go(14)
+    assert len(d.scheduler.decode.running) == 4 and d.cache.available_tokens == 0
+    d.ask(4, [9] * 30, "one", max_tokens=2, ignore_eos=True)  # eight pages; each of four has six
+    d.go(3)
+    assert d.scheduler.retractions == 2
     d.drain()
     for uid in range(4):
         assert d.tokens(uid) == expected([uid + 1] * 8, 17, ignore_eos=True)
+
+
+@LOOPS
+def test_a_row_is_enough_while_pages_are_free(overlap: bool) -> None:
+    """What was promised to answers that may yield does not bind a client's first request."""
+    d = Driver(overlap=overlap, policy="fair", max_running_req=6, num_pages=40, page_size=4)
+    for uid in range(4):
+        d.ask(uid, [uid + 1] * 5, "crowd", max_tokens=32, ignore_eos=True)  # nine pages each
+    d.go(3)
+    for uid in (4, 5):
+        d.ask(uid, [uid + 1] * 21, "one", max_tokens=4, ignore_eos=True)  # six pages each
+    d.go(4)
+    assert d.tokens(4) and not d.tokens(5) and d.scheduler.retractions == 0
+    d.drain()
+    assert d.scheduler.retractions == 0
+    for uid in range(4):
+        assert d.tokens(uid) == expected([uid + 1] * 5, 32, ignore_eos=True)
+
+
+def test_a_half_done_prompt_keeps_its_pages_from_a_newcomer() -> None:
+    """No decode step, which would make room, need come before its next chunk."""
+    d = Driver(policy="fair", budget=8, num_pages=40, page_size=4, mixed_prefill_threshold=8)
+    d.ask(0, [1] * 4, "crowd", max_tokens=20, ignore_eos=True)
+    d.go(2)
+    d.ask(1, [2] * 32, "crowd", max_tokens=2, ignore_eos=True)
+    d.go(2)
+    running, half_done = d.scheduler.prefill.admitted()
+    assert d.scheduler.prefill.chunked_req is half_done and d.scheduler.decode.running == {
+        0: running
+    }
+    d.ask(2, [3] * 4, "one", max_tokens=2, ignore_eos=True)
+    d.scheduler.receive(block=False)
+    assert d.scheduler.prefill.waiting.displaceable([running, half_done]) == [half_done]
+    assert d.scheduler.prefill.adder().yielding == 0
+    d.drain()
 
 
 @LOOPS

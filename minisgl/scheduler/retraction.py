@@ -27,15 +27,10 @@ def make_room(scheduler: Scheduler) -> None:
         if scheduler.in_flight is not None:  # a request may have ended in it
             scheduler.finish_in_flight()
         else:
-            retract(scheduler, scheduler.prefill.waiting.retraction_order(admitted(scheduler))[0])
+            order = scheduler.prefill.waiting.retraction_order(scheduler.prefill.admitted())
+            retract(scheduler, order[0])
     if scheduler.prefill.waiting:
         displace(scheduler)
-
-
-def admitted(scheduler: Scheduler) -> list[Req]:
-    """Return the running requests in the order of joining, then the half-done prompt."""
-    chunked = scheduler.prefill.chunked_req
-    return [*scheduler.decode.running.values(), *([] if chunked is None else [chunked])]
 
 
 def retract(scheduler: Scheduler, req: Req) -> None:
@@ -54,7 +49,7 @@ def retract(scheduler: Scheduler, req: Req) -> None:
 def displace(scheduler: Scheduler) -> None:
     """Retract requests for the first waiting one until it fits; none if it still would not."""
     cache, prefill, size = scheduler.cache, scheduler.prefill, scheduler.cache.page_size
-    while reqs := prefill.waiting.displaceable(rows := admitted(scheduler)):
+    while reqs := prefill.waiting.displaceable(rows := prefill.admitted()):
         first = prefill.waiting.first()
         if first is None or prefill.adder().check(first) is not None:
             return

@@ -280,8 +280,8 @@ function pagesToCome(req, pageSize, reserve) {
 
 // One prefill step (chapter 09): counts down the tokens of the step and the pages of the pool.
 class PrefillAdder {
-  constructor(engine, promised) {
-    Object.assign(this, { engine, promised, reqs: [], shortest: Infinity, prefixes: new Set() });
+  constructor(engine, promised, yielding) {
+    Object.assign(this, { engine, promised, yielding, reqs: [], shortest: Infinity, prefixes: new Set() });
     this.budget = engine.settings.budget;
   }
 
@@ -323,7 +323,7 @@ class PrefillAdder {
     const room = this.room(tokens);
     if (room <= 0 || (whole && tokens > room) || this.isInBatchPrefix(req, handle.length)) return null;
     const usable = engine.available - engine.tree.unlockedPages(handle) + handle.length / pageSize;
-    return this.promised + pagesToCome(req, pageSize, reserve) <= usable ? handle : null;
+    return this.promised - this.yielding + pagesToCome(req, pageSize, reserve) <= usable ? handle : null;
   }
 
   admit(req, handle) {
@@ -332,6 +332,7 @@ class PrefillAdder {
     engine.tree.lock(handle);
     engine.admit(req, handle);
     this.promised += pagesToCome(req, engine.settings.pageSize, engine.settings.reserve);
+    this.yielding = 0;
     this.addChunk(req);
   }
 }
@@ -420,9 +421,15 @@ class Simulation {
 
   // ----------------------------------------------------------------- decisions
 
-  get promised() {
+  promised(reqs) {
     const { pageSize, reserve } = this.settings;
-    return this.admitted.reduce((sum, req) => sum + pagesToCome(req, pageSize, reserve), 0);
+    return reqs.reduce((sum, req) => sum + pagesToCome(req, pageSize, reserve), 0);
+  }
+
+  // Promises to running requests that the first waiting one may displace do not bind it.
+  adder() {
+    const yielding = this.queue.displaceable(this.admitted).filter((req) => req !== this.chunked);
+    return new PrefillAdder(this, this.promised(this.admitted), this.promised(yielding));
   }
 
   prefillStep() {
@@ -430,7 +437,7 @@ class Simulation {
     const group = Math.min(this.queue.size, Math.floor(this.settings.rows / GROUP.share));
     if (!this.settings.fair && this.delay > 0 && !this.chunked && this.freeRows.length < group) return null;
     if (!this.chunked && !this.queue.size) return null;
-    const adder = new PrefillAdder(this, this.promised);
+    const adder = this.adder();
     let chunked = this.chunked;
     while (adder.budget > 0) {
       const first = this.queue.first();
@@ -476,16 +483,14 @@ class Simulation {
 
   // Retract requests for the first waiting one until it fits; none if it still would not.
   displace() {
-    const { pageSize, reserve, pages } = this.settings;
     for (;;) {
       const reqs = this.queue.displaceable(this.admitted);
       if (!reqs.length) return;
       const first = this.queue.first();
-      if (new PrefillAdder(this, this.promised).check(first, false)) return;
+      if (this.adder().check(first, false)) return;
       const kept = this.admitted.filter((req) => !reqs.includes(req));
       const held = new Set(kept.flatMap((req) => req.pages));
-      const promised = [...kept, first].reduce((sum, req) => sum + pagesToCome(req, pageSize, reserve), 0);
-      if (held.size + promised > pages) return;
+      if (held.size + this.promised([...kept, first]) > this.settings.pages) return;
       this.retract(reqs[0]);
     }
   }

@@ -84,8 +84,8 @@ MUTATIONS = [
     Mutation(
         "retract_takes_the_oldest",
         RETRACTION,
-        "retraction_order(admitted(scheduler))[0]",
-        "retraction_order(admitted(scheduler))[-1]",
+        "retract(scheduler, order[0])",
+        "retract(scheduler, order[-1])",
         TESTS + "test_the_youngest_is_taken_back_and_goes_on",
     ),
     Mutation(
@@ -98,9 +98,30 @@ MUTATIONS = [
     Mutation(
         "retract_spares_a_half_done_prompt",
         RETRACTION,
-        "*([] if chunked is None else [chunked])",
-        "",
+        "retraction_order(scheduler.prefill.admitted())",
+        "retraction_order([*running.values()])",
         TESTS + "test_a_half_done_prompt_is_taken_back_first",
+    ),
+    Mutation(
+        "prefill_promises_bind_whoever_may_displace",
+        PREFILL,
+        "pages = self.reserved - self.yielding\n",
+        "pages = self.reserved\n",
+        TESTS + "test_a_row_is_enough_while_pages_are_free",
+    ),
+    Mutation(
+        "prefill_breaks_promises_for_two",
+        PREFILL,
+        "        self.yielding = 0\n",
+        "",
+        TESTS + "test_a_row_is_enough_while_pages_are_free",
+    ),
+    Mutation(
+        "prefill_spends_the_pages_of_a_half_done_prompt",
+        PREFILL,
+        " if req is not self.chunked_req]\n",
+        "]\n",
+        TESTS + "test_a_half_done_prompt_keeps_its_pages_from_a_newcomer",
     ),
     Mutation(
         "retract_spares_a_client_with_many_requests",
@@ -378,15 +399,15 @@ MUTATIONS = [
     Mutation(
         "prefill_forgets_what_running_requests_need",
         PREFILL,
-        "reserved = self.decode.future_pages(size)",
-        "reserved = 0",
+        "return [*self.decode.running.values(), *half_done]",
+        "return half_done",
         TESTS + "test_running_requests_keep_what_they_may_still_need",
     ),
     Mutation(
         "prefill_forgets_what_the_half_done_prompt_needs",
         PREFILL,
-        "reserved += future_pages(self.chunked_req, size, reserve)",
-        "reserved += 0",
+        "half_done = [] if self.chunked_req is None else [self.chunked_req]",
+        "half_done: list[Req] = []",
         TESTS + "test_a_half_done_prompt_keeps_its_pages",
     ),
     Mutation(
