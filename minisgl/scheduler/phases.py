@@ -67,8 +67,7 @@ class PrefillAdder:
     ) -> None:  # fmt: skip
         self.cache, self.limits, self.reqs = cache, limits, list[Req]()
         self.budget = limits.max_extend_tokens  # tokens that this step may still compute
-        self.reserved, self.reserve = reserved, reserve  # pages promised; see `future_pages`
-        self.yielding = yielding  # of them, those of requests that the first one may displace
+        self.reserved, self.reserve, self.yielding = reserved, reserve, yielding  # see `adder`
         self.min_shared = -(-limits.min_shared // cache.page_size) * cache.page_size
         self.shortest = math.inf  # tokens of the step's shortest prompt, earlier chunks included
         self.prefixes = set[tuple[str | None, bytes]]()  # keys of prefixes computed in this step
@@ -111,8 +110,9 @@ class PrefillAdder:
             return None
         lockable = self.cache.prefix_cache.unlocked_tokens(handle)
         usable = self.cache.available_tokens - lockable + handle.cached_len
-        pages = self.reserved - self.yielding
-        pages += future_pages(req, self.cache.page_size, self.reserve)
+        pages = (
+            self.reserved - self.yielding + future_pages(req, self.cache.page_size, self.reserve)
+        )
         return handle if pages * self.cache.page_size <= usable else None
 
     def admit(self, req: Req, handle: CacheHandle) -> None:
@@ -161,9 +161,9 @@ class PrefillManager:
         """Start a step with a full token budget, and reserve the pages of admitted requests."""
         size, reserve, reqs = self.cache.page_size, self.decode.reserve, self.admitted()
         promised = {req: future_pages(req, size, reserve) for req in reqs}
-        yielding = [req for req in self.waiting.displaceable(reqs) if req is not self.chunked_req]
-        taken = sum(promised.values()), reserve, sum(promised[req] for req in yielding)
-        return PrefillAdder(self.cache, self.limits, *taken)
+        displaceable = {*self.waiting.displaceable(reqs)} - {self.chunked_req}
+        yielding = sum(promised[req] for req in displaceable)  # does not bind the first request
+        return PrefillAdder(self.cache, self.limits, sum(promised.values()), reserve, yielding)
 
     def schedule(self) -> Batch | None:
         """Return the next prefill step: the chunked prompt and waiting ones, in queue order."""

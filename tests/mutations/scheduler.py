@@ -105,8 +105,8 @@ MUTATIONS = [
     Mutation(
         "prefill_promises_bind_whoever_may_displace",
         PREFILL,
-        "pages = self.reserved - self.yielding\n",
-        "pages = self.reserved\n",
+        "self.reserved - self.yielding + future_pages(",
+        "self.reserved + future_pages(",
         TESTS + "test_a_row_is_enough_while_pages_are_free",
     ),
     Mutation(
@@ -119,8 +119,8 @@ MUTATIONS = [
     Mutation(
         "prefill_spends_the_pages_of_a_half_done_prompt",
         PREFILL,
-        " if req is not self.chunked_req]\n",
-        "]\n",
+        "displaceable(reqs)} - {self.chunked_req}",
+        "displaceable(reqs)}",
         TESTS + "test_a_half_done_prompt_keeps_its_pages_from_a_newcomer",
     ),
     Mutation(
