@@ -675,7 +675,7 @@ class World:
             assert req is reqs[-1], f"request {uid} is not the youngest"
             return
         first = self.fair.first()
-        yields = [r for r in reqs if first is not None and self.fair.displaces(first, r, reqs)]
+        yields = self.fair.displaced(first, reqs)
         allowed = [self.fair.next_retracted(reqs)] if short else []
         allowed += [self.fair.next_retracted(yields)] if yields else []
         assert req in allowed, f"request {uid} is retracted, not one of {allowed}"
@@ -747,12 +747,8 @@ class World:
 
     def yields(self) -> list[Req]:
         """Return the running requests that the first waiting one may displace."""
-        prefill, running = self.scheduler.prefill, [*self.scheduler.decode.running.values()]
-        first = self.fair.first() if self.fair is not None else None
-        if self.fair is None or first is None:
-            return []
-        rows = running if prefill.chunked_req is None else [*running, prefill.chunked_req]
-        return [req for req in running if self.fair.displaces(first, req, rows)]
+        running = list(self.scheduler.decode.running.values())
+        return [] if self.fair is None else self.fair.displaced(self.fair.first(), running)
 
     def limits_beside_running(self, chunked: Req | None) -> PrefillLimits:
         """Return the limits of the next step: a long prompt gets little beside running requests."""

@@ -93,11 +93,13 @@ class Fairness:
         counts = Counter(req.client for req in reqs)
         return next(req for req in reversed(reqs) if counts[req.client] == max(counts.values()))
 
-    def displaces(self, first: Req, req: Req, reqs: Sequence[Req]) -> bool:
-        """Return True if `first`, without a row, may displace one of a client with several."""
-        several = sum(other.client == req.client for other in reqs) > 1
-        behind = self.served[first.client] - self.served[req.client] < self.step_tokens
-        return self.rows(first.client) == 0 and several and behind
+    def displaced(self, first: Req | None, reqs: Sequence[Req]) -> list[Req]:
+        """Return those of `reqs`, in the order of joining, that may yield to the first one."""
+        if first is None or self.rows(first.client) > 0:
+            return []
+        seconds = [r for i, r in enumerate(reqs) if any(o.client == r.client for o in reqs[:i])]
+        least = self.served[first.client] - self.step_tokens
+        return [req for req in seconds if self.served[req.client] > least]
 
     def chunk_first(self, chunked: Req) -> bool:
         """Return True if a half-done prompt goes on before the first that waits."""

@@ -335,11 +335,9 @@ class AnyHistory(RuleBasedStateMachine):
         for req in order:
             assert req is self.oracle.next_retracted(left)
             left.remove(req)
-        yields = [] if first is None else [
-            req for place, req in enumerate(order)
-            if self.oracle.displaces(first, req, [r for r in rows if r in order[place:]])
-        ]  # fmt: skip
-        assert not left and self.queue.displaceable(rows) == yields
+        displaced = self.oracle.displaced(first, rows)
+        assert not left
+        assert self.queue.displaceable(rows) == [req for req in order if req in displaced]
 
     @precondition(lambda self: self.waiting or self.running)
     @rule(data=st.data())
