@@ -24,6 +24,14 @@ MODELS = (
 )
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Help with the default of each flag, unless it is None or False: the text explains those."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        plain = action.default is None or action.default is False
+        return action.help if plain else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line and status 2. Flags must be written out."""
 
@@ -39,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m minisgl",
         description="Serve a language model over an OpenAI-compatible API, or chat (--shell).",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     model = parser.add_argument_group("model")
     flags.add_model_flags(model, MODELS)
