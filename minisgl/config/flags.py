@@ -68,8 +68,7 @@ ENGINE_FLAGS = (
     Flag("--cuda-graph-max-bs", "cuda_graph_max_bs", "largest captured batch (256); 0: no graph"),
     Flag("--prefill-graph-max-tokens", "prefill_graph_max_tokens", "most tokens captured; 0: none"),
     Flag("--quantization", "quantization",
-         "weight format; none: the checkpoint's, float32 on a CPU; auto: none, or fp16 for large "
-         "16-bit checkpoints on a CPU"),
+         "weights; none: as stored, float32 on a CPU; auto: fp16 for large 16-bit ones on a CPU"),
     Flag("--kv-cache-dtype", "kv_cache_dtype", "KV-cache format; model: same as activations"),
     Flag("--deterministic", "deterministic", "batch-invariant results", {"action": "store_true"}),
     Flag("--disable-overlap", "overlap", "do not overlap scheduling and compute",

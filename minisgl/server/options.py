@@ -24,14 +24,6 @@ MODELS = (
 )
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Help with the default of each flag, unless it is None or False: the text explains those."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        plain = action.default is None or action.default is False
-        return action.help if plain else super()._get_help_string(action)
-
-
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line and status 2. Flags must be written out."""
 
@@ -47,7 +39,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m minisgl",
         description="Serve a language model over an OpenAI-compatible API, or chat (--shell).",
-        formatter_class=Help,
     )
     model = parser.add_argument_group("model")
     flags.add_model_flags(model, MODELS)
@@ -80,7 +71,8 @@ def add_settings(group: flags.Group, settings: Sequence[Setting], defaults: obje
         if kind is bool:
             group.add_argument(flag, action="store_true", help=words)
         else:
-            group.add_argument(flag, metavar=metavar, type=kind, default=value, help=words)
+            what = words if value is None else f"{words} (default: {value})"
+            group.add_argument(flag, metavar=metavar, type=kind, default=value, help=what)
 
 
 def values_of(args: argparse.Namespace, settings: Sequence[Setting]) -> dict[str, Any]:
