@@ -1243,6 +1243,7 @@ def grade(root: Path, name: str, last: int | None) -> int:
     """Run the project's tests on a reader's modules; print one sentence."""
     stem = lab_stem(root, name)
     with labs.package_with(root, lab_modules(root, stem)) as copy:
+        print("running the tests, for up to a minute …", file=sys.stderr, flush=True)
         outcomes = labs.run_tests(copy, labs.TESTS[stem.split("_")[0]])
     good, sentence = labs.verdict(outcomes, last)
     print(sentence)

@@ -73,13 +73,13 @@ class Clock:
 
 
 def read_rate() -> float:
-    """Return the bytes that a CPU second reads from memory, of a block beyond any cache."""
+    """Return the most bytes that a CPU second reads from memory, of a block beyond any cache."""
     block, took = torch.ones(256 * 2**20), []
     for _ in range(TURNS):
         start = time.thread_time()
         block.dot(block)
         took.append(time.thread_time() - start)
-    return block.nbytes / sorted(took)[TURNS // 2]
+    return block.nbytes / min(took)
 
 
 def bytes_of_step(model: Any) -> int:
@@ -130,8 +130,9 @@ def main() -> None:
         clock.watch(*part)
     command = "python -m tests.cpu_step --out notebooks/data/cpu_step.json"
     found = circumstances() | {"command": command, "threads": 1}
-    found |= {"read_GB_s": round(read_rate() / 1e9, 1), "formats": {}}
-    for name in args.formats:
+    found |= {"read_GB_s": 0.0, "formats": {}}
+    for name in args.formats:  # a neighbour can slow one reading; the best one is the bound
+        found["read_GB_s"] = max(found["read_GB_s"], round(read_rate() / 1e9, 1))
         found["formats"][name] = measure(clock, name)
         print(name, json.dumps(found["formats"][name]), flush=True)
         args.out.write_text(json.dumps(found, indent=1) + "\n")

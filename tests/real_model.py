@@ -182,7 +182,7 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
     "FP8 weights, a scale for each row": (fp8, lambda x: x),
     "FP8 weights, FP8 activations, a scale for each row": (fp8, fp8),
     "FP8 weights, FP8 activations, one scale for a call": (fp8, lambda x: fp8(x, None)),
-    "int8 activations, a scale for 32 numbers": (lambda w: w, in_blocks),
+    "int8 activations, a scale per block of 32 values": (lambda w: w, in_blocks),
     "int8 weights, a scale for each row": (lambda w: scaled_int8(w, 1), lambda x: x),
     "int8 weights, int8 activations, a scale for each row": (
         lambda w: scaled_int8(w, 1), lambda x: scaled_int8(x, 1)),

@@ -638,6 +638,7 @@ def test_help_explains_every_flag(command: str, capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().out
     for flag in ("--model", "--dummy-weight", "--json", "--seed"):
         assert flag in said
+    assert "(default 3)" in said or "--repeats" not in said  # one default, given once
 
 
 def test_peers_name_models_that_we_know() -> None:

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import select
 import signal
 import socket
@@ -484,6 +485,8 @@ def test_key_comes_from_the_environment_unless_given(
         build_parser().parse_args(["--help"])
     told = capsys.readouterr().out
     assert "MINISGL_API_KEY" in told and "from-there" not in told
+    shown = set(re.findall(r"\(default:\s+([^)]*)\)", told))
+    assert {"1919", "0", "auto"} <= shown and not {"None", "False"} & shown
     monkeypatch.setenv("MINISGL_API_KEY", "")  # not the same as no key: somebody meant to set one
     with pytest.raises(ValueError, match="api_key"):
         config_from(build_parser().parse_args([]))

@@ -118,7 +118,7 @@ def add_size(group: flags.Group, flag: str, what: str, **more: Any) -> None:
     """Add an integer flag whose default depends on the device."""
     gpu, cpu = SIZES[more.get("dest", flag.removeprefix("--").replace("-", "_"))]
     metavar = ("LOW", "HIGH") if more.get("nargs") == 2 else "N"
-    what += f" (default {gpu}; on a CPU {cpu})"
+    what += f" (default {gpu})" if gpu == cpu else f" (default {gpu}; on a CPU {cpu})"
     add_integer(group, flag, what, **{"metavar": metavar, **more})
 
 

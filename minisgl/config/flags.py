@@ -68,7 +68,7 @@ ENGINE_FLAGS = (
     Flag("--cuda-graph-max-bs", "cuda_graph_max_bs", "largest captured batch (256); 0: no graph"),
     Flag("--prefill-graph-max-tokens", "prefill_graph_max_tokens", "most tokens captured; 0: none"),
     Flag("--quantization", "quantization",
-         "weight format; none: the checkpoint's; auto: fp16 for 16-bit checkpoints on a CPU"),
+         "weights; none: as stored, float32 on a CPU; auto: fp16 for large 16-bit ones on a CPU"),
     Flag("--kv-cache-dtype", "kv_cache_dtype", "KV-cache format; model: same as activations"),
     Flag("--deterministic", "deterministic", "batch-invariant results", {"action": "store_true"}),
     Flag("--disable-overlap", "overlap", "do not overlap scheduling and compute",
@@ -91,7 +91,8 @@ def add_engine_flags(group: Group, defaults: SchedulerConfig) -> None:
     """Add the engine's flags; their help shows the values of `defaults`."""
     for names, name, what, more in ENGINE_FLAGS:
         value = getattr(defaults, name)
-        text = what if value is None or name in ("overlap", "tp") else f"{what} (default: {value})"
+        plain = value is None or value is False or name in ("overlap", "tp")
+        text = what if plain else f"{what} (default: {value})"
         how = more if "action" in more or "type" in more else argument_options(name)
         group.add_argument(*names.split(), dest=name, default=argparse.SUPPRESS, help=text, **how)
 

@@ -39,7 +39,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m minisgl",
         description="Serve a language model over an OpenAI-compatible API, or chat (--shell).",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     model = parser.add_argument_group("model")
     flags.add_model_flags(model, MODELS)
@@ -72,7 +71,8 @@ def add_settings(group: flags.Group, settings: Sequence[Setting], defaults: obje
         if kind is bool:
             group.add_argument(flag, action="store_true", help=words)
         else:
-            group.add_argument(flag, metavar=metavar, type=kind, default=value, help=words)
+            what = words if value is None else f"{words} (default: {value})"
+            group.add_argument(flag, metavar=metavar, type=kind, default=value, help=what)
 
 
 def values_of(args: argparse.Namespace, settings: Sequence[Setting]) -> dict[str, Any]:
