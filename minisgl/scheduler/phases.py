@@ -154,15 +154,13 @@ class PrefillManager:
 
     def admitted(self) -> list[Req]:
         """Return the running requests in the order of joining, then the half-done prompt."""
-        half_done = [] if self.chunked_req is None else [self.chunked_req]
-        return [*self.decode.running.values(), *half_done]
+        return [*self.decode.running.values(), *filter(None, [self.chunked_req])]
 
     def adder(self) -> PrefillAdder:
         """Start a step with a full token budget, and reserve the pages of admitted requests."""
         size, reserve, reqs = self.cache.page_size, self.decode.reserve, self.admitted()
         promised = {req: future_pages(req, size, reserve) for req in reqs}
-        displaceable = {*self.waiting.displaceable(reqs)} - {self.chunked_req}
-        yielding = sum(promised[req] for req in displaceable)  # does not bind the first request
+        yielding = sum(promised[r] for r in {*self.waiting.displaceable(reqs)} - {self.chunked_req})
         return PrefillAdder(self.cache, self.limits, sum(promised.values()), reserve, yielding)
 
     def schedule(self) -> Batch | None:

@@ -100,7 +100,9 @@ class Scheduler:
 
     def decode_step(self) -> Batch | None:
         """Return a batch of all running requests, once there are pages for them."""
-        if self.make_room is not None:
+        rows, pages = len(self.decode.running), self.cache.available_tokens // self.cache.page_size
+        others = self.prefill.chunked_req is not None or len(self.prefill.waiting) > 0
+        if self.make_room is not None and (rows > pages or others):
             self.make_room(self)
         return self.decode.schedule()
 

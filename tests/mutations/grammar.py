@@ -98,7 +98,7 @@ MUTATIONS = [
     Mutation(
         "plain_requests_meet_retraction",
         "minisgl.scheduler.scheduler",
-        " and (rows > pages or self.prefill.chunked_req is not None)",
+        " and (rows > pages or others)",
         "",
         PATH,
     ),

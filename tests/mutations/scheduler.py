@@ -399,15 +399,15 @@ MUTATIONS = [
     Mutation(
         "prefill_forgets_what_running_requests_need",
         PREFILL,
-        "return [*self.decode.running.values(), *half_done]",
-        "return half_done",
+        "return [*self.decode.running.values(), *filter",
+        "return [*filter",
         TESTS + "test_running_requests_keep_what_they_may_still_need",
     ),
     Mutation(
         "prefill_forgets_what_the_half_done_prompt_needs",
         PREFILL,
-        "half_done = [] if self.chunked_req is None else [self.chunked_req]",
-        "half_done: list[Req] = []",
+        ", *filter(None, [self.chunked_req])]",
+        "]",
         TESTS + "test_a_half_done_prompt_keeps_its_pages",
     ),
     Mutation(
@@ -427,8 +427,8 @@ MUTATIONS = [
     Mutation(
         "prefill_newcomers_before_the_chunk",
         QUEUE,
-        "        return True\n",
-        "        return False\n",
+        'first."""\n        return True\n',
+        'first."""\n        return False\n',
         TESTS + "test_budget_is_shared_and_the_chunk_goes_first",
     ),
     Mutation(
