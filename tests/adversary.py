@@ -472,7 +472,6 @@ class World:
         self.live: dict[int, Live] = {}  # by uid
         self.due: deque[tuple[int, str]] = deque()  # replies that must come next: uid, kind
         self.waiting: deque[int] = deque()  # uids in the order of admission, if that is by arrival
-        self.back: set[int] = set()  # those of them that were retracted
         self.joined: dict[int, int] = {}  # by the step that made them running
         self.half_done: Req | None = None  # whose prompt was half done before this turn
         self.last_prefill = -1  # the last turn that launched a prefill step
@@ -601,7 +600,7 @@ class World:
             del self.live[uid]
 
     def observe(self, event: events.Event) -> None:
-        """Follow the queue: retracted requests first, then those that never ran, as they came."""
+        """Follow the queue; by arrival: retracted requests first, then the others as they came."""
         if self.shadow is not None:
             self.shadow.change_request(event)
         match event:
@@ -613,20 +612,17 @@ class World:
             case events.RequestRetracted(uid=uid):
                 self.check_retracted(uid)
                 self.waiting.appendleft(uid)
-                self.back.add(uid)
                 self.keep(self.reqs[uid])
                 if self.fair is not None:
-                    self.fair.back.appendleft(self.reqs[uid])
+                    self.fair.resume(self.reqs[uid])
             case events.RequestAdmitted(uid=uid, pages=pages):
                 self.check_admitted(self.reqs[uid], len(pages) * self.script.page_size)
                 self.waiting.remove(uid)
-                self.back.discard(uid)
             case events.RequestReleased(uid=uid):
                 if uid in self.waiting:
                     self.waiting.remove(uid)
                 else:
                     self.keep(self.reqs[uid])
-                self.back.discard(uid)
                 self.joined.pop(uid, None)
                 self.over = self.reqs.pop(uid)
                 if self.fair is not None:
@@ -637,7 +633,7 @@ class World:
             case events.NodeEvicted():
                 self.prefixes.sure = False
             case events.SchedulerReset():
-                for part in (self.waiting, self.back, self.joined, self.reqs, self.prefixes.known):
+                for part in (self.waiting, self.joined, self.reqs, self.prefixes.known):
                     part.clear()
                 self.prefixes.sure = self.script.cache == "radix"
                 self.over = self.peeked = None
@@ -666,19 +662,28 @@ class World:
     # -------------------------------------------------------------- checks
 
     def check_retracted(self, uid: int) -> None:
-        """The last resort, and the youngest request."""
-        scheduler = self.scheduler
-        assert self.script.reserve is not None, "retraction although all is promised"
+        """The last resort, or for a client without a row; and whose turn it is."""
+        scheduler, req = self.scheduler, self.reqs[uid]
         assert scheduler.in_flight is None, "retraction although a step may end a request"
-        assert scheduler.prefill.chunked_req is None, "retraction spares a half-done prompt"
-        own = self.joined.pop(uid, 1 << 60)
-        older = [self.joined[other] for other in scheduler.decode.running]
-        assert all(turn < own for turn in older), f"request {uid} is not the youngest"
+        chunked, running = scheduler.prefill.chunked_req, [*scheduler.decode.running.values()]
+        reqs = sorted([*running, req], key=lambda req: self.joined.get(req.uid, 1 << 60))
+        reqs += [] if chunked is None else [chunked]
+        self.joined.pop(uid, None)
+        short = self.script.reserve is not None  # otherwise all pages are promised
+        if self.fair is None:
+            assert short, "retraction although all is promised"
+            assert req is reqs[-1], f"request {uid} is not the youngest"
+            return
+        first = self.fair.first()
+        yields = self.fair.displaced(first, reqs)
+        allowed = [self.fair.next_retracted(reqs)] if short else []
+        allowed += [self.fair.next_retracted(yields)] if yields else []
+        assert req in allowed, f"request {uid} is retracted, not one of {allowed}"
 
     def check_admitted(self, req: Req, matched: int) -> None:
         """Check whose turn it was, and what it found in the cache."""
         first = self.waiting[0]
-        if self.fair is None or first in self.back:
+        if self.fair is None:
             assert req.uid == first, f"request {req.uid} overtakes {first}"
         if self.fair is not None:
             chunked = self.scheduler.prefill.chunked_req
@@ -701,6 +706,7 @@ class World:
         rests = self.rest is not None and self.rest.rests()
         first = self.fair is not None and chunked is not None and self.fair.chunk_first(chunked)
         self.admission.limits = self.limits_beside_running(chunked)
+        yields = self.yields()
         step = schedule()
         if rests:
             assert step is None, "a prefill step, although a group is about to form"
@@ -732,9 +738,17 @@ class World:
         sure = self.prefixes.sure or self.script.cache == "naive"
         if waits is not None and sure and not whole:
             matched = self.prefixes.match(waits)
-            why = self.admission.refused(waits, matched, batch, manager.chunked_req)
+            alone = batch is None or batch.reqs == [chunked]
+            why = self.admission.refused(
+                waits, matched, batch, manager.chunked_req, yields if alone else ()
+            )
             assert why, f"{waits} is not admitted, although there is room"
         return step
+
+    def yields(self) -> list[Req]:
+        """Return the running requests that the first waiting one may displace."""
+        running = list(self.scheduler.decode.running.values())
+        return [] if self.fair is None else self.fair.displaced(self.fair.first(), running)
 
     def limits_beside_running(self, chunked: Req | None) -> PrefillLimits:
         """Return the limits of the next step: a long prompt gets little beside running requests."""

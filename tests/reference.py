@@ -6,7 +6,7 @@ The adversary compares each decision with these.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +32,6 @@ class Fairness:
     live: Counter[str] = field(default_factory=Counter)
     waiting: dict[Req, tuple[float, int]] = field(default_factory=dict)  # tag, number of arrival
     tags: dict[Req, tuple[float, int]] = field(default_factory=dict)  # of all that are not over
-    back: deque[Req] = field(default_factory=deque)
     clock: float = 0.0
     level: int = 0
     count: int = 0
@@ -54,9 +53,7 @@ class Fairness:
 
     def remove(self, req: Req) -> None:
         """A request waits no longer."""
-        if req in self.back:
-            self.back.remove(req)
-        elif req in self.waiting:
+        if req in self.waiting:
             del self.waiting[req]
             self.level = self.served[req.client]
 
@@ -68,25 +65,47 @@ class Fairness:
         if not self.live[req.client]:
             del self.served[req.client], self.clocks[req.client]
 
-    def rank(self, req: Req) -> tuple[int, int]:
-        return req.prefill_len - req.cached_len, self.tags[req][1]
+    def resume(self, req: Req) -> None:
+        """A retracted request comes before all others of its client."""
+        self.count += 1
+        self.tags[req] = self.waiting[req] = -math.inf, -self.count
+
+    def rows(self, client: str) -> int:
+        """The number of a client's requests that neither wait nor are over."""
+        return self.live[client] - self.waits(client)
+
+    def rank(self, req: Req) -> tuple[bool, int, int]:
+        return self.tags[req][0] > -math.inf, req.prefill_len - req.cached_len, self.tags[req][1]
 
     def first(self) -> Req | None:
-        """The next to be admitted: of the clients that count as equal, the shortest head."""
-        if self.back or not self.waiting:
-            return self.back[0] if self.back else None
+        """The next to be admitted: of the clients that count as equal, the first head."""
+        if not self.waiting:
+            return None
         least = min(self.served[req.client] for req in self.waiting)
         heads: dict[str, Req] = {}
         for req in sorted(self.waiting, key=lambda req: self.tags[req]):
             if self.served[req.client] - least < self.step_tokens:
                 heads.setdefault(req.client, req)
-        return min(heads.values(), key=self.rank)
+        return min(heads.values(), key=lambda req: (self.rows(req.client) > 0, *self.rank(req)))
+
+    def next_retracted(self, reqs: Sequence[Req]) -> Req:
+        """Of the client that has most of these requests, the one that joined last."""
+        counts = Counter(req.client for req in reqs)
+        return next(req for req in reversed(reqs) if counts[req.client] == max(counts.values()))
+
+    def displaced(self, first: Req | None, reqs: Sequence[Req]) -> list[Req]:
+        """Return those of `reqs`, in the order of joining, that may yield to the first one."""
+        if first is None or self.rows(first.client) > 0:
+            return []
+        seconds = [r for i, r in enumerate(reqs) if any(o.client == r.client for o in reqs[:i])]
+        least = self.served[first.client] - self.step_tokens
+        return [req for req in seconds if self.served[req.client] > least]
 
     def chunk_first(self, chunked: Req) -> bool:
         """Return True if a half-done prompt goes on before the first that waits."""
         first = self.first()
-        if first is None or first in self.back:
-            return first is None
+        if first is None:
+            return True
         if first.client == chunked.client:
             return self.tags[chunked] <= self.tags[first]
         ahead = self.served[chunked.client] - self.served[first.client]
@@ -200,8 +219,18 @@ class Admission:
         differ = np.flatnonzero(req.input_ids[:most] != other.input_ids[:most])
         return (int(differ[0]) if len(differ) else most) // size * size
 
-    def refused(self, req: Req, matched: int, batch: Batch | None, chunked: Req | None) -> str:
-        """Return why the first that waits is not in the step; empty if it should be."""
+    def refused(
+        self,
+        req: Req,
+        matched: int,
+        batch: Batch | None,
+        chunked: Req | None,
+        yields: Sequence[Req] = (),
+    ) -> str:
+        """Return why the first that waits is not in the step; empty if it should be.
+
+        What was promised to `yields` does not bind it.
+        """
         reqs = [] if batch is None else batch.reqs
         if self.cache.tables.free_rows == 0:
             return "no row"
@@ -215,7 +244,11 @@ class Admission:
             return "another one computes its beginning"
         size, reserve = self.cache.page_size, self.decode.reserve
         holders = [*self.decode.running.values(), *reqs]
-        taken = sum(promised(other, size, reserve, other.cached_len) for other in holders)
+        taken = sum(
+            promised(other, size, reserve, other.cached_len)
+            for other in holders
+            if other not in yields
+        )
         # Locked, the rest of its prefix is evictable no more.
         locked = max((self.shared(req, other, matched) for other in holders), default=0)
         taken += (matched - locked) // size

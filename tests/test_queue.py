@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from minisgl.core import Batch, Phase, Req, SamplingParams
 from minisgl.scheduler.queue import ANSWER_WEIGHT, ArrivalOrder, FairQueue, WaitingQueue
+from tests.reference import Fairness
 
 STEP = 100
 
@@ -175,9 +176,9 @@ def test_who_was_away_has_no_credit() -> None:
 def test_answers_are_charged_and_twice() -> None:
     queue = FairQueue(STEP)
     talker = make_req(0, 10, "talker")
-    queue.add(talker)
-    queue.add(make_req(1, 200, "b"))
-    assert admit(queue) is talker
+    for req in (talker, make_req(3, 20, "b"), make_req(1, 200, "b")):
+        queue.add(req)
+    assert admit(queue) is talker and admit(queue).uid == 3  # both have a row
     for _ in range(STEP):
         computed(queue, talker, 1, Phase.DECODE)
     queue.add(make_req(2, 10, "talker"))
@@ -246,8 +247,8 @@ def test_who_was_taken_back_comes_first() -> None:
     half = make_req(3, 500)
     queue.add(half)
     queue.remove(half)
-    assert not queue.chunk_comes_first(half) and len(queue) == 3
-    assert [req.uid for req in queue][:2] == [0, 1]
+    assert not queue.chunk_comes_first(half)
+    assert sorted(req.uid for req in queue) == [0, 1, 2] and len(queue) == 3
     order = []
     while len(queue):
         queue.remove(first := queue.first())  # type: ignore[arg-type]
@@ -285,7 +286,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = FairQueue(STEP)
+        self.queue, self.oracle = FairQueue(STEP), Fairness(STEP)
         self.waiting: dict[int, Req] = {}
         self.running: dict[int, Req] = {}
         self.uid = 0
@@ -294,6 +295,7 @@ class AnyHistory(RuleBasedStateMachine):
     def add(self, tokens: int, client: str) -> None:
         self.waiting[self.uid] = make_req(self.uid, tokens, client)
         self.queue.add(self.waiting[self.uid])
+        self.oracle.add(self.waiting[self.uid])
         self.uid += 1
 
     @precondition(lambda self: self.waiting)
@@ -303,7 +305,9 @@ class AnyHistory(RuleBasedStateMachine):
         assert req is not None
         self.running[req.uid] = self.waiting.pop(req.uid)
         self.queue.remove(req)
-        req.cached_len = 0
+        self.oracle.remove(req)
+        req.schedule(req.prefill_len)
+        self.oracle.charge(Phase.PREFILL, [req])
         computed(self.queue, req, req.prefill_len)
 
     @precondition(lambda self: self.running)
@@ -311,8 +315,29 @@ class AnyHistory(RuleBasedStateMachine):
     def take_back(self, data: st.DataObject) -> None:
         uid = data.draw(st.sampled_from(sorted(self.running)))
         self.waiting[uid] = self.running.pop(uid)
+        self.waiting[uid].cached_len = 0
         self.queue.resume(self.waiting[uid])
-        assert self.queue.first() is self.waiting[uid]
+        self.oracle.resume(self.waiting[uid])
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), tokens=st.integers(1, 40))
+    def answer(self, data: st.DataObject, tokens: int) -> None:
+        req = self.running[data.draw(st.sampled_from(sorted(self.running)))]
+        for _ in range(tokens):
+            self.queue.charge(Batch(reqs=[req], phase=Phase.DECODE))
+            self.oracle.charge(Phase.DECODE, [req])
+
+    @invariant()
+    def is_like_the_oracle(self) -> None:
+        first, rows = self.queue.first(), list(self.running.values())
+        assert first is self.oracle.first()
+        order, left = self.queue.retraction_order(rows), list(rows)
+        for req in order:
+            assert req is self.oracle.next_retracted(left)
+            left.remove(req)
+        displaced = self.oracle.displaced(first, rows)
+        assert not left
+        assert self.queue.displaceable(rows) == [req for req in order if req in displaced]
 
     @precondition(lambda self: self.waiting or self.running)
     @rule(data=st.data())
@@ -324,6 +349,7 @@ class AnyHistory(RuleBasedStateMachine):
         else:
             req = self.running.pop(uid)
         self.queue.release(req)
+        self.oracle.release(req)
 
     def teardown(self) -> None:
         assert len(self.queue) == len(self.waiting) == len(set(self.queue))
@@ -336,7 +362,7 @@ class AnyHistory(RuleBasedStateMachine):
         assert seen == set(self.waiting)
         for req in [*self.waiting.values(), *self.running.values()]:
             self.queue.release(req)
-        kept = [getattr(self.queue, name) for name in ("_shares", "_tags", "_waiting", "_back")]
+        kept = [getattr(self.queue, name) for name in ("_shares", "_tags", "_waiting")]
         assert not any(kept)
 
 

@@ -650,6 +650,132 @@ def test_whoever_ends_in_the_step_on_its_way_leaves_pages(overlap: bool) -> None
     assert d.tokens(1) == expected([2] * 3, 2, ignore_eos=True)
 
 
+@LOOPS
+def test_a_client_without_a_row_gets_one_of_a_client_with_several(overlap: bool) -> None:
+    """All rows are taken by long answers; the youngest yields, and is complete all the same."""
+    d = Driver(overlap=overlap, policy="fair", max_running_req=4, num_pages=200, page_size=4)
+    for uid in range(8):
+        d.ask(uid, [uid + 1] * 5, "crowd", max_tokens=60, ignore_eos=True)
+    d.go(6)
+    d.ask(8, [9] * 5, "one", max_tokens=3, ignore_eos=True)
+    d.ask(9, [9] * 6, "one", max_tokens=3, ignore_eos=True)
+    steps = len(d.engine.steps)
+    d.go(4)
+    assert [8] in [s.uids for s in d.engine.steps[steps:] if s.phase == "prefill"]
+    assert d.scheduler.retractions == 1 and 3 not in d.scheduler.decode.running
+    d.drain()
+    assert d.scheduler.retractions == 1  # the second request waits for a row that becomes free
+    for uid, length in [*((uid, 5) for uid in range(8)), (8, 5), (9, 6)]:
+        prompt = [min(uid, 8) + 1] * length
+        assert d.tokens(uid) == expected(prompt, 60 if uid < 8 else 3, ignore_eos=True)
+    end = {uid: max(i for i, s in enumerate(d.engine.steps) if uid in s.uids) for uid in (8, 9, 3)}
+    assert end[8] < end[9] < end[3]
+
+
+@LOOPS
+@pytest.mark.parametrize("reserve", [None, 4])
+def test_as_many_yield_as_the_prompt_needs(overlap: bool, reserve: int | None) -> None:
+    d = Driver(overlap=overlap, policy="fair", reserve=reserve, num_pages=24, page_size=4)
+    for uid in range(4):
+        d.ask(uid, [uid + 1] * 8, "crowd", max_tokens=17, ignore_eos=True)
+    d.go(14)
+    assert len(d.scheduler.decode.running) == 4 and d.cache.available_tokens == 0
+    d.ask(4, [9] * 30, "one", max_tokens=2, ignore_eos=True)  # eight pages; each of four has six
+    d.go(3)
+    assert d.scheduler.retractions == 2
+    d.drain()
+    for uid in range(4):
+        assert d.tokens(uid) == expected([uid + 1] * 8, 17, ignore_eos=True)
+
+
+@LOOPS
+def test_a_row_is_enough_while_pages_are_free(overlap: bool) -> None:
+    """What was promised to answers that may yield does not bind a client's first request."""
+    d = Driver(overlap=overlap, policy="fair", max_running_req=6, num_pages=40, page_size=4)
+    for uid in range(4):
+        d.ask(uid, [uid + 1] * 5, "crowd", max_tokens=32, ignore_eos=True)  # nine pages each
+    d.go(3)
+    for uid in (4, 5):
+        d.ask(uid, [uid + 1] * 21, "one", max_tokens=4, ignore_eos=True)  # six pages each
+    d.go(4)
+    assert d.tokens(4) and not d.tokens(5) and d.scheduler.retractions == 0
+    d.drain()
+    assert d.scheduler.retractions == 0
+    for uid in range(4):
+        assert d.tokens(uid) == expected([uid + 1] * 5, 32, ignore_eos=True)
+
+
+def test_a_half_done_prompt_keeps_its_pages_from_a_newcomer() -> None:
+    """No decode step, which would make room, need come before its next chunk."""
+    d = Driver(policy="fair", budget=8, num_pages=40, page_size=4, mixed_prefill_threshold=8)
+    d.ask(0, [1] * 4, "crowd", max_tokens=20, ignore_eos=True)
+    d.go(2)
+    d.ask(1, [2] * 32, "crowd", max_tokens=2, ignore_eos=True)
+    d.go(2)
+    running, half_done = d.scheduler.prefill.admitted()
+    assert d.scheduler.prefill.chunked_req is half_done and d.scheduler.decode.running == {
+        0: running
+    }
+    d.ask(2, [3] * 4, "one", max_tokens=2, ignore_eos=True)
+    d.scheduler.receive(block=False)
+    assert d.scheduler.prefill.waiting.displaceable([running, half_done]) == [half_done]
+    assert d.scheduler.prefill.adder().yielding == 0
+    d.drain()
+
+
+@LOOPS
+@pytest.mark.parametrize("large", [40, 41])
+def test_nobody_stops_in_vain(overlap: bool, large: int) -> None:
+    """Two clients keep ten pages with one request each; forty tokens fit beside them, 41 do not."""
+    d = Driver(overlap=overlap, policy="fair", num_pages=20, page_size=4)
+    d.ask(0, [1] * 5, "a", max_tokens=20, ignore_eos=True)  # six pages
+    d.ask(1, [2] * 3, "b", max_tokens=14, ignore_eos=True)  # four pages
+    for uid in (2, 3):
+        d.ask(uid, [uid + 1] * 3, "b", max_tokens=14, ignore_eos=True)
+    d.go(6)
+    assert len(d.scheduler.decode.running) == 4
+    d.ask(4, [9] * (large - 1), "c", max_tokens=2, ignore_eos=True)
+    d.go(4)
+    assert d.scheduler.retractions == (2 if large == 40 else 0)
+    d.drain()
+    assert d.tokens(1) == expected([2] * 3, 14, ignore_eos=True)
+
+
+@LOOPS
+def test_who_has_most_requests_gives_pages_back(overlap: bool) -> None:
+    """The request of a client with one never waits, although it joined last."""
+    d = Driver(overlap=overlap, policy="fair", reserve=1, num_pages=24, page_size=4)
+    for uid in range(5):
+        d.ask(uid, [uid + 1] * 5, "crowd", max_tokens=30, ignore_eos=True)
+    d.go(4)
+    d.ask(9, [9] * 5, "one", max_tokens=30, ignore_eos=True)
+    d.drain()
+    assert d.scheduler.retractions > 1
+    steps = [i for i, s in enumerate(d.engine.steps) if s.phase == "decode"]
+    own = [i for i in steps if 9 in d.engine.steps[i].uids]
+    assert len(own) == 29 and own == [i for i in steps if own[0] <= i <= own[-1]]
+    for uid in (*range(5), 9):
+        assert d.tokens(uid) == expected(
+            [min(uid, 8) + 1 if uid < 9 else 9] * 5, 30, ignore_eos=True
+        )
+
+
+@LOOPS
+def test_who_had_much_more_displaces_nobody(overlap: bool) -> None:
+    """Prompts of a step's budget, one after the other; the other client's answers go on."""
+    d = Driver(overlap=overlap, policy="fair", max_running_req=2, num_pages=100, page_size=4)
+    for uid in range(2):
+        d.ask(uid, [uid + 1] * 5, "answers", max_tokens=100, ignore_eos=True)
+    d.go(4)
+    for uid in range(2, 12):
+        d.ask(uid, [uid + 1] * 64, "prompts", max_tokens=1)
+    d.drain(500)
+    # The answers have 400 tokens' worth, 64 for each time; then their client is behind no more.
+    assert 1 < d.scheduler.retractions <= 8
+    for uid in range(2):
+        assert d.tokens(uid) == expected([uid + 1] * 5, 100, ignore_eos=True)
+
+
 def half_done_and_taken_back(overlap: bool, most: int) -> Driver:
     """Request 0 answers with `most` tokens; the prompt of request 1 must make room for it."""
     d = Driver(

@@ -35,10 +35,6 @@ class DecodeManager:
     def remove(self, req: Req) -> None:
         self.running.pop(req.uid, None)
 
-    def future_pages(self, page_size: int) -> int:
-        """Return the pages that must stay available for the running requests."""
-        return sum(future_pages(req, page_size, self.reserve) for req in self.running.values())
-
     def update(self, reqs: Iterable[Req]) -> None:
         """Keep requests that need another step after a launch; drop the others."""
         for req in reqs:
@@ -66,11 +62,12 @@ class PrefillAdder:
     """Fills one prefill step: counts down tokens of the step and pages of the pool."""
 
     def __init__(
-        self, cache: CacheManager, limits: PrefillLimits, reserved: int, reserve: int | None = None
-    ) -> None:
+        self, cache: CacheManager, limits: PrefillLimits, reserved: int,
+        reserve: int | None = None, yielding: int = 0,
+    ) -> None:  # fmt: skip
         self.cache, self.limits, self.reqs = cache, limits, list[Req]()
         self.budget = limits.max_extend_tokens  # tokens that this step may still compute
-        self.reserved, self.reserve = reserved, reserve  # pages promised; see `future_pages`
+        self.reserved, self.reserve, self.yielding = reserved, reserve, yielding  # see `adder`
         self.min_shared = -(-limits.min_shared // cache.page_size) * cache.page_size
         self.shortest = math.inf  # tokens of the step's shortest prompt, earlier chunks included
         self.prefixes = set[tuple[str | None, bytes]]()  # keys of prefixes computed in this step
@@ -113,7 +110,9 @@ class PrefillAdder:
             return None
         lockable = self.cache.prefix_cache.unlocked_tokens(handle)
         usable = self.cache.available_tokens - lockable + handle.cached_len
-        pages = self.reserved + future_pages(req, self.cache.page_size, self.reserve)
+        pages = (
+            self.reserved - self.yielding + future_pages(req, self.cache.page_size, self.reserve)
+        )
         return handle if pages * self.cache.page_size <= usable else None
 
     def admit(self, req: Req, handle: CacheHandle) -> None:
@@ -122,6 +121,7 @@ class PrefillAdder:
         self.cache.lock(handle)
         self.cache.admit(req, handle)
         self.reserved += future_pages(req, self.cache.page_size, self.reserve)
+        self.yielding = 0
         self.add_chunk(req)
 
     def prefix_key(self, req: Req, matched_len: int) -> tuple[str | None, bytes]:
@@ -152,13 +152,18 @@ class PrefillManager:
         elif req.table_idx < 0:  # not admitted yet
             self.waiting.remove(req)
 
+    def admitted(self) -> list[Req]:
+        """Return the running requests in the order of joining, then the half-done prompt."""
+        half_done = [] if self.chunked_req is None else [self.chunked_req]
+        return [*self.decode.running.values(), *half_done]
+
     def adder(self) -> PrefillAdder:
         """Start a step with a full token budget, and reserve the pages of admitted requests."""
-        size, reserve = self.cache.page_size, self.decode.reserve
-        reserved = self.decode.future_pages(size)
-        if self.chunked_req is not None:
-            reserved += future_pages(self.chunked_req, size, reserve)
-        return PrefillAdder(self.cache, self.limits, reserved, reserve)
+        size, reserve, reqs = self.cache.page_size, self.decode.reserve, self.admitted()
+        promised = {req: future_pages(req, size, reserve) for req in reqs}
+        displaceable = {*self.waiting.displaceable(reqs)} - {self.chunked_req}
+        yielding = sum(promised[req] for req in displaceable)  # does not bind the first request
+        return PrefillAdder(self.cache, self.limits, sum(promised.values()), reserve, yielding)
 
     def schedule(self) -> Batch | None:
         """Return the next prefill step: the chunked prompt and waiting ones, in queue order."""

@@ -6,8 +6,9 @@ Generated from notebooks/08b_queue.ipynb: edit there.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
@@ -21,10 +22,12 @@ class WaitingQueue(Protocol):
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Req]: ...
     def add(self, req: Req) -> None: ...  # a new request
-    def resume(self, req: Req) -> None: ...  # after a retraction: comes before all others
+    def resume(self, req: Req) -> None: ...  # after a retraction: comes before the client's others
     def first(self) -> Req | None: ...  # the next to admit
     def remove(self, req: Req) -> None: ...  # waits no longer: admitted or aborted
     def chunk_comes_first(self, chunked_req: Req) -> bool: ...  # before the first waiting one
+    def retraction_order(self, reqs: Sequence[Req]) -> list[Req]: ...  # of those with a row
+    def displaceable(self, reqs: Sequence[Req]) -> list[Req]: ...  # those that may yield to first()
     def charge(self, batch: Batch) -> None: ...  # a step is about to be computed
     def release(self, req: Req) -> None: ...  # a request ended, in any state
     def reset(self) -> None: ...  # forget all requests
@@ -45,6 +48,14 @@ class ArrivalOrder(deque[Req]):
         """Return True: the chunked request came first."""
         return True
 
+    def retraction_order(self, reqs: Sequence[Req]) -> list[Req]:
+        """Return the requests that joined last first."""
+        return list(reversed(reqs))
+
+    def displaceable(self, reqs: Sequence[Req]) -> list[Req]:
+        """Return none: a newcomer waits until a running request ends."""
+        return []
+
     def charge(self, batch: Batch) -> None:
         """Do nothing: costs do not matter in arrival order."""
 
@@ -63,7 +74,12 @@ class Share:
     clock: float = 0.0  # prompt tokens per request, if computed side by side
     live: int = 0  # requests, waiting or not
     waiting: int = 0
-    heap: list[tuple[float, int, Req]] = field(default_factory=list)  # tag, number of arrival
+    heap: list[tuple[float, int, Req]] = field(default_factory=list)  # tag, number
+
+    @property
+    def rows(self) -> int:
+        """The number of requests that are admitted and not done."""
+        return self.live - self.waiting
 
 
 class FairQueue:
@@ -82,17 +98,15 @@ class FairQueue:
         self._shares: dict[str, Share] = {}  # of clients with an unfinished request
         self._tags: dict[Req, tuple[float, int]] = {}  # of every unfinished request
         self._waiting: dict[Req, None] = {}  # in no particular order
-        self._back: deque[Req] = deque()  # retracted requests
         self._numbers = count()
         self._clock = 0.0  # prompt tokens per client, if computed side by side
         self._level = 0  # served tokens of the client admitted last
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._back)
+        return len(self._waiting)
 
     def __iter__(self) -> Iterator[Req]:
-        yield from self._back
-        yield from self._waiting
+        return iter(self._waiting)
 
     def add(self, req: Req) -> None:
         """Queue a request; its tag is its client's clock plus the length of its prompt."""
@@ -100,24 +114,26 @@ class FairQueue:
         if not share.waiting:  # no credit for idle time
             others = [other.served for other in self._shares.values() if other.waiting]
             share.served = max(share.served, int(self._clock), min(others, default=self._level))
-        tag = (share.clock + req.prompt_len, next(self._numbers))
-        heapq.heappush(share.heap, (*tag, req))
         share.live += 1
+        self.push(req, (share.clock + req.prompt_len, next(self._numbers)))
+
+    def resume(self, req: Req) -> None:
+        """Queue a retracted request before all others of its client."""
+        self.push(req, (-math.inf, -next(self._numbers)))
+
+    def push(self, req: Req, tag: tuple[float, int]) -> None:
+        """Add a request to those that wait, with this tag."""
+        share = self._shares[req.client]
+        heapq.heappush(share.heap, (*tag, req))
         share.waiting += 1
         self._tags[req] = tag
         self._waiting[req] = None
 
-    def resume(self, req: Req) -> None:
-        self._back.appendleft(req)
-
     def remove(self, req: Req) -> None:
-        if req in self._waiting:
-            del self._waiting[req]
-            share = self._shares[req.client]
-            share.waiting -= 1
-            self._level = share.served
-        else:
-            self._back.remove(req)
+        del self._waiting[req]
+        share = self._shares[req.client]
+        share.waiting -= 1
+        self._level = share.served
 
     def head(self, share: Share) -> Req:
         """Return the waiting request of a client that would be done first."""
@@ -125,28 +141,27 @@ class FairQueue:
             heapq.heappop(share.heap)
         return share.heap[0][2]
 
-    def rank(self, req: Req) -> tuple[int, int]:
+    def rank(self, req: Req) -> tuple[bool, bool, int, int]:
         """Rank a request among those of clients that count as equal; the lowest is first."""
-        return req.prefill_len - req.cached_len, self._tags[req][1]
+        tag, number = self._tags[req]
+        has_row = self._shares[req.client].rows > 0
+        return has_row, tag > -math.inf, req.prefill_len - req.cached_len, number
 
     def first(self) -> Req | None:
-        if self._back:
-            return self._back[0]
         shares = [share for share in self._shares.values() if share.waiting]
         least = min((share.served for share in shares), default=0)
         equal = (share for share in shares if share.served < least + self._step_tokens)
         return min((self.head(share) for share in equal), key=self.rank, default=None)
 
     def chunk_comes_first(self, chunked_req: Req) -> bool:
-        first = self.first()
-        if first is None or first in self._back:
-            return first is None
+        if (first := self.first()) is None:
+            return True
         if first.client == chunked_req.client:
             return self._tags[chunked_req] <= self._tags[first]
         ahead = self._shares[chunked_req.client].served - self._shares[first.client].served
         if abs(ahead) >= self._step_tokens:
             return ahead < 0
-        return self.rank(chunked_req) <= self.rank(first)
+        return self.rank(chunked_req)[1:] <= self.rank(first)[1:]  # one row is enough for both
 
     def charge(self, batch: Batch) -> None:
         """Count a step's tokens to their clients; prompt tokens also move the clocks."""
@@ -172,6 +187,28 @@ class FairQueue:
         del self._tags[req]
         if not share.live:
             del self._shares[req.client]
+
+    def retraction_order(self, reqs: Sequence[Req]) -> list[Req]:
+        """Return the last request of the client with most of them; the next of those left."""
+        return [req for *_, req in numbered(reqs)]
+
+    def displaceable(self, reqs: Sequence[Req]) -> list[Req]:
+        """Return the requests that may yield to the first one, if its client has no row."""
+        first = self.first()
+        if first is None or self._shares[first.client].rows > 0:
+            return []
+        least = self._shares[first.client].served - self._step_tokens
+        return [req for number, _, req in numbered(reqs)
+                if number > 1 and self._shares[req.client].served > least]  # fmt: skip
+
+
+def numbered(reqs: Sequence[Req]) -> list[tuple[int, int, Req]]:
+    """Return (number within its client, index, request) of each request, the highest first."""
+    counts, found = Counter[str](), []
+    for index, req in enumerate(reqs):
+        counts[req.client] += 1
+        found.append((counts[req.client], index, req))
+    return sorted(found, reverse=True)
 
 
 def mixed_prefill_threshold(step_tokens: int) -> int:

@@ -13,7 +13,7 @@ from minisgl.scheduler.scheduler import Scheduler
 
 
 def make_room(scheduler: Scheduler) -> None:
-    """Retract requests, the youngest first, until the next token of all others has its page."""
+    """Retract requests until the next token of all others has its page, then `displace` some."""
     cache, running = scheduler.cache, scheduler.decode.running
     size = cache.page_size
     while running:
@@ -23,16 +23,18 @@ def make_room(scheduler: Scheduler) -> None:
             available -= future_pages(chunked, size, 0)
         short = (cache.allocated_len[req] < req.device_len for req in running.values())
         if len(running) <= available or sum(short) <= available:  # one page each at the most
-            return
+            break
         if scheduler.in_flight is not None:  # a request may have ended in it
             scheduler.finish_in_flight()
         else:
-            youngest = next(reversed(running.values()))
-            retract(scheduler, chunked or youngest)
+            order = scheduler.prefill.waiting.retraction_order(scheduler.prefill.admitted())
+            retract(scheduler, order[0])
+    if scheduler.prefill.waiting:
+        displace(scheduler)
 
 
 def retract(scheduler: Scheduler, req: Req) -> None:
-    """Take row and pages from a request; it continues later, before requests that never ran."""
+    """Take row and pages from a request; it continues later, before its client's new ones."""
     scheduler.prefill.remove(req)
     scheduler.decode.remove(req)
     scheduler.free_request(req)
@@ -42,6 +44,25 @@ def retract(scheduler: Scheduler, req: Req) -> None:
     if scheduler.emit is not None:
         scheduler.emit(RequestRetracted(req.uid))
     req.restart()  # last: observers still find its lengths
+
+
+def displace(scheduler: Scheduler) -> None:
+    """Retract requests for the first waiting one until it fits; none if it still would not."""
+    cache, prefill, size = scheduler.cache, scheduler.prefill, scheduler.cache.page_size
+    while reqs := prefill.waiting.displaceable(rows := prefill.admitted()):
+        first = prefill.waiting.first()
+        if first is None or prefill.adder().check(first) is not None:
+            return
+        kept = [req for req in rows if req not in reqs]
+        table, ends = cache.tables.page_table, cache.allocated_len
+        held = {page for req in kept for page in table[req.table_idx, : ends[req] : size].tolist()}
+        promised = sum(future_pages(req, size, scheduler.decode.reserve) for req in [*kept, first])
+        if len(held) + promised > cache.num_pages:
+            return
+        if scheduler.in_flight is not None:
+            scheduler.finish_in_flight()
+        else:
+            retract(scheduler, reqs[0])
 
 
 class DelayedPrefill(MixedPrefill):

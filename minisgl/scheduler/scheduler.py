@@ -100,8 +100,7 @@ class Scheduler:
 
     def decode_step(self) -> Batch | None:
         """Return a batch of all running requests, once there are pages for them."""
-        rows, pages = len(self.decode.running), self.cache.available_tokens // self.cache.page_size
-        if self.make_room is not None and (rows > pages or self.prefill.chunked_req is not None):
+        if self.make_room is not None:
             self.make_room(self)
         return self.decode.schedule()
 

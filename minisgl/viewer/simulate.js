@@ -142,6 +142,8 @@ class ArrivalOrder {
   first() { return this.requests[0] ?? null; }
   remove(req) { this.requests.splice(this.requests.indexOf(req), 1); }
   chunkComesFirst() { return true; }
+  retractionOrder(reqs) { return [...reqs].reverse(); }
+  displaceable() { return []; }
   charge() {}
   leave() {}
 }
@@ -151,11 +153,11 @@ const ANSWER_WEIGHT = 2;
 // Fair in tokens between clients; within a client, in the order of fair queueing (chapter 08b).
 class FairQueue {
   constructor(stepTokens) {
-    Object.assign(this, { stepTokens, shares: new Map(), waiting: new Set(), back: [], count: 0, clock: 0, level: 0 });
+    Object.assign(this, { stepTokens, shares: new Map(), waiting: new Set(), count: 0, clock: 0, level: 0 });
   }
 
   get size() {
-    return this.waiting.size + this.back.length;
+    return this.waiting.size;
   }
 
   add(req) {
@@ -165,18 +167,22 @@ class FairQueue {
       const others = [...this.shares.values()].filter((other) => other.waiting).map((other) => other.served);
       share.served = Math.max(share.served, Math.trunc(this.clock), others.length ? Math.min(...others) : this.level);
     }
-    req.tag = [share.clock + req.promptLen, this.count++];
     share.live += 1;
-    share.waiting += 1;
-    this.waiting.add(req);
+    this.push(req, [share.clock + req.promptLen, this.count++]);
   }
 
   resume(req) {
-    this.back.unshift(req);
+    this.push(req, [-Infinity, -this.count++]);
+  }
+
+  push(req, tag) {
+    req.tag = tag;
+    this.shares.get(req.client).waiting += 1;
+    this.waiting.add(req);
   }
 
   remove(req) {
-    if (!this.waiting.delete(req)) return void this.back.splice(this.back.indexOf(req), 1);
+    this.waiting.delete(req);
     const share = this.shares.get(req.client);
     share.waiting -= 1;
     this.level = share.served;
@@ -188,11 +194,16 @@ class FairQueue {
   }
 
   static byRest(a, b) {
-    return a.prefillLen - a.cachedLen - (b.prefillLen - b.cachedLen) || a.tag[1] - b.tag[1];
+    const fresh = (a.tag[0] > -Infinity) - (b.tag[0] > -Infinity); // a retracted request first
+    return fresh || a.prefillLen - a.cachedLen - (b.prefillLen - b.cachedLen) || a.tag[1] - b.tag[1];
+  }
+
+  hasRow({ client }) {
+    const { live, waiting } = this.shares.get(client);
+    return live > waiting;
   }
 
   first() {
-    if (this.back.length) return this.back[0];
     const waiting = [...this.shares].filter(([, share]) => share.waiting);
     const least = Math.min(...waiting.map(([, share]) => share.served));
     const equal = new Set(waiting.filter(([, share]) => share.served < least + this.stepTokens).map(([name]) => name));
@@ -201,16 +212,38 @@ class FairQueue {
       const head = heads.get(req.client);
       if (equal.has(req.client) && (!head || FairQueue.byTag(req, head) < 0)) heads.set(req.client, req);
     }
-    return [...heads.values()].sort(FairQueue.byRest)[0] ?? null;
+    return [...heads.values()].sort((a, b) => this.hasRow(a) - this.hasRow(b) || FairQueue.byRest(a, b))[0] ?? null;
   }
 
   chunkComesFirst(chunked) {
     const first = this.first();
-    if (first === null || this.back.includes(first)) return first === null;
+    if (first === null) return true;
     if (first.client === chunked.client) return FairQueue.byTag(chunked, first) <= 0;
     const ahead = this.shares.get(chunked.client).served - this.shares.get(first.client).served;
     if (Math.abs(ahead) >= this.stepTokens) return ahead < 0;
     return FairQueue.byRest(chunked, first) <= 0;
+  }
+
+  // Number each client's requests from 1, and all from 0; the highest first.
+  static numbered(reqs) {
+    const counts = new Map();
+    const found = reqs.map((req, index) => {
+      counts.set(req.client, (counts.get(req.client) ?? 0) + 1);
+      return [counts.get(req.client), index, req];
+    });
+    return found.sort((a, b) => b[0] - a[0] || b[1] - a[1]);
+  }
+
+  retractionOrder(reqs) {
+    return FairQueue.numbered(reqs).map(([, , req]) => req);
+  }
+
+  displaceable(reqs) {
+    const first = this.first();
+    if (first === null || this.hasRow(first)) return [];
+    const least = this.shares.get(first.client).served - this.stepTokens;
+    const mayYield = ([number, , req]) => number > 1 && this.shares.get(req.client).served > least;
+    return FairQueue.numbered(reqs).filter(mayYield).map(([, , req]) => req);
   }
 
   charge({ phase, reqs }) {
@@ -247,8 +280,8 @@ function pagesToCome(req, pageSize, reserve) {
 
 // One prefill step (chapter 09): counts down the tokens of the step and the pages of the pool.
 class PrefillAdder {
-  constructor(engine, promised) {
-    Object.assign(this, { engine, promised, reqs: [], shortest: Infinity, prefixes: new Set() });
+  constructor(engine, promised, yielding) {
+    Object.assign(this, { engine, promised, yielding, reqs: [], shortest: Infinity, prefixes: new Set() });
     this.budget = engine.settings.budget;
   }
 
@@ -290,7 +323,7 @@ class PrefillAdder {
     const room = this.room(tokens);
     if (room <= 0 || (whole && tokens > room) || this.isInBatchPrefix(req, handle.length)) return null;
     const usable = engine.available - engine.tree.unlockedPages(handle) + handle.length / pageSize;
-    return this.promised + pagesToCome(req, pageSize, reserve) <= usable ? handle : null;
+    return this.promised - this.yielding + pagesToCome(req, pageSize, reserve) <= usable ? handle : null;
   }
 
   admit(req, handle) {
@@ -299,6 +332,7 @@ class PrefillAdder {
     engine.tree.lock(handle);
     engine.admit(req, handle);
     this.promised += pagesToCome(req, engine.settings.pageSize, engine.settings.reserve);
+    this.yielding = 0;
     this.addChunk(req);
   }
 }
@@ -387,10 +421,15 @@ class Simulation {
 
   // ----------------------------------------------------------------- decisions
 
-  get promised() {
+  promised(reqs) {
     const { pageSize, reserve } = this.settings;
-    const reqs = [...this.running.values(), ...(this.chunked ? [this.chunked] : [])];
     return reqs.reduce((sum, req) => sum + pagesToCome(req, pageSize, reserve), 0);
+  }
+
+  // Promises to running requests that the first waiting one may displace do not bind it.
+  adder() {
+    const yielding = this.queue.displaceable(this.admitted).filter((req) => req !== this.chunked);
+    return new PrefillAdder(this, this.promised(this.admitted), this.promised(yielding));
   }
 
   prefillStep() {
@@ -398,7 +437,7 @@ class Simulation {
     const group = Math.min(this.queue.size, Math.floor(this.settings.rows / GROUP.share));
     if (!this.settings.fair && this.delay > 0 && !this.chunked && this.freeRows.length < group) return null;
     if (!this.chunked && !this.queue.size) return null;
-    const adder = new PrefillAdder(this, this.promised);
+    const adder = this.adder();
     let chunked = this.chunked;
     while (adder.budget > 0) {
       const first = this.queue.first();
@@ -421,26 +460,48 @@ class Simulation {
   }
 
   decodeStep() {
-    if (this.running.size > this.available || this.chunked) this.makeRoom();
+    this.makeRoom();
     return this.running.size ? { phase: "decode", reqs: [...this.running.values()] } : null;
   }
 
-  // Retract requests, the youngest first, until the next token of all others has a page (09c).
+  // Retract requests until the next token of all others has a page, then displace some (09c).
   makeRoom() {
     const { pageSize } = this.settings;
     while (this.running.size) {
       const reqs = [...this.running.values()];
       const available = this.available - (this.chunked ? pagesToCome(this.chunked, pageSize, 0) : 0);
       const short = reqs.filter((req) => req.pages.length * pageSize < req.deviceLen).length;
-      if (reqs.length <= available || short <= available) return;
-      const req = this.chunked ?? reqs.at(-1);
-      if (req === this.chunked) this.chunked = null;
-      this.running.delete(req.uid);
-      this.cache(req, true);
-      Object.assign(req, { retracted: true, cachedLen: 0, prefillLen: req.ids.length, deviceLen: req.ids.length });
-      this.queue.resume(req);
-      this.emit("RequestRetracted", req.uid);
+      if (reqs.length <= available || short <= available) break;
+      this.retract(this.queue.retractionOrder(this.admitted)[0]);
     }
+    if (this.queue.size) this.displace();
+  }
+
+  get admitted() {
+    return [...this.running.values(), ...(this.chunked ? [this.chunked] : [])];
+  }
+
+  // Retract requests for the first waiting one until it fits; none if it still would not.
+  displace() {
+    for (;;) {
+      const reqs = this.queue.displaceable(this.admitted);
+      if (!reqs.length) return;
+      const first = this.queue.first();
+      if (this.adder().check(first, false)) return;
+      const kept = this.admitted.filter((req) => !reqs.includes(req));
+      const held = new Set(kept.flatMap((req) => req.pages));
+      if (held.size + this.promised([...kept, first]) > this.settings.pages) return;
+      this.retract(reqs[0]);
+    }
+  }
+
+  retract(req) {
+    if (req === this.chunked) this.chunked = null;
+    this.running.delete(req.uid);
+    this.cache(req, true);
+    Object.assign(req, { retracted: true, cachedLen: 0, prefillLen: req.ids.length, deviceLen: req.ids.length });
+    this.queue.resume(req);
+    this.emit("RequestRetracted", req.uid);
   }
 
   // ---------------------------------------------------------------------- loop

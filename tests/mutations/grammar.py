@@ -103,13 +103,6 @@ MUTATIONS = [
         PATH,
     ),
     Mutation(
-        "retraction_forgets_a_half_done_prompt",
-        "minisgl.scheduler.scheduler",
-        "(rows > pages or self.prefill.chunked_req is not None)",
-        "rows > pages",
-        "tests/test_scheduler.py",
-    ),
-    Mutation(
         "grammar_queue_is_passed_by",
         "minisgl.server.workers.scheduler_process",
         "(waits or any(each.is_constrained for each in params))",

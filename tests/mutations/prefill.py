@@ -34,7 +34,7 @@ MUTATIONS = [
         "prefill_buffers_overlap",
         MODULE,
         "rest = memory[4 * (size + most) :]",
-        "rest = memory[4 * (size + most) - 9 :]",
+        "rest = memory[4 * (size + most) - 33 :]",
         TESTS + "test_buffers_share_no_word",
     ),
     Mutation(
