@@ -31,8 +31,9 @@ collect_ignore_glob = [] if GPU else ["gpu/*"]
 # What `pytest -m quick` leaves out: whole processes, the interpreter of Triton, long random runs.
 # The longest comes first; so it is run, too.
 SLOW = [
-    "test_server_operations", "test_mutations", "test_mutations_odd", "test_server_faults",
-    "test_compile", "test_tensor_parallel", "test_structured_output", "test_online",
+    "test_server_operations", "test_mutations", "test_mutations_odd", "test_paced", "test_labs",
+    "test_server_faults", "test_hostile", "test_interrupts", "test_compile",
+    "test_tensor_parallel", "test_structured_output", "test_online",
     "test_deterministic", "test_sampler", "test_build", "test_fused", "test_moe_kernels",
     "test_speculative", "test_tools", "test_server_responses", "test_soak_script", "test_benchmark",
     "test_server_api", "test_tiny", "test_paged_equals_dense", "test_fp8", "test_prefill_graph",
@@ -110,7 +111,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def pytest_configure(config: pytest.Config) -> None:
     """Name our markers, and find nbval's rules from any working directory."""
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU, skipped where there is none")
-    config.addinivalue_line("markers", "quick: the tests to run before each change, in a minute")
+    config.addinivalue_line("markers", "quick: the tests to run before each change")
     config.addinivalue_line("markers", "clock: measures real time; may try three times")
     config.addinivalue_line("markers", "turn(n, days): the n-th day of so many; see in_turns")
     config.addinivalue_line("markers", "drill: a fault or load of whole servers; takes turns")
