@@ -101,6 +101,8 @@ class FairQueue:
         self._numbers = count()
         self._clock = 0.0  # prompt tokens per client, if computed side by side
         self._level = 0  # served tokens of the client admitted last
+        self._first: Req | None = None  # as found since the last change
+        self._changed = True
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -128,12 +130,14 @@ class FairQueue:
         share.waiting += 1
         self._tags[req] = tag
         self._waiting[req] = None
+        self._changed = True
 
     def remove(self, req: Req) -> None:
         del self._waiting[req]
         share = self._shares[req.client]
         share.waiting -= 1
         self._level = share.served
+        self._changed = True
 
     def head(self, share: Share) -> Req:
         """Return the waiting request of a client that would be done first."""
@@ -148,10 +152,13 @@ class FairQueue:
         return has_row, tag > -math.inf, req.prefill_len - req.cached_len, number
 
     def first(self) -> Req | None:
-        shares = [share for share in self._shares.values() if share.waiting]
-        least = min((share.served for share in shares), default=0)
-        equal = (share for share in shares if share.served < least + self._step_tokens)
-        return min((self.head(share) for share in equal), key=self.rank, default=None)
+        if self._changed:
+            shares = [share for share in self._shares.values() if share.waiting]
+            least = min((share.served for share in shares), default=0)
+            equal = (share for share in shares if share.served < least + self._step_tokens)
+            self._first = min((self.head(share) for share in equal), key=self.rank, default=None)
+            self._changed = False
+        return self._first
 
     def chunk_comes_first(self, chunked_req: Req) -> bool:
         if (first := self.first()) is None:
@@ -165,7 +172,7 @@ class FairQueue:
 
     def charge(self, batch: Batch) -> None:
         """Count a step's tokens to their clients; prompt tokens also move the clocks."""
-        prompts = []
+        prompts, self._changed = [], True
         for req in batch.reqs:
             if req.cached_len < req.prefill_len:
                 prompts.append(req)
@@ -184,6 +191,7 @@ class FairQueue:
     def release(self, req: Req) -> None:
         share = self._shares[req.client]
         share.live -= 1
+        self._changed = True
         del self._tags[req]
         if not share.live:
             del self._shares[req.client]
