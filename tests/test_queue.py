@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sized
 from fractions import Fraction
 from itertools import pairwise
 
@@ -362,8 +363,7 @@ class AnyHistory(RuleBasedStateMachine):
         assert seen == set(self.waiting)
         for req in [*self.waiting.values(), *self.running.values()]:
             self.queue.release(req)
-        kept = [getattr(self.queue, name) for name in ("_shares", "_tags", "_waiting")]
-        assert not any(kept)
+        assert not any(len(kept) for kept in vars(self.queue).values() if isinstance(kept, Sized))
 
 
 TestAnyHistory = AnyHistory.TestCase
