@@ -742,6 +742,22 @@ def test_nobody_stops_in_vain(overlap: bool, large: int) -> None:
 
 
 @LOOPS
+@pytest.mark.parametrize("shared", [16, 12])
+def test_pages_that_stay_cached_count_once(overlap: bool, shared: int) -> None:
+    """The newcomer's prefix is held by a request that stays: it fits beside it only for that."""
+    d = Driver(overlap=overlap, policy="fair", num_pages=24, page_size=4)
+    d.ask(0, [1] * 17, "a", max_tokens=8, ignore_eos=True)  # six pages
+    for uid in (1, 2):
+        d.ask(uid, [uid + 1] * 13, "b", max_tokens=20, ignore_eos=True)  # eight pages each
+    d.go(3)
+    d.ask(3, [1] * shared + [9] * (55 - shared), "c", max_tokens=2, ignore_eos=True)  # 14 pages
+    d.go(2)
+    assert d.scheduler.retractions == (shared == 16)
+    d.drain()
+    assert d.tokens(2) == expected([3] * 13, 20, ignore_eos=True)
+
+
+@LOOPS
 def test_who_has_most_requests_gives_pages_back(overlap: bool) -> None:
     """The request of a client with one never waits, although it joined last."""
     d = Driver(overlap=overlap, policy="fair", reserve=1, num_pages=24, page_size=4)

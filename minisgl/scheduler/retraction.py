@@ -55,9 +55,10 @@ def displace(scheduler: Scheduler) -> None:
             return
         kept = [req for req in rows if req not in reqs]
         table, ends = cache.tables.page_table, cache.allocated_len
-        held = {page for req in kept for page in table[req.table_idx, : ends[req] : size].tolist()}
+        held = {slot for req in kept for slot in table[req.table_idx, : ends[req] : size].tolist()}
+        cached = set(cache.match_req(first).slots()[::size].tolist())  # part of what is promised
         promised = sum(future_pages(req, size, scheduler.decode.reserve) for req in [*kept, first])
-        if len(held) + promised > cache.num_pages:
+        if len(held - cached) + promised > cache.num_pages:
             return
         if scheduler.in_flight is not None:
             scheduler.finish_in_flight()

@@ -140,9 +140,16 @@ MUTATIONS = [
     Mutation(
         "displace_in_vain",
         RETRACTION,
-        "len(held) + promised > cache.num_pages",
+        "len(held - cached) + promised > cache.num_pages",
         "False",
         TESTS + "test_nobody_stops_in_vain",
+    ),
+    Mutation(
+        "displace_counts_a_shared_prefix_twice",
+        RETRACTION,
+        "len(held - cached)",
+        "len(held)",
+        TESTS + "test_pages_that_stay_cached_count_once",
     ),
     Mutation(
         "displace_forgets_what_was_promised",
