@@ -55,7 +55,7 @@ class Req:
 
     __slots__ = ("_ids", "cache_handle", "cached_len", "client", "device_len", "host_len",
                  "logits_params", "matched_len", "matcher", "max_device_len", "prefill_len",
-                 "prompt_len", "retracted", "sampling_params", "scores", "table_idx",
+                 "prompt_len", "retracted", "sampling_params", "scores", "table_idx", "turn",
                  "uid")  # fmt: skip
 
     def __init__(
@@ -79,6 +79,7 @@ class Req:
         self.logits_params: object = None  # edits its logits before sampling (chapter 06d)
         self.scores: list[object] = []  # log probabilities of its prompt (chapter 08a)
         self.matcher: AnswerRule | None = None
+        self.turn = 0  # number of its last step (chapter 09ba)
         self._ids = np.empty(self.max_device_len, dtype=np.int32)
         self._ids[: self.prompt_len] = prompt
 
