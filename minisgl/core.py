@@ -70,7 +70,7 @@ class Req:
         if prompt.ndim != 1 or prompt.size == 0:
             raise refuse("input_ids", "a list of one token id or more", prompt.tolist())
         check_positive(max_new_tokens=max_new_tokens)
-        self.uid, self.client, self.table_idx = uid, client, table_idx
+        self.uid, self.client, self.table_idx, self.turn = uid, client, table_idx, 0  # turn: 09ba
         self.sampling_params, self.retracted = sampling_params, False  # True once it was preempted
         self.cache_handle: CacheHandle | None = None
         self.prompt_len = self.host_len = self.device_len = self.prefill_len = int(prompt.size)
@@ -79,7 +79,6 @@ class Req:
         self.logits_params: object = None  # edits its logits before sampling (chapter 06d)
         self.scores: list[object] = []  # log probabilities of its prompt (chapter 08a)
         self.matcher: AnswerRule | None = None
-        self.turn = 0  # number of its last step (chapter 09ba)
         self._ids = np.empty(self.max_device_len, dtype=np.int32)
         self._ids[: self.prompt_len] = prompt
 

@@ -1,4 +1,4 @@
-"""Prompts beside running requests: short ones in mixed steps, long ones in chunks.
+"""Requests side by side: mixed steps, chunks of long prompts, turns of long contexts.
 
 Generated from notebooks/09ba_mixed_steps.ipynb: edit there.
 """
