@@ -282,6 +282,22 @@ def test_tags_are_those_of_a_device_that_works_side_by_side(
         assert (float(tags[a]), a) <= (float(tags[b]) + 1e-6, b) or abs(tags[a] - tags[b]) < 1e-6
 
 
+def test_requests_that_leave_early_are_forgotten() -> None:
+    """One waits with the tag of a retracted one while a thousand others are aborted."""
+    queue = FairQueue(STEP)
+    back = make_req(0, 5)
+    queue.add(back)
+    queue.remove(back)
+    queue.resume(back)
+    queue.add(make_req(1, 300))
+    for uid in range(2, 1000):
+        queue.add(req := make_req(uid, 400))
+        queue.remove(req)
+        queue.release(req)
+    assert sum(len(share.heap) for share in queue._shares.values()) <= 70
+    assert drain(queue) == [0, 1]
+
+
 class AnyHistory(RuleBasedStateMachine):
     """In any history no request is lost, and finished ones leave no state."""
 

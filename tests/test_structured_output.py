@@ -309,6 +309,49 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_and_says_why(
         }
 
 
+def tiny_tokenizer() -> LLTokenizer:
+    tokenizer = forms.load_tokens(FOLDER, 2240, [0])
+    assert isinstance(tokenizer, LLTokenizer)
+    return tokenizer
+
+
+def ambiguous(count: int) -> str:
+    """A grammar whose rules are empty, a letter or two of the rules: it has many parses."""
+    names = "abcdefghijklmnop"[:count]
+    pairs = " | ".join(f"{one} {other}" for one in names for other in names)
+    return "start: a\n" + "\n".join(f'{name}: {pairs} | "x" |' for name in names)
+
+
+@pytest.mark.parametrize("count, least", [(2, 20), (3, 5), (6, None), (12, None)])
+def test_a_token_of_an_ambiguous_grammar_has_bounded_work(count: int, least: int | None) -> None:
+    """The items of a row bound it, and the answer ends; otherwise a token may take seconds."""
+    tokenizer = tiny_tokenizer()
+    try:
+        matcher = compile_grammar(tokenizer, "grammar", ambiguous(count))
+    except InvalidRequestError as error:
+        assert least is None and "items" in error.message
+        return
+    token = tokenizer.tokenize_str("x")[0]
+    length = 0
+    while matcher.consume_token(token) and not matcher.is_error():
+        matcher.compute_bitmask()
+        length += 1
+        assert length < 100
+    assert least is not None and length >= least and "max is 400" in matcher.get_error()
+
+
+@pytest.mark.parametrize("count", [1, 2, 1000])
+def test_a_choice_is_one_item(count: int) -> None:
+    """However many texts there are; an empty one and the beginning of another are texts, too."""
+    texts = ["", "one", *(f"one of {i}" for i in range(count))]
+    tokenizer = tiny_tokenizer()
+    start = compile_grammar(tokenizer, "choice", json.dumps(texts))
+    for text in (*texts[:3], texts[-1]):
+        matcher = start.deep_copy()
+        assert matcher.consume_tokens(tokenizer.tokenize_str(text)) and matcher.is_accepting()
+    assert not start.validate_tokens(tokenizer.tokenize_str("two"))
+
+
 # ------------------------------------------------------------------ refusals
 
 

@@ -21,8 +21,8 @@ from minisgl.scheduler.messages import InvalidRequestError
 
 MAX_MULTIPLES = 1000  # sum of a schema's `multipleOf`s: each takes as many states
 LIMITS = LLParserLimits(
-    initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=10_000,
-    max_lexer_states=10_000, max_grammar_size=20_000, verbose_errors=False,
+    initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=1_000,
+    max_items_in_row=400, max_lexer_states=10_000, max_grammar_size=20_000, verbose_errors=False,
 )  # fmt: skip
 ONE_LINE: Any = {  # else a model may answer with spaces indefinitely
     "whitespace_flexible": False, "item_separator": ",[ ]?", "key_separator": ":[ ]?",
@@ -55,7 +55,7 @@ FORMS: dict[str, Callable[[str], str]] = {
     "json_schema": schema_grammar,
     "json_object": schema_grammar,
     "regex": LLMatcher.grammar_from_regex,
-    "choice": lambda text: grammar_from("choice", text),
+    "choice": lambda text: "start: ONE\nONE" + grammar_from("choice", text).removeprefix("start"),
     "grammar": free_grammar,
 }
 

@@ -138,6 +138,9 @@ class FairQueue:
         share.waiting -= 1
         self._level = share.served
         self._changed = True
+        if len(share.heap) > 2 * share.waiting + 64:  # most have left: keep the tags of the others
+            share.heap = [(*self._tags[req], req) for *_, req in share.heap if req in self._waiting]
+            heapq.heapify(share.heap)
 
     def head(self, share: Share) -> Req:
         """Return the waiting request of a client that would be done first."""

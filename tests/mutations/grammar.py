@@ -130,4 +130,18 @@ MUTATIONS = [
         "self.tokenizer = loaded = pool.submit(load)\n        loaded.result()\n",
         TESTS + "test_free_answers_do_not_wait_for_the_tokenizer",
     ),
+    Mutation(
+        "grammar_rows_have_any_number_of_items",
+        "minisgl.scheduler.forms",
+        "max_items_in_row=400, ",
+        "",
+        "tests/test_structured_output.py::test_a_token_of_an_ambiguous_grammar_has_bounded_work",
+    ),
+    Mutation(
+        "grammar_of_a_choice_has_an_item_for_each_text",
+        "minisgl.scheduler.forms",
+        '"start: ONE\\nONE" + grammar_from("choice", text).removeprefix("start")',
+        'grammar_from("choice", text)',
+        "tests/test_structured_output.py::test_a_choice_is_one_item",
+    ),
 ]

@@ -222,6 +222,13 @@ MUTATIONS = [
         QUEUE_TESTS + "TestAnyHistory",
     ),
     Mutation(
+        "queue_keeps_requests_that_left",
+        QUEUE,
+        "if len(share.heap) > 2 * share.waiting + 64:",
+        "if False:",
+        QUEUE_TESTS + "test_requests_that_leave_early_are_forgotten",
+    ),
+    Mutation(
         "queue_prefers_clients_with_a_row",
         QUEUE,
         "has_row = self._shares[req.client].rows > 0",

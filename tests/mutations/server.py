@@ -599,7 +599,7 @@ MUTATIONS = [
         module="minisgl.server.http.api",
         old='return f"user {body.user}"',
         new="return body.user",
-        test=API + "test_scheduler_learns_whose_a_request_is",
+        test=API + "test_a_named_key_or_address_is_the_client_whatever_user_it_names",
     ),
     Mutation(
         name="server: a trace does not tell prompts from decoding",
