@@ -39,7 +39,7 @@ from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.scheduler import mixed
 from minisgl.scheduler.grammar import Grammars, load_grammars
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, Msg, Reply, UserMsg
-from minisgl.scheduler.mixed import MixedPrefill
+from minisgl.scheduler.mixed import MixedPrefill, SharedDecode
 from minisgl.scheduler.observe import IdleAudit
 from minisgl.scheduler.phases import DecodeManager, PrefillLimits
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue
@@ -157,6 +157,7 @@ class Script:
     mixed: int = 0  # tokens of a step with prompts and running requests
     context: int = 1000  # their tokens with all before them
     long_chunk: int = 1000  # tokens of a long prompt in a step beside running requests
+    decode_context: int = 1000  # tokens of all requests in a decode step, if the policy is fair
     lag: int | None = None  # turns by which a second rank is behind; None: there is none
 
     def __str__(self) -> str:
@@ -187,7 +188,8 @@ def make_script(seed: int) -> Script:
     }  # fmt: skip
     later = random.Random(-seed)
     sizes["mixed"] = 0 if sizes["drafts"] else later.choice((0, 4, 40))
-    sizes |= {"context": later.choice((60, 1000)), "long_chunk": later.choice((3, 12, 1000))}
+    sizes |= {"context": later.choice((60, 1000)), "long_chunk": later.choice((3, 12, 1000)),
+              "decode_context": later.choice((0, 30, 80, 1000))}  # fmt: skip
     weights = {Ask: 1.0, Turn: pick((1, 2, 5)), Abort: pick((0, 0.1, 0.5)),
                Again: pick((0, 0.1)), Swap: pick((0, 0.2)), Fail: pick((0, 0, 0.05)),
                Jump: pick((0, 0.1)), Misuse: pick((0, 0.1, 0.4)),
@@ -473,6 +475,7 @@ class World:
         self.due: deque[tuple[int, str]] = deque()  # replies that must come next: uid, kind
         self.waiting: deque[int] = deque()  # uids in the order of admission, if that is by arrival
         self.joined: dict[int, int] = {}  # by the step that made them running
+        self.last, self.shared = dict[int, int](), 0  # last step by uid; steps that left some out
         self.half_done: Req | None = None  # whose prompt was half done before this turn
         self.last_prefill = -1  # the last turn that launched a prefill step
         self.audited = self.exiting = False
@@ -499,7 +502,8 @@ class World:
         )  # fmt: skip
         prefixes = RadixCache(s.page_size) if s.cache == "radix" else NaiveCache(s.page_size)
         self.cache = CacheManager(s.num_pages, self.executor.tables, prefixes, self.observe)
-        decode, fair = DecodeManager(s.reserve), s.policy == "fair"
+        fair = s.policy == "fair"
+        decode = SharedDecode(s.reserve, s.decode_context) if fair else DecodeManager(s.reserve)
         prefill = PrefillLimits(s.budget, s.min_shared, max(1, s.budget // 4) if fair else None)
         queue = FairQueue(s.budget) if fair else ArrivalOrder()
         manager = (Watched if fair else WatchedDelayed)(self.cache, decode, prefill, queue)
@@ -627,7 +631,8 @@ class World:
                 self.over = self.reqs.pop(uid)
                 if self.fair is not None:
                     self.fair.release(self.over)
-            case events.StepLaunched(step=step):
+            case events.StepLaunched(step=step, uids=uids):
+                self.last |= dict.fromkeys(uids, step)
                 for place, uid in enumerate(self.scheduler.decode.running):
                     self.joined.setdefault(uid, 1000 * step + place)
             case events.NodeEvicted():
@@ -789,6 +794,23 @@ class World:
             assert len(uids) <= max(8, self.script.rows), "too many drafts"
             turns = [self.joined[uid] for uid in uids]
             assert turns == sorted(turns), f"{uids} are not in the order of joining"
+            self.check_turns(list(batch.drafts if isinstance(batch, VerifyBatch) else batch.reqs))
+
+    def check_turns(self, reqs: list[Req]) -> None:
+        """Check that a decode step has all requests, or up to its bound those whose turn it is."""
+        running, most = [*self.scheduler.decode.running.values()], self.script.decode_context
+        if self.fair is None or sum(req.device_len for req in running) <= most:
+            assert reqs == running, f"only {reqs}"
+            return
+        self.shared += len(reqs) < len(running)
+        waits = sorted(running, key=lambda req: self.last[req.uid])  # the longest time first
+        firsts = {req.client: req for req in reversed(running)}.values()
+        order = sorted(waits[1:], key=lambda req: req not in firsts)
+        count = len(reqs) - 1
+        assert {*reqs} == {waits[0], *order[:count]}, f"{reqs} are not those that wait the longest"
+        tokens = [req.device_len for req in order]
+        assert sum(tokens[:count]) <= most, f"{sum(tokens[:count])} tokens of context"
+        assert count == len(order) or sum(tokens[: count + 1]) > most, f"{order[count]} would fit"
 
     def check(self) -> None:
         """Every page has one owner, every request one place, and nothing else is left."""

@@ -26,7 +26,7 @@ from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.scheduler import build as scheduler_build
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import Reply, TokenReply, UserMsg
-from minisgl.scheduler.mixed import MixedPrefill
+from minisgl.scheduler.mixed import GPU_CONTEXT, MixedPrefill, SharedDecode
 from minisgl.scheduler.observe import IdleAudit
 from minisgl.scheduler.phases import DecodeManager, PrefillLimits
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue
@@ -134,6 +134,7 @@ class Driver:
         mixed_prefill_threshold: int = 16,
         share: int | None = None,
         mixed: tuple[int, int] = (0, 0),
+        max_context: int = GPU_CONTEXT,
         scheduler: Callable[..., Scheduler] = Scheduler,
         **sizes: Any,
     ) -> None:
@@ -141,7 +142,8 @@ class Driver:
         page_size, pages = self.engine.page_size, self.engine.num_pages
         prefixes = RadixCache(page_size) if cache_type == "radix" else NaiveCache(page_size)
         self.cache = CacheManager(pages, self.engine.tables, prefixes, emit)
-        decode, fair = DecodeManager(reserve), policy == "fair"
+        fair = policy == "fair"
+        decode = SharedDecode(reserve, max_context) if fair else DecodeManager(reserve)
         limits = PrefillLimits(
             budget,
             min_shared if cache_type != "naive" else 0,

@@ -69,6 +69,7 @@ def test_scripts_hold_all_that_can_happen() -> None:
     assert any(world.follower is not None and len(world.trace) > 50 for world in worlds)
     assert any(world.shadow is not None and len(world.trace) > 50 for world in worlds)
     assert sum(world.scheduler.retractions for world in worlds) > 10
+    assert sum(world.shared for world in worlds) > 100
     assert sum(getattr(world.scheduler, "accepted", 0) for world in worlds) > 100
     given = {name for op in ops if isinstance(op, Ask) for name, _ in op.options}
     assert given >= {"regex", "cache_salt", "stop_token_ids", "logprobs", "prompt_logprobs"}

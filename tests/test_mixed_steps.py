@@ -1,4 +1,4 @@
-"""Prompts beside running requests: mixed steps, and chunks of long prompts."""
+"""Requests side by side: mixed steps, chunks of long prompts, and turns of long contexts."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorder import RecordingGraph
 
 from minisgl.config.engine import SchedulerConfig
-from minisgl.core import Batch, Phase, SamplingParams
+from minisgl.core import Batch, Phase, Req, SamplingParams
 from minisgl.engine.engine import Engine, build_engine
 from minisgl.engine.graph import GraphRunner
 from minisgl.engine.prefill_graph import MAX_REQUESTS, PrefillRunner
 from minisgl.engine.runners import MAX_MIXED_TOKENS
 from minisgl.llm import LLM
 from minisgl.scheduler import mixed
-from minisgl.scheduler.build import Parts, build_scheduler
+from minisgl.scheduler.build import Parts, build_prefill, build_scheduler
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import UserMsg
-from minisgl.scheduler.mixed import MixedPrefill
+from minisgl.scheduler.mixed import CPU_CONTEXT, GPU_CONTEXT, MixedPrefill, SharedDecode
 from minisgl.scheduler.queue import ANSWER_WEIGHT, FairQueue
 from tests.adversary import Ask, Script, Turn, play
-from tests.fakes import Driver, expected, record_on_a_cpu
+from tests.fakes import Driver, FakeEngine, expected, record_on_a_cpu
 
 POLICIES = pytest.mark.parametrize("policy", ["fcfs", "fair"])
 
@@ -255,3 +256,148 @@ def test_a_mixed_step_leaves_pages_for_the_rest_of_a_prompt() -> None:
                      Ask(uid=11, text=1, length=34, max_tokens=1))  # fmt: skip
     play(Script((first, Turn(7), second), page_size=1, num_pages=88, window=61, budget=25,
                 cache="naive", overlap=False, reserve=0, mixed=40))  # fmt: skip
+
+
+# ------------------------------------------------------------------ many long contexts
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_long_contexts_take_turns(overlap: bool) -> None:
+    """Six long requests of one client, of which few fit beside its first and another client's."""
+    driver = Driver(overlap=overlap, policy="fair", max_context=120, num_pages=200, budget=256)
+    driver.ask(9, [9] * 5, client="other", max_tokens=40, ignore_eos=True)
+    for uid in range(6):
+        driver.ask(uid, [uid + 1] * 24, max_tokens=12, ignore_eos=True)
+    driver.drain()
+    steps = [step for step in driver.engine.steps if step.phase == "decode"]
+    assert all(sum(step.seq_lens) - max(step.seq_lens) <= 120 for step in steps)
+    assert all(9 in step.uids for step in steps)
+    members = [step.uids for step in steps]
+    assert members[1:4] == [[9, 0, 1, 2, 3], [9, 0, 1, 2, 4, 5], [9, 0, 1, 2, 3, 4]]
+    for uid in range(6):
+        assert driver.tokens(uid) == expected([uid + 1] * 24, 12, ignore_eos=True)
+    assert driver.tokens(9) == expected([9] * 5, 40, ignore_eos=True)
+
+
+def running(lengths: list[tuple[int, str]], most: int) -> tuple[SharedDecode, list[Req]]:
+    """Return a decode manager with requests of these lengths and clients."""
+    decode = SharedDecode(max_context=most)
+    reqs = [
+        Req(uid=uid, input_ids=np.ones(length, np.int32), sampling_params=SamplingParams(),
+            max_new_tokens=400, client=client)
+        for uid, (length, client) in enumerate(lengths)
+    ]  # fmt: skip
+    for req in reqs:
+        req.advance()
+        decode.update([req])
+    return decode, reqs
+
+
+def chosen(decode: SharedDecode, launched: bool = True) -> list[int]:
+    """Return the members of a step, and compute it."""
+    batch = decode.schedule()
+    assert batch is not None and batch.phase is Phase.DECODE
+    if launched:
+        for req in batch.reqs:
+            req.advance()
+        decode.update(batch.reqs)
+    return [req.uid for req in batch.reqs]
+
+
+def test_all_requests_within_the_bound_are_in_the_step() -> None:
+    lengths = [(9, "a"), (9, "a"), (9, "a"), (9, "b")]
+    assert chosen(running(lengths, 40)[0]) == [0, 1, 2, 3]  # each has its next token
+    assert chosen(running(lengths, 29)[0]) == [0, 1, 3]
+
+
+def test_first_requests_beyond_the_bound_take_turns() -> None:
+    decode, _ = running([(50, name) for name in "abcd"], 60)
+    assert [chosen(decode) for _ in range(4)] == [[0, 1], [2, 3], [0, 1], [2, 3]]
+
+
+def test_a_request_longer_than_the_bound_gets_its_token() -> None:
+    decode, _ = running([(9, "a"), (500, "b"), (500, "a")], 60)
+    assert [chosen(decode) for _ in range(5)] == [[0], [0, 1], [0, 2], [0, 1], [0, 2]]
+
+
+def test_a_step_that_is_not_launched_takes_no_turn() -> None:
+    decode, _ = running([(20, "a")] * 5, 60)
+    first = chosen(decode, launched=False)
+    assert first == chosen(decode) != chosen(decode)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 60), st.sampled_from("abc")), min_size=1, max_size=9),
+    most=st.integers(0, 300), leaving=st.lists(st.integers(0, 30), max_size=4),
+)  # fmt: skip
+def test_each_request_gets_its_turn(
+    lengths: list[tuple[int, str]], most: int, leaving: list[int]
+) -> None:
+    """Nobody waits for more steps than there are requests, while others leave and come back."""
+    decode, reqs = running(lengths, most)
+    waits = dict.fromkeys(reqs, 0)
+    for step in range(40):
+        if leaving and step % 8 == 7:
+            gone = reqs[leaving.pop() % len(reqs)]
+            decode.remove(gone)
+            if decode.running:
+                chosen(decode)
+            decode.update([gone])  # as after its prefill step
+            waits = dict.fromkeys(reqs, 0)
+        context = {req.uid: req.device_len for req in reqs}
+        order = [*decode.running]
+        uids = chosen(decode)
+        assert uids == [uid for uid in order if uid in uids], "not in the order of joining"
+        tokens = [context[uid] for uid in uids]
+        assert sum(tokens) - max(tokens) <= most
+        firsts = {reqs[uid].client: uid for uid in reversed(order)}.values()
+        if sum(context[uid] for uid in firsts) <= most:
+            assert {*firsts} <= {*uids}
+        waits = {req: 0 if req.uid in uids else waits[req] + 1 for req in reqs}
+        assert max(waits.values()) < len(reqs)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_turns_change_no_answer(overlap: bool, drafts: int) -> None:
+    """The embedded model, with a row that is not in every step."""
+
+    def answers(most: int) -> tuple[dict[int, list[Any]], bool]:
+        found: dict[int, list[Any]] = {}
+        left_out = False
+        with LLM(device="cpu", page_size=4, num_pages=256, schedule_policy="fair", overlap=overlap,
+                 num_speculative_tokens=drafts) as llm:  # fmt: skip
+            decode = llm.scheduler.decode
+            assert isinstance(decode, SharedDecode) and decode.max_context == CPU_CONTEXT
+            decode.max_context = most
+            for uid in range(6):
+                params = SamplingParams(
+                    temperature=0.8 * (uid % 2), seed=uid, max_tokens=16, ignore_eos=True,
+                    frequency_penalty=0.5 if uid % 3 == 1 else 0.0,
+                    logprobs=1 if uid == 2 else None,
+                )  # fmt: skip
+                ids = llm.tokenizer.encode(f"one two three one two three {uid} one two")
+                llm.channel.put_messages(UserMsg(uid, list(ids), params, f"client {uid % 2}"))
+            while llm.scheduler.has_work or llm.channel.waiting:
+                if (batch := decode.schedule()) is not None:
+                    left_out |= batch.size < len(decode.running)
+                (llm.scheduler.step_overlap if overlap else llm.scheduler.step)()
+                for reply in llm.channel.take_replies():
+                    found.setdefault(reply.uid, []).append(reply.token)  # type: ignore[union-attr]
+            assert not decode.running
+        return found, left_out
+
+    plain, none = answers(GPU_CONTEXT)
+    bounded, some = answers(60)
+    assert plain == bounded and some and not none
+
+
+@pytest.mark.parametrize(("device", "policy", "most"), [
+    ("cpu", "fair", CPU_CONTEXT), ("cuda:0", "fair", GPU_CONTEXT), ("cpu", "fcfs", None),
+])  # fmt: skip
+def test_the_bound_depends_on_the_device(device: str, policy: str, most: int | None) -> None:
+    config = SchedulerConfig(device=device, schedule_policy=policy, max_extend_tokens=64)
+    decode = build_prefill(config, FakeEngine(), Parts(), None).decode
+    assert isinstance(decode, SharedDecode) is (policy == "fair")
+    assert getattr(decode, "max_context", None) == most

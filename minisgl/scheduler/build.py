@@ -29,7 +29,7 @@ from minisgl.recording import Recorder
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.executor import Executor
 from minisgl.scheduler.grammar import CompilingChannel, GrammarQueue, load_grammars
-from minisgl.scheduler.mixed import MixedPrefill
+from minisgl.scheduler.mixed import CPU_CONTEXT, GPU_CONTEXT, MixedPrefill, SharedDecode
 from minisgl.scheduler.observe import IdleAudit, emitter
 from minisgl.scheduler.phases import DecodeManager, PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue, WaitingQueue, mixed_prefill_threshold
@@ -63,6 +63,7 @@ class Parts:
     naive_cache: Callable[[int], PrefixCache] = NaiveCache
     cache_manager: Callable[..., CacheManager] = CacheManager
     decode: Callable[..., DecodeManager] = DecodeManager
+    shared_decode: Callable[..., DecodeManager] = SharedDecode
     prefill: Callable[..., PrefillManager] = MixedPrefill
     delayed_prefill: Callable[..., PrefillManager] = DelayedPrefill
     arrival_order: Callable[[], WaitingQueue] = ArrivalOrder
@@ -85,9 +86,11 @@ def build_prefill(
         min_shared=0 if config.cache_type == "naive" else 32,
         mixed_prefill_threshold=mixed_prefill_threshold(budget) if fair else None,
     )
-    decode = parts.decode(config.reserve_tokens)
     if fair:
+        context = CPU_CONTEXT if torch.device(config.device).type == "cpu" else GPU_CONTEXT
+        decode = parts.shared_decode(config.reserve_tokens, context)
         return parts.prefill(cache, decode, limits, parts.fair_queue(budget))
+    decode = parts.decode(config.reserve_tokens)
     return parts.delayed_prefill(cache, decode, limits, parts.arrival_order())
 
 

@@ -1,14 +1,16 @@
-"""Prompts beside running requests: short ones in mixed steps, long ones in chunks.
+"""Requests side by side: mixed steps, chunks of long prompts, turns of long contexts.
 
 Generated from notebooks/09ba_mixed_steps.ipynb: edit there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from minisgl.core import Batch, Phase, Req
-from minisgl.scheduler.phases import PrefillAdder, PrefillManager
+from minisgl.scheduler.phases import DecodeManager, PrefillAdder, PrefillManager
+from minisgl.scheduler.queue import numbered
 
 MAX_CONTEXT = 32_768  # tokens of all requests in a mixed step: prefill kernels decode slowly
 LONG_CHUNK = 2048  # tokens
@@ -53,3 +55,40 @@ class MixedPrefill(PrefillManager):
             adder.limits = replace(adder.limits, max_extend_tokens=LONG_CHUNK)
             adder.budget = LONG_CHUNK
         return adder
+
+
+CPU_CONTEXT, GPU_CONTEXT = 32_768, 1 << 22  # tokens of all requests in a decode step
+
+
+class SharedDecode(DecodeManager):
+    """Bounds a decode step's context: beyond it, each client's first request, the others in turns.
+
+    A step has at most `max_context` tokens and one further request.
+    """
+
+    def __init__(self, reserve: int | None = None, max_context: int = GPU_CONTEXT) -> None:
+        super().__init__(reserve)
+        self.max_context, self.turn = max_context, 0  # turn: number of the last step
+
+    def update(self, reqs: Iterable[Req]) -> None:
+        """Note the step in its requests, and keep those that need another one."""
+        self.turn, reqs = self.turn + 1, list(reqs)
+        for req in reqs:
+            req.turn = self.turn
+        super().update(reqs)
+
+    def schedule(self) -> Batch | None:
+        """Return a batch of all running requests, or of those whose turn it is."""
+        batch = super().schedule()
+        if batch is None or sum(req.device_len for req in batch.reqs) <= self.max_context:
+            return batch
+        ranks = sorted((number > 1, req.turn, at) for number, at, req in numbered(batch.reqs))
+        oldest = min(ranks, key=lambda rank: rank[1:])
+        ranks.remove(oldest)
+        chosen, total = {oldest[-1]}, 0
+        for *_, index in ranks:
+            total += batch.reqs[index].device_len
+            if total > self.max_context:
+                break
+            chosen.add(index)
+        return Batch([batch.reqs[index] for index in sorted(chosen)], batch.phase)
