@@ -490,6 +490,7 @@ class Simulation {
       if (this.adder().check(first, false)) return;
       const kept = this.admitted.filter((req) => !reqs.includes(req));
       const held = new Set(kept.flatMap((req) => req.pages));
+      for (const page of this.tree.pagesOf(this.tree.match(first.ids.slice(0, -1)))) held.delete(page);
       if (held.size + this.promised([...kept, first]) > this.settings.pages) return;
       this.retract(reqs[0]);
     }
