@@ -39,7 +39,7 @@ from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.scheduler import mixed
 from minisgl.scheduler.grammar import Grammars, load_grammars
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, Msg, Reply, UserMsg
-from minisgl.scheduler.mixed import MixedPrefill, SharedDecode
+from minisgl.scheduler.mixed import SharedDecode, SharedPrefill
 from minisgl.scheduler.observe import IdleAudit
 from minisgl.scheduler.phases import DecodeManager, PrefillLimits
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue
@@ -366,7 +366,7 @@ def prompts_of(reqs: Iterable[Req]) -> list[Req]:
     return [req for req in reqs if req.cached_len < req.prefill_len]
 
 
-class Watched(MixedPrefill):
+class Watched(SharedPrefill):
     """Admission whose decisions are compared with the reference's."""
 
     world: World
@@ -487,7 +487,9 @@ class World:
         self.prefixes = Prefixes(script.page_size, sure=script.cache == "radix")
         self.shadow = Shadow(script.num_pages) if script.shadowed else None
         self.scheduler = self.build()
-        self.admission = Admission(self.cache, self.scheduler.decode, self.scheduler.prefill.limits)
+        prefill, most = self.scheduler.prefill, script.decode_context
+        most = most if script.policy == "fair" else 10**9
+        self.admission = Admission(self.cache, self.scheduler.decode, prefill.limits, most)
         self.limits = Limits(script.window, script.num_pages * script.page_size, VOCAB, ENDS)
 
     def build(self) -> Scheduler:

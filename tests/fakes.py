@@ -26,7 +26,7 @@ from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.scheduler import build as scheduler_build
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import Reply, TokenReply, UserMsg
-from minisgl.scheduler.mixed import GPU_CONTEXT, MixedPrefill, SharedDecode
+from minisgl.scheduler.mixed import GPU_CONTEXT, SharedDecode, SharedPrefill
 from minisgl.scheduler.observe import IdleAudit
 from minisgl.scheduler.phases import DecodeManager, PrefillLimits
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue
@@ -150,7 +150,7 @@ class Driver:
             mixed_prefill_threshold if fair else None,
         )
         waiting = FairQueue(budget) if fair else ArrivalOrder()
-        manager = MixedPrefill if fair else DelayedPrefill
+        manager = SharedPrefill if fair else DelayedPrefill
         prefill = manager(self.cache, decode, limits, waiting)
         prefill.max_tokens, prefill.max_requests = mixed
         if share is not None and isinstance(prefill, DelayedPrefill):

@@ -173,6 +173,7 @@ class Admission:
     cache: CacheManager
     decode: DecodeManager
     limits: PrefillLimits
+    max_context: int  # tokens of all requests of the step
 
     def lengths_fit(self, batch: Batch) -> bool:
         """Return True if each member computes as much as there is room for."""
@@ -236,6 +237,8 @@ class Admission:
             return "no row"
         if any(other.is_chunked for other in reqs) or chunked is not None:
             return "a prompt is half done"
+        if reqs and sum(other.device_len for other in reqs) + req.prefill_len > self.max_context:
+            return "too much context"
         left = self.limits.max_extend_tokens - sum(other.extend_len for other in reqs)
         own = (r.prefill_len - (r.cached_len if r.retracted else r.matched_len) for r in reqs)
         if left <= 0 or self.room(req.host_len - matched, left, min(own, default=math.inf)) <= 0:

@@ -273,7 +273,7 @@ def test_long_contexts_take_turns(overlap: bool) -> None:
     assert all(sum(step.seq_lens) - max(step.seq_lens) <= 120 for step in steps)
     assert all(9 in step.uids for step in steps)
     members = [step.uids for step in steps]
-    assert members[1:4] == [[9, 0, 1, 2, 3], [9, 0, 1, 2, 4, 5], [9, 0, 1, 2, 3, 4]]
+    assert members[2:5] == [[9, 0, 1, 2, 3, 4], [9, 0, 1, 2, 3, 5], [9, 0, 1, 2, 4]]
     for uid in range(6):
         assert driver.tokens(uid) == expected([uid + 1] * 24, 12, ignore_eos=True)
     assert driver.tokens(9) == expected([9] * 5, 40, ignore_eos=True)
@@ -401,3 +401,22 @@ def test_the_bound_depends_on_the_device(device: str, policy: str, most: int | N
     decode = build_prefill(config, FakeEngine(), Parts(), None).decode
     assert isinstance(decode, SharedDecode) is (policy == "fair")
     assert getattr(decode, "max_context", None) == most
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prefill_step_has_a_bounded_context(overlap: bool) -> None:
+    """Answers to one cached prompt start in several steps; the first of a step always starts."""
+    driver = Driver(policy="fair", overlap=overlap, num_pages=400, page_size=4, max_context=100)
+    prompt = [1 + i % 50 for i in range(40)]
+    driver.ask(0, prompt, max_tokens=1)
+    driver.drain()
+    for uid in range(1, 8):
+        driver.ask(uid, prompt, max_tokens=3, ignore_eos=True)
+    driver.ask(8, [7] * 120, max_tokens=3, ignore_eos=True)
+    driver.drain()
+    starts = [s for s in driver.engine.steps if s.phase == "prefill"]
+    assert any(len(s.uids) == 2 for s in starts)
+    assert all(len(s.uids) == 1 or sum(s.seq_lens) <= 100 for s in starts)
+    for uid in range(1, 8):
+        assert driver.tokens(uid) == expected(prompt, 3, ignore_eos=True)
+    assert driver.tokens(8) == expected([7] * 120, 3, ignore_eos=True)

@@ -26,10 +26,11 @@ from minisgl.kvcache.prefix_cache import PrefixCache
 from minisgl.kvcache.radix_cache import RadixCache
 from minisgl.parallel.comm import Comm
 from minisgl.recording import Recorder
+from minisgl.scheduler import mixed
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.executor import Executor
 from minisgl.scheduler.grammar import CompilingChannel, GrammarQueue, load_grammars
-from minisgl.scheduler.mixed import CPU_CONTEXT, GPU_CONTEXT, MixedPrefill, SharedDecode
+from minisgl.scheduler.mixed import MixedPrefill, SharedDecode, SharedPrefill
 from minisgl.scheduler.observe import IdleAudit, emitter
 from minisgl.scheduler.phases import DecodeManager, PrefillLimits, PrefillManager
 from minisgl.scheduler.queue import ArrivalOrder, FairQueue, WaitingQueue, mixed_prefill_threshold
@@ -64,7 +65,7 @@ class Parts:
     cache_manager: Callable[..., CacheManager] = CacheManager
     decode: Callable[..., DecodeManager] = DecodeManager
     shared_decode: Callable[..., DecodeManager] = SharedDecode
-    prefill: Callable[..., PrefillManager] = MixedPrefill
+    prefill: Callable[..., PrefillManager] = SharedPrefill
     delayed_prefill: Callable[..., PrefillManager] = DelayedPrefill
     arrival_order: Callable[[], WaitingQueue] = ArrivalOrder
     fair_queue: Callable[[int], WaitingQueue] = FairQueue
@@ -87,7 +88,8 @@ def build_prefill(
         mixed_prefill_threshold=mixed_prefill_threshold(budget) if fair else None,
     )
     if fair:
-        context = CPU_CONTEXT if torch.device(config.device).type == "cpu" else GPU_CONTEXT
+        on_cpu = torch.device(config.device).type == "cpu"
+        context = mixed.CPU_CONTEXT if on_cpu else mixed.GPU_CONTEXT
         decode = parts.shared_decode(config.reserve_tokens, context)
         return parts.prefill(cache, decode, limits, parts.fair_queue(budget))
     decode = parts.decode(config.reserve_tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from minisgl.core import Batch, Phase, Req
+from minisgl.core import Batch, CacheHandle, Phase, Req
 from minisgl.scheduler.phases import DecodeManager, PrefillAdder, PrefillManager
 from minisgl.scheduler.queue import numbered
 
@@ -92,3 +92,28 @@ class SharedDecode(DecodeManager):
                 break
             chosen.add(index)
         return Batch([batch.reqs[index] for index in sorted(chosen)], batch.phase)
+
+
+class SharedAdder(PrefillAdder):
+    """Fills a prefill step; its requests have at most `max_context` tokens of context together."""
+
+    def __init__(self, adder: PrefillAdder, max_context: int) -> None:
+        promises = adder.reserved, adder.reserve, adder.yielding
+        super().__init__(adder.cache, adder.limits, *promises)
+        self.max_context = max_context
+
+    def check(self, req: Req, whole: bool = False) -> CacheHandle | None:
+        """Return the prefix to start a request from, or None: it waits, here for less context."""
+        context = sum(other.device_len for other in self.reqs)
+        if self.reqs and context + req.prefill_len > self.max_context:
+            return None
+        return super().check(req, whole)
+
+
+class SharedPrefill(MixedPrefill):
+    """Bounds a prefill step's context as the decode manager bounds that of a decode step."""
+
+    def adder(self) -> PrefillAdder:
+        """Start a step with the same bound on its context as a decode step."""
+        adder, decode = super().adder(), self.decode
+        return SharedAdder(adder, decode.max_context) if isinstance(decode, SharedDecode) else adder

@@ -866,6 +866,20 @@ MUTATIONS = [
         MIXED_TESTS + "test_a_mixed_step_leaves_pages_for_the_rest_of_a_prompt",
     ),
     Mutation(
+        "prefill_steps_have_any_context",
+        MIXED,
+        "context + req.prefill_len > self.max_context",
+        "False",
+        MIXED_TESTS + "test_a_prefill_step_has_a_bounded_context",
+    ),
+    Mutation(
+        "prefill_steps_have_less_context_than_a_prompt",
+        MIXED,
+        "if self.reqs and context + req",
+        "if context + req",
+        MIXED_TESTS + "test_a_prefill_step_has_a_bounded_context",
+    ),
+    Mutation(
         "mixed_steps_take_pages_that_there_are_not",
         MIXED,
         "<= self.cache.available_tokens // size",
