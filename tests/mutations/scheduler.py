@@ -959,8 +959,8 @@ MUTATIONS = [
     Mutation(
         "the_context_of_a_decode_step_does_not_depend_on_the_device",
         BUILD,
-        'CPU_CONTEXT if torch.device(config.device).type == "cpu" else GPU_CONTEXT',
-        "CPU_CONTEXT",
+        "mixed.CPU_CONTEXT if on_cpu else mixed.GPU_CONTEXT",
+        "mixed.CPU_CONTEXT",
         MIXED_TESTS + "test_the_bound_depends_on_the_device",
     ),
 ]
