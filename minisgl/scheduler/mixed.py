@@ -57,7 +57,7 @@ class MixedPrefill(PrefillManager):
         return adder
 
 
-CPU_CONTEXT, GPU_CONTEXT = 32_768, 1 << 22  # tokens of all requests in a decode step
+CPU_CONTEXT, GPU_CONTEXT = 32_768, 1 << 22  # tokens of all requests of a step
 
 
 class SharedDecode(DecodeManager):
@@ -95,7 +95,7 @@ class SharedDecode(DecodeManager):
 
 
 class SharedAdder(PrefillAdder):
-    """Fills a prefill step; its requests have at most `max_context` tokens of context together."""
+    """Fills a prefill step up to `max_context` tokens of context, or with a single request."""
 
     def __init__(self, adder: PrefillAdder, max_context: int) -> None:
         promises = adder.reserved, adder.reserve, adder.yielding
@@ -103,7 +103,7 @@ class SharedAdder(PrefillAdder):
         self.max_context = max_context
 
     def check(self, req: Req, whole: bool = False) -> CacheHandle | None:
-        """Return the prefix to start a request from, or None: it waits, here for less context."""
+        """Return the prefix to start from, or None: the request waits, here also for context."""
         context = sum(other.device_len for other in self.reqs)
         if self.reqs and context + req.prefill_len > self.max_context:
             return None
@@ -111,9 +111,9 @@ class SharedAdder(PrefillAdder):
 
 
 class SharedPrefill(MixedPrefill):
-    """Bounds a prefill step's context as the decode manager bounds that of a decode step."""
+    """Bounds the context of a prefill step; a decode step has the same bound."""
 
     def adder(self) -> PrefillAdder:
-        """Start a step with the same bound on its context as a decode step."""
+        """Start a step whose context has the bound of the decode manager, if that has one."""
         adder, decode = super().adder(), self.decode
         return SharedAdder(adder, decode.max_context) if isinstance(decode, SharedDecode) else adder
