@@ -158,6 +158,7 @@ class Script:
     context: int = 1000  # their tokens with all before them
     long_chunk: int = 1000  # tokens of a long prompt in a step beside running requests
     decode_context: int = 1000  # tokens of all requests in a decode step, if the policy is fair
+    turn: int = 128  # answer tokens of a request before it yields to clients without one
     lag: int | None = None  # turns by which a second rank is behind; None: there is none
 
     def __str__(self) -> str:
@@ -189,7 +190,8 @@ def make_script(seed: int) -> Script:
     later = random.Random(-seed)
     sizes["mixed"] = 0 if sizes["drafts"] else later.choice((0, 4, 40))
     sizes |= {"context": later.choice((60, 1000)), "long_chunk": later.choice((3, 12, 1000)),
-              "decode_context": later.choice((0, 30, 80, 1000))}  # fmt: skip
+              "decode_context": later.choice((0, 30, 80, 1000)),
+              "turn": later.choice((4, 12, 128))}  # fmt: skip
     weights = {Ask: 1.0, Turn: pick((1, 2, 5)), Abort: pick((0, 0.1, 0.5)),
                Again: pick((0, 0.1)), Swap: pick((0, 0.2)), Fail: pick((0, 0, 0.05)),
                Jump: pick((0, 0.1)), Misuse: pick((0, 0.1, 0.4)),
@@ -483,7 +485,8 @@ class World:
         self.over: Req | None = None  # the last that was released
         self.peeked: Any = None  # a prefix that was found and not locked
         self.reqs: dict[int, Req] = {}  # that were taken in and are not over, by uid
-        self.fair = Fairness(script.budget) if script.policy == "fair" else None
+        self.broken = False  # a request was admitted on pages promised to others
+        self.fair = Fairness(script.budget, script.turn) if script.policy == "fair" else None
         self.prefixes = Prefixes(script.page_size, sure=script.cache == "radix")
         self.shadow = Shadow(script.num_pages) if script.shadowed else None
         self.scheduler = self.build()
@@ -507,10 +510,10 @@ class World:
         fair = s.policy == "fair"
         decode = SharedDecode(s.reserve, s.decode_context) if fair else DecodeManager(s.reserve)
         prefill = PrefillLimits(s.budget, s.min_shared, max(1, s.budget // 4) if fair else None)
-        queue = FairQueue(s.budget) if fair else ArrivalOrder()
+        queue = FairQueue(s.budget, s.turn) if fair else ArrivalOrder()
         manager = (Watched if fair else WatchedDelayed)(self.cache, decode, prefill, queue)
         manager.world = self
-        manager.max_tokens, manager.max_requests = s.mixed, 3
+        manager.max_tokens, manager.max_requests, manager.long_chunk = s.mixed, 3, s.long_chunk
         self.rest = Rest(manager) if isinstance(manager, DelayedPrefill) else None
         audit = IdleAudit(every=1.0, clock=lambda: self.now)
 
@@ -645,7 +648,7 @@ class World:
                 self.prefixes.sure = self.script.cache == "radix"
                 self.over = self.peeked = None
                 if self.fair is not None:
-                    self.fair = Fairness(self.script.budget)
+                    self.fair = Fairness(self.script.budget, self.script.turn)
 
     def keep(self, req: Req) -> None:
         """Keep a finished request's tokens as cached."""
@@ -676,15 +679,14 @@ class World:
         reqs = sorted([*running, req], key=lambda req: self.joined.get(req.uid, 1 << 60))
         reqs += [] if chunked is None else [chunked]
         self.joined.pop(uid, None)
-        short = self.script.reserve is not None  # otherwise all pages are promised
+        short = self.script.reserve is not None or self.broken  # otherwise all pages are promised
         if self.fair is None:
             assert short, "retraction although all is promised"
             assert req is reqs[-1], f"request {uid} is not the youngest"
             return
         first = self.fair.first()
-        yields = self.fair.displaced(first, reqs)
         allowed = [self.fair.next_retracted(reqs)] if short else []
-        allowed += [self.fair.next_retracted(yields)] if yields else []
+        allowed += filter(None, [self.fair.next_displaced(first, reqs)])
         assert req in allowed, f"request {uid} is retracted, not one of {allowed}"
 
     def check_admitted(self, req: Req, matched: int) -> None:
@@ -715,6 +717,7 @@ class World:
         self.admission.limits = self.limits_beside_running(chunked)
         yields = self.yields()
         step = schedule()
+        self.broken |= step is not None and bool(yields)
         if rests:
             assert step is None, "a prefill step, although a group is about to form"
             return None
@@ -1015,9 +1018,7 @@ class World:
 
     def play(self) -> None:
         """The whole script, then turns until nothing is left to do."""
-        with mock.patch.multiple(
-            mixed, MAX_CONTEXT=self.script.context, LONG_CHUNK=self.script.long_chunk
-        ):
+        with mock.patch.object(mixed, "MAX_CONTEXT", self.script.context):
             self.play_to_the_end()
 
     def play_to_the_end(self) -> None:

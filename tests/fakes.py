@@ -29,7 +29,7 @@ from minisgl.scheduler.messages import Reply, TokenReply, UserMsg
 from minisgl.scheduler.mixed import GPU_CONTEXT, SharedDecode, SharedPrefill
 from minisgl.scheduler.observe import IdleAudit
 from minisgl.scheduler.phases import DecodeManager, PrefillLimits
-from minisgl.scheduler.queue import ArrivalOrder, FairQueue
+from minisgl.scheduler.queue import TURN, ArrivalOrder, FairQueue
 from minisgl.scheduler.requests import Limits, make_req
 from minisgl.scheduler.retraction import DelayedPrefill, make_room
 from minisgl.scheduler.scheduler import Scheduler
@@ -135,6 +135,7 @@ class Driver:
         share: int | None = None,
         mixed: tuple[int, int] = (0, 0),
         max_context: int = GPU_CONTEXT,
+        turn: int = TURN,
         scheduler: Callable[..., Scheduler] = Scheduler,
         **sizes: Any,
     ) -> None:
@@ -149,7 +150,7 @@ class Driver:
             min_shared if cache_type != "naive" else 0,
             mixed_prefill_threshold if fair else None,
         )
-        waiting = FairQueue(budget) if fair else ArrivalOrder()
+        waiting = FairQueue(budget, turn) if fair else ArrivalOrder()
         manager = SharedPrefill if fair else DelayedPrefill
         prefill = manager(self.cache, decode, limits, waiting)
         prefill.max_tokens, prefill.max_requests = mixed

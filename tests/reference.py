@@ -27,6 +27,7 @@ class Fairness:
     """The order of the fair queue (chapter 08b): counters of clients, all requests in one list."""
 
     step_tokens: int
+    turn: int = 128  # answer tokens of a turn, besides a sixteenth of the prompt
     served: dict[str, int] = field(default_factory=dict)
     clocks: dict[str, float] = field(default_factory=dict)  # of each client's own requests
     live: Counter[str] = field(default_factory=Counter)
@@ -35,6 +36,8 @@ class Fairness:
     clock: float = 0.0
     level: int = 0
     count: int = 0
+    line: list[str] = field(default_factory=list)  # clients, the one last served at the end
+    yielded: set[str] = field(default_factory=set)  # not served since the end of their turn
 
     def waits(self, client: str) -> int:
         return sum(req.client == client for req in self.waiting)
@@ -42,14 +45,27 @@ class Fairness:
     def add(self, req: Req) -> None:
         """A new request; its client gets no credit for the time in which it wanted nothing."""
         name = req.client
-        served = self.served.setdefault(name, 0)
+        self.served.setdefault(name, 0)
         if not self.waits(name):
-            others = [self.served[other.client] for other in self.waiting]
-            self.served[name] = max(served, int(self.clock), min(others, default=self.level))
+            self.served[name] = max(self.served[name], int(self.clock), self.least(name))
+        if not self.live[name]:
+            self.line.append(name)
         self.tags[req] = self.clocks.setdefault(name, 0.0) + req.prompt_len, self.count
         self.waiting[req] = self.tags[req]
         self.live[name] += 1
         self.count += 1
+
+    def least(self, name: str) -> int:
+        """Return what the least served other client has; of those that wait, if any do."""
+        others = [client for client in self.served if client != name]
+        waiting = [client for client in others if self.waits(client)]
+        return min((self.served[client] for client in waiting or others), default=self.level)
+
+    def serve(self, client: str) -> None:
+        """Move a client to the end of the line."""
+        self.line.remove(client)
+        self.line.append(client)
+        self.yielded.discard(client)
 
     def remove(self, req: Req) -> None:
         """A request waits no longer."""
@@ -64,11 +80,23 @@ class Fairness:
         self.live[req.client] -= 1
         if not self.live[req.client]:
             del self.served[req.client], self.clocks[req.client]
+            self.line.remove(req.client)
+            self.yielded.discard(req.client)
 
     def resume(self, req: Req) -> None:
         """A retracted request comes before all others of its client."""
+        name, over = req.client, self.turn_is_over(req)
+        if over:
+            self.served[name] = max(self.served[name], self.least(name))
         self.count += 1
         self.tags[req] = self.waiting[req] = -math.inf, -self.count
+        if over and not self.rows(name):
+            self.serve(name)
+            self.yielded.add(name)
+
+    def turn_is_over(self, req: Req) -> bool:
+        """Return True if a request was given enough since it was last admitted."""
+        return req.device_len >= req.prefill_len + self.turn + req.prefill_len // 16
 
     def rows(self, client: str) -> int:
         """The number of a client's requests that neither wait nor are over."""
@@ -86,7 +114,16 @@ class Fairness:
         for req in sorted(self.waiting, key=lambda req: self.tags[req]):
             if self.served[req.client] - least < self.step_tokens:
                 heads.setdefault(req.client, req)
-        return min(heads.values(), key=lambda req: (self.rows(req.client) > 0, *self.rank(req)))
+        behind = [client for client in self.line if client in self.yielded and client in heads]
+        before = self.line[: self.line.index(behind[0])] if behind else self.line
+
+        def place(client: str) -> int:
+            return 0 if client in before else 1 if client in behind[:1] else 2
+
+        def key(req: Req) -> tuple[Any, ...]:
+            return self.rows(req.client) > 0, place(req.client), *self.rank(req)
+
+        return min(heads.values(), key=key)
 
     def next_retracted(self, reqs: Sequence[Req]) -> Req:
         """Of the client that has most of these requests, the one that joined last."""
@@ -99,7 +136,17 @@ class Fairness:
             return []
         seconds = [r for i, r in enumerate(reqs) if any(o.client == r.client for o in reqs[:i])]
         least = self.served[first.client] - self.step_tokens
-        return [req for req in seconds if self.served[req.client] > least]
+        at_once = [r for r in seconds if self.served[r.client] > least and not r.retracted]
+        return [req for req in reqs if req in at_once or self.turn_is_over(req)]
+
+    def next_displaced(self, first: Req | None, reqs: Sequence[Req]) -> Req | None:
+        """Return the next to yield: as in a retraction, but of clients with one the first."""
+        yields, left = self.displaced(first, reqs), list(reqs)
+        for _ in reqs:
+            left.remove(req := self.next_retracted(left))
+            if req in yields and any(other.client == req.client for other in left):
+                return req
+        return yields[0] if yields else None
 
     def chunk_first(self, chunked: Req) -> bool:
         """Return True if a half-done prompt goes on before the first that waits."""
@@ -115,6 +162,8 @@ class Fairness:
 
     def charge(self, phase: Phase, reqs: Sequence[Req]) -> None:
         """Count a step's tokens to their clients."""
+        for req in reqs:
+            self.serve(req.client)
         if phase is Phase.DECODE:
             for req in reqs:
                 self.served[req.client] += 2

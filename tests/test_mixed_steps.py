@@ -23,7 +23,14 @@ from minisgl.scheduler import mixed
 from minisgl.scheduler.build import Parts, build_prefill, build_scheduler
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import UserMsg
-from minisgl.scheduler.mixed import CPU_CONTEXT, GPU_CONTEXT, MixedPrefill, SharedDecode
+from minisgl.scheduler.mixed import (
+    CPU_CHUNK,
+    CPU_CONTEXT,
+    GPU_CHUNK,
+    GPU_CONTEXT,
+    MixedPrefill,
+    SharedDecode,
+)
 from minisgl.scheduler.queue import ANSWER_WEIGHT, FairQueue
 from tests.adversary import Ask, Script, Turn, play
 from tests.fakes import Driver, FakeEngine, expected, record_on_a_cpu
@@ -133,7 +140,7 @@ def test_each_pays_for_what_it_computes() -> None:
 def test_a_long_prompt_gets_small_chunks_beside_others(
     policy: str, running: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mixed, "LONG_CHUNK", 16)
+    monkeypatch.setattr(MixedPrefill, "long_chunk", 16)
     driver = started(Driver(policy=policy, mixed_prefill_threshold=2), running)
     driver.ask(99, [9] * 70, max_tokens=2, ignore_eos=True)
     driver.drain()
@@ -143,7 +150,7 @@ def test_a_long_prompt_gets_small_chunks_beside_others(
 
 
 def test_a_short_prompt_beside_others_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixed, "LONG_CHUNK", 16)
+    monkeypatch.setattr(MixedPrefill, "long_chunk", 16)
     driver = started(Driver(policy="fair"))
     for uid in (90, 91, 92):
         driver.ask(uid, [uid] * 16, max_tokens=2)
@@ -172,6 +179,13 @@ def test_limits_come_from_the_recorded_steps(
     assert (prefill.max_tokens, prefill.max_requests) == limits
 
 
+def test_chunks_are_shorter_on_a_cpu() -> None:
+    config = SchedulerConfig(device="cpu", page_size=4, num_pages=64, schedule_policy="fair")
+    prefill = build_scheduler(config, InProcessChannel()).prefill
+    assert isinstance(prefill, MixedPrefill) and prefill.long_chunk == CPU_CHUNK < GPU_CHUNK
+    assert MixedPrefill.long_chunk == GPU_CHUNK
+
+
 ARRIVALS = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=12
 )
@@ -188,7 +202,7 @@ def test_answers_do_not_depend_on_what_is_mixed(
     limits: tuple[int, int], chunk: int, salt: int,
 ) -> None:  # fmt: skip
     """Any arrivals, pools so small that requests are retracted, and limits of all sizes."""
-    with mock.patch.object(mixed, "LONG_CHUNK", chunk):
+    with mock.patch.object(MixedPrefill, "long_chunk", chunk):
         driver = Driver(overlap=overlap, policy=policy, num_pages=pages, reserve=1, mixed=limits)
         want = {}
         for uid, (steps, prompt, new) in enumerate(arrivals):

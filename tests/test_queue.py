@@ -298,12 +298,36 @@ def test_requests_that_leave_early_are_forgotten() -> None:
     assert drain(queue) == [0, 1]
 
 
+@pytest.mark.parametrize(("ahead", "count"), [(99, 1), (100, 0)])
+def test_who_is_a_step_ahead_displaces_nobody(ahead: int, count: int) -> None:
+    queue = FairQueue(STEP)
+    for uid in range(2):
+        queue.add(make_req(uid, 1, "several"))
+        queue.remove(req := queue.first())  # type: ignore[arg-type]
+    running = list(queue._tags)
+    queue.add(make_req(2, ahead, "ahead"))
+    queue.add(make_req(3, 500, "ahead"))
+    queue.release(admit(queue))
+    assert req is running[1]
+    assert queue.displaceable(running) == running[1:][:count]
+
+
+def test_a_turn_is_longer_for_a_longer_text() -> None:
+    queue = FairQueue(STEP, turn=10)
+    for tokens, turn in ((15, 10), (16, 11), (320, 30)):
+        req = make_req(0, tokens)
+        req.device_len += turn - 1
+        assert not queue.turn_is_over(req)
+        req.device_len += 1
+        assert queue.turn_is_over(req)
+
+
 class AnyHistory(RuleBasedStateMachine):
     """In any history no request is lost, and finished ones leave no state."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue, self.oracle = FairQueue(STEP), Fairness(STEP)
+        self.queue, self.oracle = FairQueue(STEP, turn=20), Fairness(STEP, turn=20)
         self.waiting: dict[int, Req] = {}
         self.running: dict[int, Req] = {}
         self.uid = 0
@@ -325,22 +349,26 @@ class AnyHistory(RuleBasedStateMachine):
         self.oracle.remove(req)
         req.schedule(req.prefill_len)
         self.oracle.charge(Phase.PREFILL, [req])
-        computed(self.queue, req, req.prefill_len)
+        computed(self.queue, req, req.prefill_len - req.cached_len)
+        req.device_len += 1
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def take_back(self, data: st.DataObject) -> None:
         uid = data.draw(st.sampled_from(sorted(self.running)))
-        self.waiting[uid] = self.running.pop(uid)
-        self.waiting[uid].cached_len = 0
-        self.queue.resume(self.waiting[uid])
-        self.oracle.resume(self.waiting[uid])
+        req = self.waiting[uid] = self.running.pop(uid)
+        self.queue.resume(req)
+        self.oracle.resume(req)
+        req.retracted = True
+        req.restart()
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), tokens=st.integers(1, 40))
     def answer(self, data: st.DataObject, tokens: int) -> None:
         req = self.running[data.draw(st.sampled_from(sorted(self.running)))]
-        for _ in range(tokens):
+        for _ in range(min(tokens, req.max_device_len - req.device_len)):
+            req.append(1)
+            req.device_len += 1
             self.queue.charge(Batch(reqs=[req], phase=Phase.DECODE))
             self.oracle.charge(Phase.DECODE, [req])
 
@@ -352,9 +380,11 @@ class AnyHistory(RuleBasedStateMachine):
         for req in order:
             assert req is self.oracle.next_retracted(left)
             left.remove(req)
-        displaced = self.oracle.displaced(first, rows)
         assert not left
-        assert self.queue.displaceable(rows) == [req for req in order if req in displaced]
+        displaced = self.queue.displaceable(rows)
+        assert set(displaced) == set(self.oracle.displaced(first, rows))
+        if displaced:
+            assert displaced[0] is self.oracle.next_displaced(first, rows)
 
     @precondition(lambda self: self.waiting or self.running)
     @rule(data=st.data())

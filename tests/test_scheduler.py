@@ -777,19 +777,75 @@ def test_who_has_most_requests_gives_pages_back(overlap: bool) -> None:
 
 
 @LOOPS
-def test_who_had_much_more_displaces_nobody(overlap: bool) -> None:
-    """Prompts of a step's budget, one after the other; the other client's answers go on."""
-    d = Driver(overlap=overlap, policy="fair", max_running_req=2, num_pages=100, page_size=4)
-    for uid in range(2):
+def test_a_displaced_request_is_not_displaced_again_at_once(overlap: bool) -> None:
+    """Prompts come one after the other; each answer yields once, and again after its turn."""
+    d = Driver(
+        overlap=overlap, policy="fair", max_running_req=3, num_pages=100, page_size=4, turn=40
+    )
+    for uid in range(3):
         d.ask(uid, [uid + 1] * 5, "answers", max_tokens=100, ignore_eos=True)
     d.go(4)
-    for uid in range(2, 12):
-        d.ask(uid, [uid + 1] * 64, "prompts", max_tokens=1)
+    for uid in range(3, 9):
+        d.ask(uid, [uid + 1] * 5, "prompts", max_tokens=1)
+        d.go(8)
+    assert d.scheduler.retractions == 3  # 2, 1, and 0, whose turn is over
     d.drain(500)
-    # The answers have 400 tokens' worth, 64 for each time; then their client is behind no more.
-    assert 1 < d.scheduler.retractions <= 8
-    for uid in range(2):
+    for uid in range(3):
         assert d.tokens(uid) == expected([uid + 1] * 5, 100, ignore_eos=True)
+
+
+def gaps(d: Driver, uid: int) -> list[int]:
+    """Return the numbers of steps from one step of a request to its next."""
+    own = [i for i, step in enumerate(d.engine.steps) if uid in step.uids]
+    return [after - before for before, after in itertools.pairwise(own)]
+
+
+@LOOPS
+@pytest.mark.parametrize("sizes", [{"max_running_req": 1}, {"num_pages": 14}], ids=["row", "pages"])
+def test_clients_with_one_request_each_take_turns(overlap: bool, sizes: dict[str, int]) -> None:
+    """There is room for one of three; no answer waits longer than two turns."""
+    d = Driver(overlap=overlap, policy="fair", **{"num_pages": 100, **sizes}, page_size=4, turn=8)
+    for uid in range(3):
+        d.ask(uid, [uid + 1] * 5, f"client {uid}", max_tokens=40, ignore_eos=True)
+    d.drain(1000)
+    assert d.scheduler.retractions >= 9
+    first = [min(i for i, s in enumerate(d.engine.steps) if uid in s.uids) for uid in range(3)]
+    assert max(first) <= 2 * (8 + 3)
+    for uid in range(3):
+        assert max(gaps(d, uid)) <= 2 * (8 + 3 + 2)  # turns grow with the text, by a sixteenth
+        assert d.tokens(uid) == expected([uid + 1] * 5, 40, ignore_eos=True)
+
+
+@LOOPS
+def test_nobody_who_yielded_waits_behind_those_who_come_later(overlap: bool) -> None:
+    """One row; new clients with short answers take three of four steps, and gaps stay short."""
+    d = Driver(overlap=overlap, policy="fair", max_running_req=1, num_pages=100, turn=8, budget=999)
+    d.ask(0, [1] * 5, "long", max_tokens=60, ignore_eos=True)
+    for uid in range(1, 80):
+        d.ask(uid, [2], f"short {uid}", max_tokens=3, ignore_eos=True)
+        d.go(4)
+    d.drain(1000)
+    assert max(gaps(d, 0)) <= 40  # those who came before it yielded, at most
+    assert d.tokens(0) == expected([1] * 5, 60, ignore_eos=True)
+
+
+@LOOPS
+def test_a_request_that_needs_all_pages_waits_for_turns_not_for_answers(overlap: bool) -> None:
+    """It is the first, and others wait behind it, for as long as a turn."""
+    d = Driver(overlap=overlap, policy="fair", num_pages=24, page_size=4, turn=8)
+    d.ask(0, [1] * 4, "stream", max_tokens=80, ignore_eos=True)
+    d.go(3)
+    d.ask(1, [2] * 60, "large", max_tokens=30, ignore_eos=True)
+    for uid in range(2, 12):
+        d.go(4)
+        d.ask(uid, [uid + 1] * 3, "small", max_tokens=2, ignore_eos=True)
+    d.drain(1000)
+    for uid in range(2, 12):
+        place = next(i for i, s in enumerate(d.engine.steps) if uid in s.uids)
+        asked = 3 + 4 * (uid - 1)
+        assert place - asked < 60, (uid, place, asked)
+    assert d.tokens(0) == expected([1] * 4, 80, ignore_eos=True)
+    assert d.tokens(1) == expected([2] * 60, 30, ignore_eos=True)
 
 
 def half_done_and_taken_back(overlap: bool, most: int) -> Driver:

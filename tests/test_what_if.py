@@ -76,7 +76,7 @@ def in_python(fields: dict[str, Any], arrivals: list[Arrival]) -> list[Any]:
         policy="fair" if fields["fair"] else "fcfs", min_shared=fields["minShared"],
         cache_type="radix" if fields["radix"] else "naive", page_size=fields["pageSize"],
         mixed_prefill_threshold=fields["threshold"], num_pages=fields["pages"],
-        max_running_req=fields["rows"], max_seq_len=fields["window"],
+        max_running_req=fields["rows"], max_seq_len=fields["window"], turn=fields["turn"],
     )  # fmt: skip
     now, waiting = 0, sorted(arrivals, key=lambda each: each["at"])
     while waiting or driver.scheduler.has_work:
@@ -103,7 +103,7 @@ def check(node: Node, fields: dict[str, Any], arrivals: list[Arrival]) -> list[A
 
 DEFAULTS = {
     "pages": 60, "pageSize": 4, "rows": 6, "budget": 64, "fair": False, "radix": True,
-    "reserve": None, "window": 128, "minShared": 32, "threshold": 16,
+    "reserve": None, "window": 128, "minShared": 32, "threshold": 16, "turn": 128,
     "stepUs": 4000, "tokenUs": 100,
 }  # fmt: skip
 
@@ -121,6 +121,7 @@ def workloads(draw: st.DrawFn) -> tuple[dict[str, Any], list[Arrival]]:
         "reserve": draw(st.sampled_from([None, 1, 4, 16])),
         "minShared": draw(st.sampled_from([0, 8, 32])),
         "threshold": draw(st.sampled_from([2, 8, 16])),
+        "turn": draw(st.sampled_from([2, 6, 128])),
     }
     arrivals = []
     for uid in range(draw(st.integers(1, 14))):

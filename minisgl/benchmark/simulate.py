@@ -183,7 +183,7 @@ def simulate(
         cost, device, num_pages=pages, page_size=config.page_size, max_seq_len=longest + 1,
         max_running_req=config.max_running_req,
     )  # fmt: skip
-    prefill = build_prefill(config, engine, Parts(), None)
+    prefill = build_prefill(replace(config, device="cuda"), engine, Parts(), None)
     if isinstance(prefill, MixedPrefill) and cost.captured:
         prefill.max_tokens = min(mixed_tokens, cost.captured[-1])
         prefill.max_requests = MAX_REQUESTS

@@ -91,7 +91,10 @@ def build_prefill(
         on_cpu = torch.device(config.device).type == "cpu"
         context = mixed.CPU_CONTEXT if on_cpu else mixed.GPU_CONTEXT
         decode = parts.shared_decode(config.reserve_tokens, context)
-        return parts.prefill(cache, decode, limits, parts.fair_queue(budget))
+        prefill = parts.prefill(cache, decode, limits, parts.fair_queue(budget))
+        if on_cpu and isinstance(prefill, MixedPrefill):
+            prefill.long_chunk = mixed.CPU_CHUNK
+        return prefill
     decode = parts.decode(config.reserve_tokens)
     return parts.delayed_prefill(cache, decode, limits, parts.arrival_order())
 

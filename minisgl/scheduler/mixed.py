@@ -13,13 +13,14 @@ from minisgl.scheduler.phases import DecodeManager, PrefillAdder, PrefillManager
 from minisgl.scheduler.queue import numbered
 
 MAX_CONTEXT = 32_768  # tokens of all requests in a mixed step: prefill kernels decode slowly
-LONG_CHUNK = 2048  # tokens
+CPU_CHUNK, GPU_CHUNK = 256, 2048  # tokens of a long prompt in a step beside running requests
 
 
 class MixedPrefill(PrefillManager):
     """Computes short prompts together with the next token of every running request."""
 
     max_tokens = max_requests = 0  # of a mixed step; 0: none is mixed
+    long_chunk = GPU_CHUNK
 
     def schedule(self) -> Batch | None:
         """Return the next prefill step, with all running requests if they fit."""
@@ -51,9 +52,9 @@ class MixedPrefill(PrefillManager):
         adder, first = super().adder(), self.chunked_req or self.waiting.first()
         if first is None or not self.decode.running or not self.limits.mixed_prefill_threshold:
             return adder
-        if first.prefill_len - first.cached_len > LONG_CHUNK < adder.budget:
-            adder.limits = replace(adder.limits, max_extend_tokens=LONG_CHUNK)
-            adder.budget = LONG_CHUNK
+        if first.prefill_len - first.cached_len > self.long_chunk < adder.budget:
+            adder.limits = replace(adder.limits, max_extend_tokens=self.long_chunk)
+            adder.budget = self.long_chunk
         return adder
 
 

@@ -64,6 +64,7 @@ class ArrivalOrder(deque[Req]):
 
 
 ANSWER_WEIGHT = 2
+TURN = 128  # answer tokens
 
 
 @dataclass
@@ -74,6 +75,8 @@ class Share:
     clock: float = 0.0  # prompt tokens per request, if computed side by side
     live: int = 0  # requests, waiting or not
     waiting: int = 0
+    since: int = 0  # number of the event that last served it; at first, of its arrival
+    yielded: int = -1  # `since`, if that event was the end of its turn
     heap: list[tuple[float, int, Req]] = field(default_factory=list)  # tag, number
 
     @property
@@ -81,16 +84,21 @@ class Share:
         """The number of requests that are admitted and not done."""
         return self.live - self.waiting
 
+    def place(self, line: float) -> tuple[bool, int]:
+        """Rank a client without a row first; then those last served before `line`, at, after."""
+        return self.rows > 0, (self.since >= line) + (self.since > line)
+
 
 class FairQueue:
     """Fair in tokens between clients; within a client, in the order of fair queueing.
 
-    `step_tokens` is the budget of a prefill step: clients closer than that count as equal.
+    `step_tokens` is the budget of a prefill step: clients closer than that count as equal. `turn`
+    is the number of answer tokens that a request has ahead before it yields to other clients.
     Sources: Demers, Keshav, Shenker 1989 (tags); Sheng et al. 2024, arXiv:2401.00588 (counters).
     """
 
-    def __init__(self, step_tokens: int) -> None:
-        self._step_tokens = step_tokens
+    def __init__(self, step_tokens: int, turn: int = TURN) -> None:
+        self._step_tokens, self._turn = step_tokens, turn
         self.reset()
 
     def reset(self) -> None:
@@ -113,15 +121,29 @@ class FairQueue:
     def add(self, req: Req) -> None:
         """Queue a request; its tag is its client's clock plus the length of its prompt."""
         share = self._shares.setdefault(req.client, Share())
-        if not share.waiting:  # no credit for idle time
-            others = [other.served for other in self._shares.values() if other.waiting]
-            share.served = max(share.served, int(self._clock), min(others, default=self._level))
+        number = next(self._numbers)
+        if not share.waiting:
+            share.served = max(share.served, int(self._clock), self.least(share))
+        if not share.live:
+            share.since = number
         share.live += 1
-        self.push(req, (share.clock + req.prompt_len, next(self._numbers)))
+        self.push(req, (share.clock + req.prompt_len, number))
+
+    def least(self, share: Share) -> int:
+        """Return the service of the least served other client that waits; else of any; else the level."""
+        others = [other for other in self._shares.values() if other is not share]
+        waiting = [other.served for other in others if other.waiting]
+        return min(waiting or [other.served for other in others], default=self._level)
 
     def resume(self, req: Req) -> None:
         """Queue a retracted request before all others of its client."""
-        self.push(req, (-math.inf, -next(self._numbers)))
+        share, number = self._shares[req.client], next(self._numbers)
+        over = self.turn_is_over(req)
+        if over:
+            share.served = max(share.served, self.least(share))
+        self.push(req, (-math.inf, -number))
+        if over and not share.rows:
+            share.since = share.yielded = number
 
     def push(self, req: Req, tag: tuple[float, int]) -> None:
         """Add a request to those that wait, with this tag."""
@@ -148,18 +170,20 @@ class FairQueue:
             heapq.heappop(share.heap)
         return share.heap[0][2]
 
-    def rank(self, req: Req) -> tuple[bool, bool, int, int]:
+    def rank(self, req: Req) -> tuple[bool, int, int, Req]:
         """Rank a request among those of clients that count as equal; the lowest is first."""
         tag, number = self._tags[req]
-        has_row = self._shares[req.client].rows > 0
-        return has_row, tag > -math.inf, req.prefill_len - req.cached_len, number
+        return tag > -math.inf, req.prefill_len - req.cached_len, number, req
 
     def first(self) -> Req | None:
         if self._changed:
             shares = [share for share in self._shares.values() if share.waiting]
             least = min((share.served for share in shares), default=0)
-            equal = (share for share in shares if share.served < least + self._step_tokens)
-            self._first = min((self.head(share) for share in equal), key=self.rank, default=None)
+            equal = [share for share in shares if share.served < least + self._step_tokens]
+            yielded = (share.since for share in equal if share.since == share.yielded)
+            line = min(yielded, default=math.inf)
+            places = ((*share.place(line), *self.rank(self.head(share))) for share in equal)
+            self._first = min(places)[-1] if shares else None
             self._changed = False
         return self._first
 
@@ -171,16 +195,18 @@ class FairQueue:
         ahead = self._shares[chunked_req.client].served - self._shares[first.client].served
         if abs(ahead) >= self._step_tokens:
             return ahead < 0
-        return self.rank(chunked_req)[1:] <= self.rank(first)[1:]  # one row is enough for both
+        return self.rank(chunked_req)[:3] <= self.rank(first)[:3]
 
     def charge(self, batch: Batch) -> None:
         """Count a step's tokens to their clients; prompt tokens also move the clocks."""
-        prompts, self._changed = [], True
+        prompts, number, self._changed = [], next(self._numbers), True
         for req in batch.reqs:
+            share = self._shares[req.client]
+            share.since = number
             if req.cached_len < req.prefill_len:
                 prompts.append(req)
             else:
-                self._shares[req.client].served += ANSWER_WEIGHT
+                share.served += ANSWER_WEIGHT
         if not prompts:
             return
         computed = Counter(req.client for req in prompts)
@@ -203,14 +229,22 @@ class FairQueue:
         """Return the last request of the client with most of them; the next of those left."""
         return [req for *_, req in numbered(reqs)]
 
+    def turn_is_over(self, req: Req) -> bool:
+        """Return True if a request had its turn since it was admitted; a longer prompt has more."""
+        return req.device_len - req.prefill_len >= self._turn + req.prefill_len // 16
+
     def displaceable(self, reqs: Sequence[Req]) -> list[Req]:
         """Return the requests that may yield to the first one, if its client has no row."""
         first = self.first()
         if first is None or self._shares[first.client].rows > 0:
             return []
         least = self._shares[first.client].served - self._step_tokens
-        return [req for number, _, req in numbered(reqs)
-                if number > 1 and self._shares[req.client].served > least]  # fmt: skip
+        numbers, over = numbered(reqs), self.turn_is_over
+        further = [req for number, _, req in numbers if number > 1]
+        at_once = {req for req in further
+                   if not req.retracted and self._shares[req.client].served > least}  # fmt: skip
+        only = [req for number, _, req in reversed(numbers) if number == 1]
+        return [req for req in [*further, *only] if req in at_once or over(req)]
 
 
 def numbered(reqs: Sequence[Req]) -> list[tuple[int, int, Req]]:

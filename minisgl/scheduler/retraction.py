@@ -38,12 +38,12 @@ def retract(scheduler: Scheduler, req: Req) -> None:
     scheduler.prefill.remove(req)
     scheduler.decode.remove(req)
     scheduler.free_request(req)
-    req.retracted = True
     scheduler.prefill.waiting.resume(req)
     scheduler.retractions += 1
     if scheduler.emit is not None:
         scheduler.emit(RequestRetracted(req.uid))
-    req.restart()  # last: observers still find its lengths
+    req.retracted = True
+    req.restart()  # last: queue and observers still find its lengths
 
 
 def displace(scheduler: Scheduler) -> None:

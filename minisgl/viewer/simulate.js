@@ -152,8 +152,8 @@ const ANSWER_WEIGHT = 2;
 
 // Fair in tokens between clients; within a client, in the order of fair queueing (chapter 08b).
 class FairQueue {
-  constructor(stepTokens) {
-    Object.assign(this, { stepTokens, shares: new Map(), waiting: new Set(), count: 0, clock: 0, level: 0 });
+  constructor(stepTokens, turn) {
+    Object.assign(this, { stepTokens, turn, shares: new Map(), waiting: new Set(), count: 0, clock: 0, level: 0 });
   }
 
   get size() {
@@ -161,18 +161,31 @@ class FairQueue {
   }
 
   add(req) {
-    if (!this.shares.has(req.client)) this.shares.set(req.client, { served: 0, clock: 0, live: 0, waiting: 0 });
+    const number = this.count++;
+    if (!this.shares.has(req.client)) this.shares.set(req.client, { served: 0, clock: 0, live: 0, waiting: 0, since: number, yielded: -1 });
     const share = this.shares.get(req.client);
-    if (!share.waiting) {
-      const others = [...this.shares.values()].filter((other) => other.waiting).map((other) => other.served);
-      share.served = Math.max(share.served, Math.trunc(this.clock), others.length ? Math.min(...others) : this.level);
-    }
+    if (!share.waiting) share.served = Math.max(share.served, Math.trunc(this.clock), this.least(share));
     share.live += 1;
-    this.push(req, [share.clock + req.promptLen, this.count++]);
+    this.push(req, [share.clock + req.promptLen, number]);
+  }
+
+  // What the least served other client has: of those that wait, else of all, else the level.
+  least(share) {
+    const others = [...this.shares.values()].filter((other) => other !== share);
+    const waiting = others.filter((other) => other.waiting);
+    const served = (waiting.length ? waiting : others).map((other) => other.served);
+    return served.length ? Math.min(...served) : this.level;
   }
 
   resume(req) {
-    this.push(req, [-Infinity, -this.count++]);
+    const [share, number, over] = [this.shares.get(req.client), this.count++, this.turnIsOver(req)];
+    if (over) share.served = Math.max(share.served, this.least(share));
+    this.push(req, [-Infinity, -number]);
+    if (over && !this.hasRow(req)) share.since = share.yielded = number;
+  }
+
+  turnIsOver({ deviceLen, prefillLen }) {
+    return deviceLen - prefillLen >= this.turn + Math.floor(prefillLen / 16);
   }
 
   push(req, tag) {
@@ -212,7 +225,12 @@ class FairQueue {
       const head = heads.get(req.client);
       if (equal.has(req.client) && (!head || FairQueue.byTag(req, head) < 0)) heads.set(req.client, req);
     }
-    return [...heads.values()].sort((a, b) => this.hasRow(a) - this.hasRow(b) || FairQueue.byRest(a, b))[0] ?? null;
+    const found = [...heads.values()];
+    const since = (req) => this.shares.get(req.client).since;
+    const yielded = found.map(since).filter((number, at) => number === this.shares.get(found[at].client).yielded);
+    const line = Math.min(...yielded); // nobody who came later passes this client
+    const place = (req) => Math.sign(since(req) - line);
+    return found.sort((a, b) => this.hasRow(a) - this.hasRow(b) || place(a) - place(b) || FairQueue.byRest(a, b))[0] ?? null;
   }
 
   chunkComesFirst(chunked) {
@@ -242,11 +260,15 @@ class FairQueue {
     const first = this.first();
     if (first === null || this.hasRow(first)) return [];
     const least = this.shares.get(first.client).served - this.stepTokens;
-    const mayYield = ([number, , req]) => number > 1 && this.shares.get(req.client).served > least;
-    return FairQueue.numbered(reqs).filter(mayYield).map(([, , req]) => req);
+    const atOnce = ([number, , req]) => number > 1 && !req.retracted && this.shares.get(req.client).served > least;
+    const mayYield = (one) => atOnce(one) || this.turnIsOver(one[2]);
+    const [all, only] = [FairQueue.numbered(reqs), ([number]) => number === 1];
+    return [...all.filter((one) => !only(one)), ...all.filter(only).reverse()].filter(mayYield).map(([, , req]) => req);
   }
 
   charge({ phase, reqs }) {
+    const number = this.count++;
+    for (const req of reqs) this.shares.get(req.client).since = number;
     if (phase === "decode") {
       for (const req of reqs) this.shares.get(req.client).served += ANSWER_WEIGHT;
       return;
@@ -341,19 +363,19 @@ const GROUP = { share: 32, most: 16 }; // of the rows one is free before a group
 const HOST_US = { schedule: 100, launch: 200, process: 100 };
 
 // The engine: pool, cache, queue and loop. `settings`: pages, pageSize, rows, budget, fair, radix,
-// reserve (null: whole answers), window, minShared, threshold, stepUs, tokenUs. An arrival:
+// reserve (null: whole answers), window, minShared, threshold, turn, stepUs, tokenUs. An arrival:
 // {at (µs), uid, client, prompt, answer, maxTokens}; `answer` has the tokens that the model gives.
 class Simulation {
   constructor(settings, arrivals) {
     Object.assign(this, { settings, now: 0, events: [], steps: 0, running: new Map(), chunked: null, delay: 0 });
-    const { pages, pageSize, rows, budget, fair, radix } = settings;
+    const { pages, pageSize, rows, budget, turn, fair, radix } = settings;
     this.arrivals = [...arrivals].sort((a, b) => a.at - b.at);
     const emit = (...event) => this.events.push([this.now, event]);
     this.emit = emit;
     this.tree = radix ? new RadixTree(pageSize, emit) : new NoTree();
     this.freePages = Array.from({ length: pages }, (_, index) => pages - 1 - index); // a stack
     this.freeRows = Array.from({ length: rows }, (_, index) => rows - 1 - index);
-    this.queue = fair ? new FairQueue(budget) : new ArrivalOrder();
+    this.queue = fair ? new FairQueue(budget, turn) : new ArrivalOrder();
     this.live = new Set();
     this.lastPhase = "decode";
     this.minShared = radix ? Math.ceil(settings.minShared / pageSize) * pageSize : 0;
@@ -500,9 +522,9 @@ class Simulation {
     if (req === this.chunked) this.chunked = null;
     this.running.delete(req.uid);
     this.cache(req, true);
-    Object.assign(req, { retracted: true, cachedLen: 0, prefillLen: req.ids.length, deviceLen: req.ids.length });
     this.queue.resume(req);
     this.emit("RequestRetracted", req.uid);
+    Object.assign(req, { retracted: true, cachedLen: 0, prefillLen: req.ids.length, deviceLen: req.ids.length });
   }
 
   // ---------------------------------------------------------------------- loop

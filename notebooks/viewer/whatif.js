@@ -114,7 +114,7 @@ function simulate(want) {
   const settings = {
     pages: want.pages, pageSize, rows: want.rows, budget: want.budget, fair: want.policy === "fair", radix: want.cache === "radix",
     reserve: want.reserve, window: Infinity, minShared: 32,
-    threshold: Math.floor(want.budget / 32), ...DEVICE,
+    threshold: Math.floor(want.budget / 32), turn: 128, ...DEVICE,
   };
   const simulation = new Simulation(settings, arrivals);
   return [new Run(simulation.about, simulation.run()), arrivals.length];

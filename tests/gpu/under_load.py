@@ -27,8 +27,8 @@ from minisgl.benchmark import latency
 from minisgl.benchmark.report import save
 from minisgl.core import Batch
 from minisgl.engine.heap import frozen_heap
-from minisgl.scheduler import mixed
 from minisgl.scheduler.messages import UserMsg
+from minisgl.scheduler.mixed import MixedPrefill
 from minisgl.scheduler.scheduler import Launched, Scheduler
 from tests.gpu.trials import engine
 
@@ -119,10 +119,11 @@ def long(model: str) -> dict[str, Any]:
         frozen_heap(),
     ):
         prefill = llm.scheduler.prefill
+        assert isinstance(prefill, MixedPrefill)
         limits = prefill.limits
         for budget in (BUDGETS[-1], *BUDGETS):
             prefill.limits = replace(limits, max_extend_tokens=budget)
-            mixed.LONG_CHUNK = budget  # type: ignore[misc]
+            prefill.long_chunk = budget
             alone = []
             for n in range(3):
                 latency.start_together(llm, 1, LONG, 2, 0.0, 10 * budget + n)
@@ -182,7 +183,7 @@ def busy(model: str) -> dict[str, Any]:
         log.finish()
         for more, most in ((0, 0), (0, 128), (0, 512), (100, 0), (100, 256), (100, 512), (0, 0)):
             prefill = llm.scheduler.prefill
-            assert isinstance(prefill, mixed.MixedPrefill)
+            assert isinstance(prefill, MixedPrefill)
             prefill.max_tokens = most
             prompts = [ids + ids_of(rng, more) for ids in prefixes]
             row = {"further_tokens": more, "joined_up_to": most}

@@ -903,15 +903,15 @@ MUTATIONS = [
     Mutation(
         "long_prompts_take_whole_steps_beside_others",
         MIXED,
-        "adder.budget = LONG_CHUNK",
+        "adder.budget = self.long_chunk",
         "pass",
         MIXED_TESTS + "test_a_long_prompt_gets_small_chunks_beside_others",
     ),
     Mutation(
         "short_prompts_count_as_long",
         MIXED,
-        "first.prefill_len - first.cached_len > LONG_CHUNK <",
-        "LONG_CHUNK <",
+        "first.prefill_len - first.cached_len > self.long_chunk <",
+        "self.long_chunk <",
         MIXED_TESTS + "test_a_short_prompt_beside_others_is_not_cut",
     ),
     Mutation(
