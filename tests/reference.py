@@ -27,7 +27,7 @@ class Fairness:
     """The order of the fair queue (chapter 08b): counters of clients, all requests in one list."""
 
     step_tokens: int
-    turn: int = 128  # answer tokens of a turn, besides a sixteenth of the prompt
+    turn: int = 128  # answer tokens of a turn, besides a 32nd of the prompt
     served: dict[str, int] = field(default_factory=dict)
     clocks: dict[str, float] = field(default_factory=dict)  # of each client's own requests
     live: Counter[str] = field(default_factory=Counter)
@@ -36,6 +36,7 @@ class Fairness:
     clock: float = 0.0
     level: int = 0
     count: int = 0
+    gone: list[tuple[str, int]] = field(default_factory=list)  # clients that left, what they had
     line: list[str] = field(default_factory=list)  # clients, the one last served at the end
     yielded: set[str] = field(default_factory=set)  # not served since the end of their turn
 
@@ -45,7 +46,8 @@ class Fairness:
     def add(self, req: Req) -> None:
         """A new request; its client gets no credit for the time in which it wanted nothing."""
         name = req.client
-        self.served.setdefault(name, 0)
+        self.served.setdefault(name, dict(self.gone).get(name, 0))
+        self.gone = [(client, served) for client, served in self.gone if client != name]
         if not self.waits(name):
             self.served[name] = max(self.served[name], int(self.clock), self.least(name))
         if not self.live[name]:
@@ -79,6 +81,8 @@ class Fairness:
         del self.tags[req]
         self.live[req.client] -= 1
         if not self.live[req.client]:
+            self.gone.append((req.client, self.served[req.client]))
+            self.gone = self.gone[-1024:] if any(self.live.values()) else []
             del self.served[req.client], self.clocks[req.client]
             self.line.remove(req.client)
             self.yielded.discard(req.client)
@@ -96,7 +100,7 @@ class Fairness:
 
     def turn_is_over(self, req: Req) -> bool:
         """Return True if a request was given enough since it was last admitted."""
-        return req.device_len >= req.prefill_len + self.turn + req.prefill_len // 16
+        return req.device_len >= req.prefill_len + self.turn + req.prefill_len // 32
 
     def rows(self, client: str) -> int:
         """The number of a client's requests that neither wait nor are over."""

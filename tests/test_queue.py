@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from minisgl.core import Batch, Phase, Req, SamplingParams
-from minisgl.scheduler.queue import ANSWER_WEIGHT, ArrivalOrder, FairQueue, WaitingQueue
+from minisgl.scheduler.queue import ANSWER_WEIGHT, MOST_GONE, ArrivalOrder, FairQueue, WaitingQueue
 from tests.reference import Fairness
 
 STEP = 100
@@ -312,9 +312,55 @@ def test_who_is_a_step_ahead_displaces_nobody(ahead: int, count: int) -> None:
     assert queue.displaceable(running) == running[1:][:count]
 
 
+def test_clients_that_left_are_remembered_but_not_all() -> None:
+    queue = FairQueue(STEP)
+    queue.add(stays := make_req(0, 5, "stays"))
+    queue.remove(stays)
+    for uid in range(1, MOST_GONE + 10):
+        queue.add(make_req(uid, 1, f"client {uid}"))
+        req = admit(queue)
+        for _ in range(STEP if uid == 1033 else 0):
+            computed(queue, req, 1, Phase.DECODE)
+        queue.release(req)
+    assert len(queue._gone) == MOST_GONE and "client 9" not in queue._gone
+    queue.add(make_req(2001, 400, "new"))
+    queue.add(make_req(2000, 1, "client 1033"))  # two steps ahead of the newcomer
+    first = queue.first()
+    assert first is not None and first.uid == 2001
+    for req in [*queue]:
+        queue.remove(req)
+        queue.release(req)
+    queue.release(stays)
+    assert not queue._gone
+
+
+def test_an_end_may_change_who_is_first() -> None:
+    queue = FairQueue(STEP)
+    for uid, client in enumerate("ab"):
+        queue.add(make_req(uid, 10, client))
+    running = [admit(queue), admit(queue)]
+    queue.add(make_req(2, 20, "a"))
+    queue.add(make_req(3, 30, "b"))
+    assert [req.uid for req in running] == [0, 1] and queue.first().uid == 2  # type: ignore[union-attr]
+    queue.release(running[1])
+    assert queue.first().uid == 3  # type: ignore[union-attr]
+
+
+def test_who_ran_alone_is_not_behind_newcomers() -> None:
+    """While nobody waited, its tokens were nobody else's."""
+    queue = FairQueue(STEP)
+    queue.add(make_req(0, 10, "alone"))
+    alone = admit(queue)
+    for _ in range(STEP):
+        computed(queue, alone, 1, Phase.DECODE)
+    queue.add(make_req(1, 10, "new"))
+    queue.resume(alone)
+    assert queue.first() is alone
+
+
 def test_a_turn_is_longer_for_a_longer_text() -> None:
     queue = FairQueue(STEP, turn=10)
-    for tokens, turn in ((15, 10), (16, 11), (320, 30)):
+    for tokens, turn in ((31, 10), (32, 11), (640, 30)):
         req = make_req(0, tokens)
         req.device_len += turn - 1
         assert not queue.turn_is_over(req)

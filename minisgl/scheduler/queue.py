@@ -65,6 +65,7 @@ class ArrivalOrder(deque[Req]):
 
 ANSWER_WEIGHT = 2
 TURN = 128  # answer tokens
+MOST_GONE = 1024  # clients
 
 
 @dataclass
@@ -104,6 +105,7 @@ class FairQueue:
     def reset(self) -> None:
         """Forget all requests and their clients' counts."""
         self._shares: dict[str, Share] = {}  # of clients with an unfinished request
+        self._gone: dict[str, int] = {}  # served tokens of the last clients without one
         self._tags: dict[Req, tuple[float, int]] = {}  # of every unfinished request
         self._waiting: dict[Req, None] = {}  # in no particular order
         self._numbers = count()
@@ -120,8 +122,8 @@ class FairQueue:
 
     def add(self, req: Req) -> None:
         """Queue a request; its tag is its client's clock plus the length of its prompt."""
-        share = self._shares.setdefault(req.client, Share())
-        number = next(self._numbers)
+        served, number = self._gone.pop(req.client, 0), next(self._numbers)
+        share = self._shares.setdefault(req.client, Share(served))
         if not share.waiting:
             share.served = max(share.served, int(self._clock), self.least(share))
         if not share.live:
@@ -224,6 +226,11 @@ class FairQueue:
         del self._tags[req]
         if not share.live:
             del self._shares[req.client]
+            self._gone[req.client] = share.served
+            if not self._shares:
+                self._gone.clear()
+            elif len(self._gone) > MOST_GONE:
+                del self._gone[next(iter(self._gone))]  # the one that left first
 
     def retraction_order(self, reqs: Sequence[Req]) -> list[Req]:
         """Return the last request of the client with most of them; the next of those left."""
@@ -231,7 +238,7 @@ class FairQueue:
 
     def turn_is_over(self, req: Req) -> bool:
         """Return True if a request had its turn since it was admitted; a longer prompt has more."""
-        return req.device_len - req.prefill_len >= self._turn + req.prefill_len // 16
+        return req.device_len - req.prefill_len >= self._turn + req.prefill_len // 32
 
     def displaceable(self, reqs: Sequence[Req]) -> list[Req]:
         """Return the requests that may yield to the first one, if its client has no row."""

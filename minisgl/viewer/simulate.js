@@ -149,11 +149,12 @@ class ArrivalOrder {
 }
 
 const ANSWER_WEIGHT = 2;
+const MOST_GONE = 1024; // clients
 
 // Fair in tokens between clients; within a client, in the order of fair queueing (chapter 08b).
 class FairQueue {
   constructor(stepTokens, turn) {
-    Object.assign(this, { stepTokens, turn, shares: new Map(), waiting: new Set(), count: 0, clock: 0, level: 0 });
+    Object.assign(this, { stepTokens, turn, shares: new Map(), gone: new Map(), waiting: new Set(), count: 0, clock: 0, level: 0 });
   }
 
   get size() {
@@ -162,7 +163,11 @@ class FairQueue {
 
   add(req) {
     const number = this.count++;
-    if (!this.shares.has(req.client)) this.shares.set(req.client, { served: 0, clock: 0, live: 0, waiting: 0, since: number, yielded: -1 });
+    if (!this.shares.has(req.client)) {
+      const served = this.gone.get(req.client) ?? 0;
+      this.gone.delete(req.client);
+      this.shares.set(req.client, { served, clock: 0, live: 0, waiting: 0, since: number, yielded: -1 });
+    }
     const share = this.shares.get(req.client);
     if (!share.waiting) share.served = Math.max(share.served, Math.trunc(this.clock), this.least(share));
     share.live += 1;
@@ -185,7 +190,7 @@ class FairQueue {
   }
 
   turnIsOver({ deviceLen, prefillLen }) {
-    return deviceLen - prefillLen >= this.turn + Math.floor(prefillLen / 16);
+    return deviceLen - prefillLen >= this.turn + Math.floor(prefillLen / 32);
   }
 
   push(req, tag) {
@@ -289,7 +294,11 @@ class FairQueue {
   leave(req) {
     const share = this.shares.get(req.client);
     share.live -= 1;
-    if (!share.live) this.shares.delete(req.client);
+    if (share.live) return;
+    this.shares.delete(req.client);
+    this.gone.set(req.client, share.served);
+    if (!this.shares.size) this.gone.clear();
+    else if (this.gone.size > MOST_GONE) this.gone.delete(this.gone.keys().next().value); // the one that left first
   }
 }
 
