@@ -54,9 +54,9 @@ class Req:
     """
 
     __slots__ = ("_ids", "cache_handle", "cached_len", "client", "device_len", "host_len",
-                 "logits_params", "matched_len", "matcher", "max_device_len", "prefill_len",
-                 "prompt_len", "retracted", "sampling_params", "scores", "table_idx", "turn",
-                 "uid")  # fmt: skip
+                 "last_step", "logits_params", "matched_len", "matcher", "max_device_len",
+                 "prefill_len", "prompt_len", "retracted", "sampling_params", "scores",
+                 "table_idx", "uid")  # fmt: skip
 
     def __init__(
         self, *, uid: int, input_ids: IntArray, sampling_params: SamplingParams,
@@ -70,7 +70,8 @@ class Req:
         if prompt.ndim != 1 or prompt.size == 0:
             raise refuse("input_ids", "a list of one token id or more", prompt.tolist())
         check_positive(max_new_tokens=max_new_tokens)
-        self.uid, self.client, self.table_idx, self.turn = uid, client, table_idx, 0  # turn: 09ba
+        self.uid, self.client, self.table_idx = uid, client, table_idx
+        self.last_step = 0  # number of its last decode step (chapter 09ba)
         self.sampling_params, self.retracted = sampling_params, False  # True once it was preempted
         self.cache_handle: CacheHandle | None = None
         self.prompt_len = self.host_len = self.device_len = self.prefill_len = int(prompt.size)

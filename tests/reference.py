@@ -34,7 +34,6 @@ class Fairness:
     waiting: dict[Req, tuple[float, int]] = field(default_factory=dict)  # tag, number of arrival
     tags: dict[Req, tuple[float, int]] = field(default_factory=dict)  # of all that are not over
     clock: float = 0.0
-    level: int = 0
     count: int = 0
     gone: list[tuple[str, int]] = field(default_factory=list)  # clients that left, what they had
     line: list[str] = field(default_factory=list)  # clients, the one last served at the end
@@ -61,7 +60,7 @@ class Fairness:
         """Return what the least served other client has; of those that wait, if any do."""
         others = [client for client in self.served if client != name]
         waiting = [client for client in others if self.waits(client)]
-        return min((self.served[client] for client in waiting or others), default=self.level)
+        return min((self.served[client] for client in waiting or others), default=0)
 
     def serve(self, client: str) -> None:
         """Move a client to the end of the line."""
@@ -73,7 +72,6 @@ class Fairness:
         """A request waits no longer."""
         if req in self.waiting:
             del self.waiting[req]
-            self.level = self.served[req.client]
 
     def release(self, req: Req) -> None:
         """A request is over; a client without any is forgotten."""

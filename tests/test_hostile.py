@@ -487,6 +487,19 @@ def test_heads_and_trailers_are_bounded(live: Live) -> None:
     assert answer_to(live, told, *pieces, b"0\r\n\r\n") == b"HTTP/1.1 400 Bad Request"
 
 
+@pytest.mark.parametrize(
+    "coding", ["gzip, chunked", "gzip\r\ntransfer-encoding: chunked", "chunked,chunked", "Chunked"]
+)
+def test_no_coding_but_chunked_is_read_as_chunked(live: Live, coding: str) -> None:
+    head = "POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    told = f"{head}transfer-encoding: {coding}\r\n\r\n".encode()
+    got = answer_to(live, told + b'10\r\n{"prompt": "hi"}\r\n0\r\n\r\n')
+    if coding == "Chunked":
+        assert got == b"HTTP/1.1 200 OK"
+    else:
+        assert got.split()[1] in (b"400", b"501"), got
+
+
 def test_requests_sent_ahead_are_bounded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few are answered in order; of thousands in one packet no objects are made."""
     get = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"

@@ -69,13 +69,13 @@ class SharedDecode(DecodeManager):
 
     def __init__(self, reserve: int | None = None, max_context: int = GPU_CONTEXT) -> None:
         super().__init__(reserve)
-        self.max_context, self.turn = max_context, 0  # turn: number of the last step
+        self.max_context, self.last_step = max_context, 0
 
     def update(self, reqs: Iterable[Req]) -> None:
         """Note the step in its requests, and keep those that need another one."""
-        self.turn, reqs = self.turn + 1, list(reqs)
+        self.last_step, reqs = self.last_step + 1, list(reqs)
         for req in reqs:
-            req.turn = self.turn
+            req.last_step = self.last_step
         super().update(reqs)
 
     def schedule(self) -> Batch | None:
@@ -83,7 +83,7 @@ class SharedDecode(DecodeManager):
         batch = super().schedule()
         if batch is None or sum(req.device_len for req in batch.reqs) <= self.max_context:
             return batch
-        ranks = sorted((number > 1, req.turn, at) for number, at, req in numbered(batch.reqs))
+        ranks = sorted((number > 1, req.last_step, at) for number, at, req in numbered(batch.reqs))
         oldest = min(ranks, key=lambda rank: rank[1:])
         ranks.remove(oldest)
         chosen, total = {oldest[-1]}, 0

@@ -110,7 +110,6 @@ class FairQueue:
         self._waiting: dict[Req, None] = {}  # in no particular order
         self._numbers = count()
         self._clock = 0.0  # prompt tokens per client, if computed side by side
-        self._level = 0  # served tokens of the client admitted last
         self._first: Req | None = None  # as found since the last change
         self._changed = True
 
@@ -132,10 +131,14 @@ class FairQueue:
         self.push(req, (share.clock + req.prompt_len, number))
 
     def least(self, share: Share) -> int:
-        """Return the service of the least served other client that waits; else of any; else the level."""
+        """Return what the least served other client has: of those that wait, if any do."""
         others = [other for other in self._shares.values() if other is not share]
         waiting = [other.served for other in others if other.waiting]
-        return min(waiting or [other.served for other in others], default=self._level)
+        return min(waiting or [other.served for other in others], default=0)
+
+    def turn_is_over(self, req: Req) -> bool:
+        """Return True if a request had its turn since it was admitted; a longer prompt has more."""
+        return req.device_len - req.prefill_len >= self._turn + req.prefill_len // 32
 
     def resume(self, req: Req) -> None:
         """Queue a retracted request before all others of its client."""
@@ -160,7 +163,6 @@ class FairQueue:
         del self._waiting[req]
         share = self._shares[req.client]
         share.waiting -= 1
-        self._level = share.served
         self._changed = True
         if len(share.heap) > 2 * share.waiting + 64:  # most have left: keep the tags of the others
             share.heap = [(*self._tags[req], req) for *_, req in share.heap if req in self._waiting]
@@ -235,10 +237,6 @@ class FairQueue:
     def retraction_order(self, reqs: Sequence[Req]) -> list[Req]:
         """Return the last request of the client with most of them; the next of those left."""
         return [req for *_, req in numbered(reqs)]
-
-    def turn_is_over(self, req: Req) -> bool:
-        """Return True if a request had its turn since it was admitted; a longer prompt has more."""
-        return req.device_len - req.prefill_len >= self._turn + req.prefill_len // 32
 
     def displaceable(self, reqs: Sequence[Req]) -> list[Req]:
         """Return the requests that may yield to the first one, if its client has no row."""

@@ -154,7 +154,7 @@ const MOST_GONE = 1024; // clients
 // Fair in tokens between clients; within a client, in the order of fair queueing (chapter 08b).
 class FairQueue {
   constructor(stepTokens, turn) {
-    Object.assign(this, { stepTokens, turn, shares: new Map(), gone: new Map(), waiting: new Set(), count: 0, clock: 0, level: 0 });
+    Object.assign(this, { stepTokens, turn, shares: new Map(), gone: new Map(), waiting: new Set(), count: 0, clock: 0 });
   }
 
   get size() {
@@ -174,12 +174,12 @@ class FairQueue {
     this.push(req, [share.clock + req.promptLen, number]);
   }
 
-  // What the least served other client has: of those that wait, else of all, else the level.
+  // What the least served other client has: of those that wait, if any do.
   least(share) {
     const others = [...this.shares.values()].filter((other) => other !== share);
     const waiting = others.filter((other) => other.waiting);
     const served = (waiting.length ? waiting : others).map((other) => other.served);
-    return served.length ? Math.min(...served) : this.level;
+    return served.length ? Math.min(...served) : 0;
   }
 
   resume(req) {
@@ -203,7 +203,6 @@ class FairQueue {
     this.waiting.delete(req);
     const share = this.shares.get(req.client);
     share.waiting -= 1;
-    this.level = share.served;
   }
 
   // Negative if `a` comes before `b`: of one client by their tags, of equal clients by what is left.

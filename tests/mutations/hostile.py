@@ -155,6 +155,13 @@ MUTATIONS = [
         "test_a_named_key_or_address_is_the_client_whatever_user_it_names",
     ),
     Mutation(
+        name="connections: a packed body is read as it is",
+        module="minisgl.server.http.limits",
+        old='if codings - {b"chunked"}:',
+        new="if False:",
+        test=TEST + "test_no_coding_but_chunked_is_read_as_chunked",
+    ),
+    Mutation(
         name="connections: any number of requests may be sent ahead",
         module="minisgl.server.http.limits",
         old=" or len(self.pipeline) >= MAX_PIPELINED:",

@@ -287,8 +287,8 @@ MUTATIONS = [
     Mutation(
         "queue_overlooks_an_admission",
         QUEUE,
-        "        self._level = share.served\n        self._changed = True\n",
-        "        self._level = share.served\n",
+        "        share.waiting -= 1\n        self._changed = True\n",
+        "        share.waiting -= 1\n",
         QUEUE_TESTS + "TestAnyHistory",
     ),
     Mutation(
@@ -1015,8 +1015,8 @@ MUTATIONS = [
     Mutation(
         "first_requests_wait_for_their_turn",
         MIXED,
-        "sorted((number > 1, req.turn, at)",
-        "sorted((False, req.turn, at)",
+        "sorted((number > 1, req.last_step, at)",
+        "sorted((False, req.last_step, at)",
         MIXED_TESTS + "test_each_request_gets_its_turn",
     ),
     Mutation(
@@ -1029,7 +1029,7 @@ MUTATIONS = [
     Mutation(
         "requests_beyond_the_bound_have_no_turns",
         MIXED,
-        "            req.turn = self.turn\n",
+        "            req.last_step = self.last_step\n",
         "            pass\n",
         MIXED_TESTS + "test_each_request_gets_its_turn",
     ),

@@ -316,6 +316,11 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         if self._head > MAX_HEAD or len(self.pipeline) >= MAX_PIPELINED:
             self._refuse_head()
             return
+        codings = {value.lower() for name, value in self.headers if name == b"transfer-encoding"}
+        if codings - {b"chunked"}:
+            why = "Transfer-Encoding: must be chunked, and nothing else"
+            self._refuse(ApiError(501, why, code="unsupported_transfer_coding"))
+            return
         self._idle = 0
         self._heads += self._head
         if not self.url.startswith(b"/"):  # the host in it counts, whatever `Host` says (RFC 9112)
