@@ -70,8 +70,7 @@ class Req:
         if prompt.ndim != 1 or prompt.size == 0:
             raise refuse("input_ids", "a list of one token id or more", prompt.tolist())
         check_positive(max_new_tokens=max_new_tokens)
-        self.uid, self.client, self.table_idx = uid, client, table_idx
-        self.last_step = 0  # number of its last decode step (chapter 09ba)
+        self.uid, self.client, self.table_idx, self.last_step = uid, client, table_idx, 0
         self.sampling_params, self.retracted = sampling_params, False  # True once it was preempted
         self.cache_handle: CacheHandle | None = None
         self.prompt_len = self.host_len = self.device_len = self.prefill_len = int(prompt.size)

@@ -987,8 +987,8 @@ MUTATIONS = [
     Mutation(
         "long_prompts_take_whole_steps_beside_others",
         MIXED,
-        "adder.budget = self.long_chunk",
-        "pass",
+        "if first.prefill_len - first.cached_len > self.long_chunk < adder.budget:",
+        "if False:",
         MIXED_TESTS + "test_a_long_prompt_gets_small_chunks_beside_others",
     ),
     Mutation(

@@ -306,20 +306,16 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         self._head += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"transfer-encoding" and value.lower() != b"chunked":
+            self._refuse(ApiError(501, "Transfer-Encoding: must be chunked", code="not_chunked"))
         self._head += max(LINE, len(name) + len(value) + 4)
         if self._head <= MAX_HEAD:
             HttpToolsProtocol.on_header(self, name, value)
 
     def on_headers_complete(self) -> None:
-        if self._refused:
-            return
-        if self._head > MAX_HEAD or len(self.pipeline) >= MAX_PIPELINED:
+        if not self._refused and (self._head > MAX_HEAD or len(self.pipeline) >= MAX_PIPELINED):
             self._refuse_head()
-            return
-        codings = {value.lower() for name, value in self.headers if name == b"transfer-encoding"}
-        if codings - {b"chunked"}:
-            why = "Transfer-Encoding: must be chunked, and nothing else"
-            self._refuse(ApiError(501, why, code="unsupported_transfer_coding"))
+        if self._refused:
             return
         self._idle = 0
         self._heads += self._head
@@ -350,10 +346,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
 
     def _await_head(self) -> None:
         """Arm the deadline for the next request's head between two requests, else disarm it."""
-        if self._busy:
-            self._disarm("head")
-        else:
-            self._arm("head", self.head)
+        self._disarm("head") if self._busy else self._arm("head", self.head)
 
     def pause_writing(self) -> None:
         """Arm the stall deadline while the peer reads nothing."""
