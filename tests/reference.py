@@ -35,6 +35,7 @@ class Fairness:
     tags: dict[Req, tuple[float, int]] = field(default_factory=dict)  # of all that are not over
     clock: float = 0.0
     count: int = 0
+    starts: dict[str, float] = field(default_factory=dict)  # prompt tokens computed, or the clock
     gone: list[tuple[str, int]] = field(default_factory=list)  # clients that left, what they had
     line: list[str] = field(default_factory=list)  # clients, the one last served at the end
     yielded: set[str] = field(default_factory=set)  # not served since the end of their turn
@@ -48,6 +49,7 @@ class Fairness:
         self.served.setdefault(name, dict(self.gone).get(name, 0))
         self.gone = [(client, served) for client, served in self.gone if client != name]
         if not self.waits(name):
+            self.starts[name] = max(self.starts.get(name, 0.0), self.clock)
             self.served[name] = max(self.served[name], int(self.clock), self.least(name))
         if not self.live[name]:
             self.line.append(name)
@@ -81,7 +83,7 @@ class Fairness:
         if not self.live[req.client]:
             self.gone.append((req.client, self.served[req.client]))
             self.gone = self.gone[-1024:] if any(self.live.values()) else []
-            del self.served[req.client], self.clocks[req.client]
+            del self.served[req.client], self.clocks[req.client], self.starts[req.client]
             self.line.remove(req.client)
             self.yielded.discard(req.client)
 
@@ -90,6 +92,8 @@ class Fairness:
         name, over = req.client, self.turn_is_over(req)
         if over:
             self.served[name] = max(self.served[name], self.least(name))
+        if not self.waits(name):
+            self.starts[name] = max(self.starts[name], self.clock)
         self.count += 1
         self.tags[req] = self.waiting[req] = -math.inf, -self.count
         if over and not self.rows(name):
@@ -104,8 +108,9 @@ class Fairness:
         """The number of a client's requests that neither wait nor are over."""
         return self.live[client] - self.waits(client)
 
-    def rank(self, req: Req) -> tuple[bool, int, int]:
-        return self.tags[req][0] > -math.inf, req.prefill_len - req.cached_len, self.tags[req][1]
+    def rank(self, req: Req) -> tuple[bool, float, int]:
+        end = self.starts[req.client] + (req.prefill_len - req.cached_len)
+        return self.tags[req][0] > -math.inf, end, self.tags[req][1]
 
     def first(self) -> Req | None:
         """The next to be admitted: of the clients that count as equal, the first head."""
@@ -123,7 +128,8 @@ class Fairness:
             return 0 if client in before else 1 if client in behind[:1] else 2
 
         def key(req: Req) -> tuple[Any, ...]:
-            return self.rows(req.client) > 0, place(req.client), *self.rank(req)
+            power = math.ceil(math.log2(self.rows(req.client) + 1))
+            return power, place(req.client), *self.rank(req)
 
         return min(heads.values(), key=key)
 
@@ -134,12 +140,17 @@ class Fairness:
 
     def displaced(self, first: Req | None, reqs: Sequence[Req]) -> list[Req]:
         """Return those of `reqs`, in the order of joining, that may yield to the first one."""
-        if first is None or self.rows(first.client) > 0:
+        if first is None:
             return []
-        seconds = [r for i, r in enumerate(reqs) if any(o.client == r.client for o in reqs[:i])]
-        least = self.served[first.client] - self.step_tokens
-        at_once = [r for r in seconds if self.served[r.client] > least and not r.retracted]
-        return [req for req in reqs if req in at_once or self.turn_is_over(req)]
+        rows, found = self.rows(first.client), []
+        for index, req in enumerate(reqs):
+            before = sum(other.client == req.client for other in reqs[:index])
+            ahead = self.served[req.client] + self.step_tokens > self.served[first.client]
+            if before > 2 * rows and (self.turn_is_over(req) or (ahead and not req.retracted)):
+                found.append(req)
+            if rows == before == 0 and self.turn_is_over(req):
+                found.append(req)
+        return found
 
     def next_displaced(self, first: Req | None, reqs: Sequence[Req]) -> Req | None:
         """Return the next to yield: as in a retraction, but of clients with one the first."""
@@ -170,13 +181,15 @@ class Fairness:
             for req in reqs:
                 self.served[req.client] += 2
             return
-        here = Counter(req.client for req in reqs)
+        here, tokens = Counter(req.client for req in reqs), sum(req.extend_len for req in reqs)
+        whole = max(tokens, self.step_tokens // 32)  # no step is cheaper
         for req in reqs:
-            name, tokens = req.client, req.extend_len
-            self.served[name] += tokens
-            self.clocks[name] += tokens / (self.waits(name) + here[name])
+            name, cost = req.client, req.extend_len * whole // tokens
+            self.served[name] += cost
+            self.starts[name] += cost
+            self.clocks[name] += req.extend_len / (self.waits(name) + here[name])
         present = here.keys() | {req.client for req in self.waiting}
-        self.clock += sum(req.extend_len for req in reqs) / len(present)
+        self.clock += whole / len(present)
 
 
 @dataclass

@@ -691,8 +691,8 @@ def test_as_many_yield_as_the_prompt_needs(overlap: bool, reserve: int | None) -
 @LOOPS
 def test_a_row_is_enough_while_pages_are_free(overlap: bool) -> None:
     """What was promised to answers that may yield does not bind a client's first request."""
-    d = Driver(overlap=overlap, policy="fair", max_running_req=6, num_pages=40, page_size=4)
-    for uid in range(4):
+    d = Driver(overlap=overlap, policy="fair", max_running_req=6, num_pages=31, page_size=4)
+    for uid in range(3):
         d.ask(uid, [uid + 1] * 5, "crowd", max_tokens=32, ignore_eos=True)  # nine pages each
     d.go(3)
     for uid in (4, 5):
@@ -701,8 +701,31 @@ def test_a_row_is_enough_while_pages_are_free(overlap: bool) -> None:
     assert d.tokens(4) and not d.tokens(5) and d.scheduler.retractions == 0
     d.drain()
     assert d.scheduler.retractions == 0
-    for uid in range(4):
+    for uid in range(3):
         assert d.tokens(uid) == expected([uid + 1] * 5, 32, ignore_eos=True)
+
+
+@LOOPS
+@pytest.mark.parametrize(("own", "displaced"), [(1, 2), (2, 1), (3, 0)])
+def test_a_client_with_few_rows_displaces_one_of_a_client_with_many(
+    overlap: bool, own: int, displaced: int
+) -> None:
+    """Of eight rows one client has the others; more than twice as many are too many."""
+    d = Driver(overlap=overlap, policy="fair", max_running_req=8, num_pages=400, page_size=4)
+    for uid in range(own):
+        d.ask(uid, [uid + 1] * 5, "few", max_tokens=60, ignore_eos=True)
+    d.go(2)
+    for uid in range(10, 30):
+        d.ask(uid, [uid + 1] * 5, "many", max_tokens=60, ignore_eos=True)
+    d.go(4)
+    for uid in range(own, own + 3):
+        d.ask(uid, [uid + 1] * 5, "few", max_tokens=60, ignore_eos=True)
+    d.go(20)
+    assert d.scheduler.retractions == displaced
+    assert sum(uid < 10 for uid in d.scheduler.decode.running) == own + displaced
+    d.drain(2000)
+    for uid in range(own + 3):
+        assert d.tokens(uid) == expected([uid + 1] * 5, 60, ignore_eos=True)
 
 
 def test_a_half_done_prompt_keeps_its_pages_from_a_newcomer() -> None:

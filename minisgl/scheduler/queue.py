@@ -78,6 +78,7 @@ class Share:
     waiting: int = 0
     since: int = 0  # number of the event that last served it; at first, of its arrival
     yielded: int = -1  # `since`, if that event was the end of its turn
+    start: float = 0.0  # prompt tokens computed, at least the clock when it began to wait
     heap: list[tuple[float, int, Req]] = field(default_factory=list)  # tag, number
 
     @property
@@ -85,9 +86,9 @@ class Share:
         """The number of requests that are admitted and not done."""
         return self.live - self.waiting
 
-    def place(self, line: float) -> tuple[bool, int]:
-        """Rank a client without a row first; then those last served before `line`, at, after."""
-        return self.rows > 0, (self.since >= line) + (self.since > line)
+    def place(self, line: float) -> tuple[int, int]:
+        """Rank by rows, in powers of two; then those last served before `line`, at, after."""
+        return self.rows.bit_length(), (self.since >= line) + (self.since > line)
 
 
 class FairQueue:
@@ -154,6 +155,8 @@ class FairQueue:
         """Add a request to those that wait, with this tag."""
         share = self._shares[req.client]
         heapq.heappush(share.heap, (*tag, req))
+        if not share.waiting:
+            share.start = max(share.start, self._clock)
         share.waiting += 1
         self._tags[req] = tag
         self._waiting[req] = None
@@ -174,10 +177,11 @@ class FairQueue:
             heapq.heappop(share.heap)
         return share.heap[0][2]
 
-    def rank(self, req: Req) -> tuple[bool, int, int, Req]:
+    def rank(self, req: Req) -> tuple[bool, float, int, Req]:
         """Rank a request among those of clients that count as equal; the lowest is first."""
         tag, number = self._tags[req]
-        return tag > -math.inf, req.prefill_len - req.cached_len, number, req
+        start, rest = self._shares[req.client].start, req.prefill_len - req.cached_len
+        return tag > -math.inf, start + rest, number, req
 
     def first(self) -> Req | None:
         if self._changed:
@@ -213,13 +217,15 @@ class FairQueue:
                 share.served += ANSWER_WEIGHT
         if not prompts:
             return
+        total = sum(req.extend_len for req in prompts)
+        least = max(total, self._step_tokens // 32)
         computed = Counter(req.client for req in prompts)
         for req in prompts:
-            share = self._shares[req.client]
-            share.served += req.extend_len
+            share, cost = self._shares[req.client], req.extend_len * least // total
+            share.served, share.start = share.served + cost, share.start + cost
             share.clock += req.extend_len / (share.waiting + computed[req.client])
         present = sum(name in computed or share.waiting > 0 for name, share in self._shares.items())
-        self._clock += sum(req.extend_len for req in prompts) / present
+        self._clock += least / present
 
     def release(self, req: Req) -> None:
         share = self._shares[req.client]
@@ -239,16 +245,15 @@ class FairQueue:
         return [req for *_, req in numbered(reqs)]
 
     def displaceable(self, reqs: Sequence[Req]) -> list[Req]:
-        """Return the requests that may yield to the first one, if its client has no row."""
-        first = self.first()
-        if first is None or self._shares[first.client].rows > 0:
+        """Return the requests that may yield to the first one, whose client has fewer rows."""
+        if (first := self.first()) is None:
             return []
-        least = self._shares[first.client].served - self._step_tokens
-        numbers, over = numbered(reqs), self.turn_is_over
-        further = [req for number, _, req in numbers if number > 1]
+        share, numbers, over = self._shares[first.client], numbered(reqs), self.turn_is_over
+        least, rows = share.served - self._step_tokens, share.rows
+        further = [req for number, _, req in numbers if number > 2 * rows + 1]
         at_once = {req for req in further
                    if not req.retracted and self._shares[req.client].served > least}  # fmt: skip
-        only = [req for number, _, req in reversed(numbers) if number == 1]
+        only = [req for number, _, req in reversed(numbers) if number == 1 and not rows]
         return [req for req in [*further, *only] if req in at_once or over(req)]
 
 

@@ -166,7 +166,7 @@ class FairQueue {
     if (!this.shares.has(req.client)) {
       const served = this.gone.get(req.client) ?? 0;
       this.gone.delete(req.client);
-      this.shares.set(req.client, { served, clock: 0, live: 0, waiting: 0, since: number, yielded: -1 });
+      this.shares.set(req.client, { served, clock: 0, live: 0, waiting: 0, since: number, yielded: -1, start: 0 });
     }
     const share = this.shares.get(req.client);
     if (!share.waiting) share.served = Math.max(share.served, Math.trunc(this.clock), this.least(share));
@@ -186,7 +186,7 @@ class FairQueue {
     const [share, number, over] = [this.shares.get(req.client), this.count++, this.turnIsOver(req)];
     if (over) share.served = Math.max(share.served, this.least(share));
     this.push(req, [-Infinity, -number]);
-    if (over && !this.hasRow(req)) share.since = share.yielded = number;
+    if (over && !this.rows(req)) share.since = share.yielded = number;
   }
 
   turnIsOver({ deviceLen, prefillLen }) {
@@ -195,7 +195,9 @@ class FairQueue {
 
   push(req, tag) {
     req.tag = tag;
-    this.shares.get(req.client).waiting += 1;
+    const share = this.shares.get(req.client);
+    if (!share.waiting) share.start = Math.max(share.start, this.clock);
+    share.waiting += 1;
     this.waiting.add(req);
   }
 
@@ -210,14 +212,15 @@ class FairQueue {
     return a.tag[0] - b.tag[0] || a.tag[1] - b.tag[1];
   }
 
-  static byRest(a, b) {
+  byRest(a, b) {
     const fresh = (a.tag[0] > -Infinity) - (b.tag[0] > -Infinity); // a retracted request first
-    return fresh || a.prefillLen - a.cachedLen - (b.prefillLen - b.cachedLen) || a.tag[1] - b.tag[1];
+    const end = (req) => this.shares.get(req.client).start + (req.prefillLen - req.cachedLen);
+    return fresh || end(a) - end(b) || a.tag[1] - b.tag[1];
   }
 
-  hasRow({ client }) {
+  rows({ client }) {
     const { live, waiting } = this.shares.get(client);
-    return live > waiting;
+    return live - waiting;
   }
 
   first() {
@@ -234,7 +237,8 @@ class FairQueue {
     const yielded = found.map(since).filter((number, at) => number === this.shares.get(found[at].client).yielded);
     const line = Math.min(...yielded); // nobody who came later passes this client
     const place = (req) => Math.sign(since(req) - line);
-    return found.sort((a, b) => this.hasRow(a) - this.hasRow(b) || place(a) - place(b) || FairQueue.byRest(a, b))[0] ?? null;
+    const few = (req) => 32 - Math.clz32(this.rows(req)); // rows in powers of two
+    return found.sort((a, b) => few(a) - few(b) || place(a) - place(b) || this.byRest(a, b))[0] ?? null;
   }
 
   chunkComesFirst(chunked) {
@@ -243,7 +247,7 @@ class FairQueue {
     if (first.client === chunked.client) return FairQueue.byTag(chunked, first) <= 0;
     const ahead = this.shares.get(chunked.client).served - this.shares.get(first.client).served;
     if (Math.abs(ahead) >= this.stepTokens) return ahead < 0;
-    return FairQueue.byRest(chunked, first) <= 0;
+    return this.byRest(chunked, first) <= 0;
   }
 
   // Number each client's requests from 1, and all from 0; the highest first.
@@ -262,12 +266,15 @@ class FairQueue {
 
   displaceable(reqs) {
     const first = this.first();
-    if (first === null || this.hasRow(first)) return [];
+    if (first === null) return [];
+    const rows = this.rows(first);
     const least = this.shares.get(first.client).served - this.stepTokens;
-    const atOnce = ([number, , req]) => number > 1 && !req.retracted && this.shares.get(req.client).served > least;
-    const mayYield = (one) => atOnce(one) || this.turnIsOver(one[2]);
-    const [all, only] = [FairQueue.numbered(reqs), ([number]) => number === 1];
-    return [...all.filter((one) => !only(one)), ...all.filter(only).reverse()].filter(mayYield).map(([, , req]) => req);
+    const isOver = ([, , req]) => this.turnIsOver(req);
+    const mayYield = (one) => isOver(one) || (!one[2].retracted && this.shares.get(one[2].client).served > least);
+    const all = FairQueue.numbered(reqs);
+    const further = all.filter(([number]) => number > 2 * rows + 1).filter(mayYield);
+    const only = rows ? [] : all.filter(([number]) => number === 1).filter(isOver).reverse();
+    return [...further, ...only].map(([, , req]) => req);
   }
 
   charge({ phase, reqs }) {
@@ -279,15 +286,17 @@ class FairQueue {
     }
     const computed = new Map();
     for (const req of reqs) computed.set(req.client, (computed.get(req.client) ?? 0) + 1);
-    let tokens = 0;
+    const total = reqs.reduce((sum, req) => sum + req.deviceLen - req.cachedLen, 0);
+    const least = Math.max(total, Math.floor(this.stepTokens / 32)); // a step is never free
     for (const req of reqs) {
       const share = this.shares.get(req.client);
-      const count = req.deviceLen - req.cachedLen;
-      share.served += count;
-      share.clock += count / (share.waiting + computed.get(req.client));
-      tokens += count;
+      const tokens = req.deviceLen - req.cachedLen;
+      const cost = Math.floor((tokens * least) / total);
+      share.served += cost;
+      share.start += cost;
+      share.clock += tokens / (share.waiting + computed.get(req.client));
     }
-    this.clock += tokens / [...this.shares].filter(([name, share]) => computed.has(name) || share.waiting).length;
+    this.clock += least / [...this.shares].filter(([name, share]) => computed.has(name) || share.waiting).length;
   }
 
   leave(req) {
