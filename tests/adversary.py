@@ -809,13 +809,19 @@ class World:
             return
         self.shared += len(reqs) < len(running)
         waits = sorted(running, key=lambda req: self.last[req.uid])  # the longest time first
-        firsts = {req.client: req for req in reversed(running)}.values()
-        order = sorted(waits[1:], key=lambda req: req not in firsts)
-        count = len(reqs) - 1
-        assert {*reqs} == {waits[0], *order[:count]}, f"{reqs} are not those that wait the longest"
-        tokens = [req.device_len for req in order]
-        assert sum(tokens[:count]) <= most, f"{sum(tokens[:count])} tokens of context"
-        assert count == len(order) or sum(tokens[: count + 1]) > most, f"{order[count]} would fit"
+
+        def context(req: Req) -> int:
+            """Tokens of its client's requests up to this one, none for the first."""
+            own = [other for other in waits if other.client == req.client]
+            upto = own[: own.index(req) + 1]
+            return sum(other.device_len for other in upto) if len(upto) > 1 else 0
+
+        members, left = [waits[0]], most
+        for req in sorted(waits[1:], key=context):
+            if req.device_len <= left:
+                members.append(req)
+                left -= req.device_len
+        assert {*reqs} == {*members}, f"{reqs} are in the step, not {members}"
 
     def check(self) -> None:
         """Every page has one owner, every request one place, and nothing else is left."""

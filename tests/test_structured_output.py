@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import random
@@ -473,10 +474,19 @@ def test_equal_grammars_are_compiled_once_and_not_for_ever(monkeypatch: pytest.M
             return real(*args, **kwargs)
 
     monkeypatch.setattr(forms, "LLMatcher", Counting)
-    grammars = Grammars(tokenizer, keep=2)
+    grammars = Grammars(tokenizer, keep=2048)  # two short ones
     for pattern in ("a", "b", "a", "b", "c", "a"):
         grammars.compile("regex", pattern).result()
     assert len(calls) == 4
+    used = grammars.compile("regex", "a")
+    for pattern in ("b" * 2000, "c" * 2000, "a"):  # each takes the place of all others
+        grammars.compile("regex", pattern).result()
+    assert len(calls) == 6 and grammars.compile("regex", "a") is used
+    del used
+    grammars.compile("regex", "b" * 2000).result()
+    gc.collect()
+    grammars.compile("regex", "a").result()
+    assert len(calls) == 8
 
 
 def test_a_request_keeps_what_it_asked_of_its_logits() -> None:
@@ -659,10 +669,33 @@ def test_a_rank_compiles_what_is_announced() -> None:
     channel = InProcessChannel()
     grammars = Grammars(tokenizer)
     ranked = CompilingChannel(channel, grammars)
-    channel.put_messages(CompileMsg(ANSWER), AbortMsg(1))  # type: ignore[arg-type]
+    channel.put_messages(CompileMsg(7, ANSWER), AbortMsg(1))  # type: ignore[arg-type]
     assert ranked.recv(False) == [AbortMsg(1)]
-    assert grammars.compile.cache_info().currsize == 1
-    assert grammars.start(ANSWER).result(20)  # type: ignore[union-attr]
+    job = grammars.start(ANSWER)
+    assert job is not None and job.result(20) and ranked.jobs == {7: job}
+    channel.put_messages(UserMsg(7, [1], ANSWER))
+    assert [msg.uid for msg in ranked.recv(False)] == [7]  # type: ignore[union-attr]
+    assert ranked.ready == [job] and not ranked.jobs
+    channel.put_messages(CompileMsg(8, ANSWER), AbortMsg(8))  # type: ignore[arg-type]
+    ranked.recv(False)
+    assert not ranked.jobs
+
+
+def test_a_grammar_that_a_request_waits_for_is_not_forgotten() -> None:
+    """Others fill the cache while it is compiled; then it is not compiled again."""
+    grammars = Grammars(tokenizer, keep=2048)
+    hold = GrammarQueue()
+    hold.start = grammars.start
+    msg = UserMsg(1, [1], SamplingParams(regex="x{1,9}"))
+    passed = hold.pass_on([msg])
+    job = grammars.jobs["regex", "x{1,9}", None]
+    del job
+    for pattern in "abc":
+        grammars.compile("regex", pattern).result()
+    while not passed:
+        passed = hold.pass_on([])
+    gc.collect()
+    assert passed == [msg] and ("regex", "x{1,9}", None) in grammars.jobs
 
 
 # ------------------------------------------------------------------ ranks

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
@@ -29,8 +30,9 @@ from minisgl.tokenizer import THINK
 class Matcher:
     """Follows one answer through its grammar; depends on the answer and the prompt's end alone."""
 
-    def __init__(self, start: LLMatcher, field: str) -> None:
-        self.ll, self.field = start.deep_copy(), field
+    def __init__(self, start: LLMatcher, field: str, job: object = None) -> None:
+        """Copy a matcher; while the copy exists, `job` does, too."""
+        self.ll, self.field, self.job = start.deep_copy(), field, job
         self.seen = 0  # tokens of the answer that it has accepted
 
     @property
@@ -62,24 +64,36 @@ class DeferredOutput(ForwardOutput):
         return self.sample().wait()
 
 
+Asked = tuple[str, str, str | None]  # field, text, salt
+
+
 class Grammars:
     """Compiles the grammars of one model in threads, caches the last ones, fills masks."""
 
-    def __init__(self, load: Callable[[], LLTokenizer | str], keep: int = 256) -> None:
+    def __init__(self, load: Callable[[], LLTokenizer | str], keep: int = 2**18) -> None:
         """Start a thread in which `load` returns a tokenizer, or the reason why there is none.
 
-        `keep` bounds the memory of grammars, up to a few MiB each; one that is dropped while its
-        request waits is compiled twice.
+        `keep` bounds the characters of cached grammars; one takes up to 400 bytes of memory.
         """
-        pool = ThreadPoolExecutor(SLOTS, "grammars")
-        self.tokenizer = loaded = pool.submit(load)
+        self.keep, self.pool = keep, ThreadPoolExecutor(SLOTS, "grammars")
+        self.tokenizer = self.pool.submit(load)
         self.waiting: DeferredOutput | None = None  # the last step, if it is not sampled yet
         self.executor = LLExecutor(1)  # one call for a batch, in one thread
+        self.jobs = WeakValueDictionary[Asked, Future[LLMatcher]]()  # cached or in use
+        self.cached: dict[Asked, Future[LLMatcher]] = {}  # the one used last at the end
 
-        def compile(field: str, text: str, salt: str | None = None) -> Future[LLMatcher]:
-            return pool.submit(lambda: compile_grammar(loaded.result(), field, text))
-
-        self.compile = lru_cache(keep)(compile)
+    def compile(self, field: str, text: str, salt: str | None = None) -> Future[LLMatcher]:
+        """Return the job of a grammar; start it unless it is cached or in use."""
+        asked = field, text, salt
+        job = self.jobs.get(asked)
+        if job is None:
+            job = self.pool.submit(lambda: compile_grammar(self.tokenizer.result(), field, text))
+            self.jobs[asked] = job
+        self.cached.pop(asked, None)
+        self.cached[asked] = job
+        while sum(max(1024, len(text)) for _, text, _ in self.cached) > self.keep:
+            del self.cached[next(iter(self.cached))]
+        return job
 
     def start(self, params: SamplingParams) -> Future[LLMatcher] | None:
         """Compile a request's grammar, unless it is cached; return None if it has no grammar."""
@@ -93,7 +107,7 @@ class Grammars:
         job = self.compile(*asked, req.sampling_params.cache_salt)
         if isinstance(error := job.exception(), InvalidRequestError):
             raise InvalidRequestError(error.message, param=error.param)
-        req.matcher = Matcher(job.result(), asked[0])
+        req.matcher = Matcher(job.result(), asked[0], job)
         if asked[0] == "structural_tag":
             self.begin(req.matcher, req.input_ids)
         if not isinstance(req.logits_params, LogitsParams):
@@ -160,6 +174,7 @@ def load_grammars(folder: Path, vocab_size: int, eos_token_ids: Collection[int])
 class CompileMsg(msgspec.Struct, tag=True):
     """Message of rank 0 to the others: a request with these parameters will come."""
 
+    uid: int
     sampling_params: SamplingParams
 
 
@@ -173,21 +188,24 @@ class GrammarQueue:
         self.announce = announce
         self.start: Callable[[SamplingParams], Future[LLMatcher] | None] = lambda params: None
         self.held: dict[int, tuple[UserMsg, Future[LLMatcher]]] = {}  # by uid
+        self.ready: list[Future[LLMatcher]] = []  # of the messages just returned; else forgotten
 
     def pass_on(self, messages: Sequence[Any]) -> list[Any]:
         """Return the messages that may proceed, in order, and those whose wait is over."""
-        passed: list[Any] = []
+        passed, jobs = list[Any](), list[Future[LLMatcher]]()
         for msg in messages:
             job = self.start(msg.sampling_params) if isinstance(msg, UserMsg) else None
+            jobs += [] if job is None else [job]
             if job is None or job.done():
                 passed.append(msg)
             else:
                 self.held[msg.uid] = msg, job
-                passed += [CompileMsg(msg.sampling_params)] if self.announce else []
+                passed += [CompileMsg(msg.uid, msg.sampling_params)] if self.announce else []
             if isinstance(msg, AbortMsg):
                 self.held.pop(msg.uid, None)
-        ready = [uid for uid, (_, job) in self.held.items() if job.done()]
-        return passed + [self.held.pop(uid)[0] for uid in ready]
+        done = [self.held.pop(uid) for uid in [*self.held] if self.held[uid][1].done()]
+        self.ready = jobs + [job for _, job in done]
+        return passed + [msg for msg, _ in done]
 
 
 class CompilingChannel:
@@ -196,10 +214,14 @@ class CompilingChannel:
     def __init__(self, channel: Channel, grammars: Grammars) -> None:
         self.channel, self.grammars = channel, grammars
         self.send = channel.send
+        self.jobs: dict[int, Future[LLMatcher] | None] = {}  # of announced requests, by uid
+        self.ready: list[Future[LLMatcher] | None] = []  # of the messages just returned
 
     def recv(self, block: bool) -> list[Msg]:
         messages: Sequence[Any] = self.channel.recv(block)
         for msg in messages:
             if isinstance(msg, CompileMsg):
-                self.grammars.start(msg.sampling_params)
-        return [msg for msg in messages if not isinstance(msg, CompileMsg)]
+                self.jobs[msg.uid] = self.grammars.start(msg.sampling_params)
+        came = [msg for msg in messages if not isinstance(msg, CompileMsg)]
+        self.ready = [self.jobs.pop(getattr(msg, "uid", -1), None) for msg in came]
+        return came

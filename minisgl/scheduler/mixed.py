@@ -5,12 +5,12 @@ Generated from notebooks/09ba_mixed_steps.ipynb: edit there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
 from minisgl.core import Batch, CacheHandle, Phase, Req
 from minisgl.scheduler.phases import DecodeManager, PrefillAdder, PrefillManager
-from minisgl.scheduler.queue import numbered
 
 MAX_CONTEXT = 32_768  # tokens of all requests in a mixed step: prefill kernels decode slowly
 CPU_CHUNK, GPU_CHUNK = 256, 2048  # tokens of a long prompt in a step beside running requests
@@ -62,7 +62,7 @@ CPU_CONTEXT, GPU_CONTEXT = 32_768, 1 << 22  # tokens of all requests of a step
 
 
 class SharedDecode(DecodeManager):
-    """Bounds a decode step's context: beyond it, each client's first request, the others in turns.
+    """Bounds the context of a decode step; clients share it, and each one's requests take turns.
 
     A step has at most `max_context` tokens and one further request.
     """
@@ -83,15 +83,17 @@ class SharedDecode(DecodeManager):
         batch = super().schedule()
         if batch is None or sum(req.device_len for req in batch.reqs) <= self.max_context:
             return batch
-        ranks = sorted((number > 1, req.last_step, at) for number, at, req in numbered(batch.reqs))
-        oldest = min(ranks, key=lambda rank: rank[1:])
-        ranks.remove(oldest)
-        chosen, total = {oldest[-1]}, 0
-        for *_, index in ranks:
-            total += batch.reqs[index].device_len
-            if total > self.max_context:
-                break
-            chosen.add(index)
+        order = sorted((req.last_step, index) for index, req in enumerate(batch.reqs))
+        ranks, sums = list[tuple[int, int, int]](), Counter[str]()
+        for last_step, index in order:
+            req = batch.reqs[index]
+            before, sums[req.client] = sums[req.client], sums[req.client] + req.device_len
+            ranks.append((sums[req.client] if before else 0, last_step, index))
+        chosen, total = {order[0][-1]}, 0
+        for *_, index in sorted(ranks[1:]):
+            if total + batch.reqs[index].device_len <= self.max_context:
+                chosen.add(index)
+                total += batch.reqs[index].device_len
         return Batch([batch.reqs[index] for index in sorted(chosen)], batch.phase)
 
 

@@ -1008,22 +1008,22 @@ MUTATIONS = [
     Mutation(
         "decode_steps_have_any_context",
         MIXED,
-        "if total > self.max_context:",
-        "if False:",
+        "if total + batch.reqs[index].device_len <= self.max_context:",
+        "if True:",
         MIXED_TESTS + "test_long_contexts_take_turns",
     ),
     Mutation(
         "first_requests_wait_for_their_turn",
         MIXED,
-        "sorted((number > 1, req.last_step, at)",
-        "sorted((False, req.last_step, at)",
+        "(sums[req.client] if before else 0, last_step",
+        "(0, last_step",
         MIXED_TESTS + "test_each_request_gets_its_turn",
     ),
     Mutation(
         "the_request_that_waits_the_longest_has_to_fit",
         MIXED,
-        "chosen, total = {oldest[-1]}, 0",
-        "chosen, total = {oldest[-1]}, batch.reqs[oldest[-1]].device_len",
+        "chosen, total = {order[0][-1]}, 0",
+        "chosen, total = {order[0][-1]}, batch.reqs[order[0][-1]].device_len",
         MIXED_TESTS + "test_a_request_longer_than_the_bound_gets_its_token",
     ),
     Mutation(
