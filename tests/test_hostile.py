@@ -37,7 +37,15 @@ from minisgl.scheduler import requests
 from minisgl.scheduler.forms import load_tokens
 from minisgl.scheduler.frames import Codec, with_seed
 from minisgl.scheduler.grammar import Grammars
-from minisgl.scheduler.messages import AbortMsg, Msg, TokenReply, UserMsg
+from minisgl.scheduler.messages import (
+    AbortMsg,
+    ErrorReply,
+    ExitMsg,
+    Msg,
+    TokenReply,
+    UserMsg,
+    aborted,
+)
 from minisgl.scheduler.requests import Limits, make_req
 from minisgl.scheduler.side import SideTokenizer
 from minisgl.server.chat.client import ApiClient, ServerError
@@ -59,7 +67,12 @@ from minisgl.server.http.limits import (
     ConcurrencyLimiter,
     Shares,
 )
-from minisgl.server.http.schemas import ChatRequest, CompletionRequest, GenerateRequest
+from minisgl.server.http.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    GrammarShares,
+)
 from minisgl.server.http.settings import ApiSettings
 from minisgl.server.http.turns import Turns
 from minisgl.server.observe.logs import MAX_WAITING, LineWriter, RequestLog
@@ -73,7 +86,8 @@ from minisgl.server.workers.messages import (
     decode,
     encode,
 )
-from minisgl.server.workers.text_worker import PromptQueue
+from minisgl.server.workers.scheduler_process import SchedulerChannel
+from minisgl.server.workers.text_worker import PromptQueue, TextWorker, run_text_worker
 from tests import hostile
 from tests.serving import Live, Served, wait_for
 
@@ -1107,6 +1121,111 @@ def test_a_reply_counts_until_it_is_sent() -> None:
         return [*counts, frontend.unread.taken]
 
     assert asyncio.run(run()) == [10, 10, 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(["open", "finish", "leave", "late", "read abort"]), max_size=40))
+def test_who_opens_and_leaves_keeps_places_until_the_scheduler_has_read_that(
+    actions: list[str],
+) -> None:
+    """Else prompts that nobody waits for any more would fill its inbox without a bound."""
+
+    async def run() -> None:
+        outbox = LocalQueue()
+        frontend = FairFrontend([outbox], LocalQueue(), places=6)
+        streams, unread, places, opened = list[Any](), list[int](), 0, 0
+        for action in actions:
+            if action == "open":
+                opened += 1
+                stream = frontend.generate(SamplingParams(), text="x", client="a")
+                read = asyncio.ensure_future(anext(stream))
+                await asyncio.sleep(0)
+                if places == 6:
+                    with pytest.raises(RequestFailed, match="queue is full"):
+                        await read
+                else:
+                    streams.append((opened - 1, stream, read))
+                    places += 1
+            elif action == "finish" and streams:
+                uid, stream, read = streams.pop()
+                frontend._dispatch([UserReply(uid=uid, text="x", token_ids=[1], finished=True)])
+                assert (await read).finished
+                with suppress(StopAsyncIteration):
+                    await anext(stream)
+                places -= 1
+            elif action in ("leave", "late") and streams:
+                uid, stream, read = streams.pop()
+                if action == "late":  # its deadline; its reader takes the error afterwards
+                    frontend._cut(ErrorReply(uid=uid, message="late", code="deadline_exceeded"))
+                    with pytest.raises(RequestFailed, match="late"):
+                        await read
+                else:
+                    read.cancel()
+                    await asyncio.gather(read, return_exceptions=True)
+                await stream.aclose()
+                unread.append(uid)
+            elif action == "read abort" and unread:
+                frontend._dispatch([aborted(unread.pop(0))] * 2)
+                places -= 1
+            assert frontend.places.taken == places
+        for _, stream, read in streams:
+            read.cancel()
+            await asyncio.gather(read, return_exceptions=True)
+            await stream.aclose()
+        frontend._dispatch([aborted(uid) for uid in [*unread, *(uid for uid, *_ in streams)]])
+        assert not (frontend.places.taken or frontend._placed or frontend._aborted)
+
+    asyncio.run(run())
+
+
+def test_a_failed_server_gives_places_back() -> None:
+    async def run() -> None:
+        frontend = FairFrontend([LocalQueue()], LocalQueue(), places=6)
+        frontend.fail_all("over")
+        with pytest.raises(RequestFailed, match="over"):
+            await anext(frontend.generate(SamplingParams(), text="x"))
+        assert frontend.places.taken == 0
+
+    asyncio.run(run())
+
+
+def test_an_abort_that_was_read_gets_a_receipt() -> None:
+    """From the scheduler's end of the queue, or from the text worker that dropped the prompt."""
+    outbox, inbox = LocalQueue(), LocalQueue()
+    channel = SchedulerChannel(inbox, outbox)
+    inbox.put(UserMsg(1, [1], SamplingParams()), AbortMsg(1), AbortMsg(9))
+    assert [type(msg) for msg in channel.recv(False)] == [UserMsg, AbortMsg, AbortMsg]
+    assert outbox.get_all(0.0) == [aborted(1), aborted(9)]
+    to_scheduler, to_frontend, source = LocalQueue(), LocalQueue(), LocalQueue()
+    worker = TextWorker(None, to_scheduler, to_frontend)  # type: ignore[arg-type]
+    prompts = PromptQueue()
+    prompts.add(TokenizeMsg(uid=1, sampling_params=SamplingParams(), text="x"))
+    source.put(AbortMsg(1), AbortMsg(2), ExitMsg())
+    run_text_worker(worker, source, prompts=prompts)
+    assert to_frontend.get_all(0.0) == [aborted(1)] and to_scheduler.get_all(0.0) == [AbortMsg(2)]
+
+
+def test_grammars_in_use_share_a_bound(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text counts once; another salt makes it another grammar."""
+    shares, long = GrammarShares(1000), SamplingParams(regex="a" * 500)
+    with shares.use("a", long), shares.use("a", long):
+        assert shares.taken == 500
+        salted = SamplingParams(regex="a" * 500, cache_salt="s")
+        with pytest.raises(ApiError, match="too many") as refused, shares.use("a", salted):
+            pass
+        assert refused.value.status_code == 429
+        with shares.use("b", SamplingParams(choice=["x" * 20, "y" * 20])):
+            assert shares.taken == 540
+        with shares.use("a", SamplingParams(json_object=True)), shares.use("a", SamplingParams()):
+            assert shares.taken == 500
+    assert shares.taken == 0 and not shares.uses
+    with monkeypatch.context() as patch:
+        patch.setattr(GrammarShares, "take", lambda *_: False)
+        found = httpx.post(f"{live.url}/v1/completions", json={"prompt": "x", "regex": "a{3}"})
+        assert (found.status_code, found.json()["error"]["code"]) == (429, "grammars_full")
+    assert httpx.post(
+        f"{live.url}/v1/completions", json={"prompt": "x", "regex": "a{3}"}
+    ).is_success
 
 
 @pytest.mark.parametrize("leaves", [False, True])

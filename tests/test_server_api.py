@@ -24,11 +24,11 @@ from minisgl.scheduler.messages import TokenReply, UserMsg
 from minisgl.server.cli import ServerObservers, build_app
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.access import Access, client_of
-from minisgl.server.http.api import create_app, fair_client
+from minisgl.server.http.api import create_app
 from minisgl.server.http.fields import CHANGES, HARMLESS, RESERVED
 from minisgl.server.http.formats import sse
 from minisgl.server.http.limits import ConcurrencyLimiter
-from minisgl.server.http.schemas import ChatRequest, CompletionRequest
+from minisgl.server.http.schemas import ChatRequest, CompletionRequest, fair_client
 from minisgl.server.http.settings import ApiSettings
 from minisgl.server.options import Operations
 from minisgl.server.workers.channels import LocalQueue

@@ -623,6 +623,10 @@ class Box:
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
+        self.sent: list[Any] = []
+
+    def put(self, *messages: Any) -> None:
+        self.sent += messages
 
     def get_all(self, timeout: float) -> list[Any]:
         found, self.messages = self.messages, []

@@ -72,6 +72,11 @@ class ErrorReply(msgspec.Struct, tag=True, kw_only=True):
     param: str | None = None  # the field at fault
 
 
+def aborted(uid: int) -> ErrorReply:
+    """Make the receipt of an abort: all that was sent before it has been read."""
+    return ErrorReply(uid=uid, message="aborted", code="aborted")
+
+
 Msg = UserMsg | AbortMsg | ExitMsg
 Reply = TokenReply | ErrorReply
 

@@ -155,10 +155,10 @@ def started(
         observed = Observed(bool(operations.trace), record, operations.log_prompts)
         group = stack.enter_context(WorkerGroup(config, watchdog, observed))
         inbox = stack.enter_context(closing(ZmqInbox(address(group.folder, "frontend"))))
-        outboxes = [ZmqOutbox(address(group.folder, part)) for part in group.tokenizers]
-        for outbox in outboxes:
-            stack.callback(outbox.close)
-        frontend = FairFrontend(outboxes, inbox, observers.all())
+        parts = (address(group.folder, part) for part in group.tokenizers)
+        outboxes = [stack.enter_context(closing(ZmqOutbox(part))) for part in parts]
+        places = config.max_running_req + operations.max_queue
+        frontend = FairFrontend(outboxes, inbox, observers.all(), places=places)
         stack.callback(frontend.close)
         yield group, frontend, observers
 

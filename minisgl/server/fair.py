@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from minisgl.scheduler.messages import ErrorReply
-from minisgl.server.frontend import Frontend, Stream
+from minisgl.scheduler.messages import AbortMsg, ErrorReply
+from minisgl.server.frontend import Frontend, RequestFailed, Stream
 from minisgl.server.http.limits import Shares
-from minisgl.server.workers.messages import UserReply
+from minisgl.server.workers.messages import StatsEvent, TokenizeMsg, UserReply
 
 MAX_UNREAD = 2**19  # log probabilities of all streams, alternatives included: about 130 MB
 
@@ -47,15 +47,53 @@ class FairStream(Stream):
 
 
 class FairFrontend(Frontend):
-    """A frontend whose clients share the memory for replies that are not read."""
+    """A frontend whose clients share the memory for replies that are not read.
 
-    def __init__(self, *args: Any, most: int = MAX_UNREAD, **fields: Any) -> None:
+    They also share `places` for requests. An aborted one keeps its place until the scheduler has
+    read the abort: until then, the request may still wait for the scheduler.
+    """
+
+    def __init__(
+        self, *args: Any, most: int = MAX_UNREAD, places: int = 2**31, **fields: Any
+    ) -> None:
         super().__init__(*args, **fields)
-        self.unread = Shares(most)
+        self.unread, self.places = Shares(most), Shares(places)
         self.new_stream = lambda client: FairStream(client, self.unread, self._cut)
+        self._placed: dict[int, str] = {}  # the client of each request that has a place, by uid
+        self._aborted = set[int]()  # those whose abort was not read yet
+
+    def _open(self, uid: int, seconds: float | None, client: str) -> Stream:
+        if not self.places.take(client, 1):
+            why = "the queue is full: requests that were given up are still being removed"
+            raise RequestFailed(why, code="queue_full")
+        self._placed[uid] = client
+        try:
+            return super()._open(uid, seconds, client)
+        except RequestFailed:
+            self._leave(uid)
+            raise
+
+    def _send(self, uid: int, msg: TokenizeMsg | AbortMsg) -> None:
+        if isinstance(msg, AbortMsg):
+            self._aborted.add(uid)
+        super()._send(uid, msg)
+
+    def _leave(self, uid: int) -> None:
+        """Return a request's place, if it still has one."""
+        self._aborted.discard(uid)
+        if (client := self._placed.pop(uid, None)) is not None:
+            self.places.give_back(client, 1)
+
+    def _dispatch(self, replies: list[UserReply | ErrorReply | StatsEvent]) -> None:
+        for reply in replies:
+            if isinstance(reply, ErrorReply) and reply.code == "aborted":
+                self._leave(reply.uid)
+        Frontend._dispatch(self, replies)
 
     def _forget(self, uid: int, outcome: str) -> None:
         stream = self._streams[uid]
-        super()._forget(uid, outcome)
+        Frontend._forget(self, uid, outcome)
         if isinstance(stream, FairStream):
             stream.close()
+        if uid not in self._aborted:
+            self._leave(uid)

@@ -583,8 +583,8 @@ MUTATIONS = [
     Mutation(
         name="server: a prompt whose client left is encoded",
         module="minisgl.server.workers.text_worker",
-        old="or not prompts.drop(msg.uid):",
-        new="or True:",
+        old="isinstance(msg, AbortMsg) and prompts.drop(msg.uid)",
+        new="False",
         test=TEST + "test_answers_go_before_prompts_and_leavers_are_dropped",
     ),
     Mutation(

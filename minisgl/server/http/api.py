@@ -43,6 +43,8 @@ from minisgl.server.http.schemas import (
     CompletionRequest,
     GenerateRequest,
     GenerationRequest,
+    GrammarShares,
+    fair_client,
 )
 from minisgl.server.http.settings import ApiSettings
 from minisgl.server.workers.messages import UserReply
@@ -75,9 +77,8 @@ class RequestHandler:
     ) -> None:
         settings = service.settings
         check_model(body.model, settings)
-        self.service, self.formatter, self.prompts = service, formatter, len(prompts)
-        self.body, self.limiter = body, service.limiter
-        self.request, self.client = request, client_of(request)
+        self.service, self.formatter, self.body = service, formatter, body
+        self.request, self.client, self.prompts = request, client_of(request), len(prompts)
         namespace = client_of(request, 64) if settings.isolate_prefixes else None
         self.tasks = tasks_for(body, prompts, settings.sampling_defaults, namespace)
         name = request.scope.get("request_id") or uuid.uuid4().hex
@@ -122,7 +123,9 @@ class RequestHandler:
 
     async def _replies(self) -> AsyncGenerator[tuple[Task, UserReply], None]:
         """Yield replies of all tasks as they come; closing this generator cancels every task."""
-        with self.limiter.acquire(len(self.tasks), self.client), renamed_failures(self.body):
+        places = self.service.limiter.acquire(len(self.tasks), self.client)
+        grammar = self.service.grammars.use(self.client, self.tasks[0].params)
+        with places, grammar, renamed_failures(self.body):
             if len(self.tasks) == 1:
                 async with aclosing(self._generate(self.tasks[0])) as replies:
                     async for reply in replies:
@@ -304,12 +307,6 @@ def check_model(asked: str | None, settings: ApiSettings) -> None:
         raise ApiError(404, f"model: {served}", code="model_not_found", param="model")
 
 
-def fair_client(client: str, body: GenerationRequest, trusted: bool) -> str:
-    """Return who the scheduler charges: a named key, else the `user` of a trusted caller."""
-    named = trusted and body.user and not client.startswith("key ")
-    return f"user {body.user}" if named else client
-
-
 def tasks_for(
     body: GenerationRequest, prompts: Sequence[Mapping[str, Any]],
     defaults: Mapping[str, Any], namespace: str | None = None,
@@ -335,6 +332,7 @@ class Service:
     settings: ApiSettings
     limiter: ConcurrencyLimiter
     held: Shares = field(default_factory=partial(Shares, MAX_HELD))
+    grammars: GrammarShares = field(default_factory=GrammarShares)
 
 
 STREAMED: dict[int | str, dict[str, Any]] = {  # for /openapi.json

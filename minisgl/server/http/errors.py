@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from minisgl.server.frontend import RequestFailed
 
 STATUS_OF_CODE = {"service_unavailable": 503, "internal_error": 500, "deadline_exceeded": 408}
+STATUS_OF_CODE |= {"queue_full": 429}
 HEADERS = {  # OpenAI's clients read this; a deadline that passed once would pass again
     401: {"www-authenticate": "Bearer"},
     408: {"x-should-retry": "false"},

@@ -6,6 +6,7 @@ Generated from notebooks/12_server.ipynb: edit there.
 from __future__ import annotations
 
 import queue
+from contextlib import suppress
 from typing import Any, Protocol
 
 import zmq
@@ -39,13 +40,11 @@ class LocalQueue:
 
     def get_all(self, timeout: float) -> list[Any]:
         messages: list[Message] = []
-        try:
+        with suppress(queue.Empty):
             messages.append(self._queue.get(block=timeout > 0, timeout=timeout or None))
             while len(messages) < MOST_MESSAGES:
                 messages.append(self._queue.get_nowait())
-            return messages
-        except queue.Empty:
-            return messages
+        return messages
 
 
 def zmq_socket(kind: int) -> zmq.Socket[bytes]:

@@ -21,7 +21,7 @@ from minisgl.runtime.supervisor import WorkerContext, WorkerFailed
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.grammar import GrammarQueue
-from minisgl.scheduler.messages import ExitMsg, Msg, Reply, UserMsg
+from minisgl.scheduler.messages import AbortMsg, ExitMsg, Msg, Reply, UserMsg, aborted
 from minisgl.scheduler.observe import StageClock
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.server.workers.channels import Inbox, Outbox, ZmqInbox, ZmqOutbox
@@ -62,6 +62,7 @@ class SchedulerChannel:
         hold = self._hold
         waits = hold is not None and bool(hold.held)
         messages = self._inbox.get_all(min(timeout, 0.005) if waits else timeout)
+        self.send([aborted(msg.uid) for msg in messages if isinstance(msg, AbortMsg)])
         params = (msg.sampling_params for msg in messages if isinstance(msg, UserMsg))
         if hold is not None and (waits or any(each.is_constrained for each in params)):
             return hold.pass_on(messages)

@@ -14,7 +14,7 @@ from typing import Protocol
 from minisgl.core import SamplingParams
 from minisgl.events import StageTimed
 from minisgl.scheduler.frames import same_but_seed, with_seed
-from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
+from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg, aborted
 from minisgl.server.workers.channels import Inbox, Outbox
 from minisgl.server.workers.conversion import convert
 from minisgl.server.workers.messages import (
@@ -262,8 +262,9 @@ def run_text_worker(
                 break
             if isinstance(msg, TokenizeMsg):
                 prompts.add(msg)
-            elif not isinstance(msg, AbortMsg) or not prompts.drop(msg.uid):
-                worker.handle(msg)
+            else:
+                dropped = isinstance(msg, AbortMsg) and prompts.drop(msg.uid)
+                worker.handle(aborted(msg.uid) if dropped else msg)
             beat()
         worker.flush()
         for encoded in [] if leave else prompts.take(worker.encode):
