@@ -358,6 +358,17 @@ def test_who_ran_alone_is_not_behind_newcomers() -> None:
     assert queue.first() is alone
 
 
+@pytest.mark.parametrize("tokens", [30, 300])
+def test_tiny_requests_do_not_pass_for_ever(tokens: int) -> None:
+    """A step costs as much as a 32nd of its budget, and clients get prompt tokens side by side."""
+    queue = FairQueue(640)
+    for uid in range(200):
+        queue.add(make_req(uid, 1, "tiny"))
+    queue.add(make_req(1000, tokens, "other"))
+    before = drain(queue).index(1000)
+    assert before <= tokens // 20 + 2
+
+
 def test_a_turn_is_longer_for_a_longer_text() -> None:
     queue = FairQueue(STEP, turn=10)
     for tokens, turn in ((31, 10), (32, 11), (640, 30)):

@@ -126,8 +126,8 @@ MUTATIONS = [
     Mutation(
         "grammar_tokenizer_is_loaded_before_all_else",
         GRAMMAR,
-        "self.tokenizer = loaded = pool.submit(load)\n",
-        "self.tokenizer = loaded = pool.submit(load)\n        loaded.result()\n",
+        "self.tokenizer = self.pool.submit(load)\n",
+        "self.tokenizer = self.pool.submit(load)\n        self.tokenizer.result()\n",
         TESTS + "test_free_answers_do_not_wait_for_the_tokenizer",
     ),
     Mutation(

@@ -148,7 +148,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="shares: a caller without a key claims the name of another",
-        module="minisgl.server.http.api",
+        module="minisgl.server.http.schemas",
         old="named = trusted and body.user",
         new="named = body.user",
         test="tests/test_server_api.py::"

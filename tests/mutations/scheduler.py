@@ -175,16 +175,16 @@ MUTATIONS = [
     Mutation(
         "displace_the_last_request_of_a_client",
         QUEUE,
-        "for number, _, req in numbers if number > 1]",
-        "for number, _, req in numbers]",
+        "if number > 2 * rows + 1]",
+        "if number > 2 * rows]",
         TESTS + "test_nobody_stops_in_vain",
     ),
     Mutation(
         "displace_for_a_client_that_has_a_row",
         QUEUE,
-        "first is None or self._shares[first.client].rows > 0",
-        "first is None",
-        TESTS + "test_a_client_without_a_row_gets_one_of_a_client_with_several",
+        "if number > 2 * rows + 1]",
+        "if number > 1]",
+        TESTS + "test_a_client_with_few_rows_displaces_one_of_a_client_with_many",
     ),
     Mutation(
         "displace_whoever_had_less",
@@ -315,8 +315,8 @@ MUTATIONS = [
     Mutation(
         "queue_prefers_clients_with_a_row",
         QUEUE,
-        "return self.rows > 0,",
-        "return self.rows == 0,",
+        "return self.rows.bit_length(),",
+        "return -self.rows,",
         QUEUE_TESTS + "TestAnyHistory",
     ),
     Mutation(
@@ -420,15 +420,29 @@ MUTATIONS = [
     Mutation(
         "queue_clock_of_clients_counts_each_once",
         QUEUE,
-        "for req in prompts) / present",
-        "for req in prompts)",
+        "self._clock += least / present",
+        "self._clock += least",
         QUEUE_TESTS + "test_a_new_client_is_not_behind_those_who_wait",
+    ),
+    Mutation(
+        "queue_steps_of_few_tokens_are_cheap",
+        QUEUE,
+        "least = max(total, self._step_tokens // 32)",
+        "least = total",
+        QUEUE_TESTS + "test_tiny_requests_do_not_pass_for_ever",
+    ),
+    Mutation(
+        "queue_ranks_clients_by_length_alone",
+        QUEUE,
+        "return tag > -math.inf, start + rest, number, req",
+        "return tag > -math.inf, rest, number, req",
+        QUEUE_TESTS + "test_tiny_requests_do_not_pass_for_ever",
     ),
     Mutation(
         "queue_counts_requests_and_not_tokens",
         QUEUE,
-        "share.served += req.extend_len",
-        "share.served += 100",
+        "req.extend_len * least // total",
+        "100",
         QUEUE_TESTS + "test_two_floods_share_by_tokens_not_by_requests",
     ),
     Mutation(

@@ -596,7 +596,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: a user can pose as an address",
-        module="minisgl.server.http.api",
+        module="minisgl.server.http.schemas",
         old='return f"user {body.user}"',
         new="return body.user",
         test=API + "test_a_named_key_or_address_is_the_client_whatever_user_it_names",
@@ -687,7 +687,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: users of one key have a share each",
-        module="minisgl.server.http.api",
+        module="minisgl.server.http.schemas",
         old=' and not client.startswith("key ")',
         new="",
         test=API + "test_a_named_key_or_address_is_the_client_whatever_user_it_names",

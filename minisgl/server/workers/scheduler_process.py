@@ -58,7 +58,10 @@ class SchedulerChannel:
         return [ExitMsg()] if block and not messages else messages
 
     def _take(self, timeout: float) -> list[Msg]:
-        """Return messages that may go on; a constrained request waits for its grammar."""
+        """Return messages that may go on; a constrained request waits for its grammar.
+
+        Each abort gets a receipt at once: what was sent before it has been read.
+        """
         hold = self._hold
         waits = hold is not None and bool(hold.held)
         messages = self._inbox.get_all(min(timeout, 0.005) if waits else timeout)
