@@ -246,10 +246,14 @@ class FairQueue:
 
     def displaceable(self, reqs: Sequence[Req]) -> list[Req]:
         """Return the requests that may yield to the first one, whose client has fewer rows."""
-        if (first := self.first()) is None:
+        first = self.first()
+        rows = 0 if first is None else self._shares[first.client].rows
+        if first is None or (
+            rows and len(reqs) <= 2 * rows + 1
+        ):  # nobody has more than twice as many
             return []
-        share, numbers, over = self._shares[first.client], numbered(reqs), self.turn_is_over
-        least, rows = share.served - self._step_tokens, share.rows
+        least = self._shares[first.client].served - self._step_tokens
+        numbers, over = numbered(reqs), self.turn_is_over
         further = [req for number, _, req in numbers if number > 2 * rows + 1]
         at_once = {req for req in further
                    if not req.retracted and self._shares[req.client].served > least}  # fmt: skip
