@@ -679,10 +679,33 @@ def test_a_rank_compiles_what_is_announced() -> None:
     assert job is not None and job.result(20) and ranked.jobs == {7: job}
     channel.put_messages(UserMsg(7, [1], ANSWER))
     assert [msg.uid for msg in ranked.recv(False)] == [7]  # type: ignore[union-attr]
-    assert ranked.ready == [job] and not ranked.jobs
+    assert ranked.ready == [job, job] and not ranked.jobs
     channel.put_messages(CompileMsg(8, ANSWER), AbortMsg(8))  # type: ignore[arg-type]
     ranked.recv(False)
     assert not ranked.jobs
+
+
+def test_a_rank_keeps_a_cached_grammar_beside_new_ones() -> None:
+    """They come in one batch, and would take its place before its request is constrained."""
+    channel, grammars = InProcessChannel(), Grammars(tokenizer, keep=1024)
+    ranked = CompilingChannel(channel, grammars)
+    assert grammars.start(ANSWER).result(20)  # type: ignore[union-attr]
+    new = SamplingParams(regex="b{1,9}")
+    channel.put_messages(CompileMsg(8, new), UserMsg(7, [1], ANSWER))  # type: ignore[arg-type]
+    ranked.recv(False)
+    gc.collect()
+    assert {asked[1] for asked in grammars.jobs} == {ANSWER.regex, "b{1,9}"}
+
+
+@pytest.mark.parametrize("text", ["a.{9}/ & ~/.*b.{10}", "a/ | ~/b", "a/ & /b"])
+def test_terminals_without_complements_and_intersections(text: str) -> None:
+    """Their automata can take hundreds of megabytes, and no limit of the library counts that."""
+    tokens = tokenizer()
+    found = compile_grammar(tokens, "grammar", r'start: "\u0026\u007e" T' + "\nT: /a/")
+    ids = tokens.tokenize_str("&~a")
+    assert found.validate_tokens(ids) == len(ids)
+    with pytest.raises(InvalidRequestError, match="& and ~ are not supported"):
+        compile_grammar(tokens, "grammar", f"start: T\nT: /{text}/")
 
 
 def test_a_grammar_that_a_request_waits_for_is_not_forgotten() -> None:

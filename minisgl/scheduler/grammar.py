@@ -219,9 +219,11 @@ class CompilingChannel:
 
     def recv(self, block: bool) -> list[Msg]:
         messages: Sequence[Any] = self.channel.recv(block)
-        for msg in messages:
+        came = [msg for msg in messages if not isinstance(msg, CompileMsg)]
+        users = (msg for msg in came if isinstance(msg, UserMsg))
+        cached = [self.grammars.start(msg.sampling_params) for msg in users]
+        for msg in messages:  # afterwards: new grammars may take the place of cached ones
             if isinstance(msg, CompileMsg):
                 self.jobs[msg.uid] = self.grammars.start(msg.sampling_params)
-        came = [msg for msg in messages if not isinstance(msg, CompileMsg)]
-        self.ready = [self.jobs.pop(getattr(msg, "uid", -1), None) for msg in came]
+        self.ready = cached + [self.jobs.pop(getattr(msg, "uid", -1), None) for msg in came]
         return came

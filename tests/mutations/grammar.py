@@ -144,4 +144,18 @@ MUTATIONS = [
         'grammar_from("choice", text)',
         "tests/test_structured_output.py::test_a_choice_is_one_item",
     ),
+    Mutation(
+        "grammar_terminals_may_have_complements",
+        "minisgl.scheduler.forms",
+        'if "&" in text or "~" in text:',
+        'if "&" in text and "~" in text:',
+        TESTS + "test_terminals_without_complements_and_intersections",
+    ),
+    Mutation(
+        "grammar_of_a_waiting_request_is_dropped_by_another_rank",
+        GRAMMAR,
+        "self.ready = cached + [",
+        "cached.clear(); self.ready = [",
+        TESTS + "test_a_rank_keeps_a_cached_grammar_beside_new_ones",
+    ),
 ]
