@@ -1221,6 +1221,7 @@ def test_grammars_in_use_share_a_bound(live: Live, monkeypatch: pytest.MonkeyPat
     assert shares.taken == 0 and not shares.uses
     with monkeypatch.context() as patch:
         patch.setattr(GrammarShares, "take", lambda *_: False)
+        assert httpx.post(f"{live.url}/v1/completions", json={"prompt": "x"}).is_success
         found = httpx.post(f"{live.url}/v1/completions", json={"prompt": "x", "regex": "a{3}"})
         assert (found.status_code, found.json()["error"]["code"]) == (429, "grammars_full")
     assert httpx.post(

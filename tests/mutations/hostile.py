@@ -480,8 +480,8 @@ MUTATIONS = [
     Mutation(
         name="grammars: each request counts its text",
         module="minisgl.server.http.schemas",
-        old="if not self.uses[key] and not self.take(client, size):",
-        new="if not self.take(client, size):",
+        old="if size and not self.uses[key] and not",
+        new="if size and not",
         test=TEST + "test_grammars_in_use_share_a_bound",
     ),
     Mutation(

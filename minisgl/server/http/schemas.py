@@ -259,7 +259,7 @@ class GrammarShares(Shares):
         given = (getattr(params, name) for name in GRAMMARS)
         texts = [text for value in given if value for text in plain_texts(value)]
         size, key = sum(map(len, texts)), (client, params.cache_salt or "", *texts)
-        if not self.uses[key] and not self.take(client, size):
+        if size and not self.uses[key] and not self.take(client, size):
             why = f"grammar: {size} characters are too many beside those of the other requests"
             raise ApiError(429, f"{why} in flight; try again later", code="grammars_full")
         self.uses[key] += 1
