@@ -132,7 +132,7 @@ class FairQueue:
         self.push(req, (share.clock + req.prompt_len, number))
 
     def least(self, share: Share) -> int:
-        """Return what the least served other client has: of those that wait, if any do."""
+        """Return the service of the least served other client, one that waits if any does."""
         others = [other for other in self._shares.values() if other is not share]
         waiting = [other.served for other in others if other.waiting]
         return min(waiting or [other.served for other in others], default=0)
