@@ -368,7 +368,7 @@ def test_one_client_cannot_fill_the_memory_with_bodies(size: int) -> None:
 
     small, *large = asyncio.run(statuses())
     assert small == 200 and 8 <= large.count(200) < 20 and set(large) == {200, 429}
-    assert limit._shares.taken == 0
+    assert limit.shares.taken == 0
 
 
 def test_a_body_counts_until_its_answer_is_complete() -> None:
@@ -393,13 +393,13 @@ def test_a_body_counts_until_its_answer_is_complete() -> None:
         scope = {"type": "http", "method": "POST", "headers": []}
         answer = asyncio.ensure_future(limit(scope, receive, send))
         await inside.wait()
-        taken = limit._shares.taken
+        taken = limit.shares.taken
         gate.set()
         await answer
         return taken
 
     limit = BodyLimit(app, max_bytes=100_000)
-    assert asyncio.run(held()) == 50_000 - FREE and limit._shares.taken == 0
+    assert asyncio.run(held()) == 50_000 - FREE and limit.shares.taken == 0
 
 
 # Model folders

@@ -26,6 +26,7 @@ from minisgl.core import SamplingParams
 from minisgl.scheduler.frames import with_seed
 from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.http.access import BEARER, Access, client_of, cors_middleware, keyed_route
+from minisgl.server.http.answers import MAX_HELD, Held
 from minisgl.server.http.bodies import SideThread, build, invalid
 from minisgl.server.http.errors import FAILED, ApiError, api_error
 from minisgl.server.http.formats import (
@@ -36,7 +37,7 @@ from minisgl.server.http.formats import (
     sse,
     usage,
 )
-from minisgl.server.http.limits import DRAINING, LOADING, MAX_HELD, ConcurrencyLimiter, Held, Shares
+from minisgl.server.http.limits import DRAINING, LOADING, ConcurrencyLimiter, Shares
 from minisgl.server.http.schemas import (
     MAX_ANSWERS,
     ChatRequest,

@@ -9,8 +9,9 @@ import asyncio
 import json
 import resource
 import socket
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from urllib.parse import urlsplit
@@ -19,7 +20,6 @@ import psutil
 import uvicorn
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -27,7 +27,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from minisgl.server.http.access import client_of, network_of
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.turns import Turns
-from minisgl.server.workers.messages import TokenLogprob
 
 
 class Shares:
@@ -90,70 +89,27 @@ class ConcurrencyLimiter(Shares):
             self.give_back(client, count)
 
 
-MAX_HELD = 2**19  # log probabilities of all whole answers in progress
-
-
-class Held:
-    """Log probabilities, alternatives included, that wait for the rest of one answer."""
-
-    def __init__(self, shares: Shares, client: str) -> None:
-        self._shares, self._client, self.count = shares, client, 0
-
-    def add(self, entries: Sequence[TokenLogprob]) -> None:
-        """Count more of them; an `ApiError` above the client's share."""
-        count = sum(1 + len(entry.top) for entry in entries)
-        if not self._shares.take(self._client, count):
-            fits = self.count + count <= self._shares.most
-            why = f"logprobs: more than {self.count} in one answer are too many to hold; stream it"
-            why += ", or ask for fewer" + ", or try again later" * fits
-            raise ApiError(429 if fits else 400, why, code="logprobs_full", param="logprobs")
-        self.count += count
-
-    def release(self) -> None:
-        """Return them to the share, once the answer is sent or given up."""
-        self._shares.give_back(self._client, self.count)
-        self.count = 0
-
-
-SLICE = 2**16  # bytes
-
-
-class SlicedResponse(Response):
-    """A response that keeps one slice in the send buffer; `sent` is called at its end."""
-
-    sent: Callable[[], object] | None = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        head = {"status": self.status_code, "headers": self.raw_headers}
-        try:
-            await send({"type": "http.response.start", **head})
-            for at in range(0, len(self.body), SLICE):
-                piece, more = self.body[at : at + SLICE], at + SLICE < len(self.body)
-                await send({"type": "http.response.body", "body": piece, "more_body": more})
-        finally:
-            if self.sent is not None:
-                self.sent()
-
-
-FREE = 2**12  # bytes of a body, and of the heads of a connection, that count in no share
+FREE = 2**12  # bytes of a request, and of the heads of a connection, that count in no share
 CLOSE = {"connection": "close"}  # the rest of the body will not be read
+HOLD = "minisgl.hold"  # in an ASGI scope: `Body.hold` of this request
 
 
 class BodyLimit:
     """Ends a body with an `ApiError`: 413 beyond `max_bytes`, 408 beyond `seconds`.
 
-    A 429 if the bodies in flight exceed `8 * max_bytes`, which clients share.
+    A 429 if all that requests hold exceeds `8 * max_bytes`, which clients share.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float = 60.0) -> None:
         self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
-        self._shares = Shares(8 * max_bytes)
+        self.shares, self.lock = Shares(8 * max_bytes), threading.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         body = Body(self, scope, receive)
+        scope[HOLD] = body.hold
         try:
             await self._app(scope, body.receive, send)
         finally:
@@ -161,14 +117,14 @@ class BodyLimit:
 
 
 class Body:
-    """One body, on its way in and until its answer is complete."""
+    """One body, on its way in, and the bytes that its request holds until the answer is sent."""
 
     def __init__(self, limit: BodyLimit, scope: Scope, receive: Receive) -> None:
         length = Headers(scope=scope).get("content-length", "")
         self._claimed, self._more = int(length) if length.isdecimal() else 0, True
-        self._limit, self._receive = limit, receive
-        self._client = client_of(Request(scope))
-        self._size = self._held = 0  # bytes so far, and those of them that count in the shares
+        self._limit, self._scope, self._receive = limit, scope, receive
+        self._client, self._over = "", False
+        self._size = self._sum = self._held = 0  # bytes of it, of all, and of those in the shares
         self._deadline = asyncio.get_running_loop().time() + limit._seconds
 
     async def receive(self) -> Message:
@@ -188,19 +144,35 @@ class Body:
         if max(self._size, self._claimed) > self._limit._max_bytes:
             why = f"body: more than the {self._limit._max_bytes} bytes that this server takes"
             raise ApiError(413, why, code="body_too_large", headers=CLOSE)
-        more = max(0, self._size - FREE) - self._held
-        if more and not self._limit._shares.take(self._client, more):
-            why = "body: too many large bodies are in use, some of them yours"
-            raise ApiError(429, why, code="bodies_full", headers=CLOSE)
-        self._held += more
+        self.hold(len(message.get("body", b"")))
         self._more = message.get("more_body", False)
         return message
 
+    def hold(self, count: int) -> None:
+        """Count bytes in the client's share until the answer is sent; a 429 if they are too many.
+
+        Any thread may call it, but not before the key is checked.
+        """
+        with self._limit.lock:
+            if self._over:
+                raise ApiError(499, "body: the client left", code="client_left")
+            self._client = self._client or client_of(Request(self._scope))
+            more = max(0, self._sum + count - FREE) - self._held
+            if more and not self._limit.shares.take(self._client, more):
+                why = (
+                    "body: too many bytes of requests and answers are in memory, some of them yours"
+                )
+                raise ApiError(429, f"{why}; try again later", code="bodies_full", headers=CLOSE)
+            self._sum += count
+            self._held += more
+
     def give_back(self) -> None:
-        self._limit._shares.give_back(self._client, self._held)
-        self._held = 0
+        with self._limit.lock:
+            self._limit.shares.give_back(self._client, self._held)
+            self._over = True
 
 
+MAX_URL = 2**10  # bytes of a URL
 MAX_HEAD, LINE = 2**16, 2**8  # bytes of a request's head; what a line of it counts at least
 MAX_HEADS = 2**24  # bytes of all heads, those of requests with an answer in progress included
 MAX_PIPELINED = 16  # requests of a connection that wait for the answer before theirs
@@ -304,12 +276,14 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         HttpToolsProtocol.on_url(self, url)
         self._head += len(url)
+        if self._head > MAX_URL and not self._refused:
+            self._refuse(ApiError(414, f"URL: more than {MAX_URL} bytes", code="url_too_long"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() == b"transfer-encoding" and value.lower() != b"chunked":
             self._refuse(ApiError(501, "Transfer-Encoding: must be chunked", code="not_chunked"))
         self._head += max(LINE, len(name) + len(value) + 4)
-        if self._head <= MAX_HEAD:
+        if self._head <= MAX_HEAD and name.lower() != b"cookie":  # FastAPI would parse it
             HttpToolsProtocol.on_header(self, name, value)
 
     def on_headers_complete(self) -> None:

@@ -13,7 +13,7 @@ from fastapi import FastAPI, HTTPException
 from fastapi.responses import HTMLResponse, Response
 
 from minisgl.server.http.access import Access
-from minisgl.server.http.limits import SlicedResponse
+from minisgl.server.http.answers import SlicedResponse
 from minisgl.viewer.page import page_of
 
 

@@ -22,6 +22,7 @@ from minisgl.server.http.bodies import build
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import refuse_foreign
 from minisgl.server.http.formats import Completion, Json, sse
+from minisgl.server.http.limits import HOLD
 from minisgl.server.http.translated import Event, TranslatedHandler
 from minisgl.server.responses.events import ResponseBuilder, item_id
 from minisgl.server.responses.schemas import (
@@ -51,16 +52,20 @@ def looking_up(param: str) -> Iterator[None]:
 
 
 class References:
-    """Stored items by their ids, for one request; it may read `MOST_READ` bytes of them."""
+    """Stored items by their ids, for one request; it may read `MOST_READ` bytes of them.
 
-    def __init__(self, store: ResponseStore, client: str) -> None:
-        self._store, self._client, self._size = store, client, 0
+    `hold` counts these bytes in its client's share.
+    """
+
+    def __init__(self, store: ResponseStore, client: str, hold: Callable[[int], object]) -> None:
+        self._store, self._client, self._hold, self._size = store, client, hold, 0
         self._turns: dict[str, dict[str, dict[str, Any]]] = {}
 
     def _count(self, data: bytes) -> bytes:
         self._size += len(data)
         if self._size > MOST_READ:
             raise OverflowError(self._size)
+        self._hold(len(data))
         return data
 
     def find(self, wanted: str) -> Item:
@@ -77,15 +82,14 @@ class References:
 
 
 def conversation(
-    store: ResponseStore, client: str, body: ResponsesRequest
-) -> tuple[list[Item], list[Item]]:
-    """Return the items before this request, and its own."""
+    store: ResponseStore, client: str, body: ResponsesRequest,
+    hold: Callable[[int], object] = lambda size: None,
+) -> tuple[list[Item], list[Item]]:  # fmt: skip
+    """Return the items before this request, and its own; `hold` counts the bytes it reads."""
     with looking_up("previous_response_id"):
-        turns = store.conversation(client, body.previous_response_id)
-    before, references = (
-        read_items([i for t in turns for i in t.all_items]),
-        References(store, client),
-    )
+        turns = store.conversation(client, body.previous_response_id, hold)
+    before = read_items([item for turn in turns for item in turn.all_items])
+    references = References(store, client, hold)
     if isinstance(body.input, str):
         return before, [Message(role="user", content=body.input)]
     with looking_up("input"):
@@ -140,7 +144,8 @@ class ResponsesHandler(TranslatedHandler):
         self, service: Service, request: Request, body: ResponsesRequest, store: ResponseStore
     ) -> None:
         refuse_foreign(body.model_extra or {}, RENAMED)
-        before, own = conversation(store, client_of(request), body)
+        hold = request.scope.get(HOLD, lambda size: None)
+        before, own = conversation(store, client_of(request), body, hold)
         super().__init__(service, request, lambda: body.as_chat(before + own))
         response = empty_response(body, self)
         self._store = store

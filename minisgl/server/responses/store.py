@@ -120,8 +120,16 @@ class ResponseStore:
         """Return one turn; raise `KeyError` if it is not stored."""
         return decode(self.read(client, response_id))
 
-    def conversation(self, client: str, response_id: str | None) -> list[Turn]:
-        """Return all turns up to a response, the first one first; None has none."""
+    def conversation(
+        self,
+        client: str,
+        response_id: str | None,
+        hold: Callable[[int], object] = lambda size: None,
+    ) -> list[Turn]:
+        """Return all turns up to a response, the first one first; None has none.
+
+        `hold` is called with their bytes before they are read, and may raise.
+        """
         with self._lock:
             found = self._use(client, response_id)
         missing = found[-1].previous if found else response_id
@@ -129,6 +137,7 @@ class ResponseStore:
             raise KeyError(missing)
         if (size := sum(len(entry.data) for entry in found)) > MOST_READ:
             raise OverflowError(size)
+        hold(size)
         return [decode(entry.data) for entry in reversed(found)]
 
     def delete(self, client: str, response_id: str) -> None:
