@@ -414,7 +414,9 @@ def answer(prompt: Sequence[int], params: SamplingParams, room: int) -> Iterator
     executor, bits = reference(), 2**64 - 1
     matcher = None
     if params.regex is not None:
-        matcher = compiled().compile("regex", params.regex).result().deep_copy()
+        job = compiled().compile(params)
+        assert job is not None
+        matcher = job.result()
     tokens = list(prompt)
     total = salt_hash(params.cache_salt)
     for at, token in enumerate(tokens):

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from minisgl import LLM, SamplingParams
 from minisgl.core import GRAMMARS
+from minisgl.scheduler.forms import compile_grammar, load_tokens
 from minisgl.scheduler.grammar import load_grammars
 from minisgl.scheduler.messages import InvalidRequestError, UserMsg
 from minisgl.scheduler.requests import Limits, make_req
@@ -453,19 +454,19 @@ TRIGGER = {"type": "triggered_tags", "triggers": ["<a"], "tags": [{"begin": "b"}
 def test_tags_that_cannot_be_used_are_refused(
     tag: Any, reason: str, folders: dict[str, Path]
 ) -> None:
-    grammars = load_grammars(folders["hermes"], 768, [766])
+    tokens = load_tokens(folders["hermes"], 768, [766])
     for name in (None, "tools"):
         named = {**tag, "name": name} if name and tag else tag
         asked = SamplingParams(structural_tag=named).structural_tag
         assert asked is not None
         with pytest.raises(InvalidRequestError, match=reason) as caught:
-            grammars.compile("structural_tag", asked).result()
+            compile_grammar(tokens, "structural_tag", asked)
         assert caught.value.param == ("tools" if "name" in named else "structural_tag")
     deep = '{"type": "sequence", "elements": ['
     for depth in (300, 1500):
         text = '{"format": ' + deep * depth + '{"type": "x"}' + "]}" * depth + "}"
         with pytest.raises(InvalidRequestError):
-            grammars.compile("structural_tag", text).result()
+            compile_grammar(tokens, "structural_tag", text)
 
 
 # ------------------------------------------------------------------ over HTTP

@@ -12,12 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 
 from minisgl import LLM, SamplingParams, events
 from minisgl.recording import Recorder, read_recording, replay
 from minisgl.scheduler.messages import AbortMsg
 from minisgl.server.http.access import Access
+from minisgl.server.http.errors import ApiError
 from minisgl.server.observe import viewer
 from minisgl.server.observe.viewer import LivePage, add_viewer_route
 from minisgl.viewer.__main__ import main
@@ -116,6 +117,30 @@ def test_route_asks_for_the_key_and_reads_a_growing_file(tmp_path: Path) -> None
             assert (await client.get("/viewer")).status_code != 200
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize("keys", [{}, {"": "secret", "ann": "hers"}, {"ann": "hers"}])
+def test_the_page_is_for_the_operator_alone(tmp_path: Path, keys: dict[str, str]) -> None:
+    """It shows what other clients got; without a key, this machine is the operator's."""
+    app = FastAPI()
+    app.add_exception_handler(ApiError, lambda _, error: Response(status_code=error.status_code))  # type: ignore[attr-defined]
+    add_viewer_route(app, record(tmp_path / "run", 3, 5), Access(keys))
+
+    async def ask(key: str, address: str) -> int:
+        transport = httpx.ASGITransport(app=app, client=(address, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            return (await client.get("/viewer", headers=headers)).status_code
+
+    for key, name in (("", None), ("secret", ""), ("hers", "ann")):
+        for address in ("127.0.0.1", "10.0.0.7"):
+            status = asyncio.run(ask(key, address))
+            if keys and name not in keys:
+                assert status == 401
+            elif keys:
+                assert status == (403 if name else 200)
+            else:
+                assert status == (200 if address == "127.0.0.1" else 403)
 
 
 def test_many_requests_for_the_live_page_make_it_once(

@@ -6,6 +6,7 @@ Generated from notebooks/09a_structured_output.ipynb: edit there.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Collection
 from itertools import groupby
@@ -19,9 +20,9 @@ from minisgl.config.paths import read_json
 from minisgl.config.rules import refuse
 from minisgl.scheduler.messages import InvalidRequestError
 
-MAX_MULTIPLES = 1000  # sum of a schema's `multipleOf`s: each takes as many states
+MAX_MULTIPLES = 1000  # states for the `multipleOf`s of a schema
 LIMITS = LLParserLimits(
-    initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=1_000,
+    initial_lexer_fuel=200_000, step_lexer_fuel=20_000, step_max_items=1_000,
     max_items_in_row=400, max_lexer_states=10_000, max_grammar_size=20_000, verbose_errors=False,
 )  # fmt: skip
 ONE_LINE: Any = {  # else a model may answer with spaces indefinitely
@@ -30,11 +31,13 @@ ONE_LINE: Any = {  # else a model may answer with spaces indefinitely
 
 
 def check_multiples(schema: str) -> None:
-    """Raise `ValueError` if all `multipleOf` together take too many states."""
+    """Raise `ValueError` if the `multipleOf`s take too many states, alone or for one number."""
     multiples = re.findall(r'"multipleOf": ([0-9.]+)', schema)
     digits = [number.replace(".", "").strip("0") for number in multiples]
-    if sum(map(int, filter(None, digits))) > MAX_MULTIPLES:
-        raise ValueError(f"the digits of all multipleOf must add up to {MAX_MULTIPLES} at most")
+    numbers = [int(number) for number in digits if number]
+    if max(sum(numbers), math.lcm(*numbers)) > MAX_MULTIPLES:
+        why = f"sum and least common multiple must be {MAX_MULTIPLES} at most"
+        raise ValueError(f"the digits of all multipleOf: {why}")
 
 
 def schema_grammar(schema: str) -> str:

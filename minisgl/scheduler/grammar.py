@@ -5,6 +5,8 @@ Generated from notebooks/09a_structured_output.ipynb: edit there.
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -24,6 +26,7 @@ from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.forms import compile_grammar, load_tokens
 from minisgl.scheduler.messages import AbortMsg, InvalidRequestError, Msg, UserMsg
 from minisgl.scheduler.side import SLOTS, asked_for
+from minisgl.shares import Shares
 from minisgl.tokenizer import THINK
 
 
@@ -31,8 +34,8 @@ class Matcher:
     """Follows one answer through its grammar; depends on the answer and the prompt's end alone."""
 
     def __init__(self, start: LLMatcher, field: str, job: object = None) -> None:
-        """Copy a matcher; while the copy exists, `job` does, too."""
-        self.ll, self.field, self.job = start.deep_copy(), field, job
+        """Take a matcher that no other answer uses; its `job` lives as long."""
+        self.ll, self.field, self.job = start, field, job
         self.seen = 0  # tokens of the answer that it has accepted
 
     @property
@@ -64,47 +67,36 @@ class DeferredOutput(ForwardOutput):
         return self.sample().wait()
 
 
-Asked = tuple[str, str, str | None]  # field, text, salt
-
-
 class Grammars:
-    """Compiles the grammars of one model in threads, caches the last ones, fills masks."""
+    """Compiles the grammars of one model in threads, each for one request, and fills masks."""
 
-    def __init__(self, load: Callable[[], LLTokenizer | str], keep: int = 2**18) -> None:
-        """Start a thread in which `load` returns a tokenizer, or the reason why there is none.
-
-        `keep` bounds the characters of cached grammars; one takes up to 400 bytes of memory.
-        """
-        self.keep, self.pool = keep, ThreadPoolExecutor(SLOTS, "grammars")
+    def __init__(self, load: Callable[[], LLTokenizer | str]) -> None:
+        """Start a thread in which `load` returns a tokenizer, or the reason why there is none."""
+        self.pool = ThreadPoolExecutor(SLOTS, "grammars")
         self.tokenizer = self.pool.submit(load)
         self.waiting: DeferredOutput | None = None  # the last step, if it is not sampled yet
         self.executor = LLExecutor(1)  # one call for a batch, in one thread
-        self.jobs = WeakValueDictionary[Asked, Future[LLMatcher]]()  # cached or in use
-        self.cached: dict[Asked, Future[LLMatcher]] = {}  # the one used last at the end
+        self.jobs = WeakValueDictionary[int, Future[LLMatcher]]()  # of requests to come, by uid
 
-    def compile(self, field: str, text: str, salt: str | None = None) -> Future[LLMatcher]:
-        """Return the job of a grammar; start it unless it is cached or in use."""
-        asked = field, text, salt
-        job = self.jobs.get(asked)
-        if job is None:
-            job = self.pool.submit(lambda: compile_grammar(self.tokenizer.result(), field, text))
-            self.jobs[asked] = job
-        self.cached.pop(asked, None)
-        self.cached[asked] = job
-        while sum(max(1024, len(text)) for _, text, _ in self.cached) > self.keep:
-            del self.cached[next(iter(self.cached))]
+    def compile(self, params: SamplingParams) -> Future[LLMatcher] | None:
+        """Start to compile a grammar; return None if there is none."""
+        if (asked := asked_for(params)) is None:
+            return None
+        return self.pool.submit(lambda: compile_grammar(self.tokenizer.result(), *asked))
+
+    def start(self, uid: int, params: SamplingParams) -> Future[LLMatcher] | None:
+        """Start the job of a request that will come, once; the caller keeps the job till then."""
+        job = self.jobs.get(uid) or self.compile(params)
+        if job is not None:
+            self.jobs[uid] = job
         return job
-
-    def start(self, params: SamplingParams) -> Future[LLMatcher] | None:
-        """Compile a request's grammar, unless it is cached; return None if it has no grammar."""
-        asked = asked_for(params)
-        return None if asked is None else self.compile(*asked, params.cache_salt)
 
     def constrain(self, req: Req, vocab_size: int) -> None:
         """Set the matcher and mask of a constrained request, or raise `InvalidRequestError`."""
         asked = asked_for(req.sampling_params)
         assert asked is not None
-        job = self.compile(*asked, req.sampling_params.cache_salt)
+        job = self.jobs.pop(req.uid, None) or self.compile(req.sampling_params)
+        assert job is not None
         if isinstance(error := job.exception(), InvalidRequestError):
             raise InvalidRequestError(error.message, param=error.param)
         req.matcher = Matcher(job.result(), asked[0], job)
@@ -179,33 +171,65 @@ class CompileMsg(msgspec.Struct, tag=True):
 
 
 class GrammarQueue:
-    """Requests that wait for their grammars.
+    """Requests that wait for their grammars; clients share `limit` characters of grammars.
 
     `start` is that of `Grammars`, once they exist; `announce` if there are other ranks.
     """
 
-    def __init__(self, announce: bool = False) -> None:
-        self.announce = announce
-        self.start: Callable[[SamplingParams], Future[LLMatcher] | None] = lambda params: None
-        self.held: dict[int, tuple[UserMsg, Future[LLMatcher]]] = {}  # by uid
+    def __init__(self, announce: bool = False, limit: int = 2**19) -> None:
+        self.announce, self.shares = announce, Shares(limit)
+        self.start: Callable[[int, SamplingParams], Future[LLMatcher] | None] = lambda *_: None
+        self.waiting: dict[str, dict[int, UserMsg]] = {}  # by client and uid: not yet started
+        self.held: dict[int, tuple[UserMsg, Future[LLMatcher]]] = {}  # by uid: being compiled
         self.ready: list[Future[LLMatcher]] = []  # of the messages just returned; else forgotten
+        self.freed = deque[tuple[str, int]]()  # clients and characters of grammars that are gone
+
+    @property
+    def waits(self) -> bool:
+        """True while a request waits."""
+        return bool(self.held or self.waiting)
 
     def pass_on(self, messages: Sequence[Any]) -> list[Any]:
         """Return the messages that may proceed, in order, and those whose wait is over."""
-        passed, jobs = list[Any](), list[Future[LLMatcher]]()
+        passed = list[Any]()
         for msg in messages:
-            job = self.start(msg.sampling_params) if isinstance(msg, UserMsg) else None
-            jobs += [] if job is None else [job]
-            if job is None or job.done():
-                passed.append(msg)
-            else:
-                self.held[msg.uid] = msg, job
-                passed += [CompileMsg(msg.uid, msg.sampling_params)] if self.announce else []
+            if isinstance(msg, UserMsg) and msg.sampling_params.is_constrained:
+                self.waiting.setdefault(msg.client, {})[msg.uid] = msg
+                continue
             if isinstance(msg, AbortMsg):
                 self.held.pop(msg.uid, None)
+                for line in self.waiting.values():
+                    line.pop(msg.uid, None)
+            passed.append(msg)
+        passed += self.begin()
         done = [self.held.pop(uid) for uid in [*self.held] if self.held[uid][1].done()]
-        self.ready = jobs + [job for _, job in done]
+        self.ready = [job for _, job in done]
         return passed + [msg for msg, _ in done]
+
+    def begin(self) -> list[CompileMsg]:
+        """Start the grammars that fit; return the messages that announce them."""
+        while self.freed:
+            self.shares.give_back(*self.freed.popleft())
+        told, short, held = list[CompileMsg](), False, self.shares.held
+        for client in sorted(self.waiting, key=lambda name: held[name]):
+            line = self.waiting[client]
+            while line and not (short and held[client] > self.shares.limit // 8):
+                uid, msg = next(iter(line.items()))
+                asked, params = asked_for(msg.sampling_params), msg.sampling_params
+                assert asked is not None
+                size = max(1024, len(asked[1]))
+                if not self.shares.take(client, size):
+                    short = True  # nobody who holds much may take more before this client
+                    break
+                del line[uid]
+                job = self.start(uid, params)
+                assert job is not None
+                weakref.finalize(job, self.freed.append, (client, size))
+                self.held[uid] = msg, job
+                told += [CompileMsg(uid, params)] if self.announce else []
+            if not line:
+                del self.waiting[client]
+        return told
 
 
 class CompilingChannel:
@@ -219,11 +243,9 @@ class CompilingChannel:
 
     def recv(self, block: bool) -> list[Msg]:
         messages: Sequence[Any] = self.channel.recv(block)
-        came = [msg for msg in messages if not isinstance(msg, CompileMsg)]
-        users = (msg for msg in came if isinstance(msg, UserMsg))
-        cached = [self.grammars.start(msg.sampling_params) for msg in users]
-        for msg in messages:  # afterwards: new grammars may take the place of cached ones
+        for msg in messages:
             if isinstance(msg, CompileMsg):
-                self.jobs[msg.uid] = self.grammars.start(msg.sampling_params)
-        self.ready = cached + [self.jobs.pop(getattr(msg, "uid", -1), None) for msg in came]
+                self.jobs[msg.uid] = self.grammars.start(msg.uid, msg.sampling_params)
+        came = [msg for msg in messages if not isinstance(msg, CompileMsg)]
+        self.ready = [self.jobs.pop(getattr(msg, "uid", -1), None) for msg in came]
         return came

@@ -5,6 +5,7 @@ Generated from notebooks/09a_structured_output.ipynb: edit there.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -16,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from llguidance import LLTokenizer
 
 from minisgl.scheduler.forms import compile_grammar, load_tokens
+from minisgl.scheduler.messages import InvalidRequestError
 from minisgl.scheduler.side import MEMORY
 from minisgl.tokenizer_files import ChatTemplates
 
@@ -38,6 +41,36 @@ def limit_work(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
+MOST, PER_CHARACTER = 2**20, 400  # bytes of a compiled grammar
+FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
+class Malloc(ctypes.Structure):
+    """The numbers of glibc's `mallinfo2`."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in FIELDS.split()]
+
+
+def allocated() -> int:
+    """Return the bytes that libraries have allocated; 0 where the C library does not count."""
+    count = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if count is None:
+        return 0
+    count.restype = Malloc
+    found = count()
+    return int(found.uordblks + found.hblkhd)
+
+
+def try_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> None:
+    """Compile a grammar; raise `InvalidRequestError` if that fails or takes too much memory."""
+    before, most = allocated(), MOST + PER_CHARACTER * len(text)
+    matcher = compile_grammar(tokenizer, field, text)
+    if (taken := allocated() - before) > most:
+        why = f"{field}: takes {taken} bytes compiled, more than {most} for its length"
+        raise InvalidRequestError(why, param=field)
+    del matcher
+
+
 def serve(fd: int) -> None:
     """Do the jobs from a pipe until it is closed."""
     limit_process()
@@ -49,7 +82,7 @@ def serve(fd: int) -> None:
         "start": lambda: None,
         "load": lambda: load() and None,
         "render": lambda messages, variables: templates.render(messages, **variables),
-        "compile": lambda field, text: compile_grammar(load(), field, text) and None,
+        "compile": lambda field, text: try_grammar(load(), field, text),
     }
     with suppress(EOFError, OSError):  # our parent is gone
         while True:

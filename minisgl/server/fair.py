@@ -10,8 +10,8 @@ from typing import Any
 
 from minisgl.scheduler.messages import AbortMsg, ErrorReply
 from minisgl.server.frontend import Frontend, RequestFailed, Stream
-from minisgl.server.http.limits import Shares
 from minisgl.server.workers.messages import StatsEvent, TokenizeMsg, UserReply
+from minisgl.shares import Shares
 
 MAX_UNREAD = 2**19  # log probabilities of all streams, alternatives included: about 130 MB
 

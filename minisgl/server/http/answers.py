@@ -11,8 +11,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minisgl.server.http.errors import ApiError
-from minisgl.server.http.limits import FREE, HOLD, Shares
+from minisgl.server.http.limits import FREE, HOLD
 from minisgl.server.workers.messages import TokenLogprob
+from minisgl.shares import Shares
 
 MAX_HELD = 2**19  # log probabilities of all whole answers in progress
 

@@ -37,18 +37,18 @@ from minisgl.server.http.formats import (
     sse,
     usage,
 )
-from minisgl.server.http.limits import DRAINING, LOADING, ConcurrencyLimiter, Shares
+from minisgl.server.http.limits import DRAINING, LOADING, ConcurrencyLimiter
 from minisgl.server.http.schemas import (
     MAX_ANSWERS,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
     GenerationRequest,
-    GrammarShares,
     fair_client,
 )
 from minisgl.server.http.settings import ApiSettings
 from minisgl.server.workers.messages import UserReply
+from minisgl.shares import Shares
 
 T = TypeVar("T")
 
@@ -125,8 +125,7 @@ class RequestHandler:
     async def _replies(self) -> AsyncGenerator[tuple[Task, UserReply], None]:
         """Yield replies of all tasks as they come; closing this generator cancels every task."""
         places = self.service.limiter.acquire(len(self.tasks), self.client)
-        grammar = self.service.grammars.use(self.client, self.tasks[0].params)
-        with places, grammar, renamed_failures(self.body):
+        with places, renamed_failures(self.body):
             if len(self.tasks) == 1:
                 async with aclosing(self._generate(self.tasks[0])) as replies:
                     async for reply in replies:
@@ -333,7 +332,6 @@ class Service:
     settings: ApiSettings
     limiter: ConcurrencyLimiter
     held: Shares = field(default_factory=partial(Shares, MAX_HELD))
-    grammars: GrammarShares = field(default_factory=GrammarShares)
 
 
 STREAMED: dict[int | str, dict[str, Any]] = {  # for /openapi.json

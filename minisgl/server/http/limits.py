@@ -10,7 +10,6 @@ import json
 import resource
 import socket
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,39 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from minisgl.server.http.access import client_of, network_of
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.turns import Turns
-
-
-class Shares:
-    """Places shared by clients: one may hold at most `factor` times the free places.
-
-    Fewer than 4 * `factor` places are not shared: first come, first served.
-    """
-
-    def __init__(self, limit: int, factor: int = 8) -> None:
-        self.limit, self.factor = limit, factor
-        self.taken, self.held = 0, Counter[str]()
-
-    @property
-    def most(self) -> int:
-        """The largest number of places for a client that is alone."""
-        shared = self.limit >= 4 * self.factor
-        return self.limit * self.factor // (self.factor + 1) if shared else self.limit
-
-    def take(self, client: str, count: int) -> bool:
-        """Take places for a client, unless that is more than its share."""
-        free, held = self.limit - self.taken - count, self.held[client] + count
-        if free < 0 or (self.limit >= 4 * self.factor and held > self.factor * free):
-            return False
-        self.taken += count
-        self.held[client] = held
-        return True
-
-    def give_back(self, client: str, count: int) -> None:
-        self.taken -= count
-        self.held[client] -= count
-        if not self.held[client]:
-            del self.held[client]
-
+from minisgl.shares import Shares
 
 LOADING, DRAINING = "the model is loading", "the server is shutting down"
 
@@ -176,6 +143,8 @@ MAX_URL = 2**10  # bytes of a URL
 MAX_HEAD, LINE = 2**16, 2**8  # bytes of a request's head; what a line of it counts at least
 MAX_HEADS = 2**24  # bytes of all heads, those of requests with an answer in progress included
 MAX_PIPELINED = 16  # requests of a connection that wait for the answer before theirs
+READ = 2**12  # bytes that are parsed before the next look at what they were
+MAX_SHORT = 1024  # chunks of a body, or pieces that come alone, that are shorter than a line
 
 
 class TimeoutHttpProtocol(HttpToolsProtocol):
@@ -188,6 +157,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._idle = self._head = 0  # bytes skipped between requests, and bytes of a head
+        self._short = 0  # short pieces of a body
         self._heads = self._held = 0  # bytes of all heads in memory, and those in the shares
         self._cycles = list[RequestResponseCycle]()  # of requests without a complete answer
         self._refused, self._peer = False, network_of(self.client[0] if self.client else "")
@@ -236,12 +206,14 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         self._refuse(ApiError(431, why, code="headers_too_large"))
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
-            return
-        self._idle += len(data)
-        HttpToolsProtocol.data_received(self, data)
-        if not self._refused:
-            self._count_heads()
+        for at in range(0, len(data), READ):
+            if self._refused:
+                return
+            piece = data[at : at + READ]
+            self._idle += len(piece)
+            HttpToolsProtocol.data_received(self, piece)
+            if not self._refused:
+                self._count_heads()
         self._await_head()
 
     def _count_heads(self) -> None:
@@ -269,7 +241,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         HttpToolsProtocol.on_message_begin(self)
-        self._head = 0
+        self._head = self._short = 0
         if not self._busy:
             self._forget_heads()
 
@@ -300,6 +272,10 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._idle = 0
+        self._short += len(body) < LINE
+        if self._short > MAX_SHORT and not self._refused:
+            why = f"body: more than {MAX_SHORT} chunks of less than {LINE} bytes"
+            self._refuse(ApiError(413, why, code="chunks_too_short"))
         if not self._refused:
             HttpToolsProtocol.on_body(self, body)
 

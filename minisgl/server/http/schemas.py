@@ -5,9 +5,7 @@ Generated from notebooks/12bb_fields.ipynb: edit there.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
@@ -27,7 +25,6 @@ from minisgl.server.http.calls import ChatAbilities
 from minisgl.server.http.chats import ChatMessage, ToolFields
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import check_fields, template_variables, translate
-from minisgl.server.http.limits import Shares
 from minisgl.server.http.tools import Text
 from minisgl.tokenizer import text_of
 
@@ -41,7 +38,6 @@ BadIds = Annotated[list[TokenId], Field(min_length=1, max_length=64)]
 Salt = Annotated[Text, Field(min_length=1, max_length=1024)]
 MAX_ANSWERS = 1024  # of one HTTP request: prompts times n
 MAX_SCORES = 2**18  # log probabilities of its prompts, if each character were a token
-MAX_GRAMMARS = 2**19  # characters of all grammars in use
 
 
 def without_repeats(ids: list[int]) -> list[int]:
@@ -244,37 +240,6 @@ class GenerateRequest(GenerationRequest):
 
     prompt: Text | list[TokenId]
     n: Literal[1] | None = None
-
-
-class GrammarShares(Shares):
-    """Characters of the grammars of all requests in flight, shared by clients."""
-
-    def __init__(self, limit: int = MAX_GRAMMARS) -> None:
-        super().__init__(limit)
-        self.uses = Counter[tuple[str, ...]]()  # requests, by client, salt and text
-
-    @contextmanager
-    def use(self, client: str, params: SamplingParams) -> Iterator[None]:
-        """Hold the characters of a request's grammar; a 429 above its client's share."""
-        given = (getattr(params, name) for name in GRAMMARS)
-        texts = [text for value in given if value for text in plain_texts(value)]
-        size, key = sum(map(len, texts)), (client, params.cache_salt or "", *texts)
-        if size and not self.uses[key] and not self.take(client, size):
-            why = f"grammar: {size} characters are too many beside those of the other requests"
-            raise ApiError(429, f"{why} in flight; try again later", code="grammars_full")
-        self.uses[key] += 1
-        try:
-            yield
-        finally:
-            self.uses[key] -= 1
-            if not self.uses[key]:
-                del self.uses[key]
-                self.give_back(client, size)
-
-
-def plain_texts(value: Any) -> Sequence[str]:
-    """Return the text of a grammar, or those of its choices."""
-    return [value] if isinstance(value, str) else value if isinstance(value, Sequence) else []
 
 
 def fair_client(client: str, body: GenerationRequest, trusted: bool) -> str:

@@ -9,11 +9,13 @@ import asyncio
 import time
 from pathlib import Path
 
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse, Response
 
-from minisgl.server.http.access import Access
+from minisgl.server.http.access import KEY_NAME, Access
 from minisgl.server.http.answers import SlicedResponse
+from minisgl.server.http.errors import ApiError
+from minisgl.server.http.hosts import is_loopback
 from minisgl.viewer.page import page_of
 
 
@@ -34,11 +36,15 @@ class LivePage:
 
 
 def add_viewer_route(app: FastAPI, recording: Path, access: Access) -> None:
-    """Add `GET /viewer`, the page of a recording that is being written, behind the key."""
+    """Add `GET /viewer`, the page of a recording that is being written, for the operator."""
     live = LivePage(recording)
 
     @app.get("/viewer", response_class=HTMLResponse)
-    async def viewer() -> Response:
+    async def viewer(request: Request) -> Response:
+        near = bool(access.keys) or (request.client and is_loopback(request.client.host))
+        if request.scope.get(KEY_NAME) or not near:
+            why = "authorization: the page shows all clients' answers and needs --api-key's key"
+            raise ApiError(403, why, code="operator_only")
         try:
             return SlicedResponse(await live.read(), media_type="text/html")
         except ValueError as error:  # nothing was written yet

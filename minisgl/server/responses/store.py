@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from minisgl.server.http.limits import Shares
+from minisgl.shares import Shares
 
 
 class Turn(msgspec.Struct):

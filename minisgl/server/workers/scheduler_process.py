@@ -63,7 +63,7 @@ class SchedulerChannel:
         Each abort gets a receipt at once: what was sent before it has been read.
         """
         hold = self._hold
-        waits = hold is not None and bool(hold.held)
+        waits = hold is not None and hold.waits
         messages = self._inbox.get_all(min(timeout, 0.005) if waits else timeout)
         self.send([aborted(msg.uid) for msg in messages if isinstance(msg, AbortMsg)])
         params = (msg.sampling_params for msg in messages if isinstance(msg, UserMsg))
