@@ -613,7 +613,7 @@ def test_cookies_count_and_are_dropped(live: Live, monkeypatch: pytest.MonkeyPat
 
 def test_urls_are_bounded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one piece, in many, in any spelling; behind a request, the connection is cut."""
-    end, most = b" HTTP/1.1\r\nhost: localhost\r\n\r\n", limits.MAX_URL
+    end, most = b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", limits.MAX_URL
     received, sizes = limits.TimeoutHttpProtocol.data_received, [most // 3, 10**6]
     long = [b"/" + b"x" * most, b"/" + b"%78" * (most // 3 + 1), b"/health?" + b"a" * most]
     long.append(b"http://localhost/" + b"x" * most)
@@ -1373,6 +1373,24 @@ def test_a_whole_answer_is_sent_in_slices(leaves: bool) -> None:
         assert [message["more_body"] for message in sent[1:]] == [True] * (len(pieces) - 1) + [
             False
         ]
+
+
+def test_a_refused_answer_sends_nothing_and_a_small_one_needs_no_share() -> None:
+    sent, ended, large = list[Any](), list[int](), formats.Json({"text": "x" * FREE})
+    large.sent = lambda: ended.append(len(sent))
+
+    def refuse(count: int) -> None:
+        raise ApiError(429, "full", code="bodies_full")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope: Any = {"type": "http", limits.HOLD: refuse}
+    with pytest.raises(ApiError, match="full"):
+        asyncio.run(large(scope, request_of(b"").receive, send))
+    assert not sent and ended == [0]
+    asyncio.run(formats.Json({"text": "x" * (FREE - 20)})(scope, request_of(b"").receive, send))
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
 
 
 def test_large_answers_that_wait_for_their_reader_share_a_bound(checkpoint: Path) -> None:
