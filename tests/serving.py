@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,12 @@ from minisgl.config.engine import ServerConfig
 from minisgl.kvcache.audit import check_integrity
 from minisgl.server.cli import ServerObservers, build_app
 from minisgl.server.frontend import Observer
-from minisgl.server.http.limits import ConcurrencyLimiter, timeout_http_protocol
+from minisgl.server.http.limits import (
+    BodyLimit,
+    ConcurrencyLimiter,
+    Shares,
+    timeout_http_protocol,
+)
 from minisgl.server.http.settings import settings_for
 from minisgl.server.in_process import InProcessServer
 from minisgl.server.options import Operations
@@ -119,6 +125,14 @@ class Live:
         self.thread.join(timeout=100)
         self.server.__exit__()
 
+    @property
+    def bodies(self) -> Shares:
+        """Bytes of requests and answers in memory."""
+        layer: Any = self.app.middleware_stack
+        while not isinstance(layer, BodyLimit):
+            layer = getattr(layer, "app", None) or layer._app
+        return layer.shares
+
     def assert_pages_home(self) -> None:
         """No request left, and every page free or in the tree."""
         scheduler = self.server.scheduler
@@ -137,7 +151,26 @@ class Live:
         assert scheduler.cache.available_tokens == self.pages * scheduler.engine.page_size
         assert scheduler.engine.tables.free_rows == scheduler.engine.config.max_running_req
         wait_for(lambda: self.limiter.taken == 0, "all places to be free")
+        wait_for(lambda: self.bodies.taken == 0, "all bodies to be gone")
         assert not self.server.frontend._streams
+
+
+def client_at(live: Live, address: str) -> httpx.Client:
+    """Return a client of the API that sends from an address of this machine."""
+    transport = httpx.HTTPTransport(local_address=address)
+    return httpx.Client(base_url=f"{live.url}/v1", transport=transport, timeout=300)
+
+
+@contextmanager
+def slow_reader(live: Live, method: str, path: str, body: Any = None) -> Iterator[None]:
+    """Ask for a large answer, and read nothing of it for the block."""
+    sent = b"" if body is None else json.dumps(body).encode()
+    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(sent)}\r\n"
+    with socket.socket() as peer:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        peer.connect(("127.0.0.1", live.port))
+        peer.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + sent)
+        yield
 
 
 class Served:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -21,6 +21,7 @@ import httpx
 import msgspec
 import psutil
 import pytest
+import starlette.requests
 from fastapi import FastAPI, Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,7 +53,7 @@ from minisgl.server.cli import main, settings_of
 from minisgl.server.fair import FairFrontend
 from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.http import api, bodies, formats, limits
-from minisgl.server.http.access import Access, TrustedHosts, network_of
+from minisgl.server.http.access import KEY_NAME, Access, TrustedHosts, network_of
 from minisgl.server.http.bodies import BodyReader, SideThread, check_count, invalid, validator_of
 from minisgl.server.http.calls import ChatAbilities
 from minisgl.server.http.errors import ApiError
@@ -62,6 +63,7 @@ from minisgl.server.http.keys import check_key, read_keys
 from minisgl.server.http.limits import (
     FREE,
     MAX_HEAD,
+    Body,
     BodyLimit,
     ConcurrencyLimiter,
     Shares,
@@ -87,7 +89,7 @@ from minisgl.server.workers.messages import (
 from minisgl.server.workers.scheduler_process import SchedulerChannel
 from minisgl.server.workers.text_worker import PromptQueue, TextWorker, run_text_worker
 from tests import hostile
-from tests.serving import Live, Served, wait_for
+from tests.serving import Live, Served, client_at, slow_reader, wait_for
 
 pytest_plugins = ["tests.random_server"]
 
@@ -288,6 +290,20 @@ def test_a_fault_of_ours_in_a_body_is_a_500(
     assert "KeyError: 'planted'" in capfd.readouterr().err
 
 
+def test_a_fault_of_ours_with_a_long_text_is_a_500(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer is small enough to need no share, which the request no longer has."""
+
+    def broken(*_: object) -> None:
+        raise KeyError("planted" * 10_000)
+
+    monkeypatch.setattr(api, "respond", broken)
+    answer = httpx.post(f"{live.url}/v1/completions", json={"prompt": "x"})
+    assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
+    assert "planted" in answer.text and len(answer.content) < FREE
+
+
 def test_a_bomb_is_refused_by_a_server(live: Live) -> None:
     for path, body in (
         ("completions", {"prompt": [{}] * 100_000}),
@@ -420,6 +436,75 @@ def test_a_body_counts_until_its_answer_is_complete() -> None:
     assert asyncio.run(held()) == 50_000 - FREE and limit.shares.taken == 0
 
 
+def scope_of(key: str, host: str) -> dict[str, Any]:
+    """Return the scope of a request whose key, if it has one, is checked."""
+    return {"type": "http", "headers": [], "client": (host, 1)} | ({KEY_NAME: key} if key else {})
+
+
+OWNERS = [("alice", "10.0.0.1"), ("bob", "10.0.0.1"), ("", "10.0.0.1"), ("", "10.0.0.2")] * 2
+CLIENTS = ["key alice", "key bob", "address 10.0.0.1", "address 10.0.0.2"] * 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 7), st.none() | st.integers(0, 30_000)), max_size=40))
+def test_what_a_request_holds_counts_in_the_share_of_its_client(
+    actions: list[tuple[int, int | None]],
+) -> None:
+    """Two requests of each client hold bytes, or end (None); a named key is a client."""
+
+    async def run() -> None:
+        limit, oracle = BodyLimit(FastAPI(), 10_000), Shares(80_000)
+        scopes = [scope_of("", host) for _, host in OWNERS]
+        requests = [Body(limit, scope, request_of(b"").receive) for scope in scopes]
+        for scope, (key, host) in zip(scopes, OWNERS, strict=True):
+            scope.update(scope_of(key, host))  # the key is checked after a request has begun
+        sums, over = [0] * 8, set[int]()
+        for which, count in [*actions, *((n, None) for n in range(8))]:
+            held, client = max(0, sums[which] - FREE), CLIENTS[which]
+            if count is None and which not in over:
+                requests[which].give_back()
+                oracle.give_back(client, held)
+                over.add(which)
+            elif count is not None:
+                more = max(0, sums[which] + count - FREE) - held
+                fits = which not in over and (not more or oracle.take(client, more))
+                with suppress(ApiError) if fits else pytest.raises(ApiError) as caught:
+                    requests[which].hold(count)
+                sums[which] += count if fits else 0
+                if caught is not None:
+                    refused = (499, "client_left") if which in over else (429, "bodies_full")
+                    assert (caught.value.status_code, caught.value.code) == refused
+            assert +limit.shares.held == +oracle.held and limit.shares.taken == oracle.taken
+        assert limit.shares.taken == 0
+
+    asyncio.run(run())
+
+
+def test_a_thread_that_is_late_takes_nothing() -> None:
+    """Its request ends while it takes: that waits, and gives back what was taken."""
+    ends = list[threading.Thread]()
+
+    class Slow(Shares):
+        def take(self, client: str, count: int) -> bool:
+            ends.append(threading.Thread(target=request.give_back))
+            ends[0].start()
+            ends[0].join(0.2)  # it cannot end before this returns
+            return super().take(client, count)
+
+    async def body(limit: BodyLimit) -> Body:
+        return Body(limit, scope_of("", "10.0.0.1"), request_of(b"").receive)
+
+    limit = BodyLimit(FastAPI(), 10_000)
+    limit.shares = Slow(80_000)
+    request = asyncio.run(body(limit))
+    request.hold(20_000)
+    ends[0].join()
+    assert limit.shares.taken == 0
+    with pytest.raises(ApiError, match="the client left"):
+        request.hold(20_000)
+    assert limit.shares.taken == 0 and len(ends) == 1
+
+
 # Model folders
 
 
@@ -546,6 +631,46 @@ def test_a_body_in_short_chunks_is_cut(live: Live) -> None:
             found = peer.recv(100)
             assert found.startswith(b"HTTP/1.1 200") == read, found
     live.assert_pages_home()
+
+
+def test_cookies_count_and_are_dropped(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FastAPI would parse them for each route; one of many quotes would take it seconds."""
+    parsed = list[str]()
+    monkeypatch.setattr(starlette.requests, "cookie_parser", lambda text: parsed.append(text) or {})
+    get = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
+    for name in (b"cookie", b"Cookie", b"COOKIE"):
+        line = name + b': a="' + b'\\"' * 30_000 + b'"\r\n'
+        assert answer_to(live, get + line + b"\r\n") == b"HTTP/1.1 200 OK"
+        assert answer_to(live, get + line * 2 + b"\r\n") in (b"HTTP/1.1 431 Refused", b"")
+    assert not parsed
+
+
+def test_urls_are_bounded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one piece, in many, in any spelling; behind a request, the connection is cut."""
+    end, most = b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", limits.MAX_URL
+    received, sizes = limits.TimeoutHttpProtocol.data_received, [most // 3, 10**6]
+    long = [b"/" + b"x" * most, b"/" + b"%78" * (most // 3 + 1), b"/health?" + b"a" * most]
+    long.append(b"http://localhost/" + b"x" * most)
+
+    def cut(self: limits.TimeoutHttpProtocol, data: bytes) -> None:
+        for at in range(0, len(data), sizes[0]):
+            received(self, data[at : at + sizes[0]])
+
+    monkeypatch.setattr(limits.TimeoutHttpProtocol, "data_received", cut)
+    body = json.dumps({"prompt": "x", "ignore_eos": True}).encode()
+    busy = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
+    busy += b"\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    while sizes:
+        assert answer_to(live, b"GET /" + b"x" * (most - 1) + end) == b"HTTP/1.1 404 Not Found"
+        for url in long:
+            with socket.create_connection(("127.0.0.1", live.port), timeout=20) as peer:
+                peer.sendall(b"GET " + url + end)
+                head, text = b"".join(iter(lambda: peer.recv(65536), b"")).split(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 414 ") and b"connection: close" in head
+            assert json.loads(text)["error"]["code"] == "url_too_long"
+            assert answer_to(live, busy + b"GET " + url + end) == b""
+        sizes.pop(0)
+        live.assert_pages_home()
 
 
 def test_requests_sent_ahead_are_bounded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1255,6 +1380,47 @@ def test_a_whole_answer_is_sent_in_slices(leaves: bool) -> None:
         assert [message["more_body"] for message in sent[1:]] == [True] * (len(pieces) - 1) + [
             False
         ]
+
+
+def test_a_refused_answer_sends_nothing_and_a_small_one_needs_no_share() -> None:
+    sent, ended, large = list[Any](), list[int](), formats.Json({"text": "x" * FREE})
+    large.sent = lambda: ended.append(len(sent))
+
+    def refuse(count: int) -> None:
+        raise ApiError(429, "full", code="bodies_full")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope: Any = {"type": "http", limits.HOLD: refuse}
+    with pytest.raises(ApiError, match="full"):
+        asyncio.run(large(scope, request_of(b"").receive, send))
+    assert not sent and ended == [0]
+    asyncio.run(formats.Json({"text": "x" * (FREE - 20)})(scope, request_of(b"").receive, send))
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+
+
+def test_large_answers_that_wait_for_their_reader_share_a_bound(checkpoint: Path) -> None:
+    """Those of one client; the error that says so always fits."""
+    operations = Operations(log_format="none", max_body_size=40_000)
+    body = {"prompt": "x", "logprobs": 20, "max_tokens": 100, "n": 6, "ignore_eos": True, "seed": 1}
+    with Live(checkpoint, operations=operations, send_buffer=4096) as live, ExitStack() as stack:
+        http, other = (stack.enter_context(client_at(live, f"127.0.0.{n}")) for n in (1, 2))
+        size = len(http.post("/completions", json=body).content)
+        assert live.bodies.most / 2 < size < live.bodies.most
+        with slow_reader(live, "POST", "/v1/completions", body):
+            wait_for(lambda: live.bodies.taken > size // 2, "the answer to wait", 2)
+            refused = http.post("/completions", json=body)
+            assert refused.status_code == 429 and refused.headers["retry-after"]
+            assert refused.json()["error"]["code"] == "bodies_full"
+            assert http.post("/completions", content=b"{").status_code == 400
+            assert http.post("/completions", json={**body, "logprobs": 0}).status_code == 200
+            assert http.get("/nowhere").status_code == 404
+            assert len(other.post("/completions", json={**body, "max_tokens": 30}).content) > FREE
+            wait_for(lambda: size // 2 < live.bodies.taken < size, "what the others took", 2)
+        wait_for(lambda: live.bodies.taken == 0, "the reader to leave", 2)
+        assert http.post("/completions", json=body).status_code == 200
+        live.assert_pages_home()
 
 
 def test_an_echo_of_many_prompts_is_refused_before_any_work(live: Live) -> None:

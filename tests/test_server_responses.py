@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal
 
 import httpx
@@ -35,7 +36,7 @@ from minisgl.server.responses.schemas import RENAMED, ResponsesRequest, as_messa
 from minisgl.server.responses.store import ResponseStore, Turn, decode
 from minisgl.server.workers.channels import LocalQueue
 from minisgl.server.workers.messages import TokenLogprob, UserReply
-from tests.serving import Live
+from tests.serving import Live, client_at, slow_reader, wait_for
 from tests.test_tools import THINKS_TEMPLATE, save_model, say
 
 ASK, ANSWER = "What is 12 + 30?", "12 + 30 = 42"
@@ -626,6 +627,118 @@ def test_stored_turns_are_read_beside_the_event_loop(
         for path in ("", "/input_items"):
             assert http.get(f"/responses/{first}{path}").status_code == 200
     assert len(threads) == 4 and all(name.startswith("bodies") for name in threads), threads
+
+
+def test_turns_count_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each read counts, a second one of the same turn included; one that is refused reads none."""
+    store, counts, read = ResponseStore(), list[int](), list[int]()
+    item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]}
+    for number in (1, 2):
+        head = {"id": f"resp_{number}", "previous_response_id": None, "output": []}
+        store.put("a", Turn([item | {"id": f"msg_{number}_0"}], head))
+    store._entries["resp_2"].previous = "resp_1"
+    sizes = [len(store.read("a", f"resp_{n}")) for n in (1, 2)]
+    again = len(msgspec.json.encode(item | {"id": "msg_1_0"}))
+    references = [{"type": "item_reference", "id": "msg_1_0"}] * 2
+
+    def noted(data: bytes) -> Turn:
+        read.append(len(data))
+        return decode(data)
+
+    def refuse(size: int) -> None:
+        raise ApiError(429, "full", code="bodies_full")
+
+    for module in ("store", "routes"):
+        monkeypatch.setattr(f"minisgl.server.responses.{module}.decode", noted)
+    for fields, expected in (
+        ({"input": "x", "previous_response_id": "resp_2"}, [sum(sizes)]),
+        ({"input": references}, [sizes[0], again, again]),
+    ):
+        body = ResponsesRequest.model_validate(fields)
+        with pytest.raises(ApiError, match="full"):
+            conversation(store, "a", body, refuse)
+        assert not read
+        conversation(store, "a", body, counts.append)
+        assert [count for count in counts if count] == expected
+        counts.clear()
+        read.clear()
+
+
+@pytest.fixture(scope="module")
+def tight() -> Iterator[tuple[Live, list[httpx.Client], list[list[str]]]]:
+    """A server with little memory, two clients, and two stored responses of each.
+
+    The first response of each is large: of the first client's, a share fits only one.
+    """
+    operations = Operations(log_format="none", max_body_size=20_000)
+    model, names = resolve_model_path(None), list[list[str]]()
+    with (
+        Live(model, num_pages=1024, operations=operations, send_buffer=4096) as live,
+        client_at(live, "127.0.0.1") as http,
+        client_at(live, "127.0.0.2") as other,
+    ):
+        for each, tokens in ((http, 60), (other, 20)):
+            large = post(each, include=["message.output_text.logprobs"], top_logprobs=20,
+                         ignore_eos=True, max_output_tokens=tokens)  # fmt: skip
+            assert (0.55 if each is http else 0.15) < len(large.content) / live.bodies.most < 0.8
+            first = large.json()["id"]
+            second = post(each, input="y", max_output_tokens=1, previous_response_id=first)
+            names.append([first, second.json()["id"]])
+        yield live, [http, other], names
+        live.assert_pages_home()
+
+
+@pytest.mark.parametrize("way", ["previous_response_id", "item_reference"])
+def test_stored_turns_count_while_a_request_that_reads_them_runs(
+    tight: tuple[Live, list[httpx.Client], list[list[str]]], way: str
+) -> None:
+    live, clients, names = tight
+    gate, inside, replies = threading.Event(), threading.Event(), RequestHandler._replies
+
+    async def gated(self: RequestHandler) -> AsyncGenerator[Any, None]:
+        inside.set()
+        while not gate.is_set():
+            await asyncio.sleep(0.01)
+        async for pair in replies(self):
+            yield pair
+
+    def ask(which: int) -> httpx.Response:
+        name, fields = names[which][0], {"max_output_tokens": 1, "store": False}
+        reference = [{"type": "item_reference", "id": name.replace("resp", "msg") + "_0"}]
+        fields |= {way: name} if way == "previous_response_id" else {"input": reference}
+        return post(clients[which], **fields)
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(RequestHandler, "_replies", gated)
+                first = pool.submit(ask, 0)
+                wait_for(lambda: inside.is_set() or first.done(), "it to begin")
+            assert live.bodies.taken > live.bodies.most / 2
+            refused = ask(0)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "bodies_full")
+            assert ask(1).status_code == 200
+            assert post(clients[0], max_output_tokens=1).status_code == 200  # reads no turn
+        finally:
+            gate.set()
+        assert first.result().status_code == 200
+    wait_for(lambda: live.bodies.taken == 0, "all to be given back", 2)
+
+
+@pytest.mark.parametrize(("which", "path"), [(0, ""), (1, "/input_items")])
+def test_stored_turns_count_while_they_are_sent(
+    tight: tuple[Live, list[httpx.Client], list[list[str]]], which: int, path: str
+) -> None:
+    live, clients, names = tight
+    paths = [f"/responses/{of_one[which]}{path}" for of_one in names]
+    with slow_reader(live, "GET", f"/v1{paths[0]}"):
+        wait_for(lambda: live.bodies.taken > live.bodies.most / 2, "the answer to wait", 2)
+        refused = clients[0].get(paths[0])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "bodies_full")
+        assert clients[1].get(paths[1]).status_code == 200
+        assert post(clients[0], max_output_tokens=1).status_code == 200
+    wait_for(lambda: live.bodies.taken == 0, "the reader to leave", 2)
+    assert clients[0].get(paths[0]).status_code == 200
 
 
 def test_what_does_not_fit_drives_nothing_before_it_out() -> None:

@@ -172,4 +172,25 @@ MUTATIONS = [
         new="elif False:",
         test=TEST + "test_items_become_messages",
     ),
+    Mutation(
+        name="responses: a conversation that is read does not count",
+        module=STORE,
+        old="        hold(size)\n",
+        new="",
+        test=TEST + "test_turns_count_before_they_are_read",
+    ),
+    Mutation(
+        name="responses: turns that items refer to do not count",
+        module=ROUTES,
+        old="        self._hold(len(data))\n",
+        new="",
+        test=TEST + "test_turns_count_before_they_are_read",
+    ),
+    Mutation(
+        name="responses: what a request reads counts in no share",
+        module=ROUTES,
+        old="hold = request.scope.get(HOLD, lambda size: None)",
+        new="hold = int",
+        test=TEST + "test_stored_turns_count_while_a_request_that_reads_them_runs",
+    ),
 ]

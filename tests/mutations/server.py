@@ -302,7 +302,7 @@ MUTATIONS = [
         name="server: half a request holds a connection",
         module="minisgl.server.http.limits",
         old='self._arm("head", self.head)',
-        new="pass",
+        new="None",
         test=FAULTS + "test_half_a_request_is_cut",
     ),
     Mutation(

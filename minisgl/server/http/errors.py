@@ -57,7 +57,7 @@ def api_error(failure: Exception) -> ApiError:
     if isinstance(failure, ApiError):
         return failure
     if not isinstance(failure, RequestFailed):
-        failure = RequestFailed(f"internal error: {type(failure).__name__}: {failure}")
+        failure = RequestFailed(f"internal error: {type(failure).__name__}: {failure!s:.500}")
     status, text = STATUS_OF_CODE.get(failure.code, 400), str(failure)
     if failure.code == "context_length_exceeded":  # some clients match these words
         text += "; it is longer than the model's context length on this server"
