@@ -15,6 +15,8 @@ from minisgl.server.http.access import warn_if_open
 from minisgl.server.observe.stderr import MOST, SAME, LineLimit
 from tests.serving import Served
 
+pytest_plugins = ["tests.random_server"]
+
 PATIENCE = 100.0  # seconds
 
 
@@ -36,6 +38,8 @@ def test_a_flood_is_cut_and_counted_and_the_next_minute_is_another() -> None:
     assert 0.9 * MOST < sum(map(len, lines[1:])) <= MOST
     limit.renew()
     assert lines[-1].endswith(rest)
+    limit("x" * (MOST // 2))
+    assert len(lines[-1]) == MOST // 2  # this minute's characters count anew
 
 
 SCRIPT = """
