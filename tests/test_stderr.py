@@ -87,7 +87,7 @@ def test_malformed_requests_neither_stop_a_server_nor_fill_its_log(
 ) -> None:
     """Its stderr is a pipe of 64 KiB that nobody reads until it has ended."""
     served = Served(tmp_path, "--model", str(checkpoint), "--log-format", "none")
-    url, count = served.ready(), 3_000
+    url, count = served.ready(), 2_000
     children = served.children()
     for _ in range(count):
         with socket.create_connection(("127.0.0.1", httpx.URL(url).port), PATIENCE) as client:
