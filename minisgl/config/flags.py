@@ -60,7 +60,7 @@ ENGINE_FLAGS = (
     Flag("--max-seq-len-override", "max_seq_len_override", "context window (default: the model's)"),
     Flag("--max-running-requests --max-running-req", "max_running_req", "requests in one batch"),
     Flag("--max-prefill-length", "max_extend_tokens", "prompt tokens per step (8192; CPU: 1024)"),
-    Flag("--schedule-policy", "schedule_policy", "order of arrival, or clients in rotation"),
+    Flag("--schedule-policy", "schedule_policy", "fair: clients in turn; fcfs: one can stop all"),
     Flag("--reserve-tokens", "reserve_tokens",
          "answer tokens whose pages are reserved in advance; all: the longest possible answer",
          {"type": number_or("all", int), "metavar": "N"}),

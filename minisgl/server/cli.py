@@ -36,6 +36,7 @@ from minisgl.server.messages.routes import add_messages_routes
 from minisgl.server.observe.lifecycle import Lifecycle, Server
 from minisgl.server.observe.logs import LineWriter, LogRequests, RequestLog, as_json, as_text
 from minisgl.server.observe.metrics import Metrics, add_metrics_route
+from minisgl.server.observe.stderr import relayed
 from minisgl.server.observe.trace import TraceFile
 from minisgl.server.observe.viewer import add_viewer_route
 from minisgl.server.options import (
@@ -92,12 +93,9 @@ class ServerObservers:
 
 
 def build_app(
-    frontend: Frontend,
-    settings: ApiSettings,
-    limiter: ConcurrencyLimiter,
-    observers: ServerObservers,
-    operations: Operations,
-) -> FastAPI:
+    frontend: Frontend, settings: ApiSettings, limiter: ConcurrencyLimiter,
+    observers: ServerObservers, operations: Operations,
+) -> FastAPI:  # fmt: skip
     """Build the application with its limits, log and metrics."""
     limit = Middleware(BodyLimit, max_bytes=operations.max_body_size)
     middleware = [Middleware(LogRequests, notify=frontend.notify), limit]
@@ -150,6 +148,7 @@ def started(
     """Start the worker processes, which may still load, their frontend and its observers."""
     with ExitStack() as stack:
         observers = stack.enter_context(closing(ServerObservers(operations)))
+        stack.enter_context(relayed())  # after the log, before the workers
         watchdog = Watchdog(operations.worker_timeout, operations.step_timeout)
         record = operations.record or operations.viewer
         observed = Observed(bool(operations.trace), record, operations.log_prompts)
@@ -172,7 +171,7 @@ def run(config: ServerConfig, operations: Operations, shell: bool) -> int:
         sock = None
         if not shell:
             sock = stack.enter_context(listen(config.host, config.port))
-            warn_if_open(config.host, settings.keys)
+            warn_if_open(config.host, settings.keys, config.schedule_policy)
         group, frontend, observers = stack.enter_context(started(config, operations))
         if sock is None:
             from minisgl.server.chat.start import chat  # a server needs no terminal

@@ -111,11 +111,14 @@ def keyed_route(access: Access, side: SideThread) -> type[APIRoute]:
     return KeyedRoute
 
 
-def warn_if_open(host: str, keys: Mapping[str, str]) -> None:
-    """Warn if the whole network may use the server."""
+def warn_if_open(host: str, keys: Mapping[str, str], policy: str = "fair") -> None:
+    """Warn if the whole network may use the server, or one client can stop the others."""
     if not keys and not is_loopback(host):
         why = f"without {KEY_VARIABLE}: everyone who reaches this machine may use it"
         print(f"minisgl: warning: listening on {host} {why}", file=sys.stderr, flush=True)
+    if policy == "fcfs" and (len(keys) > 1 or not is_loopback(host)):
+        why = "one client can stop all others; use fair for several clients"
+        print(f"minisgl: warning: --schedule-policy fcfs: {why}", file=sys.stderr, flush=True)
 
 
 class TrustedHosts:

@@ -101,7 +101,7 @@ class Lifecycle:
         """Reject new requests and wait for those in flight, until a deadline or second signal."""
         self.limiter.reason = DRAINING
         end = time.monotonic() + self.drain_timeout
-        if (count := self.limiter.taken) and sys.stderr.isatty():
+        if (count := self.limiter.taken) and sys.stdin.isatty():  # stderr is relayed
             wait = f"{count} answer{'s' * (count > 1)} to end, {self.drain_timeout:g} s at most"
             print(f"minisgl: waits for {wait}; Ctrl-C again cuts them", file=sys.stderr, flush=True)
         while self.limiter.taken and time.monotonic() < end and self.server.asked < 2:

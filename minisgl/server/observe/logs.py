@@ -56,9 +56,8 @@ class LineWriter:
     def __init__(self, descriptor: int, most: int = 10_000) -> None:
         self._lines: queue.Queue[str | None] = queue.Queue(most)
         self._given = self._written = 0  # characters; each is changed by one thread alone
-        self._thread = threading.Thread(
-            target=self._run, args=(descriptor,), daemon=True, name="log"
-        )
+        own = os.dup(descriptor)  # the file of now: `relayed` replaces stderr
+        self._thread = threading.Thread(target=self._run, args=(own,), daemon=True, name="log")
         self._thread.start()
 
     def __call__(self, line: str | None) -> None:
@@ -76,6 +75,7 @@ class LineWriter:
                 while left:
                     left = left[os.write(descriptor, left) :]
             self._written += len(line)
+        os.close(descriptor)
 
     def close(self) -> None:
         """Write the waiting lines, for a second at most."""
