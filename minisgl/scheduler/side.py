@@ -40,6 +40,7 @@ def asked_for(params: SamplingParams) -> tuple[str, str] | None:
 
 SLOTS = 4  # jobs at once, in a server
 START, SECONDS = 60.0, 10.0  # to start and load a tokenizer; for a job
+CPU_SHARE = 4  # a job has this part of its seconds on the processor
 MEMORY, MAX_ANSWER = 2**32, 2**27  # bytes
 KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TZ")  # environment variables; no secrets
 
@@ -127,7 +128,8 @@ class Side:
         except (OSError, EOFError):
             process.end()
             name = field if kind == "compile" else "messages"
-            most = f"{self._seconds:g} seconds and {MEMORY >> 30} GiB"
+            seconds = f"{self._seconds:g} seconds ({self._seconds / CPU_SHARE:g} of CPU time)"
+            most = f"{seconds} and {MEMORY >> 30} GiB"
             must = f"{name}: must {kind} within {most}, got one that does not"
             raise InvalidRequestError(must, param=name) from None
         except BaseException:  # nothing was sent, or an interrupt came

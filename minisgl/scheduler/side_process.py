@@ -21,7 +21,7 @@ from llguidance import LLTokenizer
 
 from minisgl.scheduler.forms import compile_grammar, load_tokens
 from minisgl.scheduler.messages import InvalidRequestError
-from minisgl.scheduler.side import MEMORY
+from minisgl.scheduler.side import CPU_SHARE, MEMORY
 from minisgl.tokenizer_files import ChatTemplates
 
 
@@ -87,7 +87,7 @@ def serve(fd: int) -> None:
     with suppress(EOFError, OSError):  # our parent is gone
         while True:
             seconds, kind, *given = msgspec.msgpack.decode(pipe.recv_bytes())
-            limit_work(seconds)
+            limit_work(seconds / CPU_SHARE)
             try:
                 answer = msgspec.msgpack.encode((jobs[kind](*given), None, None, True))
             except Exception as error:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import traceback
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol
 
 from fastapi import Request
 
 from minisgl.server.http.api import RequestHandler, Service
-from minisgl.server.http.bodies import renamed_errors
+from minisgl.server.http.bodies import build, renamed_errors
 from minisgl.server.http.errors import ApiError, api_error
 from minisgl.server.http.fields import refuse
 from minisgl.server.http.formats import ChatFormatter, Completion, sse
@@ -73,7 +74,7 @@ class TranslatedHandler(RequestHandler):
                     for event in self.builder.add(answer):
                         yield event
                     answer.forget()
-        for event in self.finish(answer):
+        for event in await build(self.request, partial(self.finish, answer)):
             yield event
 
     async def collected(self) -> None:
@@ -87,7 +88,8 @@ class TranslatedHandler(RequestHandler):
         try:
             async with aclosing(self.changes()) as events:
                 async for event in events:
-                    yield event_bytes(event)
+                    encode = partial(event_bytes, event)  # one with the whole request may be large
+                    yield await build(self.request, encode) if "response" in event else encode()
         except Exception as failure:
             if not self.builder.begun:
                 raise
