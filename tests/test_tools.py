@@ -732,3 +732,12 @@ def test_messages_are_shaped_as_openai_does() -> None:
     assert parser.reason("length") == "length" and "reasoning_content" not in message
     assert as_message([])["content"] == "" and AnswerParser().reason("stop") == "stop"
     assert ChatAbilities().calls is None and "structural_tag" in GRAMMARS
+
+
+def test_arguments_belong_to_their_call() -> None:
+    pieces = [CallStart(0, "a", "f"), CallArguments(0, "{"), Content("x"), CallArguments(0, "}")]
+    pieces += [CallStart(1, "b", "g"), CallStart(2, "c", "h"), CallArguments(2, "[]"), Content("y")]
+    message = as_message([*pieces, Reasoning("z")])
+    texts = [call["function"]["arguments"] for call in message["tool_calls"]]
+    assert texts == ["{}", "", "[]"] and message["content"] == "xy"
+    assert message["reasoning_content"] == "z"

@@ -3,6 +3,7 @@
 from tests.mutations import Mutation
 
 HTTP, TEST = "minisgl.server.http.", "tests/test_tools.py::"
+PATTERNS = "tests/test_patterns.py::"
 
 MUTATIONS = [
     Mutation(
@@ -130,5 +131,26 @@ MUTATIONS = [
         old='class ResponseFormat(BaseModel, extra="forbid"):',
         new="class ResponseFormat(BaseModel):",
         test="tests/test_server_llama.py::test_forms_of_answers",
+    ),
+    Mutation(
+        name="tools: letters match two parts of a pattern",
+        module=HTTP + "tool_parser",
+        old=r"(?:\[\w*(?:\]\w*)?)*\s*$)')",
+        new=r"(?:\[\w*\]?\w*)*\s*$)')",
+        test=PATTERNS + "test_no_head_of_a_call_stops_the_parser[hermes]",
+    ),
+    Mutation(
+        name="tools: an ambiguous pattern of a header",
+        module="minisgl.server.observe.logs",
+        old=r'r"[!-~]{1,128}"',
+        new=r'r"(?:[!-~]+)+"',
+        test=PATTERNS + "test_patterns_take_linear_time",
+    ),
+    Mutation(
+        name="tools: a call's arguments are left out of a message",
+        module=HTTP + "chats",
+        old='"".join(texts.get(index, ()))',
+        new='"".join(texts.get(len(calls) - 1, ()))',
+        test=TEST + "test_arguments_belong_to_their_call",
     ),
 ]

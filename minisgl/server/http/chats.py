@@ -109,20 +109,22 @@ def as_delta(piece: Piece) -> dict[str, Any]:
 
 def as_message(pieces: list[Piece]) -> dict[str, Any]:
     """Format all pieces of an answer as a message."""
-    texts: dict[type, str] = {Content: "", Reasoning: ""}
+    texts: dict[Any, list[str]] = {Content: [], Reasoning: []}  # by type, or by call
     calls: list[dict[str, Any]] = []
     for piece in pieces:
         if isinstance(piece, CallStart):
             function = {"name": piece.name, "arguments": ""}
             calls.append({"id": piece.id, "type": "function", "function": function})
-        elif isinstance(piece, CallArguments):
-            calls[piece.call]["function"]["arguments"] += piece.text
         else:
-            texts[type(piece)] += piece.text
-    content = texts[Content] if texts[Content] or not calls else None
-    extra = {"reasoning_content": texts[Reasoning], "tool_calls": calls}
+            kind = piece.call if isinstance(piece, CallArguments) else type(piece)
+            texts.setdefault(kind, []).append(piece.text)
+    for index, call in enumerate(calls):
+        call["function"]["arguments"] = "".join(texts.get(index, ()))
+    content = "".join(texts[Content])
+    extra = {"reasoning_content": "".join(texts[Reasoning]), "tool_calls": calls}
     said = {name: value for name, value in extra.items() if value}
-    return {"role": "assistant", "content": content, "refusal": None, **said}
+    shown = content if content or not calls else None
+    return {"role": "assistant", "content": shown, "refusal": None, **said}
 
 
 class TextPart(BaseModel):

@@ -78,7 +78,7 @@ class ObjectEnd:
 ARGUMENTS = r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
 HEAD = re.compile(r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*' + ARGUMENTS)
 NAMED = re.compile(r"(?P<name>[\w.:/-]{1,64})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
-NO_OBJECT = re.compile(r'\{\s*[^\s"}]|(?!\{|[\w.:/-]{1,64}(?:\[\w*\]?\w*)*\s*$)')
+NO_OBJECT = re.compile(r'\{\s*[^\s"}]|(?!\{|[\w.:/-]{1,64}(?:\[\w*(?:\]\w*)?)*\s*$)')
 OTHER_KEY = r'|\{\s*"(?!(?:name|type|function|arguments|parameters|id)")[^"]*"'
 NO_HEAD = re.compile(NO_OBJECT.pattern + OTHER_KEY)  # no call without a marker begins so
 
