@@ -266,8 +266,8 @@ MUTATIONS = [
     Mutation(
         "stop_string_is_not_held_back",
         TOKENIZER,
-        "return self._all_but_end(text, *self.stop)",
-        "return self._all_but_end(text)",
+        "self.state, certain = state, len(whole) - strings.depth(state)",
+        "self.state, certain = 0, len(whole)",
         TEXT + "test_stop_strings_cut_where_they_begin",
     ),
     Mutation(
