@@ -314,7 +314,7 @@ class StopStrings:
         """Count the characters of a state."""
         return state - self.starts[bisect_right(self.starts, state) - 1]
 
-    def next(self, state: int, char: str) -> int:
+    def step(self, state: int, char: str) -> int:
         """Return the state after one more character."""
         text, links, found = self.text, self.links, list[int]()
         while True:
@@ -400,7 +400,7 @@ class StopFilter:
             if strings.text[state] == char and known[state + 1] >= 0:
                 state += 1  # without a call
             elif state or char in strings.first:
-                state = strings.next(state, char)
+                state = strings.step(state, char)
             if state in strings.ends:
                 self.found, self.held = strings.ends[state], ""
                 return whole[: after - len(self.found)]

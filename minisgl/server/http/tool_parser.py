@@ -111,8 +111,7 @@ class ToolParser:
 
     def _say(self, text: str, behind: int) -> None:
         """Append content without white space at its end; `behind` characters came after it."""
-        text = self.blank + text
-        certain = drop_blank(text)
+        certain = drop_blank(text := self.blank + text)
         self.blank = text[len(certain) :]
         if certain:
             end = self.total - behind - len(self.blank)
@@ -201,9 +200,8 @@ class ToolParser:
             end = self.object.find(rest)
             self.buffer = rest[end:] if end >= 0 else ""
             rest = rest if end >= 0 else ""
-        if rest or last:
-            self.state = self._tail
-        return bool(rest or last)
+        self.state = self._tail if rest or last else self._more_keys
+        return self.state == self._tail
 
     def _tail(self, last: bool) -> bool:
         """Skip the text that closes a call; after a separator the next call follows."""
