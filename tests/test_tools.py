@@ -268,7 +268,6 @@ def test_any_text_in_any_chunks_gives_what_the_whole_gives(
         assert "".join(piece.text for piece in whole) == text
 
 
-@pytest.mark.timeout(60)
 def test_no_text_makes_the_patterns_of_calls_backtrack() -> None:
     """Doubtful brackets once doubled the time with every two characters."""
     text = "[TOOL_CALLS]f" + "[aa" * 300 + "!"
