@@ -6,9 +6,13 @@ Generated from notebooks/06b_tokenizer.ipynb: edit there.
 from __future__ import annotations
 
 import json
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +283,65 @@ class IncrementalDetokenizer:
         return rest
 
 
+class StopStrings:
+    """An Aho-Corasick automaton of stop strings. Its links are computed as texts need them.
+
+    A state is a place in `text`, which has one string after another: the read text ends with
+    the characters of a string up to that place. Strings share the states of a common beginning.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        kept: list[str] = []
+        for string in sorted(stop):
+            if not (kept and string.startswith(kept[-1])):  # else the shorter one ends it first
+                kept.append(string)
+        self.text = "\0".join(kept)
+        self.starts = [0, *accumulate(len(string) + 1 for string in kept)][: len(kept)]
+        self.ends = {at + len(s): s for at, s in zip(self.starts, kept, strict=True)}  # by state
+        self.links = array("i", [-1]) * (len(self.text) + 1)  # -1: not computed
+        self.first = frozenset(string[0] for string in kept)
+        self.branches: dict[tuple[int, str], int] = {}  # next states in another string
+        shared = [-1, *(common(a, b) for a, b in pairwise(kept))]
+        for index in range(1, len(kept)):
+            length, owner = shared[index], index - 1
+            while shared[owner] >= length:
+                owner -= 1
+            state = self.starts[owner] + length
+            after = self.starts[index] + length + 1
+            self.branches[state, kept[index][length]] = after
+
+    def depth(self, state: int) -> int:
+        """Count the characters of a state."""
+        return state - self.starts[bisect_right(self.starts, state) - 1]
+
+    def step(self, state: int, char: str) -> int:
+        """Return the state after one more character."""
+        text, links, found = self.text, self.links, list[int]()
+        while True:
+            after = state + 1 if text[state] == char else self.branches.get((state, char), 0)
+            if after:
+                found.append(after)
+                if links[after] >= 0:
+                    break
+            if not state:
+                found.append(0)
+                break
+            state = links[state]
+        for longer, shorter in reversed([*pairwise(found)]):  # the links that were missing
+            links[longer] = shorter
+            if longer not in self.ends and shorter in self.ends:
+                self.ends[longer] = self.ends[shorter]
+        return found[0]
+
+
+def common(a: str, b: str) -> int:
+    """Return the length of the longest common prefix of two strings."""
+    return bisect_left(range(1, min(len(a), len(b)) + 1), True, key=lambda n: a[:n] != b[:n])
+
+
+stop_strings = lru_cache(16)(StopStrings)  # the answers of one request share an automaton
+
+
 class StopFilter:
     """Passes text on up to the first stop string; holds back a possible start of one.
 
@@ -290,8 +353,8 @@ class StopFilter:
     ) -> None:
         if any(not text for text in stop):
             raise ValueError("stop: must not contain an empty string")
-        self.stop = tuple(stop)
-        self.held = ""
+        self.strings = stop_strings(tuple(stop)) if stop else None
+        self.held, self.state = "", 0  # if the state is 0, the text held was not searched
         self.found: str | None = None  # the stop string that ended the text
         self.in_thought = spare_thoughts and thinking
         self.opening = spare_thoughts and not thinking  # a thought may still begin
@@ -301,19 +364,19 @@ class StopFilter:
         """True once a stop string was found."""
         return self.found is not None
 
-    def _all_but_end(self, text: str, *stop: str) -> str:
-        """Return the text without its longest end that is the start of a stop string."""
-        keep = max((overlap(text, s) for s in stop), default=0)
-        self.held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+    def release(self) -> str:
+        """Return the text held back, at the end of the answer."""
+        held, self.held, self.state = self.held, "", 0
+        return held
 
     def push(self, text: str) -> str:
         """Take new text; return the text that can no longer be part of a stop string."""
-        if self.stopped:
-            return ""
-        text = self.held + text
-        if self.opening and self.stop:
-            body = text.lstrip()
+        if self.stopped or self.strings is None:
+            return text if self.strings is None else ""
+        if not self.state:
+            text, self.held = self.held + text, ""
+        if self.opening:
+            body = skip_blank(text)
             if THINK.startswith(body):
                 self.held = text
                 return ""
@@ -321,21 +384,48 @@ class StopFilter:
         if self.in_thought:
             thought, end, rest = text.partition(THOUGHT)
             if not end:
-                return self._all_but_end(text, THOUGHT)
-            self.in_thought, self.held = False, ""
-            return thought + end + self.push(rest)
-        found = [(at + len(s), at) for s in self.stop if (at := text.find(s)) >= 0]
-        if found:
-            after, start = min(found)
-            self.held, self.found = "", text[start:after]
-            return text[:start]
-        return self._all_but_end(text, *self.stop)
+                keep = overlap(text, THOUGHT)
+                self.held = text[len(text) - keep :]
+                return text[: len(text) - keep]
+            self.in_thought = False
+            return thought + end + self.search(self.strings, rest)
+        return self.search(self.strings, text)
+
+    def search(self, strings: StopStrings, text: str) -> str:
+        """Search new text; return the text that can no longer be part of a stop string."""
+        if not self.state and strings.first.isdisjoint(text):
+            return text
+        whole, state, known = self.held + text, self.state, strings.links
+        for after, char in enumerate(text, len(self.held) + 1):
+            if strings.text[state] == char and known[state + 1] >= 0:
+                state += 1  # without a call
+            elif state or char in strings.first:
+                state = strings.step(state, char)
+            if state in strings.ends:
+                self.found, self.held = strings.ends[state], ""
+                return whole[: after - len(self.found)]
+        self.state, certain = state, len(whole) - strings.depth(state)
+        self.held = whole[certain:]
+        return whole[:certain]
 
 
-def overlap(text: str, stop: str) -> int:
-    """Return the length of the longest proper prefix of `stop` that `text` ends with."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+MAX_BLANK = 1024  # characters of white space that may wait for what follows
+
+
+def skip_blank(text: str) -> str:
+    """Drop white space at the beginning, `MAX_BLANK` characters of it at most."""
+    return text[:MAX_BLANK].lstrip() + text[MAX_BLANK:]
+
+
+def drop_blank(text: str) -> str:
+    """Drop white space at the end, `MAX_BLANK` characters of it at most."""
+    return text[:-MAX_BLANK] + text[-MAX_BLANK:].rstrip()
+
+
+def overlap(text: str, mark: str) -> int:
+    """Return the length of the longest proper prefix of a short `mark` that `text` ends with."""
+    longest = min(len(text), len(mark) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
 
 
 class DecodeStatus:
@@ -370,8 +460,7 @@ class DecodeStatus:
         """Return the text that was held back, after the last token."""
         self.filter.opening = False
         rest = self.filter.push(self.stream.finish())
-        held, self.filter.held = self.filter.held, ""
-        return rest + held
+        return rest + self.filter.release()
 
     def take(self, token_id: int | None, reason: str | None) -> str:
         """Return the text that one reply completes; a `reason` marks the last reply."""

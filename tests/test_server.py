@@ -25,7 +25,7 @@ from minisgl.config.engine import ServerConfig
 from minisgl.core import SamplingParams
 from minisgl.events import StageTimed
 from minisgl.llm import OutputBuilder
-from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg
+from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg, aborted
 from minisgl.scheduler.requests import PROMPT_TAIL
 from minisgl.server.frontend import Frontend, Observer, RequestFailed
 from minisgl.server.http.api import EventStream, cancel_on_disconnect, create_app
@@ -391,6 +391,27 @@ def test_text_worker_stops_at_a_stop_string(tokenizer: Tokenizer) -> None:
     assert bench.replies() == []
     bench.tokens(1, tokenizer.encode("END").tolist())
     assert "".join(r.text for r in bench.replies()) == "END"
+
+
+def test_text_worker_drops_the_tokens_of_a_client_that_left(tokenizer: Tokenizer) -> None:
+    """Tokens that wait when the abort comes are not decoded; the receipt ends it."""
+    bench, ids = Bench(tokenizer), tokenizer.encode("one two three").tolist()
+    bench.tokens(1, ids[:2], end=False)
+    bench.worker.handle(AbortMsg(uid=1))
+    bench.worker.handle(AbortMsg(uid=2))  # its first token was on the way
+    assert len(bench.replies()) == 2 and bench.sent() == [AbortMsg(uid=1), AbortMsg(uid=2)]
+    bench.tokens(1, ids * 10)
+    bench.tokens(2, ids * 10, end=False)
+    bench.tokens(3, ids[:1], end=False)
+    assert [reply.uid for reply in bench.replies()] == [3], "others are answered"
+    for uid in (1, 2):
+        bench.worker.handle(aborted(uid))
+    assert bench.replies() == [aborted(1), aborted(2)]
+    bench.tokens(1, ids)
+    assert "".join(reply.text for reply in bench.replies()) == "one two three"
+    bench.worker.handle(AbortMsg(uid=3))
+    bench.worker.handle(aborted(3))
+    assert not bench.worker._open and not bench.worker._left
 
 
 @pytest.fixture(scope="module")

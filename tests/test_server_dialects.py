@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from minisgl import LLM, SamplingParams
 from minisgl.config import paths
+from minisgl.server.http import formats
 from minisgl.server.http.calls import HERMES, LLAMA, MISTRAL, CallFormat, ChatAbilities
 from minisgl.server.http.chats import AnswerParser, as_message
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import CHANGES, HARMLESS, translate
-from minisgl.server.http.formats import Completion, encoded, finite, sse
+from minisgl.server.http.formats import Completion, encoded, finite, is_content, sse
 from minisgl.server.http.schemas import ChatRequest, CompletionRequest
 from minisgl.server.http.settings import served_name
 from minisgl.server.http.tool_parser import ToolParser
@@ -353,6 +354,25 @@ def test_thoughts_are_counted_on_every_route(thoughtful: Live) -> None:
     assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == chat["completion_tokens"]
     wrong = post(thoughtful, "chat/completions", **ASK, stream_options={"include_usages": True})
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "stream_options"
+
+
+def test_undecided_log_probabilities_are_not_asked_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[int]()
+
+    def counted(parser: AnswerParser, start: int, end: int) -> bool | None:
+        asked.append(start)
+        return is_content(parser, start, end)
+
+    monkeypatch.setattr(formats, "is_content", counted)
+    answer = Completion(AnswerParser(False, ToolParser(HERMES, {"now"})))
+    for index, word in enumerate(words := ["<tool_call>", "{", *['"name": '] * 300]):
+        entries = [TokenLogprob(word, word.encode(), -0.5, sum(map(len, words[:index])))]
+        answer.add(UserReply(uid=0, text=word, token_ids=[1], logprobs=entries))
+    assert len(answer.undecided) == len(words) and len(asked) <= 2 * len(words)
+    answer.add(UserReply(uid=0, text="", token_ids=[], finished=True, finish_reason="stop"))
+    assert [entry.text for entry in answer.logprobs] == words and not answer.undecided
 
 
 @given(st.lists(st.sampled_from(["<think>", "</think>", "a ", "b", "\n\n", "<tool_call>",

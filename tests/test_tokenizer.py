@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
@@ -20,11 +20,13 @@ from minisgl.config.paths import resolve_model_path
 from minisgl.template_files import chat_templates
 from minisgl.token_bytes import byte_letters
 from minisgl.tokenizer import (
+    MAX_BLANK,
     SLICE,
     DecodeStatus,
     IncrementalDetokenizer,
     PromptTooLong,
     StopFilter,
+    StopStrings,
     Tokenizer,
 )
 from minisgl.tokenizer_files import read_by_transformers, read_directly, read_tokenizer
@@ -483,6 +485,81 @@ def test_stop_strings_cut_where_they_begin(parts: list[str], stop: list[str]) ->
             assert any(s.startswith(held) for s in stop) or not held
     got = sent if filter_.stopped else sent + filter_.held
     assert (got, filter_.stopped) == (want, stopped) if parts else got == ""
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=7), min_size=1, max_size=6),
+    st.lists(st.lists(st.text("abc", max_size=5), max_size=8), min_size=1, max_size=3),
+)
+def test_text_is_held_back_as_long_as_the_definition_says(
+    stop: list[str], texts: list[list[str]]
+) -> None:
+    """Each text finds the states that earlier ones have left in the automaton."""
+    for parts in texts:
+        filter_, text = StopFilter(stop), ""
+        for part in parts:
+            filter_.push(part)
+            text += part
+            if filter_.stopped:
+                break
+            begun = [s[:n] for s in stop for n in range(len(s))]
+            assert filter_.held == max((s for s in begun if text.endswith(s)), key=len)
+        want, stopped = stop_oracle(text, tuple(stop))
+        assert filter_.stopped == stopped
+        assert filter_.found is None or (want + filter_.found in text and filter_.found in stop)
+
+
+class CountedLinks(list[int]):
+    """Links of an automaton that count how often they are read."""
+
+    count = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        self.count += 1
+        return super().__getitem__(place)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 40), st.sampled_from("abc")),
+             min_size=1, max_size=20, unique=True),
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 60)), max_size=20),
+)  # fmt: skip
+@example([("b", 1000, chr(0x4E00 + i)) for i in range(64)], [("a", 1500), ("c", 1), ("a", 1500)])
+def test_a_stop_filter_does_constant_work_per_character(
+    stop: list[tuple[str, int, str]], runs: list[tuple[str, int]]
+) -> None:
+    strings = StopStrings([first + "a" * n + last for first, n, last in stop])
+    links = CountedLinks(strings.links)
+    strings.links = links  # type: ignore[assignment]
+    for known in (False, True):
+        filter_, links.count, size = StopFilter(["x"]), 0, 0
+        filter_.strings = strings
+        for char in "".join(char * n for char, n in runs):
+            filter_.push(char)
+            size += 1
+            if filter_.stopped:
+                break
+        assert links.count <= 4 * size + 4 * len(strings.text) * (not known)
+
+
+def test_the_answers_of_a_request_share_an_automaton() -> None:
+    stop = [c * 1024 for c in "abc"]
+    assert StopFilter(stop).strings is StopFilter(list(stop)).strings
+
+
+def test_white_space_waits_for_a_thought_up_to_a_bound() -> None:
+    """The cost of a token does not grow with the white space before it."""
+    for size in (1, 700, MAX_BLANK, MAX_BLANK + 1, 3000):
+        for step in (1, 400, 4000):
+            filter_, text = StopFilter(["END"], spare_thoughts=True), " " * size + "<think>END"
+            sent = ""
+            for at in range(0, len(text), step):
+                sent += filter_.push(text[at : at + step])
+                assert len(filter_.held) <= MAX_BLANK + len("<think>")
+            assert filter_.stopped == (size > MAX_BLANK)
+            assert sent + filter_.held == text[: -3 if filter_.stopped else None]
 
 
 @settings(max_examples=60, deadline=None)

@@ -22,6 +22,7 @@ from minisgl.scheduler.forms import compile_grammar, load_tokens
 from minisgl.scheduler.grammar import load_grammars
 from minisgl.scheduler.messages import InvalidRequestError, UserMsg
 from minisgl.scheduler.requests import Limits, make_req
+from minisgl.server.http import tool_parser
 from minisgl.server.http.calls import (
     HERMES,
     LLAMA,
@@ -35,6 +36,7 @@ from minisgl.server.http.calls import (
 )
 from minisgl.server.http.chats import AnswerParser, as_message
 from minisgl.server.http.tool_parser import (
+    MAX_HEAD,
     CallArguments,
     CallStart,
     Content,
@@ -44,7 +46,7 @@ from minisgl.server.http.tool_parser import (
     ToolParser,
 )
 from minisgl.server.http.tools import Tool, tool_rules
-from minisgl.tokenizer import DecodeStatus, Tokenizer, check_messages
+from minisgl.tokenizer import MAX_BLANK, DecodeStatus, Tokenizer, check_messages
 from tests.checkpoints import make_checkpoint
 from tests.serving import WINDOW, Live
 from tests.turns import in_turns
@@ -265,6 +267,69 @@ def test_any_text_in_any_chunks_gives_what_the_whole_gives(
     assert answer(chunks) == whole
     if not thinks and not any(isinstance(piece, list) for piece in whole):
         assert "".join(piece.text for piece in whole) == text
+
+
+def test_no_text_makes_the_patterns_of_calls_backtrack() -> None:
+    """Doubtful brackets once doubled the time with every two characters."""
+    text = "[TOOL_CALLS]f" + "[aa" * 300 + "!"
+    assert parse(MISTRAL, [text]) == [Content(text)]
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a" + " " * 5000 + "b",
+        " " * 5000 + "<think>a",
+        "<think>a" + " " * 5000 + "b</think>c",
+        "<tool_call>f" + "a" * 5000,
+        "[TOOL_CALLS]add[CALL_ID]" + "a" * 5000,
+        '[TOOL_CALLS]{"name": "' + "a" * 5000,
+        '{"name": "add", "parameters": {}' + " " * 5000 + "}" + " " * 5000 + "a",
+        "<tool_call>" + CALL + " " * 5000 + "a",
+    ],
+)
+def test_a_chunk_costs_the_same_however_much_came_before(
+    form: CallFormat, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only an object that no pattern decides is kept whole, and each character is read once."""
+    searched = list[int]()
+
+    class Counted:
+        def __init__(self, pattern: re.Pattern[str]) -> None:
+            self.pattern = pattern.pattern
+
+        def match(self, text: str) -> re.Match[str] | None:
+            searched.append(len(text))
+            return re.match(self.pattern, text)
+
+    for name in ("NAMED", "NO_OBJECT", "NO_HEAD"):
+        monkeypatch.setattr(tool_parser, name, Counted(getattr(tool_parser, name)))
+    answers = []
+    for step in (1, 37, len(text)):
+        tools = ToolParser(form, NAMES)
+        parser, pieces = AnswerParser(True, tools), list[Piece]()
+        for at in range(0, len(text), step):
+            pieces += parser.push(text[at : at + step])
+            most = MAX_BLANK + MAX_HEAD + step
+            assert len(parser.buffer) <= most and len(tools.blank) <= most
+            assert len(tools.buffer) <= most or tools.buffer.startswith("{")
+        answers.append(joined(pieces + parser.push("", last=True)))
+    assert answers[0] == answers[1] == answers[2]
+    assert max(searched, default=0) <= MAX_HEAD
+
+
+def test_an_object_that_is_no_call_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, find = list[int](), ObjectEnd.find
+    monkeypatch.setattr(
+        ObjectEnd, "find", lambda self, text: read.append(len(text)) or find(self, text)
+    )
+    text = '{"type": ' * 300
+    for step in (9, len(text)):
+        chunks = [text[at : at + step] for at in range(0, len(text), step)]
+        read.clear()
+        assert parse(LLAMA, chunks) == [Content(text)]
+        assert sum(read) <= len(text)
 
 
 def test_pieces_come_as_soon_as_they_are_certain() -> None:

@@ -152,6 +152,20 @@ MUTATIONS = [
         test=TEST + "test_text_worker_stops_at_a_stop_string",
     ),
     Mutation(
+        name="server: tokens of a client that left are detokenized",
+        module="minisgl.server.workers.text_worker",
+        old="if msg.uid not in self._left:",
+        new="if True:",
+        test=TEST + "test_text_worker_drops_the_tokens_of_a_client_that_left",
+    ),
+    Mutation(
+        name="server: the receipt of an abort does not forget the request",
+        module="minisgl.server.workers.text_worker",
+        old="self._left.discard(msg.uid)",
+        new="pass",
+        test=TEST + "test_text_worker_drops_the_tokens_of_a_client_that_left",
+    ),
+    Mutation(
         name="server: a stop string does not end the request",
         module="minisgl.server.workers.text_worker",
         old="if entry.status.stopped and not msg.finished:",
@@ -182,7 +196,7 @@ MUTATIONS = [
     Mutation(
         name="server: log probabilities tell the beginning of a stop string",
         module="minisgl.server.workers.logprobs",
-        old="else sum(end <= self._sent for end in self._ends)",
+        old="else bisect_right(self._ends, self._sent)",
         new="else len(self._ends)",
         test=API + "test_no_logprob_tells_a_part_of_a_stop_string",
     ),

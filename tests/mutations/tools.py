@@ -23,8 +23,8 @@ MUTATIONS = [
     Mutation(
         name="tools: a marker that begins no call is lost",
         module=HTTP + "tool_parser",
-        old="text = self.marker or self.buffer[:1]",
-        new="text, self.marker = self.buffer[:1], ''",
+        old="text = self.marker + self.buffer[: max(size, not self.marker)]",
+        new="text, self.marker = self.buffer[: max(size, 1)], ''",
         test=TEST + "test_what_is_no_call_is_content_to_the_letter",
     ),
     Mutation(

@@ -62,12 +62,12 @@ class Completion:
         elif before in (parser._start, parser._thought) and parser.opened:
             self.reasoning_tokens = reply.thought_tokens
         entries, self.undecided = self.undecided + reply.logprobs, []
-        for entry in entries:
+        for at, entry in enumerate(entries):
             content = is_content(parser, entry.offset, entry.offset + max(len(entry.text), 1))
-            if content:
-                self.logprobs.append(entry)
-            elif content is None and not reply.finished:
-                self.undecided.append(entry)
+            if content is None and not reply.finished:
+                self.undecided = entries[at:]  # those behind it are undecided, too
+                break
+            self.logprobs += [entry] if content else []
 
     def pack(self, form: Callable[[Sequence[TokenLogprob]], dict[str, Any]]) -> None:
         """Keep log probabilities, in a route's form, as JSON, which takes less memory."""

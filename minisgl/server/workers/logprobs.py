@@ -5,6 +5,7 @@ Generated from notebooks/12b_running.ipynb: edit there.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 
 from minisgl.scheduler.messages import TokenReply
@@ -55,7 +56,7 @@ class HeldLogprobs:
                 # Bytes before it may have become U+FFFD by now: count from the end.
                 self._entries[-1].offset = end - len(self._entries[-1].text) * (not self._silent)
             self._ends += [end] * (len(self._entries) - len(self._ends))
-        ready = len(self._entries) if finished else sum(end <= self._sent for end in self._ends)
+        ready = len(self._entries) if finished else bisect_right(self._ends, self._sent)
         taken, self._entries = self._entries[:ready], self._entries[ready:]
         self._ends = self._ends[ready:]
         return taken

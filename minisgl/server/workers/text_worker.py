@@ -76,7 +76,7 @@ class TextWorker:
         self._tokenizer, self._window, self._logprobs = tokenizer, window, logprobs
         self._outboxes = (to_scheduler, to_frontend)
         self._scheduler, self._frontend = list[Message](), list[Message]()  # for the next flush
-        self._open: dict[int, OpenText] = {}
+        self._open, self._left = dict[int, OpenText](), set[int]()  # the latter: aborted
         self._last = LastPrompt()
 
     def flush(self) -> None:
@@ -92,13 +92,16 @@ class TextWorker:
             case TokenizeMsg():
                 self.handle(self.encode(msg))
             case TokenReply():
-                self._detokenize(msg)
+                if msg.uid not in self._left:
+                    self._detokenize(msg)
             case UserMsg() | AbortMsg():
+                self._left |= {msg.uid} if isinstance(msg, AbortMsg) else set()
                 self._scheduler.append(msg)
             case StatsMsg() | StageTimed() | Converted():
                 self._frontend.append(msg)
-            case ErrorReply():
+            case ErrorReply():  # nothing follows it, be it an error or the receipt of an abort
                 self._open.pop(msg.uid, None)
+                self._left.discard(msg.uid)
                 self._frontend.append(msg)
             case _:
                 raise TypeError(f"message: a text worker does not take {type(msg).__name__}")
@@ -180,11 +183,6 @@ class TextWorker:
         )
 
 
-def characters(msg: TokenizeMsg) -> int:
-    """Count the characters to encode."""
-    return max(1, text_size([msg.text, msg.messages, msg.template_kwargs]))
-
-
 Encode = Callable[[TokenizeMsg], Message]
 
 
@@ -211,7 +209,7 @@ class PromptQueue:
     def add(self, msg: TokenizeMsg) -> None:
         before, size = self._last
         if before is None or not before.same_prompt(msg):
-            size = characters(msg)
+            size = max(1, text_size([msg.text, msg.messages, msg.template_kwargs]))
         self._last = (msg, size)
         slow = size > SLICE or msg.messages or msg.sampling_params.is_constrained
         if self.aside is not None and slow:
