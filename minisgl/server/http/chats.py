@@ -19,7 +19,7 @@ from minisgl.server.http.tool_parser import (
     ToolParser,
 )
 from minisgl.server.http.tools import Object, Text, Tool, ToolChoice, ToolRules, tool_rules
-from minisgl.tokenizer import THINK, THOUGHT, overlap
+from minisgl.tokenizer import THINK, THOUGHT, drop_blank, overlap, skip_blank
 
 
 class AnswerParser:
@@ -53,7 +53,7 @@ class AnswerParser:
 
     def _start(self, last: bool) -> bool:
         """Skip white space and the marker that opens a thought, if they are there."""
-        body = self.buffer.lstrip()
+        body = skip_blank(self.buffer)
         if body.startswith(THINK):
             self.buffer, self.opened = body[len(THINK) :], True
         elif THINK.startswith(body) and not last:
@@ -70,7 +70,7 @@ class AnswerParser:
         certain = (
             text[:end] if end >= 0 else text[: len(text) - (not last) * overlap(text, THOUGHT)]
         )
-        if (certain := certain.rstrip()) and self.show_thoughts:
+        if (certain := drop_blank(certain)) and self.show_thoughts:
             self.pieces.append(Reasoning(certain))
         self.buffer = text[end + len(THOUGHT) :] if end >= 0 else text[len(certain) :]
         self.state = self._gap if end >= 0 else self._thought

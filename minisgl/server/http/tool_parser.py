@@ -13,7 +13,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from minisgl.server.http.calls import CallFormat
-from minisgl.tokenizer import overlap, parsed
+from minisgl.tokenizer import drop_blank, overlap, parsed, skip_blank
 
 
 class Reasoning(NamedTuple):
@@ -81,6 +81,7 @@ NAMED = re.compile(r"(?P<name>[\w.:/-]{1,64})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*
 NO_OBJECT = re.compile(r'\{\s*[^\s"}]|(?!\{|[\w.:/-]{1,64}(?:\[\w*(?:\]\w*)?)*\s*$)')
 OTHER_KEY = r'|\{\s*"(?!(?:name|type|function|arguments|parameters|id)")[^"]*"'
 NO_HEAD = re.compile(NO_OBJECT.pattern + OTHER_KEY)  # no call without a marker begins so
+MAX_HEAD = 1024  # characters that the patterns search, at every token
 
 
 class ToolParser:
@@ -110,12 +111,14 @@ class ToolParser:
 
     def _say(self, text: str, behind: int) -> None:
         """Append content without white space at its end; `behind` characters came after it."""
-        text = self.blank + text
-        certain = text.rstrip()
+        certain = drop_blank(text := self.blank + text)
         self.blank = text[len(certain) :]
         if certain:
             end = self.total - behind - len(self.blank)
-            self.spans.append((end - len(certain), end))
+            start = end - len(certain)
+            if self.spans and self.spans[-1][1] == start:
+                start, _ = self.spans.pop()
+            self.spans.append((start, end))
             self.pieces.append(Content(certain))
 
     def _content(self, last: bool) -> bool:
@@ -142,7 +145,8 @@ class ToolParser:
         body = self.buffer.lstrip(" \t\r\n[" if "]" in self.form.after else None)
         self.marker += self.buffer[: len(self.buffer) - len(body)]
         self.buffer = body
-        if match := HEAD.match(body) or NAMED.match(body):
+        head = body[:MAX_HEAD]
+        if match := HEAD.match(head) or NAMED.match(head):
             if match["name"] not in self.names:
                 return self._give_up()
             self._begin(match["name"], match.end())
@@ -150,23 +154,24 @@ class ToolParser:
             self.closing = self.form.after if match.re is HEAD else []
             self.open = match.re is HEAD  # the object that holds the arguments
             return True
-        if body.startswith("{"):
-            end = self.object.find(body[self.seen :])
-            if end >= 0:
-                call = read_call(body[: self.seen + end])
-                if call is None or call[0] not in self.names:
-                    return self._give_up()
-                self._begin(call[0], self.seen + end)
-                self.pieces.append(CallArguments(self.calls - 1, call[1]))
-                self.closing, self.state = self.form.after, self._tail
-                return True
-            self.seen = len(body)
-        no_head = NO_OBJECT if self.marker else NO_HEAD
-        return self._give_up() if last or (body and no_head.match(body)) else False
+        if head and (NO_OBJECT if self.marker else NO_HEAD).match(head):
+            return self._give_up()
+        if not body.startswith("{"):
+            return self._give_up() if last or len(body) > MAX_HEAD else False
+        end = self.object.find(body[self.seen :])
+        size = len(body) if end < 0 else self.seen + end
+        call = read_call(body[:size]) if end >= 0 else None
+        if call is not None and call[0] in self.names:
+            self._begin(call[0], size)
+            self.pieces.append(CallArguments(self.calls - 1, call[1]))
+            self.closing, self.state = self.form.after, self._tail
+            return True
+        self.seen = size
+        return self._give_up(size) if last or end >= 0 else False
 
-    def _give_up(self) -> bool:
-        """Append the marker, or else the first character, as content, and continue after it."""
-        text = self.marker or self.buffer[:1]
+    def _give_up(self, size: int = 0) -> bool:
+        """Append the marker and `size` characters as content, one at least; continue after it."""
+        text = self.marker + self.buffer[: max(size, not self.marker)]
         self.buffer = self.buffer[len(text) - len(self.marker) :]
         self.state = self._content
         self._say(text, len(self.buffer))
@@ -189,20 +194,19 @@ class ToolParser:
 
     def _more_keys(self, last: bool) -> bool:
         """Skip the other keys of a call's object, up to its closing brace."""
-        rest = self.buffer.lstrip()
+        rest = self.buffer = self.buffer.lstrip()
         if self.object.depth or rest[:1] in ("}", ","):
             self.object.depth = self.object.depth or 1
             end = self.object.find(rest)
             self.buffer = rest[end:] if end >= 0 else ""
             rest = rest if end >= 0 else ""
-        if rest or last:
-            self.state = self._tail
-        return bool(rest or last)
+        self.state = self._tail if rest or last else self._more_keys
+        return self.state == self._tail
 
     def _tail(self, last: bool) -> bool:
         """Skip the text that closes a call; after a separator the next call follows."""
         while self.closing:
-            rest = self.buffer.lstrip()
+            rest = skip_blank(self.buffer)
             if not last and self.closing[0].startswith(rest) and rest != self.closing[0]:
                 return False  # it may still come
             expected, *self.closing = self.closing
