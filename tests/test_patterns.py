@@ -107,8 +107,8 @@ def test_an_ambiguous_pattern_is_found(pattern: str) -> None:
 FORMS = (HERMES, LLAMA, MISTRAL, MISTRAL_NAMED)
 UNITS = ("[a", "[aaaaaa", "a]", "[a]", "[CALL_ID]a", "[ARGS]", "[CALL_ID]", "foo", " ", "\n", "{",
          "{ ", '"', '"\\', '\\"', "[", "{[", '{"a', '{"name"', '{"name" : "', '{"type": ', ',"',
-         ": ", '{"name": "foo", ', '{"name": "x" , "arguments" : ', '{"\\"', "<", "<tool_call", "<think>",
-         "</think", "[TOOL_CALLS", "; ", "é", "\ud83d")  # fmt: skip
+         ": ", '{"name": "foo", ', '{"name": "x" , "arguments" : ', '{"\\"', "<", "<tool_call",
+         "<think>", "</think", "[TOOL_CALLS", "; ", "é", "\ud83d")  # fmt: skip
 HEADS = ("", "foo", "{", '{"name": "', '{"name": "foo", "arguments": {', '{"arguments": {"a": "')
 SIZE = 1000  # characters
 
