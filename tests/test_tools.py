@@ -196,6 +196,7 @@ WHOLE: list[tuple[CallFormat, str, list[Any]]] = [
      [["add", '{"a": '], Content(" oh")]),
     (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1', [["add", '{"a": 1']]),
     (LLAMA, '{"name": "add", "parameters": {"a": 1}}', [["add", '{"a": 1}']]),
+    (LLAMA, 'Use {"name" first: {"name": "add", "parameters": {"a": 1}}', [["add", '{"a": 1}']]),
     (LLAMA, '<|python_tag|>{"name": "add", "parameters": {}}; {"name": "add", "parameters": {}}',
      [["add", "{}"], ["add", "{}"]]),
     (LLAMA, '{"type": "function", "name": "add", "parameters": {"a": 1}}', [["add", '{"a": 1}']]),

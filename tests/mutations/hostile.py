@@ -297,8 +297,8 @@ MUTATIONS = [
     ),
     Mutation(
         name="shares: one client takes all places",
-        module="minisgl.server.http.limits",
-        old="held > self.factor * free",
+        module="minisgl.shares",
+        old="not (small or held <= self.factor * (free - self.limit // 16))",
         new="False",
         test=TEST + "test_one_client_cannot_take_all_places",
     ),

@@ -279,7 +279,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: a full server lets one more in",
-        module="minisgl.server.http.limits",
+        module="minisgl.shares",
         old="if free < 0 or",
         new="if",
         test=FAULTS + "test_full_queue_is_a_429_at_once",

@@ -41,7 +41,7 @@ MUTATIONS = [
     Mutation(
         "side: a job that nobody waits for runs on",
         "minisgl.scheduler.side_process",
-        "            limit_work(seconds)\n",
+        "            limit_work(seconds / CPU_SHARE)\n",
         "            limit_work(10**6)\n",
         TEST + "test_the_kernel_ends_a_job_that_nobody_waits_for",
     ),

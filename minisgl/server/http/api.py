@@ -124,8 +124,10 @@ class RequestHandler:
 
     async def _replies(self) -> AsyncGenerator[tuple[Task, UserReply], None]:
         """Yield replies of all tasks as they come; closing this generator cancels every task."""
-        places = self.service.limiter.acquire(len(self.tasks), self.client)
-        with places, renamed_failures(self.body):
+        with (
+            self.service.limiter.acquire(len(self.tasks), self.client),
+            renamed_failures(self.body),
+        ):
             if len(self.tasks) == 1:
                 async with aclosing(self._generate(self.tasks[0])) as replies:
                     async for reply in replies:

@@ -116,15 +116,13 @@ def as_message(pieces: list[Piece]) -> dict[str, Any]:
             function = {"name": piece.name, "arguments": ""}
             calls.append({"id": piece.id, "type": "function", "function": function})
         else:
-            kind = piece.call if isinstance(piece, CallArguments) else type(piece)
-            texts.setdefault(kind, []).append(piece.text)
+            texts.setdefault(getattr(piece, "call", type(piece)), []).append(piece.text)
     for index, call in enumerate(calls):
         call["function"]["arguments"] = "".join(texts.get(index, ()))
-    content = "".join(texts[Content])
+    content = "".join(texts[Content]) or (None if calls else "")
     extra = {"reasoning_content": "".join(texts[Reasoning]), "tool_calls": calls}
     said = {name: value for name, value in extra.items() if value}
-    shown = content if content or not calls else None
-    return {"role": "assistant", "content": shown, "refusal": None, **said}
+    return {"role": "assistant", "content": content, "refusal": None, **said}
 
 
 class TextPart(BaseModel):

@@ -79,7 +79,7 @@ ARGUMENTS = r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
 HEAD = re.compile(r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*' + ARGUMENTS)
 NAMED = re.compile(r"(?P<name>[\w.:/-]{1,64})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
 NO_OBJECT = re.compile(r'\{\s*[^\s"}]|(?!\{|[\w.:/-]{1,64}(?:\[\w*(?:\]\w*)?)*\s*$)')
-OTHER_KEY = r'|\{\s*"(?!(?:name|type|function|arguments|parameters|id)")[^"]*"'
+OTHER_KEY = r'|\{\s*"(?:(?!(?:name|type|function|arguments|parameters|id)")[^"]*"|[^"]*"\s*[^\s:])'
 NO_HEAD = re.compile(NO_OBJECT.pattern + OTHER_KEY)  # no call without a marker begins so
 MAX_HEAD = 1024  # characters that the patterns search, at every token
 
@@ -116,9 +116,8 @@ class ToolParser:
         if certain:
             end = self.total - behind - len(self.blank)
             start = end - len(certain)
-            if self.spans and self.spans[-1][1] == start:
-                start, _ = self.spans.pop()
-            self.spans.append((start, end))
+            joins = bool(self.spans) and self.spans[-1][1] == start
+            self.spans.append((self.spans.pop()[0] if joins else start, end))
             self.pieces.append(Content(certain))
 
     def _content(self, last: bool) -> bool:
