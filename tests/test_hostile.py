@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import random
@@ -253,6 +254,27 @@ def test_large_bodies_are_parsed_beside_the_event_loop(monkeypatch: pytest.Monke
     ):
         name = asyncio.run(built(body))
         assert (name.startswith("bodies"), threads.pop().startswith("bodies")) == (aside, aside)
+
+
+@pytest.mark.parametrize(("n", "copies"), [(1, 0), (16, 0), (17, 1), (128, 7)])
+def test_copies_of_a_prompt_count_like_its_body(n: int, copies: int) -> None:
+    """The answers of a prompt travel in several messages, and each has a copy of it."""
+    together = inspect.signature(Frontend).parameters["together"].default
+    assert together == bodies.TOGETHER
+    body, held = json.dumps({"prompt": "x" * 100_000, "n": n}).encode(), list[int]()
+
+    async def aside(work: Any, *args: Any) -> Any:
+        return work(*args)
+
+    async def read() -> None:
+        async def receive() -> Any:
+            return {"type": "http.request", "body": body}
+
+        scope = {"type": "http", bodies.SIDE: aside, bodies.HOLD: held.append}
+        await bodies.BodyReader(CompletionRequest).read(Request(scope, receive))
+
+    asyncio.run(read())
+    assert sum(held) == copies * len(body)
 
 
 def test_jobs_of_one_client_wait_for_each_other() -> None:

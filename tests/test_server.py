@@ -46,7 +46,11 @@ from minisgl.server.workers.messages import (
     encode,
 )
 from minisgl.server.workers.scheduler_process import SchedulerChannel
-from minisgl.server.workers.text_process import PromptThreads, build_text_worker
+from minisgl.server.workers.text_process import (
+    ExtraTokenizer,
+    PromptThreads,
+    build_text_worker,
+)
 from minisgl.server.workers.text_worker import PromptQueue, TextWorker, run_text_worker
 from minisgl.tokenizer import SLICE, Tokenizer
 from tests.serving import WINDOW, Live, random_model, wait_for
@@ -412,6 +416,19 @@ def test_text_worker_drops_the_tokens_of_a_client_that_left(tokenizer: Tokenizer
     bench.worker.handle(AbortMsg(uid=3))
     bench.worker.handle(aborted(3))
     assert not bench.worker._open and not bench.worker._left
+
+
+def test_an_extra_tokenizer_remembers_no_aborts(tokenizer: Tokenizer) -> None:
+    """The tokens and the receipts go to another worker, so nothing would end the memory."""
+    boxes = LocalQueue(), LocalQueue()
+    worker = build_text_worker(tokenizer, *boxes, 99, ExtraTokenizer)
+    for uid in range(3):
+        worker.handle(AbortMsg(uid=uid))
+    worker.handle(ErrorReply(uid=9, message="no"))
+    worker.flush()
+    assert [msg.uid for msg in boxes[0].get_all(0.0)] == [0, 1, 2]
+    assert [msg.uid for msg in boxes[1].get_all(0.0)] == [9]
+    assert not worker._left
 
 
 @pytest.fixture(scope="module")

@@ -603,4 +603,11 @@ MUTATIONS = [
         new="{failure}",
         test=TEST + "test_a_fault_of_ours_with_a_long_text_is_a_500",
     ),
+    Mutation(
+        name="bodies: copies do not count",
+        module="minisgl.server.http.bodies",
+        old="if copies and HOLD in request.scope:",
+        new="if False:",
+        test=TEST + "test_copies_of_a_prompt_count_like_its_body",
+    ),
 ]

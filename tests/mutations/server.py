@@ -166,6 +166,13 @@ MUTATIONS = [
         test=TEST + "test_text_worker_drops_the_tokens_of_a_client_that_left",
     ),
     Mutation(
+        name="text: an extra tokenizer remembers aborts",
+        module="minisgl.server.workers.text_process",
+        old="if isinstance(msg, AbortMsg):",
+        new="if False:",
+        test=TEST + "test_an_extra_tokenizer_remembers_no_aborts",
+    ),
+    Mutation(
         name="server: a stop string does not end the request",
         module="minisgl.server.workers.text_worker",
         old="if entry.status.stopped and not msg.finished:",

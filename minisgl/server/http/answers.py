@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from minisgl.server.http.bodies import HOLD
 from minisgl.server.http.errors import ApiError
-from minisgl.server.http.limits import FREE, HOLD
+from minisgl.server.http.limits import FREE
 from minisgl.server.workers.messages import TokenLogprob
 from minisgl.shares import Shares
 

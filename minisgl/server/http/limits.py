@@ -24,6 +24,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minisgl.server.http.access import client_of, network_of
+from minisgl.server.http.bodies import HOLD
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.turns import Turns
 from minisgl.shares import Shares
@@ -58,7 +59,6 @@ class ConcurrencyLimiter(Shares):
 
 FREE = 2**12  # bytes of a request, and of the heads of a connection, that count in no share
 CLOSE = {"connection": "close"}  # the rest of the body will not be read
-HOLD = "minisgl.hold"  # in an ASGI scope: `Body.hold` of this request
 
 
 class BodyLimit:

@@ -18,11 +18,10 @@ from fastapi.responses import Response
 
 from minisgl.server.http.access import client_of
 from minisgl.server.http.api import STREAMED, RequestHandler, Service, respond
-from minisgl.server.http.bodies import build
+from minisgl.server.http.bodies import HOLD, build
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.fields import refuse_foreign
 from minisgl.server.http.formats import Completion, Json, sse
-from minisgl.server.http.limits import HOLD
 from minisgl.server.http.translated import Event, TranslatedHandler
 from minisgl.server.responses.events import ResponseBuilder, item_id
 from minisgl.server.responses.schemas import (

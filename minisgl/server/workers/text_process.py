@@ -17,6 +17,7 @@ from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.engine.heap import frozen_heap
 from minisgl.runtime.supervisor import WorkerContext
+from minisgl.scheduler.messages import AbortMsg
 from minisgl.scheduler.side import SLOTS, SideTokenizer
 from minisgl.server.workers.channels import Outbox, ZmqInbox, ZmqOutbox
 from minisgl.server.workers.logprobs import HeldLogprobs
@@ -58,13 +59,24 @@ class PromptThreads(PromptQueue):
         return done
 
 
+class ExtraTokenizer(TextWorker):
+    """A text worker that gets prompts and aborts, and no tokens: aborts leave nothing here."""
+
+    def handle(self, msg: Message) -> None:
+        if isinstance(msg, AbortMsg):
+            self._scheduler.append(msg)
+        else:
+            super().handle(msg)
+
+
 def build_text_worker(
-    tokenizer: Tokenizer, to_scheduler: Outbox, to_frontend: Outbox, window: int
-) -> TextWorker:
+    tokenizer: Tokenizer, to_scheduler: Outbox, to_frontend: Outbox, window: int,
+    kind: type[TextWorker] = TextWorker,
+) -> TextWorker:  # fmt: skip
     """Build a text worker that rejects prompts over `window` tokens and holds logprobs."""
     spell = lru_cache(2**14)(TokenBytes(tokenizer))
     held = partial(HeldLogprobs, tokenizer=tokenizer, spell=spell)
-    return TextWorker(tokenizer, to_scheduler, to_frontend, window, held)
+    return kind(tokenizer, to_scheduler, to_frontend, window, held)
 
 
 def text_process(config: ServerConfig, folder: Path, part: str, context: WorkerContext) -> None:
@@ -78,7 +90,8 @@ def text_process(config: ServerConfig, folder: Path, part: str, context: WorkerC
     window = max_seq_len(config, ModelConfig.from_path(path))
     tokenizer = SideTokenizer(path)
     tokenizer.side.start()
-    worker = build_text_worker(tokenizer, to_scheduler, to_frontend, window)
+    kind = TextWorker if part == "text" else ExtraTokenizer
+    worker = build_text_worker(tokenizer, to_scheduler, to_frontend, window, kind)
     with frozen_heap():
         context.ready()
         run_text_worker(worker, inbox, context.beat, PromptQueue(PromptThreads()))
