@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import json
 import os
@@ -275,6 +276,50 @@ def test_copies_of_a_prompt_count_like_its_body(n: int, copies: int) -> None:
 
     asyncio.run(read())
     assert sum(held) == copies * len(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "MARK", "max_tokens": -1}',
+        b'{"prompt": "MARK"',
+        b'{"prompt": "MARK", "mirostat": 2}',
+        b'{"prompt": "MARK", "unheard_of": 1, "max_token": 5}',
+        b'{"prompt": 5, "user": "MARK"}',
+        b"MARK",
+    ],
+)
+def test_a_refused_body_is_freed_without_a_collection(live: Live, body: bytes) -> None:
+    """Cycles of errors and frames would keep it until the collector comes, minutes later."""
+    mark = f"{random.random()}" * 2000
+    sent = body.replace(b"MARK", mark.encode())
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            answer = httpx.post(f"{live.url}/v1/completions", content=sent, timeout=100,
+                                headers={"content-type": "application/json"})  # fmt: skip
+            assert answer.status_code == 400, answer.text
+        wait_for(lambda: held_texts(mark) == 0, "the body to be freed")
+    finally:
+        gc.enable()
+
+
+def held_texts(mark: str) -> int:
+    """Count the requests in memory whose body has the mark: containers with it, or their text."""
+    found = 0
+    for thing in gc.get_objects():
+        values: Any = ()
+        if isinstance(thing, dict):
+            values = list(thing.values())
+        elif isinstance(thing, BaseException):
+            values = [*thing.args, getattr(thing, "doc", "")]
+        found += any(
+            (isinstance(value, str) and len(value) > 20_000 and mark in value)
+            or (isinstance(value, bytes) and len(value) > 20_000 and mark.encode() in value)
+            for value in values
+        )
+    return found
 
 
 def test_jobs_of_one_client_wait_for_each_other() -> None:
@@ -644,7 +689,7 @@ def test_a_body_in_short_chunks_is_cut(live: Live) -> None:
     body = b'{"prompt": "x", "max_tokens": 1}'
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     head += b"transfer-encoding: chunked\r\n\r\n"
-    for spaces, read in ((limits.MAX_SHORT - len(body), True), (50_000, False)):
+    for spaces, read in ((limits.PIECES - len(body), True), (50_000, False)):
         pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in b" " * spaces + body)
         with socket.create_connection(("127.0.0.1", live.port)) as peer, suppress(ConnectionError):
             peer.settimeout(100)
@@ -693,6 +738,20 @@ def test_urls_are_bounded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
             assert answer_to(live, busy + b"GET " + url + end) == b""
         sizes.pop(0)
         live.assert_pages_home()
+
+
+@pytest.mark.parametrize("size", [80, 1448, 4097, 4344, 65_536])
+def test_a_large_body_may_come_in_reads_of_any_size(live: Live, size: int) -> None:
+    """Also where the parts of a read are short, or each of a slow link's packets."""
+    body = json.dumps({"prompt": "x" * 600_000, "max_tokens": 1}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", live.port)) as peer:
+        peer.settimeout(100)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.sendall(head + b"content-length: %d\r\n\r\n" % len(body))
+        for at in range(0, len(body), size):
+            peer.sendall(body[at : at + size])
+        assert peer.recv(12) == b"HTTP/1.1 400"  # too long for the window
 
 
 def test_requests_sent_ahead_are_bounded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

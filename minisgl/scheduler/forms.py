@@ -31,13 +31,18 @@ ONE_LINE: Any = {  # else a model may answer with spaces indefinitely
 
 
 def check_multiples(schema: str) -> None:
-    """Raise `ValueError` if the `multipleOf`s take too many states, alone or for one number."""
+    """Raise `ValueError` if the `multipleOf`s take too many states, alone or for one number.
+
+    Also for `x-guidance`, by which a schema would change the compiler's options.
+    """
+    if '"x-guidance":' in schema:
+        raise ValueError("x-guidance is not supported")
     multiples = re.findall(r'"multipleOf": ([0-9.]+)', schema)
     digits = [number.replace(".", "").strip("0") for number in multiples]
     numbers = [int(number) for number in digits if number]
-    if max(sum(numbers), math.lcm(*numbers)) > MAX_MULTIPLES:
-        why = f"sum and least common multiple must be {MAX_MULTIPLES} at most"
-        raise ValueError(f"the digits of all multipleOf: {why}")
+    if sum(numbers) > MAX_MULTIPLES or math.lcm(*numbers) > 20 * MAX_MULTIPLES:
+        why = f"the digits of all multipleOf must add up to {MAX_MULTIPLES} at most, and their"
+        raise ValueError(f"{why} least common multiple must be {20 * MAX_MULTIPLES} at most")
 
 
 def schema_grammar(schema: str) -> str:

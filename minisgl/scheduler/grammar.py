@@ -177,7 +177,7 @@ class GrammarQueue:
     """
 
     def __init__(self, announce: bool = False, limit: int = 2**19) -> None:
-        self.announce, self.shares = announce, Shares(limit)
+        self.announce, self.shares = announce, Shares(limit, factor=1)
         self.start: Callable[[int, SamplingParams], Future[LLMatcher] | None] = lambda *_: None
         self.waiting: dict[str, dict[int, UserMsg]] = {}  # by client and uid: not yet started
         self.held: dict[int, tuple[UserMsg, Future[LLMatcher]]] = {}  # by uid: being compiled

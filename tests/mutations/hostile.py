@@ -487,8 +487,8 @@ MUTATIONS = [
     Mutation(
         name="body: chunks may be short",
         module="minisgl.server.http.limits",
-        old="if self._short > MAX_SHORT and not self._refused:",
-        new="if False:",
+        old="self._bytes < SHORT * self._pieces and not self._refused:",
+        new="False:",
         test=TEST + "test_a_body_in_short_chunks_is_cut",
     ),
     Mutation(
@@ -609,5 +609,12 @@ MUTATIONS = [
         old="if copies and HOLD in request.scope:",
         new="if False:",
         test=TEST + "test_copies_of_a_prompt_count_like_its_body",
+    ),
+    Mutation(
+        name="body: many pieces are refused, however long",
+        module="minisgl.server.http.limits",
+        old="self._pieces > PIECES and self._bytes < SHORT * self._pieces and",
+        new="self._pieces > PIECES and",
+        test=TEST + "test_a_large_body_may_come_in_reads_of_any_size",
     ),
 ]

@@ -45,14 +45,18 @@ SLICE = 2**16  # bytes
 
 
 class SlicedResponse(Response):
-    """A response that keeps one slice in the send buffer; `sent` is called at its end."""
+    """A response that keeps one slice in the send buffer; `sent` is called at its end.
+
+    Its bytes count in its client's share, unless they are `common` to many responses.
+    """
 
     sent: Callable[[], object] | None = None
+    common = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         head = {"status": self.status_code, "headers": self.raw_headers}
         try:
-            if len(self.body) > FREE and HOLD in scope:
+            if len(self.body) > FREE and HOLD in scope and not self.common:
                 scope[HOLD](len(self.body))
             await send({"type": "http.response.start", **head})
             for at in range(0, len(self.body), SLICE):

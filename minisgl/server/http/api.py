@@ -28,7 +28,7 @@ from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.http.access import BEARER, Access, client_of, cors_middleware, keyed_route
 from minisgl.server.http.answers import MAX_HELD, Held
 from minisgl.server.http.bodies import SideThread, build, invalid
-from minisgl.server.http.errors import FAILED, ApiError, api_error
+from minisgl.server.http.errors import FAILED, ApiError, api_error, forget_frames
 from minisgl.server.http.formats import (
     ChatFormatter,
     Completion,
@@ -288,11 +288,11 @@ def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:
             status, why = failure.status_code, str(failure.detail)
             code = "invalid_json" if status == 400 else f"http_{status}"  # FastAPI's own 400
             if status == 404:
-                paths = ", ".join(app.openapi()["paths"])
-                why = f"{request.url.path:.200}: not here; there are {paths}"
+                why = f"{request.url.path:.200}: not here, but {', '.join(app.openapi()['paths'])}"
             error = ApiError(status, why, code=code, headers=failure.headers)
         else:
             error = api_error(failure)
+        forget_frames(failure, error)
         request.scope["refused"] = error  # for the log
         frontend.notify("refused", error.status_code)
         shape = getattr(request.scope.get("route"), "error_body", ApiError.body)  # chapter 12db

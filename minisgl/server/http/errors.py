@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
@@ -62,3 +63,10 @@ def api_error(failure: Exception) -> ApiError:
     if failure.code == "context_length_exceeded":  # some clients match these words
         text += "; it is longer than the model's context length on this server"
     return ApiError(status, text, code=failure.code, param=failure.param)
+
+
+def forget_frames(failure: Exception, error: ApiError) -> None:
+    """Drop the frames of a handled failure: they hold its request, and the request holds it."""
+    known = HTTPException, RequestFailed, RequestValidationError  # others are still to be logged
+    for each in (failure, error) if isinstance(failure, known) else ():
+        each.__traceback__ = each.__context__ = each.__cause__ = None

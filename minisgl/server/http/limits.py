@@ -81,6 +81,7 @@ class BodyLimit:
             await self._app(scope, body.receive, send)
         finally:
             body.give_back()
+            del scope[HOLD]  # it holds the scope
 
 
 class Body:
@@ -143,8 +144,8 @@ MAX_URL = 2**10  # bytes of a URL
 MAX_HEAD, LINE = 2**16, 2**8  # bytes of a request's head; what a line of it counts at least
 MAX_HEADS = 2**24  # bytes of all heads, those of requests with an answer in progress included
 MAX_PIPELINED = 16  # requests of a connection that wait for the answer before theirs
-READ = 2**12  # bytes that are parsed before the next look at what they were
-MAX_SHORT = 1024  # chunks of a body, or pieces that come alone, that are shorter than a line
+READ, PART = 2**14, 2**12  # bytes of a read; those that are parsed between two looks at them
+PIECES, SHORT = 1024, 64  # a body in more pieces must have this many bytes in each on average
 
 
 class TimeoutHttpProtocol(HttpToolsProtocol):
@@ -157,11 +158,13 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._idle = self._head = 0  # bytes skipped between requests, and bytes of a head
-        self._short = 0  # short pieces of a body
+        self._pieces = self._bytes = 0  # of a body
         self._heads = self._held = 0  # bytes of all heads in memory, and those in the shares
         self._cycles = list[RequestResponseCycle]()  # of requests without a complete answer
         self._refused, self._peer = False, network_of(self.client[0] if self.client else "")
         transport.set_write_buffer_limits(high=0)
+        if hasattr(transport, "max_size"):  # asyncio's own loop
+            transport.max_size = READ
         peer = transport.get_extra_info("socket")
         if peer is not None:  # a small write must not wait for the ACK of the one before
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -206,10 +209,10 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         self._refuse(ApiError(431, why, code="headers_too_large"))
 
     def data_received(self, data: bytes) -> None:
-        for at in range(0, len(data), READ):
+        for at in range(0, len(data), PART):
             if self._refused:
                 return
-            piece = data[at : at + READ]
+            piece = data[at : at + PART]
             self._idle += len(piece)
             HttpToolsProtocol.data_received(self, piece)
             if not self._refused:
@@ -241,7 +244,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         HttpToolsProtocol.on_message_begin(self)
-        self._head = self._short = 0
+        self._head = self._pieces = self._bytes = 0
         if not self._busy:
             self._forget_heads()
 
@@ -255,7 +258,9 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         if name.lower() == b"transfer-encoding" and value.lower() != b"chunked":
             self._refuse(ApiError(501, "Transfer-Encoding: must be chunked", code="not_chunked"))
         self._head += max(LINE, len(name) + len(value) + 4)
-        if self._head <= MAX_HEAD and name.lower() != b"cookie":  # FastAPI would parse it
+        if self._head > MAX_HEAD and not self._refused:
+            self._refuse_head()
+        if not self._refused and name.lower() != b"cookie":  # FastAPI would parse it
             HttpToolsProtocol.on_header(self, name, value)
 
     def on_headers_complete(self) -> None:
@@ -272,10 +277,19 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._idle = 0
-        self._short += len(body) < LINE
-        if self._short > MAX_SHORT and not self._refused:
-            why = f"body: more than {MAX_SHORT} chunks of less than {LINE} bytes"
+        self._pieces, self._bytes = self._pieces + 1, self._bytes + len(body)
+        if self._pieces > PIECES and self._bytes < SHORT * self._pieces and not self._refused:
+            alone = sum(not each.response_complete for each in self._cycles) == 1
+            if alone and not self.cycle.response_started:
+                self.cycle.response_complete = True  # the refusal is the answer
+            why = f"body: {self._pieces} pieces of less than {SHORT} bytes on average"
             self._refuse(ApiError(413, why, code="chunks_too_short"))
+            self._leave()
+        if (
+            self.pipeline and not self._refused
+        ):  # nobody reads it yet, so it would count in no share
+            why = "body: sent before the last answer"
+            self._refuse(ApiError(431, why, code="body_too_early"))
         if not self._refused:
             HttpToolsProtocol.on_body(self, body)
 

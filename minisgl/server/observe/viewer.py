@@ -46,7 +46,9 @@ def add_viewer_route(app: FastAPI, recording: Path, access: Access) -> None:
             why = "authorization: the page shows all clients' answers and needs --api-key's key"
             raise ApiError(403, why, code="operator_only")
         try:
-            return SlicedResponse(await live.read(), media_type="text/html")
+            page = SlicedResponse(await live.read(), media_type="text/html")
+            page.common = True
+            return page
         except ValueError as error:  # nothing was written yet
             raise HTTPException(503, f"no recording yet: {error}") from error
 

@@ -106,7 +106,7 @@ def as_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
         if not last.get("role") == message["role"] == "assistant":
             messages.append(message)
         elif "tool_calls" in message:
-            last["tool_calls"] = last.get("tool_calls", []) + message["tool_calls"]
+            last.setdefault("tool_calls", []).extend(message["tool_calls"])
         elif last.keys() == {"role", "reasoning_content"}:
             last.update(message)
         else:

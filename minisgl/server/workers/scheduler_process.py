@@ -63,6 +63,8 @@ class SchedulerChannel:
         Each abort gets a receipt at once: what was sent before it has been read.
         """
         hold = self._hold
+        if hold is not None:
+            hold.ready = []  # those of the last messages have become matchers
         waits = hold is not None and hold.waits
         messages = self._inbox.get_all(min(timeout, 0.005) if waits else timeout)
         self.send([aborted(msg.uid) for msg in messages if isinstance(msg, AbortMsg)])
