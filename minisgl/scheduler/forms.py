@@ -33,7 +33,7 @@ ONE_LINE: Any = {  # else a model may answer with spaces indefinitely
 def check_multiples(schema: str) -> None:
     """Raise `ValueError` if the `multipleOf`s take too many states, alone or for one number.
 
-    Also for `x-guidance`, by which a schema would change the compiler's options.
+    Also for `x-guidance`: options of the compiler, some of which make a mask endless.
     """
     if '"x-guidance":' in schema:
         raise ValueError("x-guidance is not supported")
@@ -58,7 +58,7 @@ def free_grammar(text: str) -> str:
         raise ValueError("a schema inside of a grammar is not supported, use json_schema")
     if "&" in text or "~" in text:  # three of them in 70 bytes can take 300 MB to compile
         raise ValueError(r"& and ~ are not supported; inside of a text, write \u0026 or \u007e")
-    return lark
+    return lark + '\n%llguidance {"no_forcing": true}'  # forced text may have no end: /a*/ "a"
 
 
 FORMS: dict[str, Callable[[str], str]] = {

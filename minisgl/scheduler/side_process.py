@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import random
 import resource
 import signal
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
@@ -19,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from llguidance import LLTokenizer
 
 from minisgl.scheduler.forms import compile_grammar, load_tokens
@@ -63,20 +60,6 @@ def allocated() -> int:
     return int(numbers[4] + numbers[7])
 
 
-def slowest_mask(tokenizer: LLTokenizer | str, text: str, seed: int) -> float:
-    """Follow a random answer to a Lark grammar; return the ms of CPU of its slowest mask."""
-    matcher, draw, worst = compile_grammar(tokenizer, "grammar", text), random.Random(seed), 0.0
-    for _ in range(32):
-        start = time.process_time()
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        worst = max(worst, time.process_time() - start)
-        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
-        if matcher.is_error() or not len(allowed):
-            break
-        matcher.consume_token(int(draw.choice(allowed)))
-    return 1e3 * worst
-
-
 def try_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> None:
     """Compile a grammar; raise `InvalidRequestError` if that fails or takes too much memory."""
     before, most = allocated(), MOST + PER_CHARACTER * len(text)
@@ -86,8 +69,6 @@ def try_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> None:
     if taken > most:
         why = f"{field}: takes {taken} bytes compiled, more than {most} for its length"
         raise InvalidRequestError(why, param=field)
-    if field == "grammar" and (ms := min(slowest_mask(tokenizer, text, n) for n in range(2))) > 15:
-        raise InvalidRequestError(f"{field}: a token takes {ms:.0f} ms, more than 15", param=field)
 
 
 def serve(fd: int) -> None:

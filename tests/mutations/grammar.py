@@ -215,11 +215,11 @@ MUTATIONS = [
         TESTS + "test_two_clients_with_long_answers_leave_room_for_a_third",
     ),
     Mutation(
-        "grammar_is_not_tried",
-        "minisgl.scheduler.side_process",
-        'if field == "grammar" and (ms',
-        "if False and (ms",
-        TESTS + "test_a_grammar_whose_masks_do_not_end_is_refused",
+        "grammar_forces_text",
+        FORMS,
+        '"no_forcing": true',
+        '"no_forcing": false',
+        TESTS + "test_a_grammar_that_forces_text_without_end_has_masks",
     ),
     Mutation(
         "grammar_schema_sets_options",
