@@ -585,8 +585,8 @@ MUTATIONS = [
     Mutation(
         name="answers: an error needs a share",
         module="minisgl.server.http.answers",
-        old="if len(self.body) > FREE and HOLD in scope:",
-        new="if HOLD in scope:",
+        old="if len(self.body) > FREE and HOLD in scope and not self.common:",
+        new="if HOLD in scope and not self.common:",
         test=TEST + "test_a_refused_answer_sends_nothing_and_a_small_one_needs_no_share",
     ),
     Mutation(
