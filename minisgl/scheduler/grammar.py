@@ -184,11 +184,6 @@ class GrammarQueue:
         self.ready: list[Future[LLMatcher]] = []  # of the messages just returned; else forgotten
         self.freed = deque[tuple[str, int]]()  # clients and characters of grammars that are gone
 
-    @property
-    def waits(self) -> bool:
-        """True while a request waits."""
-        return bool(self.held or self.waiting)
-
     def pass_on(self, messages: Sequence[Any]) -> list[Any]:
         """Return the messages that may proceed, in order, and those whose wait is over."""
         passed = list[Any]()
@@ -233,7 +228,7 @@ class GrammarQueue:
 
 
 class CompilingChannel:
-    """The channel of a rank: it compiles announced grammars and returns other messages."""
+    """The channel of a rank or an `LLM`: compiles the grammars of all messages at the same time."""
 
     def __init__(self, channel: Channel, grammars: Grammars) -> None:
         self.channel, self.grammars = channel, grammars
@@ -247,5 +242,10 @@ class CompilingChannel:
             if isinstance(msg, CompileMsg):
                 self.jobs[msg.uid] = self.grammars.start(msg.uid, msg.sampling_params)
         came = [msg for msg in messages if not isinstance(msg, CompileMsg)]
-        self.ready = [self.jobs.pop(getattr(msg, "uid", -1), None) for msg in came]
+        users = [(msg.uid, msg.sampling_params) for msg in came if isinstance(msg, UserMsg)]
+        self.ready = [
+            self.grammars.start(uid, params) for uid, params in users if params.is_constrained
+        ]
+        for msg in came:
+            self.jobs.pop(getattr(msg, "uid", -1), None)
         return came
