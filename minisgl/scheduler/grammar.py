@@ -25,8 +25,8 @@ from minisgl.engine.step import ForwardInput, ForwardOutput, SampledTokens
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.forms import compile_grammar, load_tokens
 from minisgl.scheduler.messages import AbortMsg, InvalidRequestError, Msg, UserMsg
+from minisgl.scheduler.queue import Shares
 from minisgl.scheduler.side import SLOTS, asked_for
-from minisgl.shares import Shares
 from minisgl.tokenizer import THINK
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from minisgl.scheduler.messages import AbortMsg, ErrorReply
+from minisgl.scheduler.queue import Shares
 from minisgl.server.frontend import Frontend, RequestFailed, Stream
 from minisgl.server.workers.messages import StatsEvent, TokenizeMsg, UserReply
-from minisgl.shares import Shares
 
 MAX_UNREAD = 2**19  # log probabilities of all streams, alternatives included: about 130 MB
 

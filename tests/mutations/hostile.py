@@ -177,7 +177,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="logprobs: whole answers hold any number of them",
-        module="minisgl.server.http.answers",
+        module="minisgl.server.http.schemas",
         old="if not self._shares.take(self._client, count):",
         new="if self._shares.take(self._client, count) is None:",
         test=TEST + "test_whole_answers_share_the_log_probabilities_that_wait",
@@ -227,7 +227,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="answers: a large one is sent in one piece",
-        module="minisgl.server.http.answers",
+        module="minisgl.server.http.schemas",
         old="SLICE = 2**16",
         new="SLICE = 2**30",
         test=TEST + "test_a_whole_answer_is_sent_in_slices",
@@ -297,7 +297,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="shares: one client takes all places",
-        module="minisgl.shares",
+        module="minisgl.scheduler.queue",
         old="not (small or held <= self.factor * (free - self.limit // 16))",
         new="False",
         test=TEST + "test_one_client_cannot_take_all_places",
@@ -472,14 +472,14 @@ MUTATIONS = [
     ),
     Mutation(
         name="shares: nothing is kept for who holds little",
-        module="minisgl.shares",
+        module="minisgl.scheduler.queue",
         old="self.factor * (free - self.limit // 16)",
         new="self.factor * free",
         test=TEST + "test_greedy_clients_leave_places_for_those_who_hold_little",
     ),
     Mutation(
         name="shares: who holds little has no more than others",
-        module="minisgl.shares",
+        module="minisgl.scheduler.queue",
         old="held <= max(1, self.limit // 128)",
         new="False",
         test=TEST + "test_greedy_clients_leave_places_for_those_who_hold_little",
@@ -577,21 +577,21 @@ MUTATIONS = [
     ),
     Mutation(
         name="answers: a large one does not count",
-        module="minisgl.server.http.answers",
+        module="minisgl.server.http.schemas",
         old="scope[HOLD](len(self.body))",
         new="pass",
         test=TEST + "test_large_answers_that_wait_for_their_reader_share_a_bound",
     ),
     Mutation(
         name="answers: an error needs a share",
-        module="minisgl.server.http.answers",
+        module="minisgl.server.http.schemas",
         old="if len(self.body) > FREE and HOLD in scope and not self.common:",
         new="if HOLD in scope and not self.common:",
         test=TEST + "test_a_refused_answer_sends_nothing_and_a_small_one_needs_no_share",
     ),
     Mutation(
         name="answers: one that is refused keeps its log probabilities",
-        module="minisgl.server.http.answers",
+        module="minisgl.server.http.schemas",
         old="if self.sent is not None:",
         new="if HOLD not in scope:",
         test=TEST + "test_a_refused_answer_sends_nothing_and_a_small_one_needs_no_share",

@@ -286,7 +286,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: a full server lets one more in",
-        module="minisgl.shares",
+        module="minisgl.scheduler.queue",
         old="if free < 0 or",
         new="if",
         test=FAULTS + "test_full_queue_is_a_429_at_once",

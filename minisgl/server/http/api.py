@@ -24,9 +24,9 @@ from starlette.types import Receive, Scope, Send
 
 from minisgl.core import SamplingParams
 from minisgl.scheduler.frames import with_seed
+from minisgl.scheduler.queue import Shares
 from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.http.access import BEARER, Access, client_of, cors_middleware, keyed_route
-from minisgl.server.http.answers import MAX_HELD, Held
 from minisgl.server.http.bodies import SideThread, build, invalid
 from minisgl.server.http.errors import FAILED, ApiError, api_error, forget_frames
 from minisgl.server.http.formats import (
@@ -40,15 +40,16 @@ from minisgl.server.http.formats import (
 from minisgl.server.http.limits import DRAINING, LOADING, ConcurrencyLimiter
 from minisgl.server.http.schemas import (
     MAX_ANSWERS,
+    MAX_HELD,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
     GenerationRequest,
+    Held,
     fair_client,
 )
 from minisgl.server.http.settings import ApiSettings
 from minisgl.server.workers.messages import UserReply
-from minisgl.shares import Shares
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 from fastapi.sse import format_sse_event
 
-from minisgl.server.http.answers import SlicedResponse
 from minisgl.server.http.chats import AnswerParser, as_delta, as_message
+from minisgl.server.http.schemas import SlicedResponse
 from minisgl.server.http.tool_parser import Piece
 from minisgl.server.workers.messages import TokenLogprob, UserReply
 

@@ -23,11 +23,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from minisgl.scheduler.queue import Shares
 from minisgl.server.http.access import client_of, network_of
 from minisgl.server.http.bodies import HOLD
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.turns import Turns
-from minisgl.shares import Shares
 
 LOADING, DRAINING = "the model is loading", "the server is shutting down"
 

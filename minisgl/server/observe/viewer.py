@@ -13,9 +13,9 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse, Response
 
 from minisgl.server.http.access import KEY_NAME, Access
-from minisgl.server.http.answers import SlicedResponse
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.hosts import is_loopback
+from minisgl.server.http.schemas import SlicedResponse
 from minisgl.viewer.page import page_of
 
 

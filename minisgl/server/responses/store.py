@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from minisgl.shares import Shares
+from minisgl.scheduler.queue import Shares
 
 
 class Turn(msgspec.Struct):
