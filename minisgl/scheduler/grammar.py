@@ -5,6 +5,7 @@ Generated from notebooks/09a_structured_output.ipynb: edit there.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -75,7 +76,8 @@ class Grammars:
         self.pool = ThreadPoolExecutor(SLOTS, "grammars")
         self.tokenizer = self.pool.submit(load)
         self.waiting: DeferredOutput | None = None  # the last step, if it is not sampled yet
-        self.executor = LLExecutor(1)  # one call for a batch, in one thread
+        threads = min(SLOTS, (os.cpu_count() or 1) // 4)  # the other processes have work, too
+        self.executor = LLExecutor(max(1, threads))  # one call for a batch
         self.jobs = WeakValueDictionary[int, Future[LLMatcher]]()  # of requests to come, by uid
 
     def compile(self, params: SamplingParams) -> Future[LLMatcher] | None:
