@@ -28,7 +28,8 @@ CASES = {
     "the scheduler": (
         "import minisgl.server.workers.scheduler_process as worker\n"
         "from minisgl.config.engine import ServerConfig\n"
-        "worker.build_scheduler(ServerConfig(device='cpu', num_pages=300), None)",
+        "config, hold = ServerConfig(device='cpu', num_pages=300), worker.GrammarQueue()\n"
+        "worker.build_scheduler(config, None, hold=hold)",
         {"jinja2", "llguidance", "safetensors", "tokenizers", "torch"},
     ),
     "a notebook": (

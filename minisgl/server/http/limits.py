@@ -264,7 +264,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
             HttpToolsProtocol.on_header(self, name, value)
 
     def on_headers_complete(self) -> None:
-        if not self._refused and (self._head > MAX_HEAD or len(self.pipeline) >= MAX_PIPELINED):
+        if not self._refused and len(self.pipeline) >= MAX_PIPELINED:
             self._refuse_head()
         if self._refused:
             return
