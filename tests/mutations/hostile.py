@@ -157,8 +157,8 @@ MUTATIONS = [
     Mutation(
         name="connections: any number of requests may be sent ahead",
         module="minisgl.server.http.limits",
-        old=" or len(self.pipeline) >= MAX_PIPELINED):",
-        new="):",
+        old="if not self._refused and len(self.pipeline) >= MAX_PIPELINED:",
+        new="if False:",
         test=TEST + "test_requests_sent_ahead_are_bounded",
     ),
     Mutation(
