@@ -174,6 +174,7 @@ class Batch:
 MAX_LOGPROBS = 20
 MAX_RULES = 1024  # biases, bad words, tokens of a bad word, choices
 MAX_GRAMMAR = 16 * 1024  # characters of a grammar; a structural tag may have four times as many
+MAX_VALUES, MAX_CONTAINERS = 2**17, 2**15  # of a client's JSON, in a body or in a text (12ba)
 
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
 Bias = Annotated[Number, Field(ge=-100, le=100)]
@@ -209,12 +210,35 @@ def json_text(value: Any) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def count_values(*texts: bytes) -> tuple[int, int]:
+    """Return bounds on the values of JSON texts, and on the lists and objects among them."""
+    containers = sum(text.count(b"[") + text.count(b"{") for text in texts)
+    return len(texts) + sum(text.count(b",") for text in texts) + containers, containers
+
+
+def check_values(*texts: bytes) -> None:
+    """Raise `ValueError` for JSON with too many values together; commas in strings do not count."""
+    values, containers = count_values(*texts)
+    if values > MAX_VALUES or containers > MAX_CONTAINERS:
+        unescaped = (text.replace(rb"\\", b"").replace(rb"\"", b"") for text in texts)
+        outside = (b"".join(text.split(b'"', 2 * MAX_VALUES)[::2]) for text in unescaped)
+        values, containers = count_values(*outside)
+    for number, most, what in (
+        (containers, MAX_CONTAINERS, "lists and objects"),
+        (values, MAX_VALUES, "values"),
+    ):
+        if number > most:
+            raise ValueError(f"{number} {what} are more than the {most} that are allowed")
+
+
 def schema_text(value: Any) -> str | None:
     """Return a JSON schema, given as text or dict, as text; keep the order of its keys.
 
     Invalid JSON raises ValueError. Text is parsed and written again, so spaces do not matter.
     """
     try:
+        if isinstance(value, str):
+            check_values(value.encode(errors="surrogatepass"))
         schema = json.loads(value) if isinstance(value, str) else value
         return None if value is None else json_text(schema)
     except (ValueError, TypeError, RecursionError) as error:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import IntArray, SamplingParams
+from minisgl.core import IntArray, SamplingParams, check_values
 
 
 def check_unicode(name: str, text: object) -> str:
@@ -211,6 +211,18 @@ def parsed(call: Any) -> Any:
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
+def check_arguments(messages: Sequence[Any]) -> None:
+    """Raise `ValueError` if the arguments of all calls have too many values to be parsed."""
+    calls = [m.get("tool_calls") for m in messages if isinstance(m, Mapping)]
+    given = [call.get("function") for each in calls if isinstance(each, list | tuple)
+             for call in each if isinstance(call, Mapping)]  # fmt: skip
+    texts = [function.get("arguments") for function in given if isinstance(function, Mapping)]
+    try:
+        check_values(*(t.encode(errors="surrogatepass") for t in texts if isinstance(t, str)))
+    except ValueError as error:
+        raise ValueError(f"messages: arguments of tool calls: {error}") from None
+
+
 def check_messages(
     messages: Sequence[Mapping[str, Any]], template: str = ""
 ) -> list[dict[str, Any]]:
@@ -220,6 +232,7 @@ def check_messages(
     """
     if isinstance(messages, str) or not isinstance(messages, Sequence) or len(messages) == 0:
         raise ValueError("messages: must be a non-empty list of {role, content}")
+    check_arguments(messages)
     checked: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not message.keys() & {"content", "tool_calls"}:

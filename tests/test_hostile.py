@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import gc
 import inspect
 import json
@@ -17,6 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -55,6 +57,7 @@ from minisgl.server.cli import main, settings_of
 from minisgl.server.fair import FairFrontend
 from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.http import api, bodies, formats, limits
+from minisgl.server.http import turns as turns_module
 from minisgl.server.http.access import KEY_NAME, Access, TrustedHosts, network_of
 from minisgl.server.http.bodies import BodyReader, SideThread, check_count, invalid, validator_of
 from minisgl.server.http.calls import ChatAbilities
@@ -90,6 +93,7 @@ from minisgl.server.workers.messages import (
 )
 from minisgl.server.workers.scheduler_process import SchedulerChannel
 from minisgl.server.workers.text_worker import PromptQueue, TextWorker, run_text_worker
+from minisgl.tokenizer import check_messages
 from tests import hostile
 from tests.serving import Live, Served, client_at, slow_reader, wait_for
 
@@ -163,6 +167,23 @@ def test_unknown_names_cost_little(size: int, monkeypatch: pytest.MonkeyPatch) -
     assert len(compared) == (MAX_UNKNOWN if size < 64 else 0)
 
 
+def test_an_unknown_name_is_compared_with_few_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, find = list[int](), difflib.get_close_matches
+
+    def noted(name: str, names: list[str], *args: Any) -> list[str]:
+        compared.append(len(names))
+        return find(name, names, *args)
+
+    monkeypatch.setattr(difflib, "get_close_matches", noted)
+    for name in ("temprature", "emperature", "Temperatur", "repetition_penalti", "maxTokens"):
+        with pytest.raises(ApiError, match="did you mean"):
+            body = CompletionRequest.model_validate({"prompt": "x", name: 1})
+            body.prepare(ChatAbilities())
+    body = CompletionRequest.model_validate({"prompt": "x", "tertkrduso___eion": 1})
+    body.prepare(ChatAbilities())
+    assert len(compared) >= 4 and max(compared) < 60
+
+
 def lists_in(schema: Any) -> Iterator[dict[str, Any]]:
     """Every list in a core schema."""
     if isinstance(schema, dict):
@@ -197,6 +218,28 @@ def test_values_are_counted_before_they_are_parsed() -> None:
         with pytest.raises(ApiError) as caught:
             check_count(body)
         assert caught.value.status_code == 413
+
+
+LISTS = "[" + "[]," * 2**15 + "[]]"
+
+
+@pytest.mark.parametrize("text", [LISTS, "[" + "1," * 2**17 + "1]", "[]" + LISTS, '{"a": "\ud800'])
+def test_json_in_a_text_is_counted_before_it_is_parsed(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is not valid, and the parts of many tool calls together."""
+    parsed, loads = list[int](), json.loads
+    monkeypatch.setattr(json, "loads", lambda text, **kw: parsed.append(len(text)) or loads(text))
+    for field in ("json_schema", "structural_tag"):
+        with pytest.raises(ValueError, match=field):
+            SamplingParams(**{field: text})
+    half = LISTS[: len(LISTS) // 6 * 3] + "[]]"
+    for arguments in ([LISTS], ['"', half, half]):
+        calls = [{"function": {"name": "f", "arguments": each}} for each in arguments]
+        message = {"role": "assistant", "content": "", "tool_calls": calls}
+        with pytest.raises(ValueError, match=r"messages: arguments of tool .* are more than"):
+            check_messages([message])
+    assert max(parsed, default=0) < 100
 
 
 def test_an_error_shows_little_of_what_was_sent() -> None:
@@ -257,12 +300,20 @@ def test_large_bodies_are_parsed_beside_the_event_loop(monkeypatch: pytest.Monke
         assert (name.startswith("bodies"), threads.pop().startswith("bodies")) == (aside, aside)
 
 
-@pytest.mark.parametrize(("n", "copies"), [(1, 0), (16, 0), (17, 1), (128, 7)])
-def test_copies_of_a_prompt_count_like_its_body(n: int, copies: int) -> None:
-    """The answers of a prompt travel in several messages, and each has a copy of it."""
+@pytest.mark.parametrize(
+    ("n", "first", "more"),
+    [(1, "x", 0), (16, "é", 0), (17, "x", 1), (128, "x", 7), (1, "中", 1), (1, "😀", 3)],
+)
+@pytest.mark.parametrize("escaped", [False, True])
+def test_copies_of_a_prompt_count_like_its_body(
+    n: int, first: str, more: int, escaped: bool
+) -> None:
+    """Answers travel in several messages with a copy each; one emoji makes each character wide."""
+    more = 3 if escaped and first != "x" else more  # an escape can be any character
     together = inspect.signature(Frontend).parameters["together"].default
     assert together == bodies.TOGETHER
-    body, held = json.dumps({"prompt": "x" * 100_000, "n": n}).encode(), list[int]()
+    text = json.dumps({"prompt": first + "x" * 100_000, "n": n}, ensure_ascii=escaped)
+    body, held = text.encode(), list[int]()
 
     async def aside(work: Any, *args: Any) -> Any:
         return work(*args)
@@ -275,7 +326,7 @@ def test_copies_of_a_prompt_count_like_its_body(n: int, copies: int) -> None:
         await bodies.BodyReader(CompletionRequest).read(Request(scope, receive))
 
     asyncio.run(read())
-    assert sum(held) == copies * len(body)
+    assert sum(held) == more * len(body) + bodies.VALUE * 3 + bodies.CONTAINER
 
 
 @pytest.mark.parametrize(
@@ -684,20 +735,49 @@ def test_no_coding_but_chunked_is_read_as_chunked(live: Live, coding: str) -> No
         assert got.split()[1] in (b"400", b"501"), got
 
 
-def test_a_body_in_short_chunks_is_cut(live: Live) -> None:
-    """Each costs as much as a long one; a body in a thousand of them is read."""
-    body = b'{"prompt": "x", "max_tokens": 1}'
+def test_reads_take_turns(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of one byte cost much: those of many connections are not parsed in the same turn."""
+    turn, parsed, on_body = [0], Counter[int](), HttpToolsProtocol.on_body
+    body, peers = b'{"prompt": "x", "max_tokens": 1}', list[socket.socket]()
+    waiting, caught = list[int](), list[Any]()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     head += b"transfer-encoding: chunked\r\n\r\n"
-    for spaces, read in ((limits.PIECES - len(body), True), (50_000, False)):
-        pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in b" " * spaces + body)
-        with socket.create_connection(("127.0.0.1", live.port)) as peer, suppress(ConnectionError):
-            peer.settimeout(100)
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in b" " * 8000 + body) + b"0\r\n\r\n"
+
+    def counted(self: HttpToolsProtocol, data: bytes) -> None:
+        parsed[turn[0]] += 1
+        on_body(self, data)
+
+    def count() -> None:
+        turn[0] += 1
+        steps = next(iter(turns._waiting.values()), {})
+        waiting.append(max(map(len, steps.values()), default=0))
+        for step in steps:
+            if getattr(step, "client", ("", 0))[1] in left:
+                step.transport.abort()  # as a deadline does
+        if peers:
+            asyncio.get_running_loop().call_soon(count)
+
+    clock = SimpleNamespace(thread_time=lambda: parsed.total() * 1e-5)  # of chunks alone
+    monkeypatch.setattr(HttpToolsProtocol, "on_body", counted)
+    monkeypatch.setattr(turns_module, "time", clock)
+    with Live(checkpoint) as live:
+        turns = live.http.config.http_protocol_class.turns  # type: ignore[attr-defined]
+        assert (loop := live.server.frontend.loop) is not None  # noqa: RUF018
+        loop.set_exception_handler(lambda _, context: caught.append(context))
+        peers += [socket.create_connection(("127.0.0.1", live.port), 20) for _ in range(40)]
+        left = {peer.getsockname()[1] for peer in peers[30:]}
+        loop.call_soon_threadsafe(count)
+        loop.call_soon_threadsafe(time.sleep, 0.3)
+        for peer in peers:
             with suppress(ConnectionError):
-                peer.sendall(head + pieces + b"0\r\n\r\n")
-            found = peer.recv(100)
-            assert found.startswith(b"HTTP/1.1 200") == read, found
-    live.assert_pages_home()
+                peer.sendall(head + chunks)
+        assert all(peer.recv(100).startswith(b"HTTP/1.1 200") for peer in peers[:30])
+        while peers:
+            peers.pop().close()
+        live.assert_pages_home()
+    assert parsed.total() >= 30 * 8032 and max(parsed.values()) <= 2 * limits.READ // 6
+    assert max(waiting) == 1 and not caught
 
 
 def test_cookies_count_and_are_dropped(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -863,11 +943,12 @@ def test_a_client_begins_a_few_requests_in_a_turn_of_the_loop(
 
 def test_steps_are_done_in_order_and_not_for_a_client_that_left() -> None:
     async def order() -> list[tuple[str, int]]:
-        done, turns = list[tuple[str, int]](), Turns(most=2)
+        done, turns, half = list[tuple[str, int]](), Turns(), turns_module.SECONDS / 2
         for number in range(6):
-            turns.take("a", number, partial(done.append, ("a", number)))
-        turns.take("a", 3, partial(done.append, ("a", 30)))  # with the one before
-        turns.take("b", 0, partial(done.append, ("b", 0)))
+            now = turns.take("a", number, partial(done.append, ("a", number)), half)
+            assert now == (number < 2)
+        turns.take("a", 3, partial(done.append, ("a", 30)), half)  # with the one before
+        turns.take("b", 0, partial(done.append, ("b", 0)), half)
         turns.drop("a", 4)
         while turns._waiting:
             await asyncio.sleep(0)

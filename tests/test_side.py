@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,11 +15,13 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams
 from minisgl.llm import LLM
+from minisgl.scheduler import forms
 from minisgl.scheduler.messages import InvalidRequestError, UserMsg
 from minisgl.scheduler.side import Side, SideProcess, SideTokenizer
 from minisgl.server.frontend import RequestFailed
@@ -106,6 +109,25 @@ def test_a_grammar_has_a_deadline() -> None:
     hurried = SideTokenizer(FOLDER, seconds=0.0)
     error = refused(lambda: hurried.encode_params(SLOW))
     assert error.param == "choice" and error.message.startswith("choice: must compile within 0 s")
+
+
+def test_grammars_are_converted_in_the_side_process_alone(
+    tokenizer: SideTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the scheduler gets is in Lark's notation; its checks and masks are as before."""
+    given = 'root ::= word ("," word)*\nword ::= [a-z]{2}\n'
+    monkeypatch.setattr(forms, "gbnf_to_lark", pytest.fail)
+    params = tokenizer.encode_params(SamplingParams(grammar=given))
+    assert params.grammar == gbnf_to_lark(given) and forms.free_grammar(params.grammar)
+    assert tokenizer.encode_params(params) == params
+    lark = SamplingParams(grammar='start: "a"')
+    assert tokenizer.encode_params(lark) == lark
+    blank = SamplingParams(grammar="\n" * 16_000 + 'x: "a"\nstart: x')
+    start = time.process_time()
+    assert forms.as_lark(str(blank.grammar)) == blank.grammar
+    assert time.process_time() - start < 0.2
+    error = refused(lambda: tokenizer.encode_params(SamplingParams(grammar="root ::= (")))
+    assert error.param == "grammar"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from minisgl.config.model import MAX_SIZE
 from minisgl.config.paths import read_json
@@ -51,9 +52,17 @@ def schema_grammar(schema: str) -> str:
     return LLMatcher.grammar_from_json_schema(schema, defaults=ONE_LINE)
 
 
+LARK = re.compile(r"(?m)^[ \t]*(%llguidance\b|start[ \t]*:)")
+
+
+def as_lark(text: str) -> str:
+    """Return a grammar in Lark's notation; convert one in llama.cpp's (GBNF)."""
+    return text if LARK.search(text) else gbnf_to_lark(text)
+
+
 def free_grammar(text: str) -> str:
-    """Convert a grammar in Lark's or llama.cpp's notation (GBNF); it embeds no schema."""
-    lark = grammar_from("grammar", text)
+    """Convert a grammar in Lark's or llama.cpp's notation; it embeds no schema."""
+    lark = as_lark(text)
     if "%json" in lark:
         raise ValueError("a schema inside of a grammar is not supported, use json_schema")
     if "&" in text or "~" in text:  # three of them in 70 bytes can take 300 MB to compile

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from multiprocessing.connection import Pipe
 from pathlib import Path
@@ -172,5 +173,7 @@ class SideTokenizer(Tokenizer):
     def encode_params(self, params: SamplingParams) -> SamplingParams:
         """Return parameters in ids; raise `ValueError` also for a grammar that does not compile."""
         if (asked := asked_for(params)) is not None:
-            self.side.compile(*asked, params.cache_salt)
+            text = self.side.compile(*asked, params.cache_salt)
+            if params.grammar is not None:  # the scheduler must not spend time on a conversion
+                params = replace(params, grammar=text)
         return super().encode_params(params)

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from llguidance import LLTokenizer
 
-from minisgl.scheduler.forms import compile_grammar, load_tokens
+from minisgl.scheduler.forms import as_lark, compile_grammar, load_tokens
 from minisgl.scheduler.messages import InvalidRequestError
 from minisgl.scheduler.side import CPU_SHARE, MEMORY
 from minisgl.tokenizer_files import ChatTemplates
@@ -60,8 +60,11 @@ def allocated() -> int:
     return int(numbers[4] + numbers[7])
 
 
-def try_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> None:
-    """Compile a grammar; raise `InvalidRequestError` if that fails or takes too much memory."""
+def try_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> str:
+    """Compile a grammar and return it, in Lark's notation if it was in llama.cpp's.
+
+    `InvalidRequestError` if that fails or takes too much memory.
+    """
     before, most = allocated(), MOST + PER_CHARACTER * len(text)
     matcher = compile_grammar(tokenizer, field, text)
     taken = allocated() - before
@@ -69,6 +72,7 @@ def try_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> None:
     if taken > most:
         why = f"{field}: takes {taken} bytes compiled, more than {most} for its length"
         raise InvalidRequestError(why, param=field)
+    return as_lark(text) if field == "grammar" else text
 
 
 def serve(fd: int) -> None:

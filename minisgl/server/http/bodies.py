@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import reprlib
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import SchemaValidator, core_schema
 from starlette.requests import ClientDisconnect
 
+from minisgl.core import check_values, count_values
 from minisgl.server.http.errors import ApiError, api_error
 
 T = TypeVar("T")
@@ -65,29 +67,15 @@ def validator_of(model: type[BaseModel]) -> SchemaValidator:
     return SchemaValidator(fail_fast(model.__pydantic_core_schema__), _use_prebuilt=False)
 
 
-MAX_VALUES, MAX_CONTAINERS = 2**17, 2**15  # of one body
 INLINE_BYTES, INLINE_VALUES = 2**14, 2**9  # of a body that is read on the event loop
 
 
-def count(body: bytes) -> tuple[int, int]:
-    """Return bounds on the values of `body`, and on the lists and objects among them."""
-    containers = body.count(b"[") + body.count(b"{")
-    return 1 + body.count(b",") + containers, containers
-
-
 def check_count(body: bytes) -> None:
-    """Raise a 413 for a body with too many values; commas in strings do not count."""
-    values, containers = count(body)
-    if values > MAX_VALUES or containers > MAX_CONTAINERS:
-        unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
-        values, containers = count(b"".join(unescaped.split(b'"', 2 * MAX_VALUES)[::2]))
-    for number, most, what in (
-        (containers, MAX_CONTAINERS, "lists and objects"),
-        (values, MAX_VALUES, "values"),
-    ):
-        if number > most:
-            why = f"body: {number} {what} are more than the {most} that this server takes"
-            raise ApiError(413, why, code="body_too_large")
+    """Raise a 413 for a body with too many values."""
+    try:
+        check_values(body)
+    except ValueError as error:
+        raise ApiError(413, f"body: {error}", code="body_too_large") from None
 
 
 class Short(reprlib.Repr):
@@ -152,12 +140,19 @@ class SideThread:
 SIDE, LARGE = "minisgl.side", "minisgl.large"  # in an ASGI scope: how to run large work
 HOLD = "minisgl.hold"  # in an ASGI scope: `Body.hold` of this request
 TOGETHER = 16  # answers to one prompt that travel in one message (chapter 12)
+VALUE, CONTAINER = 16, 48  # bytes that count for each: a quarter to a half of what Python takes
 
 
 async def build(request: Request, work: Callable[[], T], large: bool = False) -> T:
     """Call `work`; off the event loop if the request's body or work is `large`."""
     large = large or request.scope.get(LARGE, False)
     return await request.scope[SIDE](work) if large else work()
+
+
+def width(body: bytes) -> int:
+    """Return the bytes that a character of a valid body's texts takes, at most."""
+    text = str(body, "utf-8")  # one emoji makes four bytes of each
+    return 4 if rb"\u" in body else sys.getsizeof(text) // len(text)
 
 
 class BodyReader:
@@ -169,15 +164,17 @@ class BodyReader:
     async def read(self, request: Request) -> Any:
         """Read and validate a body, or raise an `ApiError`."""
         body = await request.body()
-        if len(body) <= INLINE_BYTES and count(body)[0] <= INLINE_VALUES:
+        if len(body) <= INLINE_BYTES and count_values(body)[0] <= INLINE_VALUES:
             return parse(self._validator, body)
 
         request.scope[LARGE], aside = True, request.scope[SIDE]
         await aside(check_count, body)
         given = await aside(parse, self._validator, body)
         copies = ((getattr(given, "n", None) or 1) - 1) // TOGETHER
-        if copies and HOLD in request.scope:
-            request.scope[HOLD](copies * len(body))
+        if HOLD in request.scope:
+            values, containers = count_values(body)
+            more = (await aside(width, body) - 1 + copies) * len(body)
+            request.scope[HOLD](more + VALUE * values + CONTAINER * containers)
         return given
 
 

@@ -145,7 +145,6 @@ MAX_HEAD, LINE = 2**16, 2**8  # bytes of a request's head; what a line of it cou
 MAX_HEADS = 2**24  # bytes of all heads, those of requests with an answer in progress included
 MAX_PIPELINED = 16  # requests of a connection that wait for the answer before theirs
 READ, PART = 2**14, 2**12  # bytes of a read; those that are parsed between two looks at them
-PIECES, SHORT = 1024, 64  # a body in more pieces must have this many bytes in each on average
 
 
 class TimeoutHttpProtocol(HttpToolsProtocol):
@@ -158,7 +157,6 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._idle = self._head = 0  # bytes skipped between requests, and bytes of a head
-        self._pieces = self._bytes = 0  # of a body
         self._heads = self._held = 0  # bytes of all heads in memory, and those in the shares
         self._cycles = list[RequestResponseCycle]()  # of requests without a complete answer
         self._refused, self._peer = False, network_of(self.client[0] if self.client else "")
@@ -183,6 +181,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         if self._placed:
             self.places.give_back(self._peer, 1)
         self._forget_heads()
+        self.turns.drop(self._peer, self)
         self._leave()
         super().connection_lost(exc)
 
@@ -209,6 +208,10 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         self._refuse(ApiError(431, why, code="headers_too_large"))
 
     def data_received(self, data: bytes) -> None:
+        if not self.turns.take(self._peer, self, partial(self._parse, data), 0.0):
+            self.transport.pause_reading()  # until it is this client's turn
+
+    def _parse(self, data: bytes) -> None:
         for at in range(0, len(data), PART):
             if self._refused:
                 return
@@ -218,6 +221,8 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
             if not self._refused:
                 self._count_heads()
         self._await_head()
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
 
     def _count_heads(self) -> None:
         """Count the bytes of heads beyond `FREE` in the peer's share; refuse more than that."""
@@ -244,7 +249,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         HttpToolsProtocol.on_message_begin(self)
-        self._head = self._pieces = self._bytes = 0
+        self._head = 0
         if not self._busy:
             self._forget_heads()
 
@@ -277,14 +282,6 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._idle = 0
-        self._pieces, self._bytes = self._pieces + 1, self._bytes + len(body)
-        if self._pieces > PIECES and self._bytes < SHORT * self._pieces and not self._refused:
-            alone = sum(not each.response_complete for each in self._cycles) == 1
-            if alone and not self.cycle.response_started:
-                self.cycle.response_complete = True  # the refusal is the answer
-            why = f"body: {self._pieces} pieces of less than {SHORT} bytes on average"
-            self._refuse(ApiError(413, why, code="chunks_too_short"))
-            self._leave()
         if (
             self.pipeline and not self._refused
         ):  # nobody reads it yet, so it would count in no share
@@ -292,12 +289,18 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
             self._refuse(ApiError(431, why, code="body_too_early"))
         if not self._refused:
             HttpToolsProtocol.on_body(self, body)
+            if len(self.cycle.body) > READ:  # more would wait uncounted
+                self.flow.pause_reading()
 
     def on_message_complete(self) -> None:
         self._idle, cycle = 0, self.cycle
+
+        def end() -> None:
+            cycle.more_body = False
+            cycle.message_event.set()
+
         if not self._refused:
-            end = partial(setattr, cycle, "more_body", False)
-            self.turns.take(self._peer, cycle, end, cycle.message_event.set)
+            self.turns.take(self._peer, cycle, end)
 
     def _arm(self, name: str, seconds: float) -> None:
         """Cut the connection in `seconds`, unless disarmed before."""
