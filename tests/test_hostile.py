@@ -750,7 +750,7 @@ def test_reads_take_turns(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     def count() -> None:
         turn[0] += 1
-        steps = next(iter(turns._waiting.values()), {})
+        steps = next(iter(turns._waiting.values()), {})  # all peers are one client
         waiting.append(max(map(len, steps.values()), default=0))
         for step in steps:
             if getattr(step, "client", ("", 0))[1] in left:
@@ -954,8 +954,26 @@ def test_steps_are_done_in_order_and_not_for_a_client_that_left() -> None:
             await asyncio.sleep(0)
         return done
 
-    expected = [("a", 0), ("a", 1), ("b", 0), ("a", 2), ("a", 3), ("a", 30), ("a", 5)]
+    expected = [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("a", 3), ("a", 30), ("a", 5)]
     assert asyncio.run(order()) == expected
+
+
+def test_many_clients_share_a_turn() -> None:
+    """A thousand of them take no longer in one turn than one of them."""
+
+    async def most() -> tuple[int, int]:
+        begun, turns, turn = Counter[int](), Turns(), 0
+        for client in range(1000):
+            turns.take(str(client), 0, lambda: begun.update([turn]))
+        turns.drop("999", 0)
+        while turns._waiting:
+            turn += 1
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not turns._begun  # nothing runs while nothing waits
+        return max(begun.values()), begun.total()
+
+    assert asyncio.run(most()) == (16, 999)
 
 
 def test_connections_are_places(checkpoint: Path) -> None:

@@ -72,15 +72,15 @@ MUTATIONS = [
     Mutation(
         name="turns: a step of a client that left is done",
         module="minisgl.server.http.turns",
-        old="        self._waiting.get(client, {}).pop(owner, None)\n",
-        new="        pass\n",
+        old="        owners.pop(owner, None)\n",
+        new="",
         test=TEST + "test_steps_are_done_in_order_and_not_for_a_client_that_left",
     ),
     Mutation(
         name="turns: all that wait begin in the next one",
         module="minisgl.server.http.turns",
-        old="while waiting and self._used[client] < SECONDS:",
-        new="while waiting and (self._used[client] < SECONDS or len(waiting) > 20):",
+        old="while self._waiting and self._used < SECONDS:",
+        new="while self._waiting and (self._used < SECONDS or self._begun is True):",
         test=TEST + "test_a_client_begins_a_few_requests_in_a_turn_of_the_loop",
     ),
     Mutation(
