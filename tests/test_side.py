@@ -8,8 +8,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -226,6 +228,41 @@ def test_chats_and_grammars_go_aside() -> None:
     lanes.add(ConvertMsg(uid=3, messages=CHAT))
     assert lanes.aside is not None and lanes.waiting.keys() == {0}
     assert lanes.aside.waiting.keys() == {1, 2, 3}
+
+
+def test_two_clients_leave_a_thread_free() -> None:
+    threads, gate = PromptThreads(4), threading.Event()
+    for uid in range(12):
+        threads.add(TokenizeMsg(uid=uid, messages=CHAT, client=f"greedy {uid % 2}"))
+    try:
+        threads.take(lambda msg: UserMsg(msg.uid, [int(gate.wait(60))]))
+        assert sorted(threads._jobs) == [0, 1, 2]
+        threads.add(TokenizeMsg(uid=12, messages=CHAT, client="other"))
+        threads.take(lambda msg: UserMsg(msg.uid, [int(gate.wait(60))]))
+        assert sorted(threads._jobs) == [0, 1, 2, 12]
+    finally:
+        gate.set()
+
+
+def test_the_time_of_a_thread_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short texts that take long do not come before all longer texts that take no time."""
+    threads, now, order = PromptThreads(1), [0.0], list[str]()
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("minisgl.server.workers.text_process.time", clock)
+    for uid in range(8):
+        client = "slow" if uid < 4 else "fast"
+        chat = [{"role": "user", "content": "x" * (10 if uid < 4 else 1000)}]
+        threads.add(TokenizeMsg(uid=uid, messages=chat, client=client))
+
+    def encode(msg: TokenizeMsg) -> UserMsg:
+        order.append(msg.client)
+        return UserMsg(msg.uid, [1])
+
+    while threads.waiting:
+        threads.take(encode)
+        wait([job for *_, job in threads._jobs.values()])
+        now[0] += 5.0 * any(client == "slow" for client, *_ in threads._jobs.values())
+    assert order[-2:] == ["slow"] * 2 and order.index("fast") < 4
 
 
 def test_one_client_occupies_half_of_the_threads() -> None:

@@ -665,8 +665,9 @@ def queue_of(limit: int) -> tuple[GrammarQueue, dict[int, Future[Any]]]:
     return hold, jobs
 
 
-def test_clients_share_the_compiled_grammars() -> None:
+def test_clients_share_the_compiled_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait as text, until a grammar that was compiled before is gone."""
+    monkeypatch.setattr(grammar, "MOST_JOBS", 1000)
     hold, jobs = queue_of(32 * 1024)
     hold.pass_on([ask(uid, "a", "greedy") for uid in range(64)])
     started = sorted(jobs)
@@ -727,8 +728,28 @@ def test_a_schema_sets_no_options_of_the_compiler(inside: bool) -> None:
             compile_grammar(tokenizer(), field, text)
 
 
-def test_two_clients_with_long_answers_leave_room_for_a_third() -> None:
+def test_a_client_compiles_few_grammars_at_once() -> None:
+    """Each may take seconds: others' grammars must not wait for a hundred of them."""
+    hold, jobs = queue_of(2**19)
+    hold.pass_on([ask(uid, "a", "greedy") for uid in range(128)])
+    assert sorted(jobs) == [*range(8)]
+    hold.pass_on([ask(200 + uid, "a", f"other {uid}") for uid in range(4)])
+    assert set(jobs) >= {200, 201, 202, 203}
+    for uid in (3, 5):
+        jobs[uid].set_result(None)
+    assert [msg.uid for msg in hold.pass_on([])] == [3, 5]
+    while len(jobs) < 132:
+        for job in jobs.values():
+            if not job.done():
+                job.set_result(None)
+        hold.pass_on([])
+
+
+def test_two_clients_with_long_answers_leave_room_for_a_third(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They hold their grammars for minutes; a schema of ten thousand characters need not wait."""
+    monkeypatch.setattr(grammar, "MOST_JOBS", 1000)
     hold, jobs = queue_of(2**19)
     for number in range(2):
         hold.pass_on([ask(100 * number + i, "x" * 16_000, str(number)) for i in range(40)])

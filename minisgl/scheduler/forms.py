@@ -31,11 +31,8 @@ ONE_LINE: Any = {  # else a model may answer with spaces indefinitely
 }  # fmt: skip
 
 
-def check_multiples(schema: str) -> None:
-    """Raise `ValueError` if the `multipleOf`s take too many states, alone or for one number.
-
-    Also for `x-guidance`: options of the compiler, some of which make a mask endless.
-    """
+def check_schema(schema: str) -> None:
+    """Raise `ValueError` for options of the compiler, and for `multipleOf`s of many states."""
     if '"x-guidance":' in schema:
         raise ValueError("x-guidance is not supported")
     multiples = re.findall(r'"multipleOf": ([0-9.]+)', schema)
@@ -48,7 +45,7 @@ def check_multiples(schema: str) -> None:
 
 def schema_grammar(schema: str) -> str:
     """Convert a JSON schema to llguidance's form."""
-    check_multiples(schema)
+    check_schema(schema)
     return LLMatcher.grammar_from_json_schema(schema, defaults=ONE_LINE)
 
 
@@ -97,7 +94,7 @@ class TagCompiler:
 
     def lark(self, text: str) -> str:
         """Return the whole grammar; raise `ValueError` that names a node of no known form."""
-        check_multiples(text)
+        check_schema(text)
         start = self.expression(tag_of(text).get("format"))
         return "\n".join([f"start: {start}", *self.rules])
 

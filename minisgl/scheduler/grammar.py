@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -165,6 +165,9 @@ def load_grammars(folder: Path, vocab_size: int, eos_token_ids: Collection[int])
     return Grammars(partial(load_tokens, folder, vocab_size, eos_token_ids))
 
 
+MOST_JOBS = 16  # compilations at once; a client may have fewer of them than are free
+
+
 class CompileMsg(msgspec.Struct, tag=True):
     """Message of rank 0 to the others: a request with these parameters will come."""
 
@@ -208,9 +211,12 @@ class GrammarQueue:
         while self.freed:
             self.shares.give_back(*self.freed.popleft())
         told, short, held = list[CompileMsg](), False, self.shares.held
+        busy = Counter(msg.client for msg, job in self.held.values() if not job.done())
         for client in sorted(self.waiting, key=lambda name: held[name]):
             line = self.waiting[client]
-            while line and not (short and held[client] > self.shares.limit // 8):
+            while line and busy[client] < MOST_JOBS - busy.total():  # else newcomers would wait
+                if short and held[client] > self.shares.limit // 8:
+                    break
                 uid, msg = next(iter(line.items()))
                 asked, params = asked_for(msg.sampling_params), msg.sampling_params
                 assert asked is not None
@@ -222,7 +228,7 @@ class GrammarQueue:
                 job = self.start(uid, params)
                 assert job is not None
                 weakref.finalize(job, self.freed.append, (client, size))
-                self.held[uid] = msg, job
+                self.held[uid], busy[client] = (msg, job), busy[client] + 1
                 told += [CompileMsg(uid, params)] if self.announce else []
             if not line:
                 del self.waiting[client]

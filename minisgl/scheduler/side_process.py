@@ -61,10 +61,7 @@ def allocated() -> int:
 
 
 def try_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> str:
-    """Compile a grammar and return it, in Lark's notation if it was in llama.cpp's.
-
-    `InvalidRequestError` if that fails or takes too much memory.
-    """
+    """Compile a grammar, return it in Lark's notation; an error if it takes too much memory."""
     before, most = allocated(), MOST + PER_CHARACTER * len(text)
     matcher = compile_grammar(tokenizer, field, text)
     taken = allocated() - before

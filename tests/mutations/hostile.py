@@ -667,6 +667,27 @@ MUTATIONS = [
         test=TEST + "test_json_in_a_text_is_counted_before_it_is_parsed",
     ),
     Mutation(
+        name="grammars: a client compiles all of its own at once",
+        module="minisgl.scheduler.grammar",
+        old="while line and busy[client] < MOST_JOBS - busy.total():",
+        new="while line:",
+        test="tests/test_structured_output.py::test_a_client_compiles_few_grammars_at_once",
+    ),
+    Mutation(
+        name="prompts: two clients take all threads",
+        module="minisgl.server.workers.text_process",
+        old="if held[c] >= free]",
+        new="if 2 * held[c] >= self._count]",
+        test="tests/test_side.py::test_two_clients_leave_a_thread_free",
+    ),
+    Mutation(
+        name="prompts: the time of a thread costs nothing",
+        module="minisgl.server.workers.text_process",
+        old="int((now - start) * CHARACTERS)",
+        new="0",
+        test="tests/test_side.py::test_the_time_of_a_thread_counts",
+    ),
+    Mutation(
         name="grammars: the scheduler converts",
         module="minisgl.scheduler.side",
         old="params = replace(params, grammar=text)",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -32,30 +33,34 @@ from minisgl.server.workers.text_worker import (
 from minisgl.token_bytes import TokenBytes
 from minisgl.tokenizer import Tokenizer
 
+CHARACTERS = 2**20  # of a prompt, that cost as much as a second of a thread
+
 
 class PromptThreads(PromptQueue):
     """Threads that encode long prompts while the text worker's loop continues.
 
-    One client may use at most half of the threads.
+    A client may have fewer of them than are free, and pays for the time that it had one.
     """
 
     def __init__(self, count: int = SLOTS) -> None:
         super().__init__()
         self._pool, self._count = ThreadPoolExecutor(count, "prompts"), count
-        self._jobs: dict[int, tuple[str, Future[Message]]] = {}  # client and result, by uid
+        self._jobs: dict[int, tuple[str, float, Future[Message]]] = {}  # client, start, result
 
     def take(self, encode: Encode) -> list[Message]:
-        done = list[Message]()
-        for uid in [uid for uid, (_, job) in self._jobs.items() if job.done()]:
-            _, job = self._jobs.pop(uid)
+        done, now = list[Message](), time.monotonic()
+        for uid in [uid for uid, (*_, job) in self._jobs.items() if job.done()]:
+            client, start, job = self._jobs.pop(uid)
             done += [job.result()] if self.drop(uid) else []  # else its client has left
-        while len(self._jobs) < self._count:
-            held = Counter(client for client, _ in self._jobs.values())
-            prompt = self.pop(busy=[c for c in held if 2 * held[c] >= self._count])
+            if client in self._clocks:
+                self._clocks[client] += int((now - start) * CHARACTERS)
+        while free := self._count - len(self._jobs):
+            held = Counter(client for client, *_ in self._jobs.values())
+            prompt = self.pop(busy=[c for c in held if held[c] >= free])
             if prompt is None:
                 break
             self.waiting[prompt.uid] = prompt  # until it is encoded
-            self._jobs[prompt.uid] = prompt.client, self._pool.submit(encode, prompt)
+            self._jobs[prompt.uid] = prompt.client, now, self._pool.submit(encode, prompt)
         return done
 
 
