@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -295,6 +298,42 @@ def test_a_row_that_forbids_everything_gives_token_0() -> None:
     assert sampler.sample(torch.ones(1, VOCAB), sampler.prepare([row.req])).next_ids.tolist() == [0]
 
 
+def bytecodes(call: Callable[[], object]) -> int:
+    """Count the bytecodes that Python executes during a call."""
+    count, before = 0, sys.gettrace()
+
+    def look(frame: FrameType, event: str, _: object) -> Callable[..., Any]:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return look
+
+    sys.settrace(look)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_python_runs_as_long_for_many_rules_as_for_few() -> None:
+    """A batch that changes at each step, with thousands of rules in each row, delays everybody."""
+
+    def cost(rules: int) -> int:
+        params = {
+            "bad_words": [[1, 2, 3]] * rules,
+            "logit_bias": dict.fromkeys(range(rules), 1.0),
+            "min_tokens": 9,
+            "stop_token_ids": list(range(rules)),
+        }
+        rows = [Row(uid, [1], [2] * 5, **params) for uid in range(3)]
+        logits = random_logits(3, 0)
+        processed(rows, logits)  # the first time, torch may import modules
+        return bytecodes(lambda: processed(rows, logits))
+
+    assert cost(VOCAB) == cost(1) > 100
+
+
 # ------------------------------------------------------------------------------ other oracles
 
 
@@ -357,7 +396,9 @@ def test_ranges(fields: dict[str, Any]) -> None:
 def test_admission_says_what_a_request_wants() -> None:
     params = SamplingParams(min_tokens=3, stop_token_ids=[2, 10**9], bad_words=[[1, 2]], min_p=0.5)
     req = make_req(UserMsg(1, [1], params), LIMITS)
-    assert req.logits_params.bans == [((1, 2), module.ALWAYS), ((2,), 3), ((EOS,), 3)]
+    assert [array.tolist() for array in req.logits_params.bans] == [
+        [2, 2, EOS], [2, 1, 1], [module.ALWAYS, 3, 3], [0], [1], [-1],
+    ]  # fmt: skip
     assert req.logits_params.min_logit == -math.inf  # greedy
     assert make_req(UserMsg(1, [1], SamplingParams(top_p=0.5)), LIMITS).logits_params is None
     assert logits_params(SamplingParams(temperature=1e-9, min_p=1.0), VOCAB) is not None

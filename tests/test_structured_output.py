@@ -484,7 +484,7 @@ def test_a_request_keeps_what_it_asked_of_its_logits() -> None:
     limits = Limits(100, 100, MODEL.vocab_size, frozenset(MODEL.eos_token_ids))
     params = SamplingParams(regex="[a-z]+", logit_bias={7: 3.0})
     req = make_req(UserMsg(1, [1], params), limits, grammars.constrain)
-    assert req.logits_params.bias == {7: 3.0} and req.matcher is not None
+    assert req.logits_params.bias == ([7], [3.0]) and req.matcher is not None
     free = make_req(UserMsg(1, [1], SamplingParams()), limits, grammars.constrain)
     assert free.matcher is None and free.logits_params is None
 

@@ -6,7 +6,7 @@ Generated from notebooks/06d_logits_processors.ipynb: edit there.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import inf, log
 from typing import NamedTuple, Protocol
@@ -22,6 +22,31 @@ from minisgl.engine.sampler import clamped_temperature
 ALWAYS = 2**62
 
 
+def ints(values: Iterable[int]) -> IntArray:
+    """Convert numbers to int64 [n]."""
+    return np.array(list(values), np.int64)
+
+
+class BanArrays(NamedTuple):
+    """Sequences of tokens, whose last one is forbidden after the others."""
+
+    lasts: IntArray  # [k]: the last token of each ban
+    lens: IntArray  # [k]
+    limits: IntArray  # [k]: answer length from which the ban is lifted
+    bans: IntArray  # [t]: the ban of each token that is not a last one
+    before: IntArray  # [t]: this token
+    offsets: IntArray  # [t]: its distance to the last one, below 0
+
+
+def ban_arrays(words: Sequence[Sequence[int]], limits: IntArray) -> BanArrays:
+    """Convert words, none of them empty, and their limits [k]."""
+    tokens, lens = ints(token for word in words for token in word), ints(map(len, words))
+    bans, lasts = np.repeat(ints(range(len(lens))), lens), np.cumsum(lens) - 1
+    offsets = np.arange(len(tokens)) - lasts[bans]
+    early = offsets < 0
+    return BanArrays(tokens[lasts], lens, limits, bans[early], tokens[early], offsets[early])
+
+
 def bitmask(token_ids: Collection[int], vocab_size: int) -> IntArray:
     """Return int32 [ceil(vocab_size / 32)]: bit i % 32 of word i // 32 is set for token i."""
     bits = np.zeros(-(-vocab_size // 32) * 32, bool)
@@ -33,17 +58,16 @@ def bitmask(token_ids: Collection[int], vocab_size: int) -> IntArray:
 class LogitsParams:
     """Changes of the logits for one request; created once, at admission.
 
-    A ban is a sequence of tokens, whose last one is forbidden after the others, and the answer
-    length from which the ban is lifted. `mask` has a bit for each token that is allowed, as from
-    `bitmask`; its owner may replace it between two steps.
+    `mask` has a bit for each token that is allowed, as from `bitmask`; its owner may replace it
+    between two steps.
     """
 
     repetition: float = 1.0
     frequency: float = 0.0
     presence: float = 0.0
     min_logit: float = -inf  # of a token, as a difference to the largest logit
-    bias: dict[int, float] = field(default_factory=dict)
-    bans: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
+    bias: tuple[IntArray, np.ndarray] | None = None  # tokens, and float32 to add to their logits
+    bans: BanArrays | None = None
     mask: IntArray | None = None
 
     @property
@@ -59,16 +83,17 @@ def logits_params(
 
     Token ids are below `vocab_size`, and bad words are token ids.
     """
-    bans = [(tuple(int(token) for token in word), ALWAYS) for word in params.bad_words]
-    if params.min_tokens > 0:
-        ends = sorted({*eos_token_ids, *params.stop_token_ids})
-        bans += [((token,), params.min_tokens) for token in ends if token < vocab_size]
+    words = [[int(token) for token in word] for word in params.bad_words]
+    ends = {*eos_token_ids, *params.stop_token_ids} if params.min_tokens > 0 else ()
+    lifted = [[token] for token in sorted(ends) if token < vocab_size]
+    limits = np.repeat(ints([ALWAYS, params.min_tokens]), [len(words), len(lifted)])
+    bias = params.logit_bias or {}
     wants = LogitsParams(
         repetition=min(max(params.repetition_penalty, 1e-30), 1e30),  # within float32's reach
         frequency=params.frequency_penalty,
         presence=params.presence_penalty,
-        bias=params.logit_bias or {},
-        bans=bans,
+        bias=(ints(bias), np.array(list(bias.values()), np.float32)) if bias else None,
+        bans=ban_arrays([*words, *lifted], limits) if len(limits) else None,
     )
     if params.min_p > 0 and not params.is_greedy:
         wants.min_logit = clamped_temperature(params) * log(params.min_p)
@@ -101,11 +126,6 @@ class Rule(Protocol):
     def step(self, rows: Rows) -> Edit | None: ...  # None: nothing to do in this step
 
 
-def ints(values: Iterable[int]) -> IntArray:
-    """Convert numbers to int64 [n]."""
-    return np.array(list(values), np.int64)
-
-
 class Masks:
     """Forbid the tokens that are not in a request's mask."""
 
@@ -136,9 +156,10 @@ class Biases:
     """Add a number to the logits of some tokens."""
 
     def __init__(self, asked: Asked, vocab_size: int) -> None:
-        bias = [(row * vocab_size + token, b) for row, p in asked for token, b in p.bias.items()]
-        values = np.array([value for _, value in bias], np.float32)
-        self.edit = Edit(add_biases, (ints(at for at, _ in bias), values))
+        tokens, values = zip(*(params.bias for _, params in asked if params.bias is not None))
+        rows = np.repeat([row for row, _ in asked], [len(ids) for ids in tokens])
+        places = rows * vocab_size + np.concatenate(tokens)
+        self.edit = Edit(add_biases, (places, np.concatenate(values)))
 
     def step(self, rows: Rows) -> Edit:
         """Return the same edit for every step."""
@@ -173,17 +194,14 @@ class Bans:
     """Forbid the last token of a ban while the answer ends in the tokens before it."""
 
     def __init__(self, asked: Asked, vocab_size: int) -> None:
-        bans = [(row, *ban) for row, params in asked for ban in params.bans]
-        self.rows = ints(row for row, _, _ in bans)
-        self.places = ints(row * vocab_size + tokens[-1] for row, tokens, _ in bans)  # of logits
-        self.lens = ints(len(tokens) for _, tokens, _ in bans)
-        self.limits = ints(limit for _, _, limit in bans)
-        before = [  # a ban, one of its tokens before the last, and its offset from the row's end
-            (ban, token, offset)
-            for ban, (_, tokens, _) in enumerate(bans)
-            for token, offset in zip(tokens[:-1], range(1 - len(tokens), 0))
-        ]
-        self.bans, self.before, self.offsets = np.array(before, np.int64).reshape(-1, 3).T
+        given = [params.bans for _, params in asked if params.bans is not None]
+        columns = map(np.concatenate, zip(*given))
+        lasts, self.lens, self.limits, bans, self.before, self.offsets = columns
+        counts = ints(len(arrays.lens) for arrays in given)
+        self.rows = np.repeat([row for row, _ in asked], counts)
+        self.places = self.rows * vocab_size + lasts  # of logits
+        self.bans = np.repeat(counts.cumsum() - counts, [len(arrays.bans) for arrays in given])
+        self.bans += bans
 
     def step(self, rows: Rows) -> Edit | None:
         """Keep the bans that are active."""
@@ -251,8 +269,8 @@ def penalize(
 
 KINDS: tuple[tuple[Callable[[Asked, int], Rule], Callable[[LogitsParams], bool]], ...] = (
     (Masks, lambda params: params.mask is not None),
-    (Bans, lambda params: bool(params.bans)),
-    (Biases, lambda params: bool(params.bias)),
+    (Bans, lambda params: params.bans is not None),
+    (Biases, lambda params: params.bias is not None),
     (Penalties, lambda params: params.penalizes),
     (MinP, lambda params: params.min_logit > -inf),
 )

@@ -215,6 +215,20 @@ MUTATIONS = [
         LOGITS + "test_a_bad_word_begins_in_the_answer",
     ),
     Mutation(
+        "processors_copy_biases_one_by_one",
+        PROCESSORS,
+        "places = rows * vocab_size + np.concatenate(tokens)",
+        "places = rows * vocab_size + [token for ids in tokens for token in ids]",
+        LOGITS + "test_python_runs_as_long_for_many_rules_as_for_few",
+    ),
+    Mutation(
+        "processors_copy_bans_one_by_one",
+        PROCESSORS,
+        "columns = map(np.concatenate, zip(*given))",
+        "columns = (ints(n for array in column for n in array) for column in zip(*given))",
+        LOGITS + "test_python_runs_as_long_for_many_rules_as_for_few",
+    ),
+    Mutation(
         "processors_lift_a_ban_by_another",
         PROCESSORS,
         '"amin"',
