@@ -10,6 +10,7 @@ import json
 import os
 import random
 import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -167,6 +168,31 @@ def test_unknown_names_cost_little(size: int, monkeypatch: pytest.MonkeyPatch) -
     assert len(compared) == (MAX_UNKNOWN if size < 64 else 0)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "x", "model": "\x7f" * 10**7},
+        {"prompt": "x", "functions": "\x7f" * 10**7},
+        {"prompt": "x", "logit_bias": {'"' * 10**7: 1}},
+        {"prompt": "x", "best_of": ["\x7f" * 10**7] * 2},
+        b"\xff" * 10**7,
+    ],
+    ids=["model", "unsupported", "key", "value", "bytes"],
+)
+def test_an_error_costs_little_however_long_the_value(body: Any) -> None:
+    """Nothing but a part of it is formatted: all of it would take 80 ms."""
+    start = time.process_time()
+    for _ in range(10):
+        with pytest.raises((ApiError, ValidationError)) as caught:
+            made = CompletionRequest.model_validate(body)
+            made.prepare(ChatAbilities())
+            api.check_model(made.model, ApiSettings("m", 10))
+        error = caught.value
+        error = invalid(error.errors()) if isinstance(error, ValidationError) else error
+        assert isinstance(error, ApiError) and len(error.detail) < 600
+    assert time.process_time() - start < 0.4
+
+
 def test_an_unknown_name_is_compared_with_few_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     compared, find = list[int](), difflib.get_close_matches
 
@@ -175,7 +201,13 @@ def test_an_unknown_name_is_compared_with_few_known_ones(monkeypatch: pytest.Mon
         return find(name, names, *args)
 
     monkeypatch.setattr(difflib, "get_close_matches", noted)
-    for name in ("temprature", "emperature", "Temperatur", "repetition_penalti", "maxTokens"):
+    for name in (
+        "temperatures",
+        "xtemperature",
+        "Temperature_",
+        "repetition_penaltyx",
+        "maxTokens",
+    ):
         with pytest.raises(ApiError, match="did you mean"):
             body = CompletionRequest.model_validate({"prompt": "x", name: 1})
             body.prepare(ChatAbilities())
@@ -777,7 +809,7 @@ def test_reads_take_turns(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> 
             peers.pop().close()
         live.assert_pages_home()
     assert parsed.total() >= 30 * 8032 and max(parsed.values()) <= 2 * limits.READ // 6
-    assert max(waiting) == 1 and not caught
+    assert max(waiting) == 2 and not caught
 
 
 def test_cookies_count_and_are_dropped(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -945,8 +977,8 @@ def test_steps_are_done_in_order_and_not_for_a_client_that_left() -> None:
     async def order() -> list[tuple[str, int]]:
         done, turns, half = list[tuple[str, int]](), Turns(), turns_module.SECONDS / 2
         for number in range(6):
-            now = turns.take("a", number, partial(done.append, ("a", number)), half)
-            assert now == (number < 2)
+            turns.take("a", number, partial(done.append, ("a", number)), half)
+            assert len(done) == min(number + 1, 2)
         turns.take("a", 3, partial(done.append, ("a", 30)), half)  # with the one before
         turns.take("b", 0, partial(done.append, ("b", 0)), half)
         turns.drop("a", 4)
@@ -974,6 +1006,52 @@ def test_many_clients_share_a_turn() -> None:
         return max(begun.values()), begun.total()
 
     assert asyncio.run(most()) == (16, 999)
+
+
+def test_a_connection_that_was_reset_is_forgotten(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while it may be kept open for the next request; no timer holds what it sent."""
+    timers, connection_lost = list[Any](), limits.TimeoutHttpProtocol.connection_lost
+
+    def noted(self: Any, fault: Any) -> None:
+        timers.append(self.timeout_keep_alive_task)
+        connection_lost(self, fault)
+        assert isinstance(fault, ConnectionError)
+
+    monkeypatch.setattr(limits.TimeoutHttpProtocol, "connection_lost", noted)
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", live.port), timeout=20) as peer:
+            peer.sendall(
+                b"GET /health HTTP/1.1\r\nhost: localhost\r\na: " + b"x" * 9000 + b"\r\n\r\n"
+            )
+            while not peer.recv(4096).endswith(b"}"):
+                pass
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wait_for(lambda: len(timers) == 3, "all to be reset")
+    assert all(timer.cancelled() for timer in timers)
+
+
+def test_trailers_are_dropped(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    scopes, begin = list[Any](), HttpToolsProtocol._start_asgi_task
+
+    def noted(self: Any, cycle: Any, app: Any) -> None:
+        scopes.append(cycle.scope)
+        begin(self, cycle, app)
+
+    monkeypatch.setattr(HttpToolsProtocol, "_start_asgi_task", noted)
+    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n"
+    head += b"content-type: application/json\r\n\r\n"
+    chunked = head + b'10\r\n{"prompt": "hi"}\r\n0\r\na: b\r\nc: d\r\n\r\n'
+    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as peer:
+        for _ in range(2):  # the next request has headers again
+            peer.sendall(chunked)
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += peer.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 200")
+    names = [[name for name, _ in scope["headers"]] for scope in scopes]
+    assert names == [[b"host", b"transfer-encoding", b"content-type"]] * 2
 
 
 def test_connections_are_places(checkpoint: Path) -> None:

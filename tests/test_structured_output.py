@@ -728,6 +728,15 @@ def test_a_schema_sets_no_options_of_the_compiler(inside: bool) -> None:
             compile_grammar(tokenizer(), field, text)
 
 
+def test_who_holds_much_waits_for_who_needs_room() -> None:
+    """Else small grammars of one client would take all room that a large one waits for."""
+    hold, jobs = queue_of(64 * 1024)
+    hold.pass_on([ask(uid, "a" * 4000, "greedy") for uid in range(3)])
+    hold.pass_on([ask(10, "b" * 12_000, "other")])
+    hold.pass_on([ask(11, "b" * 16_000, "other"), ask(3, "a", "greedy")])
+    assert sorted(jobs) == [0, 1, 2, 10]
+
+
 def test_a_client_compiles_few_grammars_at_once() -> None:
     """Each may take seconds: others' grammars must not wait for a hundred of them."""
     hold, jobs = queue_of(2**19)

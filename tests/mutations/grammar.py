@@ -175,9 +175,9 @@ MUTATIONS = [
     Mutation(
         "grammars_of_many_pass_those_of_few",
         GRAMMAR,
-        "while line and not (short and held[client] > self.shares.limit // 8):",
-        "while line:",
-        TESTS + "test_clients_share_the_compiled_grammars",
+        "if short and held[client] > self.shares.limit // 8:",
+        "if False:",
+        TESTS + "test_who_holds_much_waits_for_who_needs_room",
     ),
     Mutation(
         "grammar_is_forgotten_before_it_is_gone",

@@ -62,8 +62,8 @@ MUTATIONS = [
     Mutation(
         "lanes: one client occupies all threads",
         PROCESS,
-        "2 * held[c] >= self._count",
-        "held[c] > self._count",
+        "if held[c] >= free]",
+        "if held[c] > self._count]",
         TEST + "test_one_client_occupies_half_of_the_threads",
     ),
 ]

@@ -27,7 +27,7 @@ from minisgl.scheduler.frames import with_seed
 from minisgl.scheduler.queue import Shares
 from minisgl.server.frontend import Frontend, RequestFailed
 from minisgl.server.http.access import BEARER, Access, client_of, cors_middleware, keyed_route
-from minisgl.server.http.bodies import SideThread, build, invalid
+from minisgl.server.http.bodies import SideThread, brief, build, invalid
 from minisgl.server.http.errors import FAILED, ApiError, api_error, forget_frames
 from minisgl.server.http.formats import (
     ChatFormatter,
@@ -306,7 +306,7 @@ def add_error_handlers(app: FastAPI, frontend: Frontend) -> None:
 def check_model(asked: str | None, settings: ApiSettings) -> None:
     """Raise a 404 for another model's name; no name means the served model."""
     if asked not in (None, "", "default", settings.model_name):
-        served = f"{asked!r:.80} is not served here; this server has {settings.model_name!r}"
+        served = f"{brief(asked)} is not served here; this server has {settings.model_name!r}"
         raise ApiError(404, f"model: {served}", code="model_not_found", param="model")
 
 

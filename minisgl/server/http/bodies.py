@@ -85,6 +85,14 @@ class Short(reprlib.Repr):
         super().__init__()
         self.maxstring = self.maxother = self.maxlong = 80
 
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        return repr(value[:80])
+
+
+def brief(value: Any) -> str:
+    """Format a value for an error."""
+    return f"{Short().repr(value):.80}"
+
 
 def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Convert pydantic's errors to one sentence that begins with the field."""
@@ -92,7 +100,7 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     first = max(errors, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
     place = [p for p in map(str, first["loc"]) if p not in ("body", "str") and "[" not in p]
     where = ".".join(place) or "body (JSON with Content-Type: application/json)"
-    reason = f"{where}: {first['msg']}, got {Short().repr(first.get('input')):.80}"
+    reason = f"{where:.200}: {first['msg']}, got {brief(first.get('input'))}"
     return ApiError(400, reason, code="invalid_value", param=place[0] if place else None)
 
 

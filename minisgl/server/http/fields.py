@@ -13,6 +13,7 @@ from typing import Any
 from msgspec.msgpack import encode
 from pydantic import ValidationError
 
+from minisgl.server.http.bodies import brief
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.tools import ResponseFormat, sendable
 
@@ -86,7 +87,7 @@ def penalises(body: Mapping[str, Any]) -> bool:
 
 def refuse(name: str, value: object, why: str = "not supported, leave it out") -> ApiError:
     """Make the error for a field that is not supported."""
-    return ApiError(400, f"{name}: {why}; got {value!r:.80}", code="unsupported", param=name)
+    return ApiError(400, f"{name}: {why}; got {brief(value)}", code="unsupported", param=name)
 
 
 Change = Callable[[Any], Mapping[str, Any]]  # raises ValueError: "must be …"
@@ -203,7 +204,7 @@ def structured_outputs(value: Any) -> Mapping[str, Any]:
         raise ValueError("must be an object")
     given = {name: one for name, one in value.items() if one}
     if unknown := given.keys() - FORMS.keys():
-        raise ValueError(f"{min(unknown)!r:.80} is not supported")
+        raise ValueError(f"{brief(min(unknown))} is not supported")
     return {FORMS[name]: one for name, one in given.items()}
 
 
@@ -251,7 +252,7 @@ def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
         try:
             changed = CHANGES[name](value)
         except ValueError as error:
-            why = f"{name}: {error}, got {value!r:.80}"
+            why = f"{name}: {error}, got {brief(value)}"
             raise ApiError(400, why, code="invalid_value", param=name) from None
         for ours, new in changed.items():
             if (other := names.get(ours, ours)) != name and body.get(ours) not in (None, new):
@@ -310,7 +311,7 @@ tokenizer_kwargs tools truncation
 def template_variables(given: dict[str, Any]) -> dict[str, Any]:
     """Check a template's variables: any name except the renderer's own arguments."""
     if reserved := given.keys() & set(RESERVED.split()):
-        raise ValueError(f"{min(reserved)!r:.80} is not a variable of a chat template")
+        raise ValueError(f"{brief(min(reserved))} is not a variable of a chat template")
     if (size := len(encode(sendable(given)))) > 4096:
         raise ValueError(f"must be at most 4096 bytes, got {size}")
     return given

@@ -157,6 +157,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._idle = self._head = 0  # bytes skipped between requests, and bytes of a head
+        self._reads, self._whole = 0, False  # reads to be parsed; True if only trailers may follow
         self._heads = self._held = 0  # bytes of all heads in memory, and those in the shares
         self._cycles = list[RequestResponseCycle]()  # of requests without a complete answer
         self._refused, self._peer = False, network_of(self.client[0] if self.client else "")
@@ -183,7 +184,8 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         self._forget_heads()
         self.turns.drop(self._peer, self)
         self._leave()
-        super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # else a reset connection would be kept till then
+        HttpToolsProtocol.connection_lost(self, exc)
 
     @property
     def _busy(self) -> bool:
@@ -208,10 +210,13 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         self._refuse(ApiError(431, why, code="headers_too_large"))
 
     def data_received(self, data: bytes) -> None:
-        if not self.turns.take(self._peer, self, partial(self._parse, data), 0.0):
+        self._reads += 1
+        self.turns.take(self._peer, self, partial(self._parse, data), 0.0)
+        if self._reads > 1:
             self.transport.pause_reading()  # until it is this client's turn
 
     def _parse(self, data: bytes) -> None:
+        self._reads -= 1
         for at in range(0, len(data), PART):
             if self._refused:
                 return
@@ -249,7 +254,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         HttpToolsProtocol.on_message_begin(self)
-        self._head = 0
+        self._head, self._whole = 0, False
         if not self._busy:
             self._forget_heads()
 
@@ -265,7 +270,9 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         self._head += max(LINE, len(name) + len(value) + 4)
         if self._head > MAX_HEAD and not self._refused:
             self._refuse_head()
-        if not self._refused and name.lower() != b"cookie":  # FastAPI would parse it
+        if not (
+            self._refused or self._whole or name.lower() == b"cookie"
+        ):  # FastAPI would parse it
             HttpToolsProtocol.on_header(self, name, value)
 
     def on_headers_complete(self) -> None:
@@ -273,7 +280,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
             self._refuse_head()
         if self._refused:
             return
-        self._idle = 0
+        self._idle, self._whole = 0, True
         self._heads += self._head
         if not self.url.startswith(b"/"):  # the host in it counts, whatever `Host` says (RFC 9112)
             self.headers.append((b"host", urlsplit(self.url).netloc))

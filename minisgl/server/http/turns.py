@@ -22,15 +22,14 @@ class Turns:
 
     def take(
         self, client: str, owner: object, call: Callable[[], object], least: float = STEP
-    ) -> bool:
-        """Do a step, now or after earlier ones of its client; return True if it is done."""
+    ) -> None:
+        """Do a step, now or after earlier ones of its client."""
         if not self._begun:
             self._begun = True
             asyncio.get_running_loop().call_soon(self._next)
         self._waiting.setdefault(client, {}).setdefault(owner, []).append((call, least))
         if not self._running:  # else the step that runs is followed by others
             self._run()
-        return owner not in self._waiting.get(client, ())
 
     def _run(self) -> None:
         """Do steps while this turn has time; those of one owner are done together."""
