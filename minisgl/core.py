@@ -174,7 +174,7 @@ class Batch:
 MAX_LOGPROBS = 20
 MAX_RULES = 1024  # biases, bad words, tokens of a bad word, choices
 MAX_GRAMMAR = 16 * 1024  # characters of a grammar; a structural tag may have four times as many
-MAX_VALUES, MAX_CONTAINERS = 2**17, 2**15  # of a client's JSON, in a body or in a text (12ba)
+MAX_VALUES, MAX_CONTAINERS = 2**17, 2**14  # of a client's JSON, in a body or in a text (12ba)
 
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
 Bias = Annotated[Number, Field(ge=-100, le=100)]

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import SchemaValidator, core_schema
 from starlette.requests import ClientDisconnect
 
-from minisgl.core import check_values, count_values
+from minisgl.core import MAX_CONTAINERS, MAX_VALUES, check_values, count_values
 from minisgl.server.http.errors import ApiError, api_error
 
 T = TypeVar("T")
@@ -148,7 +148,7 @@ class SideThread:
 SIDE, LARGE = "minisgl.side", "minisgl.large"  # in an ASGI scope: how to run large work
 HOLD = "minisgl.hold"  # in an ASGI scope: `Body.hold` of this request
 TOGETHER = 16  # answers to one prompt that travel in one message (chapter 12)
-VALUE, CONTAINER = 16, 48  # bytes that count for each: a quarter to a half of what Python takes
+VALUE, CONTAINER = 16, 128  # bytes that count for each: less than the objects take in Python
 
 
 async def build(request: Request, work: Callable[[], T], large: bool = False) -> T:
@@ -176,13 +176,13 @@ class BodyReader:
             return parse(self._validator, body)
 
         request.scope[LARGE], aside = True, request.scope[SIDE]
+        hold = request.scope.get(HOLD, lambda size: None)
         await aside(check_count, body)
+        values, containers = await aside(count_values, body)  # above the limits only in texts
+        hold(VALUE * min(values, MAX_VALUES) + CONTAINER * min(containers, MAX_CONTAINERS))
         given = await aside(parse, self._validator, body)
         copies = ((getattr(given, "n", None) or 1) - 1) // TOGETHER
-        if HOLD in request.scope:
-            values, containers = count_values(body)
-            more = (await aside(width, body) - 1 + copies) * len(body)
-            request.scope[HOLD](more + VALUE * values + CONTAINER * containers)
+        hold((await aside(width, body) - 1 + copies) * len(body))
         return given
 
 
