@@ -329,9 +329,10 @@ def test_python_runs_as_long_for_many_rules_as_for_few() -> None:
         rows = [Row(uid, [1], [2] * 5, **params) for uid in range(3)]
         logits = random_logits(3, 0)
         processed(rows, logits)  # the first time, torch may import modules
-        return bytecodes(lambda: processed(rows, logits))
+        return min(bytecodes(lambda: processed(rows, logits)) for _ in range(3))
 
-    assert cost(VOCAB) == cost(1) > 100
+    few, many = cost(1), cost(VOCAB)
+    assert few > 100 and many < few + 10 * VOCAB  # a loop would take more for each rule and row
 
 
 # ------------------------------------------------------------------------------ other oracles
