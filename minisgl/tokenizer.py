@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -169,17 +170,11 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def text_size(value: object) -> int:
-    """Count the characters of all texts in a message, a tool or a list of them."""
-    todo, size = [value], 0
-    while todo:
-        match todo.pop():
-            case str(text):
-                size += len(text)
-            case Mapping() as mapping:
-                todo += [*mapping, *mapping.values()]
-            case list() | tuple() as values:
-                todo += values
-    return size
+    """Return the bytes of a message, a tool or a list of them; many if they cannot be sent."""
+    try:
+        return len(msgspec.msgpack.encode(value))
+    except (TypeError, ValueError, OverflowError):  # to be refused where its text is made
+        return 2**31
 
 
 def text_of(name: str, content: object) -> str:

@@ -94,7 +94,7 @@ from minisgl.server.workers.messages import (
 )
 from minisgl.server.workers.scheduler_process import SchedulerChannel
 from minisgl.server.workers.text_worker import PromptQueue, TextWorker, run_text_worker
-from minisgl.tokenizer import check_messages
+from minisgl.tokenizer import check_messages, text_size
 from tests import hostile
 from tests.serving import Live, Served, client_at, slow_reader, wait_for
 
@@ -1522,6 +1522,31 @@ def test_unread_streams_share_a_bound(actions: list[tuple[int, str]]) -> None:
         assert frontend.unread.taken == 0 and not frontend.unread.held
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_converted_texts_count_until_they_are_sent(
+    live: Live, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer may be ten times as large as its request, and its client need not read it."""
+    held, hold = list[int](), Body.hold
+
+    def noted(self: Body, count: int) -> None:
+        held.append(count)
+        hold(self, count)
+
+    monkeypatch.setattr(Body, "hold", noted)
+    given = {"prompt": "a b " * 3000} if path == "/tokenize" else {"tokens": [300] * 8000}
+    answer = httpx.post(live.url + path, json=given, timeout=60)
+    assert answer.status_code == 200 and len(answer.content) in held
+
+
+def test_the_size_of_a_chat_costs_little() -> None:
+    chat = [{"role": "user", "content": [{"type": "text", "text": "ab"}] * 16_000}] * 2
+    start = time.process_time()
+    assert 600_000 < text_size(chat) < 10**6
+    assert text_size("\ud800") == text_size({"a": 10**30}) > 10**9
+    assert time.process_time() - start < 0.05  # a walk in Python takes 0.2 s
 
 
 def test_a_reply_counts_until_it_is_sent() -> None:

@@ -155,12 +155,10 @@ class TagCompiler:
                 "separator": str(between),
             }:
                 return self.repeated(node, self.either(tags), f"{self.literal(between)} ", "")
-            case {
-                "type": "triggered_tags",
-                "triggers": [str(trigger)],
-                "tags": [_, *_] as tags,
-            } if trigger:
-                return self.triggered(node, trigger, tags)
+            case {"type": "triggered_tags", "triggers": [str(text)], "tags": [_, *_] as tags} if (
+                text
+            ):
+                return self.triggered(node, text, tags)
         raise ValueError(f"no node of a structural tag that is supported: {node!r:.80}")
 
     def either(self, nodes: list[Any]) -> str:
@@ -170,19 +168,16 @@ class TagCompiler:
     def repeated(self, node: dict[str, Any], one: str, between: str, end: str) -> str:
         """Return a repetition: one or more, but the node may limit it to one or allow none."""
         many = one if node.get("stop_after_first") else f"{one} ({between}{one})* {end}"
-        empty = end or '""'
-        return many if node.get("at_least_one") else f"({many} | {empty})"
+        return many if node.get("at_least_one") else f"({many} | " + (end or '""') + ")"
 
     def triggered(self, node: dict[str, Any], trigger: str, tags: list[Any]) -> str:
         """Define text with a tag wherever the trigger occurs."""
-        rest = []
-        for tag in tags:
-            match tag:
-                case {"begin": str(begin)} if begin.startswith(trigger):
-                    rest.append({**tag, "begin": begin[len(trigger) :]})
-                case _:
-                    must = f"a tag must begin with its trigger {trigger!r}, got {tag!r:.80}"
-                    raise ValueError(must)
+        begins = [tag.get("begin") if isinstance(tag, dict) else None for tag in tags]
+        if not all(isinstance(begin, str) and begin.startswith(trigger) for begin in begins):
+            raise ValueError(
+                f"each tag must begin with its trigger {trigger!r}, got {begins!r:.80}"
+            )
+        rest = [{**tag, "begin": tag["begin"][len(trigger) :]} for tag in tags]
         call = self.define(f"{self.until(trigger)} {self.either(rest)}")
         return self.repeated(node, call, "", self.without(trigger))
 

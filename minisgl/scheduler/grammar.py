@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -165,7 +165,7 @@ def load_grammars(folder: Path, vocab_size: int, eos_token_ids: Collection[int])
     return Grammars(partial(load_tokens, folder, vocab_size, eos_token_ids))
 
 
-MOST_JOBS = 16  # compilations at once; a client may have fewer of them than are free
+MOST_JOBS = 8  # compilations at once; a client may have fewer of them than are free
 
 
 class CompileMsg(msgspec.Struct, tag=True):
@@ -176,16 +176,14 @@ class CompileMsg(msgspec.Struct, tag=True):
 
 
 class GrammarQueue:
-    """Requests that wait for their grammars; clients share `limit` characters of grammars.
-
-    `start` is that of `Grammars`, once they exist; `announce` if there are other ranks.
-    """
+    """Requests that wait for their grammars; clients share `limit` characters of grammars."""
 
     def __init__(self, announce: bool = False, limit: int = 2**19) -> None:
-        self.announce, self.shares = announce, Shares(limit, factor=1)
+        self.announce, self.shares = announce, Shares(limit, factor=1)  # announce to other ranks
         self.start: Callable[[int, SamplingParams], Future[LLMatcher] | None] = lambda *_: None
         self.waiting: dict[str, dict[int, UserMsg]] = {}  # by client and uid: not yet started
         self.held: dict[int, tuple[UserMsg, Future[LLMatcher]]] = {}  # by uid: being compiled
+        self.busy: dict[Future[LLMatcher], str] = {}  # clients of jobs, also of those who left
         self.ready: list[Future[LLMatcher]] = []  # of the messages just returned; else forgotten
         self.freed = deque[tuple[str, int]]()  # clients and characters of grammars that are gone
 
@@ -197,7 +195,8 @@ class GrammarQueue:
                 self.waiting.setdefault(msg.client, {})[msg.uid] = msg
                 continue
             if isinstance(msg, AbortMsg):
-                self.held.pop(msg.uid, None)
+                if left := self.held.pop(msg.uid, None):
+                    left[1].cancel()  # unless it runs
                 for line in self.waiting.values():
                     line.pop(msg.uid, None)
             passed.append(msg)
@@ -211,16 +210,15 @@ class GrammarQueue:
         while self.freed:
             self.shares.give_back(*self.freed.popleft())
         told, short, held = list[CompileMsg](), False, self.shares.held
-        busy = Counter(msg.client for msg, job in self.held.values() if not job.done())
+        self.busy = {job: client for job, client in self.busy.items() if not job.done()}
         for client in sorted(self.waiting, key=lambda name: held[name]):
             line = self.waiting[client]
-            while line and busy[client] < MOST_JOBS - busy.total():  # else newcomers would wait
+            while line and [*self.busy.values()].count(client) < MOST_JOBS - len(self.busy):
                 if short and held[client] > self.shares.limit // 8:
                     break
                 uid, msg = next(iter(line.items()))
-                asked, params = asked_for(msg.sampling_params), msg.sampling_params
-                assert asked is not None
-                size = max(1024, len(asked[1]))
+                _, text = asked_for(params := msg.sampling_params) or ("", "")
+                size = max(1024, len(text))
                 if not self.shares.take(client, size):
                     short = True  # nobody who holds much may take more before this client
                     break
@@ -228,7 +226,7 @@ class GrammarQueue:
                 job = self.start(uid, params)
                 assert job is not None
                 weakref.finalize(job, self.freed.append, (client, size))
-                self.held[uid], busy[client] = (msg, job), busy[client] + 1
+                self.held[uid], self.busy[job] = (msg, job), client
                 told += [CompileMsg(uid, params)] if self.announce else []
             if not line:
                 del self.waiting[client]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from copy import copy
 from functools import lru_cache
 from multiprocessing.connection import Pipe
 from pathlib import Path
@@ -175,5 +175,6 @@ class SideTokenizer(Tokenizer):
         if (asked := asked_for(params)) is not None:
             text = self.side.compile(*asked, params.cache_salt)
             if params.grammar is not None:  # the scheduler must not spend time on a conversion
-                params = replace(params, grammar=text)
+                params = copy(params)
+                object.__setattr__(params, "grammar", text)  # it may be longer than a client's
         return super().encode_params(params)

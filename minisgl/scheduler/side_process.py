@@ -5,10 +5,12 @@ Generated from notebooks/09a_structured_output.ipynb: edit there.
 
 from __future__ import annotations
 
-import ctypes
+import operator
 import os
+import random
 import resource
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
@@ -17,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from llguidance import LLTokenizer
+import numpy as np
+import psutil
+from llguidance import LLMatcher, LLTokenizer
 
 from minisgl.scheduler.forms import as_lark, compile_grammar, load_tokens
 from minisgl.scheduler.messages import InvalidRequestError
@@ -42,33 +46,35 @@ def limit_work(seconds: float) -> None:
 
 
 MOST, PER_CHARACTER = 2**20, 400  # bytes of a compiled grammar
-
-
-class Malloc(ctypes.Structure):
-    """The numbers of glibc's `mallinfo2`: number 4 is `hblkhd`, number 7 is `uordblks`."""
-
-    _fields_ = [("numbers", ctypes.c_size_t * 10)]
+COMPILING, MASKING, TOKENS = 0.5, 0.05, 32  # seconds in all, and for each of some tokens
 
 
 def allocated() -> int:
     """Return the bytes that libraries have allocated; 0 where the C library does not count."""
-    count = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if count is None:
-        return 0
-    count.restype = Malloc
-    numbers = count().numbers
-    return int(numbers[4] + numbers[7])
+    heap = psutil.heap_info() if hasattr(psutil, "heap_info") else None
+    return heap.heap_used + heap.mmap_used if heap else 0
+
+
+def slowest_token(matcher: LLMatcher) -> float:
+    """Return the processor seconds of the slowest token in the beginning of a random answer."""
+    slowest, last = 0.0, time.process_time()
+    for _ in range(TOKENS):
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        matcher.consume_token(int(random.choice(allowed)) if len(allowed) else 0)
+        slowest, last = max(slowest, time.process_time() - last), time.process_time()
+    return slowest
 
 
 def try_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> str:
-    """Compile a grammar, return it in Lark's notation; an error if it takes too much memory."""
-    before, most = allocated(), MOST + PER_CHARACTER * len(text)
+    """Compile a grammar, return it in Lark's notation; refuse one that takes too much."""
+    before, start = allocated(), time.process_time()
     matcher = compile_grammar(tokenizer, field, text)
-    taken = allocated() - before
-    del matcher
-    if taken > most:
-        why = f"{field}: takes {taken} bytes compiled, more than {most} for its length"
-        raise InvalidRequestError(why, param=field)
+    taken = (allocated() - before, time.process_time() - start, slowest_token(matcher))
+    most = (MOST + PER_CHARACTER * len(text), COMPILING, MASKING)
+    if any(map(operator.gt, taken, most)):
+        why = f"{field}: takes {taken} (bytes, seconds to compile, seconds for a token), more than"
+        raise InvalidRequestError(f"{why} {most}", param=field)
     return as_lark(text) if field == "grammar" else text
 
 

@@ -203,8 +203,8 @@ MUTATIONS = [
     Mutation(
         "grammar_takes_any_memory",
         "minisgl.scheduler.side_process",
-        "taken = allocated() - before",
-        "taken = 0",
+        "taken = (allocated() - before,",
+        "taken = (0,",
         TESTS + "test_a_grammar_has_bounded_memory",
     ),
     Mutation(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from minisgl import __version__
@@ -18,6 +18,7 @@ from minisgl.server.http.api import Service, as_prompt, check_model
 from minisgl.server.http.bodies import build, renamed_errors, validator_of
 from minisgl.server.http.calls import ChatAbilities
 from minisgl.server.http.errors import ApiError, api_error
+from minisgl.server.http.formats import Json
 from minisgl.server.http.schemas import (
     MAX_ANSWERS,
     ChatRequest,
@@ -78,20 +79,21 @@ def add_token_routes(keyed: APIRouter, service: Service) -> None:
     settings = service.settings
 
     @keyed.post("/tokenize")
-    async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         asked, prompt = await build(request, partial(body.asked, settings.can))
         check_model(asked.model, settings)
         reply = await converted(service, request, **prompt)
         pieces = reply.pieces if body.return_token_strs else None
         counts = {"count": len(reply.token_ids), "max_model_len": settings.max_model_len}
-        return {**counts, "tokens": reply.token_ids, "token_strs": pieces}
+        content = {**counts, "tokens": reply.token_ids, "token_strs": pieces}
+        return await build(request, partial(Json, content))
 
     @keyed.post("/detokenize")
-    async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         check_model(body.model, settings)
         with renamed_errors({"prompt": "tokens"}):
             reply = await converted(service, request, **as_prompt(body.tokens))
-        return {"prompt": reply.text}
+        return await build(request, partial(Json, {"prompt": reply.text}))
 
     @keyed.get("/server_info")
     async def server_info() -> dict[str, Any]:
