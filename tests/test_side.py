@@ -226,8 +226,10 @@ def test_chats_and_grammars_go_aside() -> None:
     ):
         lanes.add(TokenizeMsg(uid=uid, **fields))
     lanes.add(ConvertMsg(uid=3, messages=CHAT))
-    assert lanes.aside is not None and lanes.waiting.keys() == {0}
-    assert lanes.aside.waiting.keys() == {1, 2, 3}
+    lanes.add(ConvertMsg(uid=4, input_ids=[300] * 130_000))
+    lanes.add(ConvertMsg(uid=5, input_ids=[300]))
+    assert lanes.aside is not None and lanes.waiting.keys() == {0, 5}
+    assert lanes.aside.waiting.keys() == {1, 2, 3, 4}
 
 
 def test_two_clients_leave_a_thread_free() -> None:
