@@ -209,7 +209,7 @@ class PromptQueue:
     def add(self, msg: TokenizeMsg) -> None:
         before, size = self._last
         if before is None or not before.same_prompt(msg):
-            size = max(1, text_size([getattr(msg, name) for name in msg.shared]))
+            size = len(msg.text or "") or text_size([getattr(msg, name) for name in msg.shared])
         self._last = (msg, size)
         slow = size > SLICE or msg.messages or msg.sampling_params.is_constrained
         if self.aside is not None and slow:
