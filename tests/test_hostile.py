@@ -1032,6 +1032,28 @@ def test_a_connection_that_was_reset_is_forgotten(
     assert all(timer.cancelled() for timer in timers)
 
 
+@pytest.mark.parametrize("name", [b"host", b"origin"])
+def test_a_request_has_few_hosts(name: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is parsed, on the event loop."""
+    seen = list[str]()
+    monkeypatch.setattr("minisgl.server.http.access.host_name", lambda h: seen.append(h) or "")
+    lines = [(b"host", b"localhost"), *[(name, b"localhost")] * 200]
+    error = TrustedHosts(FastAPI(), []).foreign(Headers(raw=lines))
+    assert error is not None and error.status_code == 400 and not seen
+
+
+@pytest.mark.parametrize("size", [10_000, 33_000, 100_000, 1_000_000])
+def test_a_connection_goes_on_after_an_early_answer(live: Live, size: int) -> None:
+    """Also where the answer came before the body, which is read and dropped."""
+    post = b"POST /nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % size
+    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as peer:
+        peer.sendall(post + b"x" * (size // 2))
+        while not peer.recv(4096).endswith(b"}"):
+            pass
+        peer.sendall(b"x" * (size - size // 2) + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert peer.recv(4096).startswith(b"HTTP/1.1 200")
+
+
 def test_trailers_are_dropped(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     scopes, begin = list[Any](), HttpToolsProtocol._start_asgi_task
 

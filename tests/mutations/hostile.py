@@ -506,6 +506,20 @@ MUTATIONS = [
         test=TEST + "test_a_connection_that_was_reset_is_forgotten",
     ),
     Mutation(
+        name="hosts: any number is looked at",
+        module="minisgl.server.http.access",
+        old="if len(given) > 3:",
+        new="if False:",
+        test=TEST + "test_a_request_has_few_hosts",
+    ),
+    Mutation(
+        name="bodies: one that nobody reads stops its connection",
+        module="minisgl.server.http.limits",
+        old="if self.cycle.response_complete:\n                self.cycle.body.clear()",
+        new="if False:\n                self.cycle.body.clear()",
+        test=TEST + "test_a_connection_goes_on_after_an_early_answer",
+    ),
+    Mutation(
         name="heads: trailers are kept",
         module="minisgl.server.http.limits",
         old="self._refused or self._whole or",

@@ -130,6 +130,8 @@ class TrustedHosts:
     def foreign(self, headers: Headers) -> ApiError | None:
         """Return the error for a request whose `Host` or `Origin` is not ours, or None."""
         given = [(name, value) for name in ("host", "origin") for value in headers.getlist(name)]
+        if len(given) > 3:  # that of an absolute target counts as one (RFC 9112)
+            return ApiError(400, f"host, origin: {len(given)} lines", code="too_many_hosts")
         for name, value in given:
             host, asks = host_name(value), name == "origin"
             if not (is_loopback(host) or host in self._names or (is_address(host) and not asks)):

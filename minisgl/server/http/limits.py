@@ -281,7 +281,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._idle, self._whole = 0, True
-        self._heads += self._head
+        self._heads += max(self._head, FREE)  # a request that waits takes as much in objects
         if not self.url.startswith(b"/"):  # the host in it counts, whatever `Host` says (RFC 9112)
             self.headers.append((b"host", urlsplit(self.url).netloc))
         HttpToolsProtocol.on_headers_complete(self)
@@ -296,7 +296,9 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
             self._refuse(ApiError(431, why, code="body_too_early"))
         if not self._refused:
             HttpToolsProtocol.on_body(self, body)
-            if len(self.cycle.body) > READ:  # more would wait uncounted
+            if self.cycle.response_complete:
+                self.cycle.body.clear()  # nobody will read it
+            elif len(self.cycle.body) > READ:  # more would wait uncounted
                 self.flow.pause_reading()
 
     def on_message_complete(self) -> None:
