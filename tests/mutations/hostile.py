@@ -43,7 +43,7 @@ MUTATIONS = [
     Mutation(
         name="heads: those behind an answer do not count",
         module="minisgl.server.http.limits",
-        old="        self._heads += self._head\n",
+        old="        self._heads += max(self._head, FREE)\n",
         new="",
         test=TEST + "test_heads_share_a_bound",
     ),
