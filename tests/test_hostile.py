@@ -1723,6 +1723,7 @@ def test_large_answers_that_wait_for_their_reader_share_a_bound(checkpoint: Path
         http, other = (stack.enter_context(client_at(live, f"127.0.0.{n}")) for n in (1, 2))
         size = len(http.post("/completions", json=body).content)
         assert live.bodies.most / 2 < size < live.bodies.most
+        wait_for(lambda: live.bodies.taken == 0, "that answer to be given back", 2)
         with slow_reader(live, "POST", "/v1/completions", body):
             wait_for(lambda: live.bodies.taken > size // 2, "the answer to wait", 2)
             refused = http.post("/completions", json=body)
