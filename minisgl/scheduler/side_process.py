@@ -46,7 +46,7 @@ def limit_work(seconds: float) -> None:
 
 
 MOST, PER_CHARACTER = 2**20, 400  # bytes of a compiled grammar
-COMPILING, MASKING, TOKENS = 0.5, 0.025, 32  # seconds in all, and for each of some tokens
+COMPILING, MASKING, TOKENS = 0.5, 0.025, 32  # processor seconds, of one token; tokens tried
 
 
 def allocated() -> int:

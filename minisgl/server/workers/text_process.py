@@ -33,7 +33,7 @@ from minisgl.server.workers.text_worker import (
 from minisgl.token_bytes import TokenBytes
 from minisgl.tokenizer import Tokenizer
 
-CHARACTERS = 2**20  # of a prompt, that cost as much as a second of a thread
+CHARACTERS = 2**20  # that count as much as one second of a thread
 
 
 class PromptThreads(PromptQueue):
