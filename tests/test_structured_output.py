@@ -13,11 +13,14 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
+from unittest.mock import Mock, patch
 
 import jsonschema
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from llguidance import LLParserLimits, LLTokenizer
 
 from minisgl.config.engine import SchedulerConfig, ServerConfig
@@ -37,9 +40,16 @@ from minisgl.scheduler.grammar import (
     GrammarQueue,
     Grammars,
     Matcher,
+    fill_some,
     load_grammars,
 )
-from minisgl.scheduler.messages import AbortMsg, ErrorReply, InvalidRequestError, UserMsg
+from minisgl.scheduler.messages import (
+    AbortMsg,
+    ErrorReply,
+    InvalidRequestError,
+    TokenReply,
+    UserMsg,
+)
 from minisgl.scheduler.requests import Limits, make_req
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.side_process import try_grammar
@@ -771,22 +781,99 @@ def test_jobs_of_those_who_left_count_until_they_end() -> None:
     assert sorted(jobs) == [*range(8)] and not hold.held.keys() & {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("start: " + " | ".join(f"R{i} x" for i in range(390)) + "\nx: start\n"
-         + "\n".join(f"R{i}: /(.|\\n){{1,{i + 3}}}/" for i in range(390)), "seconds for a token"),
-        ('start: "a" b\nb: /[a-z]{1,30}/', None),
-        ('root ::= "a" [a-z]*', None),
-    ],
-)  # fmt: skip
-def test_a_grammar_is_tried_before_it_delays_others(text: str, why: str | None) -> None:
-    """The first compiles in milliseconds, and its second token would take 0.2 s."""
-    if why is None:
-        assert try_grammar(tokenizer(), "grammar", text)
-    else:
-        with pytest.raises(InvalidRequestError, match=why):
-            try_grammar(tokenizer(), "grammar", text)
+class Clock:
+    """Processor time that passes as `cost` says: [to follow, to mask] for each answer."""
+
+    def __init__(self, costs: list[tuple[int, int]]) -> None:
+        self.costs, self.now, self.worked = costs, 0, list[tuple[int, str]]()
+
+    def thread_time(self) -> int:
+        return self.now
+
+    def work(self, number: int, what: str) -> None:
+        self.worked.append((number, what))
+        self.now += self.costs[number][what == "mask"]
+
+
+COST = st.integers(0, 100)
+ANSWERS = st.lists(st.tuples(st.sampled_from(["", "a", "b"]), COST, COST), max_size=12)
+
+
+@given(ANSWERS)
+def test_the_masks_of_a_client_have_bounded_time(answers: list[tuple[str, int, int]]) -> None:
+    """What is begun is finished; other clients, and an `LLM`, lose nothing."""
+    clock = Clock([(follow, mask) for _, follow, mask in answers])
+    matchers = [Matcher(Mock(), "regex") for _ in answers]
+    for number, matcher in enumerate(matchers):
+        matcher.follow = lambda _, n=number: clock.work(n, "follow")  # type: ignore[method-assign, misc]
+    todo: Any = [(number, Mock(client=answer[0]), matcher)
+                 for number, (answer, matcher) in enumerate(zip(answers, matchers))]  # fmt: skip
+    with patch.multiple(
+        grammar,
+        time=clock,
+        MASKS=50,
+        fill_next_token_bitmask=lambda ll, masks, number: clock.work(number, "mask"),
+    ):
+        fill_some(np.zeros((len(answers), 1), np.int32), todo)
+    for client in ("a", "b"):
+        mine = [number for number, answer in enumerate(answers) if answer[0] == client]
+        worked = [(number, what) for number, what in clock.worked if number in mine]
+        spent = np.cumsum([clock.costs[number][what == "mask"] for number, what in worked])
+        assert not len(spent) or max([0, *spent[:-1]]) <= 50
+        ended = [number for number in mine if matchers[number].why]
+        assert bool(ended) == (len(spent) > 0 and spent[-1] > 50)
+        assert ended == mine[len(mine) - len(ended) :]
+        whole = [(number, what) for number in mine if number not in ended
+                 for what in ("follow", "mask")]  # fmt: skip
+        assert worked[: len(whole)] == whole
+    free = [number for number, answer in enumerate(answers) if not answer[0]]
+    assert not any(matchers[number].why for number in free)
+    assert {n for n, what in clock.worked if what == "mask"} >= {*free}
+
+
+LATE = "start: " + '"' + "a" * 60 + '" x\nx: ' + " | ".join(f"R{i} x" for i in range(390)) + "\n"
+LATE += "\n".join(f"R{i}: /(.|\\n){{1,{i + 3}}}/" for i in range(390))  # 0.1 s for a token
+
+
+def test_slow_masks_end_their_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grammar is slow only after sixty letters, so that no trial of it would tell."""
+    assert try_grammar(tokenizer(), "grammar", LATE)
+    monkeypatch.setattr(grammar, "MASKS", 0.02)
+    with serve(overlap=True) as made:
+        scheduler, channel = made.scheduler, made.scheduler.channel.channel  # type: ignore[attr-defined]
+        others = [SamplingParams(max_tokens=80, ignore_eos=True), ANSWER]
+        alone = made.generate(["a"] * 2, others)
+        hostile = SamplingParams(max_tokens=80, grammar=LATE)
+        asked = [("x", hostile), ("y", others[0]), ("x", hostile), ("y", ANSWER)]
+        prompt = scheduler.engine and made.tokenizer.encode("a")  # type: ignore[union-attr]
+        channel.put_messages(
+            *(UserMsg(900 + n, prompt, p, client=c) for n, (c, p) in enumerate(asked))
+        )
+        said: dict[int, list[TokenReply]] = {}
+        while channel.waiting or scheduler.has_work:
+            scheduler.step_overlap()
+            for reply in channel.take_replies():
+                said.setdefault(reply.uid - 900, []).append(reply)
+        for number in (0, 2):
+            assert said[number][-1].finish_reason == "abort" and len(said[number]) > 5
+            assert (said[number][-1].notice or "").startswith("grammar: a client's masks took over")
+        for number, answer in ((1, alone[0]), (3, alone[1])):
+            assert [reply.token for reply in said[number]] == answer["token_ids"]
+        check_integrity(scheduler.cache)
+
+
+def test_ranks_end_the_same_answers() -> None:
+    """Their clocks differ: what one of them ends, all end, and all draw the same token before."""
+    comm = Mock(min_ints=lambda values: [values[0], False, values[2]])
+    grammars = Grammars(tokenizer, comm)
+    limits = Limits(100, 100, MODEL.vocab_size, frozenset(MODEL.eos_token_ids))
+    reqs = [make_req(UserMsg(uid, [1], ANSWER), limits, grammars.constrain) for uid in range(3)]
+    processing = Mock()
+    masks = np.zeros((3, -(-MODEL.vocab_size // 32)), np.int32)
+    with patch.object(grammar, "masks_of", lambda _: ([0, 1, 2], masks)):
+        grammars.fill_masks(Mock(sampled=reqs, sampling=Mock(processing=processing)))
+    assert [bool(req.matcher and req.matcher.error) for req in reqs] == [False, True, False]
+    assert (masks[1] == -1).all() and (masks[0] == masks[2]).all() and (masks[0] != -1).any()
 
 
 def test_two_clients_with_long_answers_leave_room_for_a_third(
@@ -811,6 +898,7 @@ def test_a_grammar_counts_until_it_is_gone() -> None:
         passed = hold.pass_on([])
     req = make_req(passed[0], limits, grammars.constrain)
     assert not grammars.jobs and hold.pass_on([]) == []
+    hold.begin()
     assert hold.shares.taken == 1024 and req.matcher is not None
     req.matcher = None
     hold.pass_on([ask(2)])
@@ -848,7 +936,7 @@ def test_a_grammar_has_bounded_memory() -> None:
     try:
         for sizes in ((397, 401), (61, 67, 71), (7, 11, 13, 17)):
             parts = [{"type": "integer", "multipleOf": size} for size in sizes]
-            with pytest.raises(InvalidRequestError, match=r"least common multiple|\(bytes, "):
+            with pytest.raises(InvalidRequestError, match=r"least common multiple| bytes and "):
                 trials.compile("json_schema", json.dumps({"allOf": parts}), None)
         many = {"allOf": [{"type": "integer", "multipleOf": size} for size in (20, 30, 250)]}
         trials.compile("json_schema", json.dumps(many), None)
@@ -857,7 +945,7 @@ def test_a_grammar_has_bounded_memory() -> None:
             + " ".join(f"A{n}" for n in range(40))
             + "".join(f"\nA{n}: /\\w{{1,200}}{n}/" for n in range(40))
         )
-        with pytest.raises(InvalidRequestError, match=r"\(bytes, |too big"):
+        with pytest.raises(InvalidRequestError, match=r" bytes and |too big"):
             trials.compile("grammar", grown, None)
     finally:
         trials.close()

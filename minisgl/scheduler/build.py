@@ -127,7 +127,7 @@ def build_scheduler(
     folder = resolve_model_path(config.model_path)
     model = ModelConfig.from_path(folder)
     ends = end_tokens(folder, model)
-    grammars = load_grammars(folder, model.vocab_size, ends)
+    grammars = load_grammars(folder, model.vocab_size, ends, comm)
     if hold is not None:
         hold.start = grammars.start
     hooks = {"deferral": grammars, "make_scorer": make_scorer}

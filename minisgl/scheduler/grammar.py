@@ -6,23 +6,25 @@ Generated from notebooks/09a_structured_output.ipynb: edit there.
 from __future__ import annotations
 
 import os
+import time
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
-from llguidance.numpy import fill_next_token_bitmask_par
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask
 
 from minisgl.core import IntArray, Req, SamplingParams
 from minisgl.engine.logits_processors import LogitsParams, masks_of
 from minisgl.engine.step import ForwardInput, ForwardOutput, SampledTokens
+from minisgl.parallel.comm import Comm, SingleRank
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.forms import compile_grammar, load_tokens
 from minisgl.scheduler.messages import AbortMsg, InvalidRequestError, Msg, UserMsg
@@ -37,12 +39,13 @@ class Matcher:
     def __init__(self, start: LLMatcher, field: str, job: object = None) -> None:
         """Take a matcher that no other answer uses; its `job` lives as long."""
         self.ll, self.field, self.job = start, field, job
-        self.seen = 0  # tokens of the answer that it has accepted
+        self.seen, self.seconds, self.why = 0, 0.0, ""  # tokens, the last mask's time, why it ends
 
     @property
     def error(self) -> str:
         """The reason why the answer cannot continue, or an empty string."""
-        return f"{self.field}: {self.ll.get_error():.500}" if self.ll.is_error() else ""
+        why = self.why or (self.ll.get_error() if self.ll.is_error() else "")
+        return why and f"{self.field}: {why:.500}"
 
     def follow(self, output_ids: IntArray) -> None:
         """Accept the tokens that were added since the last call."""
@@ -55,14 +58,7 @@ class DeferredOutput(ForwardOutput):
     """A step whose sampling waits for the previous step; `wait` samples if it is still pending."""
 
     def __init__(self, sample: Callable[[], ForwardOutput]) -> None:
-        self._sample = sample
-        self.output: ForwardOutput | None = None
-
-    def sample(self) -> ForwardOutput:
-        """Sample, once."""
-        if self.output is None:
-            self.output = self._sample()
-        return self.output
+        self.sample = cache(sample)  # once
 
     def wait(self) -> SampledTokens:
         return self.sample().wait()
@@ -71,13 +67,13 @@ class DeferredOutput(ForwardOutput):
 class Grammars:
     """Compiles the grammars of one model in threads, each for one request, and fills masks."""
 
-    def __init__(self, load: Callable[[], LLTokenizer | str]) -> None:
+    def __init__(self, load: Callable[[], LLTokenizer | str], comm: Comm | None = None) -> None:
         """Start a thread in which `load` returns a tokenizer, or the reason why there is none."""
-        self.pool = ThreadPoolExecutor(SLOTS, "grammars")
+        self.pool, self.comm = ThreadPoolExecutor(SLOTS, "grammars"), comm or SingleRank()
         self.tokenizer = self.pool.submit(load)
         self.waiting: DeferredOutput | None = None  # the last step, if it is not sampled yet
-        threads = min(SLOTS, (os.cpu_count() or 1) // 4)  # the other processes have work, too
-        self.executor = LLExecutor(max(1, threads))  # one call for a batch
+        self.parts = max(1, min(SLOTS, (os.cpu_count() or 1) // 4))  # others have work, too
+        self.map = map if self.parts == 1 else ThreadPoolExecutor(self.parts, "masks").map
         self.jobs = WeakValueDictionary[int, Future[LLMatcher]]()  # of requests to come, by uid
 
     def compile(self, params: SamplingParams) -> Future[LLMatcher] | None:
@@ -123,19 +119,20 @@ class Grammars:
         """Write the masks of a step: the tokens allowed next for each constrained request."""
         assert fi.sampling is not None
         rows, masks = masks_of(fi.sampling.processing)
-        todo = []
-        for index, row in enumerate(rows):
-            req = fi.sampled[row]
-            if isinstance(req.matcher, Matcher):
-                req.matcher.follow(req.output_ids)
-                todo.append((req.matcher.ll, index))
-        if todo:  # a tokenizer may have more tokens than the model has logits
-            tokenizer, words = self.tokenizer.result(), masks.shape[1]
-            assert not isinstance(tokenizer, str)
-            wide = np.full((len(masks), max(words, -(-tokenizer.vocab_size // 32))), -1, np.int32)
-            fill_next_token_bitmask_par(self.executor, todo, wide)
-            indices = [index for _, index in todo]
-            masks[indices] = wide[indices, :words]
+        reqs = [(index, fi.sampled[row]) for index, row in enumerate(rows)]
+        todo = [(i, req, req.matcher) for i, req in reqs if isinstance(req.matcher, Matcher)]
+        tokenizer, words = self.tokenizer.result(), masks.shape[1]
+        assert not isinstance(tokenizer, str)  # it may have more tokens than the model has logits
+        wide = np.full((len(masks), max(words, -(-tokenizer.vocab_size // 32))), -1, np.int32)
+        order = sorted(todo, key=lambda row: row[2].seconds)  # the slowest last
+        list(
+            self.map(partial(fill_some, wide), [order[n :: self.parts] for n in range(self.parts)])
+        )
+        fine = self.comm.min_ints([not matcher.why for _, _, matcher in todo])  # on all ranks
+        for (index, _, matcher), goes_on in zip(todo, fine):
+            if not goes_on:  # all ranks must draw the same token
+                matcher.why, wide[index] = TOO_SLOW, -1
+            masks[index] = wide[index, :words]
 
     def defer(self, fi: ForwardInput, sample: Callable[[], ForwardOutput]) -> ForwardOutput:
         """Hold back a sampling that needs masks; do any other at once."""
@@ -160,9 +157,11 @@ class Grammars:
         self.waiting = None
 
 
-def load_grammars(folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> Grammars:
+def load_grammars(
+    folder: Path, vocab_size: int, eos_token_ids: Collection[int], comm: Comm | None = None
+) -> Grammars:
     """Create a model folder's grammars; without a tokenizer, each is rejected with a reason."""
-    return Grammars(partial(load_tokens, folder, vocab_size, eos_token_ids))
+    return Grammars(partial(load_tokens, folder, vocab_size, eos_token_ids), comm)
 
 
 MOST_JOBS = 8  # compilations at once; a client may have fewer of them than are free
@@ -255,3 +254,22 @@ class CompilingChannel:
         for msg in came:
             self.jobs.pop(getattr(msg, "uid", -1), None)
         return came
+
+
+MASKS = 0.05  # processor seconds of a thread, for all masks of a client in a step
+TOO_SLOW = f"a client's masks took over {MASKS:g} s a token: ask for fewer answers, or simpler ones"
+
+
+def fill_some(masks: IntArray, todo: list[tuple[int, Req, Matcher]]) -> None:
+    """Write the masks of some answers; end those of a client whose masks take too long."""
+    left = defaultdict[str, float](lambda: MASKS, {"": float("inf")})  # an `LLM` has no clients
+    for index, req, matcher in todo:
+        start, most = time.thread_time(), left[req.client]
+        if most > 0 and not matcher.why:
+            matcher.follow(req.output_ids)
+            if time.thread_time() - start <= most:
+                fill_next_token_bitmask(matcher.ll, masks, index)
+        matcher.seconds = time.thread_time() - start
+        left[req.client] -= matcher.seconds
+        if left[req.client] < 0:
+            matcher.why = TOO_SLOW

@@ -129,9 +129,10 @@ class Side:
         except (OSError, EOFError):
             process.end()
             name = field if kind == "compile" else "messages"
-            seconds = f"{self._seconds:g} seconds ({self._seconds / CPU_SHARE:g} of CPU time)"
-            most = f"{seconds} and {MEMORY >> 30} GiB"
-            must = f"{name}: must {kind} within {most}, got one that does not"
+            most = f"{self._seconds:g} seconds ({self._seconds / CPU_SHARE:g} of CPU time)"
+            must = (
+                f"{name}: must {kind} within {most} and {MEMORY >> 30} GiB, got one that does not"
+            )
             raise InvalidRequestError(must, param=name) from None
         except BaseException:  # nothing was sent, or an interrupt came
             process.end()

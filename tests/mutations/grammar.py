@@ -119,8 +119,8 @@ MUTATIONS = [
     Mutation(
         "grammar_of_one_who_left_is_asked_for_all_the_same",
         GRAMMAR,
-        "self.held.pop(msg.uid, None)",
-        "pass",
+        "left := self.held.pop(msg.uid, None)",
+        "left := self.held.get(msg.uid)",
         TESTS + "test_requests_wait_in_their_queue_and_come_in_order",
     ),
     Mutation(
@@ -203,8 +203,8 @@ MUTATIONS = [
     Mutation(
         "grammar_takes_any_memory",
         "minisgl.scheduler.side_process",
-        "taken = (allocated() - before,",
-        "taken = (0,",
+        "size, seconds = allocated() - before,",
+        "size, seconds = 0,",
         TESTS + "test_a_grammar_has_bounded_memory",
     ),
     Mutation(

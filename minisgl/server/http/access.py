@@ -83,7 +83,7 @@ def client_of(request: Request, bits: int = SITE) -> str:
     """Return the client to charge for a request: its named key, or else its peer's address."""
     if name := request.scope.get(KEY_NAME):
         return f"key {name}"
-    return "" if request.client is None else f"address {network_of(request.client.host, bits)}"
+    return "local" if request.client is None else f"address {network_of(request.client.host, bits)}"
 
 
 def keyed_route(access: Access, side: SideThread) -> type[APIRoute]:
