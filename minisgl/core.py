@@ -210,6 +210,12 @@ def json_text(value: Any) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def load_json(text: str) -> Any:
+    """Parse a client's JSON; other threads may run between its numbers, which can be slow."""
+    # Not in C, as with `float` itself: it would keep the interpreter's lock until the end.
+    return json.loads(text, parse_float=lambda x: float(x), parse_int=lambda x: int(x))
+
+
 def count_values(*texts: bytes) -> tuple[int, int]:
     """Return bounds on the values of JSON texts, and on the lists and objects among them."""
     containers = sum(text.count(b"[") + text.count(b"{") for text in texts)
@@ -239,7 +245,7 @@ def schema_text(value: Any) -> str | None:
     try:
         if isinstance(value, str):
             check_values(value.encode(errors="surrogatepass"))
-        schema = json.loads(value) if isinstance(value, str) else value
+        schema = load_json(value) if isinstance(value, str) else value
         return None if value is None else json_text(schema)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"must be a JSON schema ({error})") from None

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import IntArray, SamplingParams, check_values
+from minisgl.core import IntArray, SamplingParams, check_values, load_json
 
 
 def check_unicode(name: str, text: object) -> str:
@@ -199,9 +199,9 @@ def parsed(call: Any) -> Any:
     if given is None or (isinstance(given, str) and given.strip() in ("", "null")):
         arguments = {}
     elif isinstance(given, str):
-        with suppress(ValueError, RecursionError):
-            found = json.loads(given)
-            json.dumps(found, ensure_ascii=False).encode()  # half a character may be escaped
+        with suppress(ValueError, RecursionError, OverflowError):
+            found = load_json(given)
+            msgspec.msgpack.encode(found)  # half a character may be escaped, an integer too large
             arguments = found if isinstance(found, dict) else given
     return {**call, "function": {**call["function"], "arguments": arguments}}
 

@@ -9,12 +9,15 @@ import inspect
 import json
 import os
 import random
+import re
 import socket
 import struct
+import sys
 import threading
 import time
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -32,11 +35,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
+from uvicorn.protocols.http import httptools_impl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
-from minisgl.core import SamplingParams
+from minisgl.core import SamplingParams, load_json
 from minisgl.models.weights import INDEX, checkpoint_files
 from minisgl.parallel.gloo import loopback_store
 from minisgl.scheduler import requests
@@ -1053,6 +1057,99 @@ def test_a_connection_goes_on_after_an_early_answer(live: Live, size: int) -> No
             pass
         peer.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert peer.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+HELLO = b'{"prompt": "hi"}'
+POST = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+ALIVE = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+def answers_to(live: Live, pieces: Iterable[bytes], count: int) -> list[bytes]:
+    """Return the status lines of the answers to what is sent in pieces on one connection."""
+    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as peer:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for piece in pieces:
+            peer.sendall(piece)
+            time.sleep(0.005)
+        found = b""
+        while found.count(b"HTTP/1.1 ") < count and (more := peer.recv(2**16)):
+            found += more
+    return re.findall(rb"HTTP/1\.1 (\d+)", found)
+
+
+@pytest.mark.parametrize("pieces", ["whole", "head", "bytes"])
+@pytest.mark.parametrize(
+    "offer",
+    [
+        b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMA\r\n",
+        b"Upgrade: websocket\r\nConnection: keep-alive, upgrade\r\n",
+    ],
+)
+def test_an_offer_of_another_protocol_is_ignored(live: Live, offer: bytes, pieces: str) -> None:
+    """The body belongs to its request, in every framing, and the connection goes on."""
+    inside = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"  # of a body: not a request
+    for head, body, status in (
+        (b"content-length: %d\r\n\r\n" % len(HELLO), HELLO, b"200"),
+        (b"transfer-encoding: chunked\r\n\r\n", b"10\r\n" + HELLO + b"\r\n0\r\n\r\n", b"200"),
+        (b"content-length: %d\r\n\r\n" % len(inside), inside, b"400"),
+        (b"content-length: %d\r\n\r\n" % 9000, HELLO + b" " * 8984, b"200"),
+    ):
+        whole = POST + offer + head + body
+        cut = len(whole) - len(body)
+        parts = [whole[:cut], whole[cut:]]
+        if pieces == "bytes":
+            parts = [whole[at : at + 1] for at in range(min(len(whole), 300))] + [whole[300:]]
+        assert answers_to(live, [whole] if pieces == "whole" else parts, 1) == [status]
+        both = [whole + ALIVE] if pieces == "whole" else [*parts, ALIVE]
+        assert answers_to(live, both, 2) == [status, b"200"]
+    closing = POST.replace(b"localhost", b"localhost\r\nconnection: close") + offer
+    closing += b"content-length: 16\r\n\r\n" + HELLO
+    assert answers_to(live, [closing, ALIVE], 2) == [b"200"]
+
+
+def test_this_is_no_proxy(live: Live) -> None:
+    assert answers_to(live, [b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n", ALIVE], 2) == [b"400"]
+
+
+def test_a_length_may_begin_with_many_zeros(live: Live) -> None:
+    length = b"content-length: " + b"0" * 5000 + b"16\r\n\r\n"
+    assert answers_to(live, [POST + length + HELLO, ALIVE], 2) == [b"200"] * 2
+
+
+def test_a_lost_connection_leaves_no_cycles(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else only a full collection, which stops the event loop, would free its requests."""
+    made = list[weakref.ref[Any]]()
+
+    class Noted(httptools_impl.RequestResponseCycle):
+        def __init__(self, *args: Any, **fields: Any) -> None:
+            super().__init__(*args, **fields)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(httptools_impl, "RequestResponseCycle", Noted)
+    gc.collect()
+    gc.disable()
+    try:
+        with socket.create_connection(("127.0.0.1", live.port), timeout=20) as peer:
+            peer.sendall(POST + b"content-length: 16\r\n\r\n")
+            wait_for(lambda: len(made) == 1, "the first")  # it waits for its body
+            peer.sendall(b"x" * 16 + ALIVE * 9)
+            wait_for(lambda: len(made) == 10, "ten requests")
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        wait_for(lambda: not any(each() for each in made), "all to be freed")
+    finally:
+        gc.enable()
+
+
+def test_other_threads_may_run_between_two_numbers() -> None:
+    """A float can take 5 µs: a body of them, parsed in C, would stop the event loop for 0.5 s."""
+    calls = Counter[str]()
+    sys.setprofile(lambda frame, event, arg: calls.update([event]))
+    try:
+        found = load_json('[1.5, 2e9, -3, {"a": 17, "b": [0.25]}]')
+    finally:
+        sys.setprofile(None)
+    assert found == [1.5, 2e9, -3, {"a": 17, "b": [0.25]}] and calls["call"] >= 5
+    assert list(map(type, found[:3])) == [float, float, int]
 
 
 def test_trailers_are_dropped(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import signal
 import threading
@@ -25,7 +26,7 @@ from minisgl.core import SamplingParams
 from minisgl.llm import LLM
 from minisgl.scheduler import forms
 from minisgl.scheduler.messages import InvalidRequestError, UserMsg
-from minisgl.scheduler.side import Side, SideProcess, SideTokenizer
+from minisgl.scheduler.side import MAX_ANSWER, Side, SideProcess, SideTokenizer, packed
 from minisgl.server.frontend import RequestFailed
 from minisgl.server.in_process import InProcessServer
 from minisgl.server.workers.messages import ConvertMsg, TokenizeMsg
@@ -80,10 +81,10 @@ def rendering(monkeypatch: pytest.MonkeyPatch) -> list[SideProcess]:
     """The processes that got a chat to render, in order; one that has just started got none yet."""
     asked, call = list[SideProcess](), SideProcess.call
 
-    def noted(self: SideProcess, seconds: float, *job: Any) -> Any:
-        if job[0] == "render":
+    def noted(self: SideProcess, seconds: float, job: bytes) -> Any:
+        if msgspec.msgpack.decode(job)[1] == "render":
             asked.append(self)
-        return call(self, seconds, *job)
+        return call(self, seconds, job)
 
     monkeypatch.setattr(SideProcess, "call", noted)
     return asked
@@ -134,14 +135,35 @@ def test_grammars_are_converted_in_the_side_process_alone(
 
 @pytest.mark.parametrize(
     ("template", "why"),
-    [("{{ 'a' * 10**11 }}", "MemoryError"), ("{{ raise_exception('no') }}", "no")],
+    [
+        ("{{ 'a' * 10**11 }}", "messages: MemoryError"),
+        ("{{ 'a' * 2**28 }}", "messages: MemoryError"),
+        ("{{ 'a' * 4 * 10**7 }}", rf"messages: become 400000\d\d bytes, {MAX_ANSWER} at most"),
+        ("{{ raise_exception('no') }}", "no"),
+    ],
 )
 def test_what_a_template_raises_is_an_answer(started: Started, template: str, why: str) -> None:
     side = side_of(template)
-    with pytest.raises(RuntimeError, match=f"^{why}$"):
+    with pytest.raises((RuntimeError, ValueError), match=f"^{why}$"):
         side.call("render", CHAT, OPEN)
     assert len(started()) == 1  # it serves on
     side.close()
+
+
+def test_a_chat_that_cannot_be_sent_harms_no_process(
+    started: Started, tokenizer: SideTokenizer
+) -> None:
+    """Half a character, an integer of more than 64 bits, in a call's arguments or beside them."""
+    tokenizer.render_chat(CHAT)
+    (process,) = started()
+    for value in (2**70, -(2**63) - 1, "\ud800"):
+        for arguments in (json.dumps({"a": [value]}), {"a": [value]}):
+            call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+            said = {"role": "assistant", "content": "", "tool_calls": [call]}
+            with suppress(ValueError):
+                tokenizer.render_chat([*CHAT, said, *CHAT])
+    tokenizer.render_chat(CHAT)
+    assert started() == [process]
 
 
 def test_a_process_that_has_died_is_replaced(started: Started, tokenizer: SideTokenizer) -> None:
@@ -168,9 +190,9 @@ def test_a_crash_is_an_error_of_its_own_request(rendering: list[SideProcess]) ->
 
 def test_the_kernel_ends_a_job_that_nobody_waits_for() -> None:
     process = SideProcess(msgspec.msgpack.encode(({"default": LOOPS}, {}, "", 0, [])))
-    process.call(60.0, "start")
+    process.call(60.0, packed(60.0, "start"))
     with pytest.raises(TimeoutError):
-        process.call(0.0, "render", ENDLESS, OPEN)
+        process.call(0.0, packed(0.0, "render", ENDLESS, OPEN))
     assert process._process.wait(120) == -signal.SIGXCPU
     process.end()
 

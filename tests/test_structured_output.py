@@ -26,7 +26,7 @@ from llguidance import LLParserLimits, LLTokenizer
 from minisgl.config.engine import SchedulerConfig, ServerConfig
 from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
-from minisgl.core import Batch, Phase, SamplingParams
+from minisgl.core import Batch, Phase, Req, SamplingParams
 from minisgl.kvcache.audit import check_integrity
 from minisgl.llm import LLM
 from minisgl.runtime.ranks import Ranks, config_of_rank
@@ -35,7 +35,6 @@ from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.forms import compile_grammar
 from minisgl.scheduler.grammar import (
-    CompileMsg,
     CompilingChannel,
     GrammarQueue,
     Grammars,
@@ -638,11 +637,10 @@ def ask(uid: int, regex: str | None = None, client: str = "") -> UserMsg:
     return UserMsg(uid, [1], SamplingParams(regex=regex), client=client)
 
 
-@pytest.mark.parametrize("announce", [False, True])
-def test_requests_wait_in_their_queue_and_come_in_order(announce: bool) -> None:
-    """One that leaves is forgotten; ranks learn at once what to compile."""
+def test_requests_wait_in_their_queue_and_come_in_order() -> None:
+    """One that leaves is forgotten."""
     box, jobs = Box(), {name: Future[Any]() for name in "abcde"}
-    hold = GrammarQueue(announce)
+    hold = GrammarQueue()
     hold.start = lambda uid, params: jobs[params.regex or ""]
     channel: Any = SchedulerChannel(box, box, hold=hold)  # type: ignore[arg-type]
 
@@ -650,9 +648,7 @@ def test_requests_wait_in_their_queue_and_come_in_order(announce: bool) -> None:
         return [msg.uid for msg in channel.recv(False) if isinstance(msg, UserMsg | AbortMsg)]
 
     box.messages = [ask(1, "a"), ask(2), ask(3, "b"), AbortMsg(9)]
-    came = channel.recv(False)
-    told = [msg.sampling_params.regex for msg in came if isinstance(msg, CompileMsg)]
-    assert told == (["a", "b"] if announce else [])
+    assert passed() == [2, 9]
     box.messages = [ask(4, "c"), AbortMsg(3), ask(5, "d")]
     assert passed() == [3]  # the scheduler ignores unknown ids
     assert jobs["b"].cancelled()
@@ -862,18 +858,39 @@ def test_slow_masks_end_their_own_answers(monkeypatch: pytest.MonkeyPatch) -> No
         check_integrity(scheduler.cache)
 
 
-def test_ranks_end_the_same_answers() -> None:
-    """Their clocks differ: what one of them ends, all end, and all draw the same token before."""
-    comm = Mock(min_ints=lambda values: [values[0], False, values[2]])
-    grammars = Grammars(tokenizer, comm)
+def test_other_ranks_do_as_rank_0_says() -> None:
+    """They have no grammar, and no clock: they get its masks, errors and refusals."""
+    sent = list[Any]()
+
+    def broadcast(obj: Any, src: int = 0, kind: Any = Any) -> Any:
+        return sent[-1]
+
+    first = Mock(rank=0, size=2, broadcast_object=lambda obj, kind: sent.append(obj) or obj)
+    ranks = [
+        Grammars(tokenizer, first),
+        Grammars(tokenizer, Mock(rank=1, size=2, broadcast_object=broadcast)),
+    ]
     limits = Limits(100, 100, MODEL.vocab_size, frozenset(MODEL.eos_token_ids))
-    reqs = [make_req(UserMsg(uid, [1], ANSWER), limits, grammars.constrain) for uid in range(3)]
-    processing = Mock()
-    masks = np.zeros((3, -(-MODEL.vocab_size // 32)), np.int32)
-    with patch.object(grammar, "masks_of", lambda _: ([0, 1, 2], masks)):
-        grammars.fill_masks(Mock(sampled=reqs, sampling=Mock(processing=processing)))
-    assert [bool(req.matcher and req.matcher.error) for req in reqs] == [False, True, False]
-    assert (masks[1] == -1).all() and (masks[0] == masks[2]).all() and (masks[0] != -1).any()
+    words = -(-MODEL.vocab_size // 32)
+    reqs, masks = [list[Req](), list[Req]()], [np.zeros((3, words), np.int32) for _ in ranks]
+    for uid, params in enumerate((ANSWER, SamplingParams(regex="[a-z]+"), ANSWER)):
+        for rank, grammars in enumerate(ranks):
+            reqs[rank].append(make_req(UserMsg(uid, [1], params), limits, grammars.constrain))
+    late = reqs[0][1].matcher
+    assert isinstance(late, Matcher)
+    late.why = "regex: too slow"
+    for rank, grammars in enumerate(ranks):
+        with patch.object(grammar, "masks_of", lambda _, rank=rank: ([0, 1, 2], masks[rank])):
+            grammars.fill_masks(Mock(sampled=reqs[rank]))
+        errors = [req.matcher.error for req in reqs[rank] if req.matcher is not None]
+        assert errors == ["", "regex: too slow", ""]
+    assert (masks[0] == masks[1]).all() and (masks[0][1] == -1).all()
+    assert (masks[0][0] != -1).any() and (masks[0][0] != 0).any()
+    for grammars in ranks:
+        with pytest.raises(InvalidRequestError, match=r"(?s)^regex: .*unclosed") as failed:
+            make_req(UserMsg(9, [1], SamplingParams(regex="((")), limits, grammars.constrain)
+        assert failed.value.param == "regex"
+    assert ranks[1].tokenizer.result() == "" and not ranks[1].start(3, ANSWER)
 
 
 def test_two_clients_with_long_answers_leave_room_for_a_third(
@@ -914,20 +931,17 @@ def test_messages_without_a_grammar_never_enter_the_queue() -> None:
     assert [msg.uid for msg in channel.recv(False)] == [1, 2]  # type: ignore[union-attr]
 
 
-def test_a_rank_compiles_what_is_announced_once() -> None:
-    channel = InProcessChannel()
-    grammars = Grammars(tokenizer)
-    ranked = CompilingChannel(channel, grammars)
-    job = grammars.start(7, ANSWER)  # rank 0 has begun it in its queue
-    channel.put_messages(CompileMsg(7, ANSWER), AbortMsg(1))  # type: ignore[arg-type]
-    assert ranked.recv(False) == [AbortMsg(1)]
-    assert job is not None and job.result(20) and ranked.jobs == {7: job}
-    channel.put_messages(UserMsg(7, [1], ANSWER))
-    assert [msg.uid for msg in ranked.recv(False)] == [7]  # type: ignore[union-attr]
-    assert ranked.ready == [job] and not ranked.jobs
-    channel.put_messages(CompileMsg(8, ANSWER), AbortMsg(8))  # type: ignore[arg-type]
-    ranked.recv(False)
-    assert not ranked.jobs
+def test_a_job_waits_for_its_request() -> None:
+    """It is started when the message comes, and its request takes it; others have none."""
+    channel, grammars = InProcessChannel(), Grammars(tokenizer)
+    compiling = CompilingChannel(channel, grammars)
+    channel.put_messages(UserMsg(7, [1], ANSWER), AbortMsg(1), UserMsg(8, [1], SamplingParams()))
+    assert [msg.uid for msg in compiling.recv(False)] == [7, 1, 8]  # type: ignore[union-attr]
+    job, nothing = compiling.ready
+    assert job is not None and nothing is None and dict(grammars.jobs) == {7: job}
+    limits = Limits(100, 100, MODEL.vocab_size, frozenset(MODEL.eos_token_ids))
+    req = make_req(UserMsg(7, [1], ANSWER), limits, grammars.constrain)
+    assert isinstance(req.matcher, Matcher) and req.matcher.job is job and not grammars.jobs
 
 
 def test_a_grammar_has_bounded_memory() -> None:

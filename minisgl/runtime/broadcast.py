@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from minisgl.parallel.comm import Comm
 from minisgl.scheduler.channel import Channel
-from minisgl.scheduler.grammar import CompileMsg
 from minisgl.scheduler.messages import Msg, Reply
 
 
@@ -27,7 +26,7 @@ class BroadcastChannel:
 
     def recv(self, block: bool) -> list[Msg]:
         mine = self.outer.recv(block) if self.outer is not None else []
-        messages: list[Msg] = self.comm.broadcast_object(mine, kind=list[Msg | CompileMsg])
+        messages: list[Msg] = self.comm.broadcast_object(mine, kind=list[Msg])
         return messages
 
     def send(self, replies: Sequence[Reply]) -> None:

@@ -146,7 +146,7 @@ def build_scheduler(
         prefill.max_tokens, prefill.max_requests = engine.runners.mixed_limits
     return make(
         engine, prefill.cache, prefill, prefill.decode,
-        channel if comm is None and hold is not None else CompilingChannel(channel, grammars),
+        channel if hold is not None else CompilingChannel(channel, grammars),
         make_req=partial(make_req, limits=limits, constrain=grammars.constrain),
         make_room=make_room, audit=IdleAudit(), eos_token_ids=limits.eos_token_ids,
         overlap=bool(settled.overlap), interleave=settled.schedule_policy == "fair",

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
@@ -36,16 +35,17 @@ from minisgl.tokenizer import THINK
 class Matcher:
     """Follows one answer through its grammar; depends on the answer and the prompt's end alone."""
 
-    def __init__(self, start: LLMatcher, field: str, job: object = None) -> None:
-        """Take a matcher that no other answer uses; its `job` lives as long."""
+    def __init__(self, start: Any, field: str, job: object = None) -> None:
+        """Take an `LLMatcher` of one answer, None except on rank 0; its `job` lives as long."""
         self.ll, self.field, self.job = start, field, job
-        self.seen, self.seconds, self.why = 0, 0.0, ""  # tokens, the last mask's time, why it ends
+        self.seen, self.seconds, self.why = 0, 0.0, ""  # tokens, the last mask's time, the error
 
     @property
     def error(self) -> str:
         """The reason why the answer cannot continue, or an empty string."""
-        why = self.why or (self.ll.get_error() if self.ll.is_error() else "")
-        return why and f"{self.field}: {why:.500}"
+        if not self.why and self.ll and self.ll.is_error():
+            self.why = f"{self.field}: {self.ll.get_error():.500}"
+        return self.why
 
     def follow(self, output_ids: IntArray) -> None:
         """Accept the tokens that were added since the last call."""
@@ -68,24 +68,23 @@ class Grammars:
     """Compiles the grammars of one model in threads, each for one request, and fills masks."""
 
     def __init__(self, load: Callable[[], LLTokenizer | str], comm: Comm | None = None) -> None:
-        """Start a thread in which `load` returns a tokenizer, or the reason why there is none."""
+        """Start a thread in which rank 0 loads a tokenizer, or the reason why there is none."""
         self.pool, self.comm = ThreadPoolExecutor(SLOTS, "grammars"), comm or SingleRank()
-        self.tokenizer = self.pool.submit(load)
+        self.tokenizer = self.pool.submit(load if self.comm.rank == 0 else str)
         self.waiting: DeferredOutput | None = None  # the last step, if it is not sampled yet
         self.parts = max(1, min(SLOTS, (os.cpu_count() or 1) // 4))  # others have work, too
         self.map = map if self.parts == 1 else ThreadPoolExecutor(self.parts, "masks").map
         self.jobs = WeakValueDictionary[int, Future[LLMatcher]]()  # of requests to come, by uid
 
     def compile(self, params: SamplingParams) -> Future[LLMatcher] | None:
-        """Start to compile a grammar; return None if there is none."""
-        if (asked := asked_for(params)) is None:
+        """Start to compile a grammar; return None if there is none, or on another rank."""
+        if (asked := asked_for(params)) is None or self.comm.rank > 0:
             return None
         return self.pool.submit(lambda: compile_grammar(self.tokenizer.result(), *asked))
 
     def start(self, uid: int, params: SamplingParams) -> Future[LLMatcher] | None:
-        """Start the job of a request that will come, once; the caller keeps the job till then."""
-        job = self.jobs.get(uid) or self.compile(params)
-        if job is not None:
+        """Start the job of a request that will come; the caller keeps the job until then."""
+        if (job := self.compile(params)) is not None:
             self.jobs[uid] = job
         return job
 
@@ -94,11 +93,12 @@ class Grammars:
         asked = asked_for(req.sampling_params)
         assert asked is not None
         job = self.jobs.pop(req.uid, None) or self.compile(req.sampling_params)
-        assert job is not None
-        if isinstance(error := job.exception(), InvalidRequestError):
-            raise InvalidRequestError(error.message, param=error.param)
-        req.matcher = Matcher(job.result(), asked[0], job)
-        if asked[0] == "structural_tag":
+        error = job.exception() if job is not None else None
+        why = self.comm.broadcast_object(None if error is None else str(error), kind=str | None)
+        if why is not None:
+            raise InvalidRequestError(why, param=asked[0])
+        req.matcher = Matcher(job and job.result(), asked[0], job)
+        if job and asked[0] == "structural_tag":
             self.begin(req.matcher, req.input_ids)
         if not isinstance(req.logits_params, LogitsParams):
             req.logits_params = LogitsParams()
@@ -121,18 +121,24 @@ class Grammars:
         rows, masks = masks_of(fi.sampling.processing)
         reqs = [(index, fi.sampled[row]) for index, row in enumerate(rows)]
         todo = [(i, req, req.matcher) for i, req in reqs if isinstance(req.matcher, Matcher)]
-        tokenizer, words = self.tokenizer.result(), masks.shape[1]
-        assert not isinstance(tokenizer, str)  # it may have more tokens than the model has logits
-        wide = np.full((len(masks), max(words, -(-tokenizer.vocab_size // 32))), -1, np.int32)
-        order = sorted(todo, key=lambda row: row[2].seconds)  # the slowest last
-        list(
-            self.map(partial(fill_some, wide), [order[n :: self.parts] for n in range(self.parts)])
-        )
-        fine = self.comm.min_ints([not matcher.why for _, _, matcher in todo])  # on all ranks
-        for (index, _, matcher), goes_on in zip(todo, fine):
-            if not goes_on:  # all ranks must draw the same token
-                matcher.why, wide[index] = TOO_SLOW, -1
-            masks[index] = wide[index, :words]
+        if self.comm.rank == 0:
+            tokenizer = self.tokenizer.result()
+            assert not isinstance(
+                tokenizer, str
+            )  # it may have more tokens than the model has logits
+            words = max(masks.shape[1], -(-tokenizer.vocab_size // 32))
+            wide = np.full((len(masks), words), -1, np.int32)
+            order = sorted(todo, key=lambda row: row[2].seconds)  # the slowest last
+            parts = [order[part :: self.parts] for part in range(self.parts)]
+            list(self.map(partial(fill_some, wide), parts))
+            for index, _, _ in todo:
+                masks[index] = wide[index, : masks.shape[1]]
+        if self.comm.size > 1:
+            mine = [matcher.error for _, _, matcher in todo], masks.tobytes()
+            errors, found = self.comm.broadcast_object(mine, kind=tuple[list[str], bytes])
+            masks[:] = np.frombuffer(found, np.int32).reshape(masks.shape)
+            for error, (_, _, matcher) in zip(errors, todo):
+                matcher.why = error
 
     def defer(self, fi: ForwardInput, sample: Callable[[], ForwardOutput]) -> ForwardOutput:
         """Hold back a sampling that needs masks; do any other at once."""
@@ -167,18 +173,11 @@ def load_grammars(
 MOST_JOBS = 8  # compilations at once; a client may have fewer of them than are free
 
 
-class CompileMsg(msgspec.Struct, tag=True):
-    """Message of rank 0 to the others: a request with these parameters will come."""
-
-    uid: int
-    sampling_params: SamplingParams
-
-
 class GrammarQueue:
     """Requests that wait for their grammars; clients share `limit` characters of grammars."""
 
-    def __init__(self, announce: bool = False, limit: int = 2**19) -> None:
-        self.announce, self.shares = announce, Shares(limit, factor=1)  # announce to other ranks
+    def __init__(self, limit: int = 2**19) -> None:
+        self.shares = Shares(limit, factor=1)
         self.start: Callable[[int, SamplingParams], Future[LLMatcher] | None] = lambda *_: None
         self.waiting: dict[str, dict[int, UserMsg]] = {}  # by client and uid: not yet started
         self.held: dict[int, tuple[UserMsg, Future[LLMatcher]]] = {}  # by uid: being compiled
@@ -199,16 +198,16 @@ class GrammarQueue:
                 for line in self.waiting.values():
                     line.pop(msg.uid, None)
             passed.append(msg)
-        passed += self.begin()
+        self.begin()
         done = [self.held.pop(uid) for uid in [*self.held] if self.held[uid][1].done()]
         self.ready = [job for _, job in done]
         return passed + [msg for msg, _ in done]
 
-    def begin(self) -> list[CompileMsg]:
-        """Start the grammars that fit; return the messages that announce them."""
+    def begin(self) -> None:
+        """Start the grammars that fit."""
         while self.freed:
             self.shares.give_back(*self.freed.popleft())
-        told, short, held = list[CompileMsg](), False, self.shares.held
+        short, held = False, self.shares.held
         self.busy = {job: client for job, client in self.busy.items() if not job.done()}
         for client in sorted(self.waiting, key=lambda name: held[name]):
             line = self.waiting[client]
@@ -226,34 +225,23 @@ class GrammarQueue:
                 assert job is not None
                 weakref.finalize(job, self.freed.append, (client, size))
                 self.held[uid], self.busy[job] = (msg, job), client
-                told += [CompileMsg(uid, params)] if self.announce else []
             if not line:
                 del self.waiting[client]
-        return told
 
 
 class CompilingChannel:
-    """The channel of a rank or an `LLM`: compiles the grammars of all messages at the same time."""
+    """The channel of an `LLM`: compiles the grammars of all messages at the same time."""
 
     def __init__(self, channel: Channel, grammars: Grammars) -> None:
         self.channel, self.grammars = channel, grammars
         self.send = channel.send
-        self.jobs: dict[int, Future[LLMatcher] | None] = {}  # of announced requests, by uid
         self.ready: list[Future[LLMatcher] | None] = []  # of the messages just returned
 
     def recv(self, block: bool) -> list[Msg]:
-        messages: Sequence[Any] = self.channel.recv(block)
-        for msg in messages:
-            if isinstance(msg, CompileMsg):
-                self.jobs[msg.uid] = self.grammars.start(msg.uid, msg.sampling_params)
-        came = [msg for msg in messages if not isinstance(msg, CompileMsg)]
-        users = [(msg.uid, msg.sampling_params) for msg in came if isinstance(msg, UserMsg)]
-        self.ready = [
-            self.grammars.start(uid, params) for uid, params in users if params.is_constrained
-        ]
-        for msg in came:
-            self.jobs.pop(getattr(msg, "uid", -1), None)
-        return came
+        messages = self.channel.recv(block)
+        users = [msg for msg in messages if isinstance(msg, UserMsg)]
+        self.ready = [self.grammars.start(msg.uid, msg.sampling_params) for msg in users]
+        return messages
 
 
 MASKS = 0.05  # processor seconds of a thread, for all masks of a client in a step
@@ -272,4 +260,4 @@ def fill_some(masks: IntArray, todo: list[tuple[int, Req, Matcher]]) -> None:
         matcher.seconds = time.thread_time() - start
         left[req.client] -= matcher.seconds
         if left[req.client] < 0:
-            matcher.why = TOO_SLOW
+            matcher.why = f"{matcher.field}: {TOO_SLOW}"

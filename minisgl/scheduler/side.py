@@ -42,7 +42,7 @@ def asked_for(params: SamplingParams) -> tuple[str, str] | None:
 SLOTS = 4  # jobs at once, in a server
 START, SECONDS = 60.0, 10.0  # to start and load a tokenizer; for a job
 CPU_SHARE = 4  # a job has this part of its seconds on the processor
-MEMORY, MAX_ANSWER = 2**32, 2**27  # bytes
+MEMORY, WORK, MAX_ANSWER = 2**32, 2**28, 2**25  # bytes: of a process, of a job, of its result
 KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TZ")  # environment variables; no secrets
 
 
@@ -60,9 +60,9 @@ class SideProcess:
             self._process = subprocess.Popen(command, pass_fds=fds, env=env, **quiet)  # type: ignore[call-overload]
         self._pipe.send_bytes(setup)
 
-    def call(self, seconds: float, *job: Any) -> Any:
+    def call(self, seconds: float, job: bytes) -> Any:
         """Return the answer to a job; an `OSError` or `EOFError` if there is none in time."""
-        self._pipe.send_bytes(msgspec.msgpack.encode((seconds, *job), enc_hook=plain))
+        self._pipe.send_bytes(job)
         if not self._pipe.poll(seconds):
             raise TimeoutError
         return msgspec.msgpack.decode(self._pipe.recv_bytes(MAX_ANSWER))
@@ -72,6 +72,11 @@ class SideProcess:
         self._process.kill()
         self._process.wait()
         self._pipe.close()
+
+
+def packed(seconds: float, *job: Any) -> bytes:
+    """Encode a job; raise `ValueError` or `OverflowError` if it holds more than JSON's values."""
+    return msgspec.msgpack.encode((seconds, *job), enc_hook=plain)
 
 
 def plain(value: Any) -> Any:
@@ -114,7 +119,7 @@ class Side:
             except IndexError:
                 process, fresh = SideProcess(self._setup), True
             try:
-                process.call(START, task)
+                process.call(START, packed(START, task))
                 return process
             except (OSError, EOFError) as error:
                 process.end()
@@ -123,9 +128,10 @@ class Side:
 
     def call(self, kind: str, field: Any, *given: Any) -> Any:
         """Do a job; a `ValueError` names the field at fault."""
+        job = packed(self._seconds, kind, field, *given)  # an error here harms no process
         process = self._take("load" if kind == "compile" else "start")
         try:
-            value, why, param, expected = process.call(self._seconds, kind, field, *given)
+            value, why, param, expected = process.call(self._seconds, job)
         except (OSError, EOFError):
             process.end()
             name = field if kind == "compile" else "messages"

@@ -22,7 +22,7 @@ from llguidance import LLTokenizer
 
 from minisgl.scheduler.forms import as_lark, compile_grammar, load_tokens
 from minisgl.scheduler.messages import InvalidRequestError
-from minisgl.scheduler.side import CPU_SHARE, MEMORY
+from minisgl.scheduler.side import CPU_SHARE, MAX_ANSWER, MEMORY, WORK
 from minisgl.tokenizer_files import ChatTemplates
 
 
@@ -36,10 +36,13 @@ def limit_process() -> None:
             resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (most, most))
 
 
-def limit_work(seconds: float) -> None:
-    """Limit the processor time of this process from now on."""
-    most = int(sum(os.times()[:2]) + seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+def limit_work(seconds: float, memory: int) -> None:
+    """Limit the processor time and the additional memory of this process from now on."""
+    bytes_now = psutil.Process().memory_info().vms
+    for kind, most in (("CPU", int(sum(os.times()[:2]) + seconds) + 1), ("AS", bytes_now + memory)):
+        with suppress(OSError, ValueError):
+            hard = resource.getrlimit(number := getattr(resource, f"RLIMIT_{kind}"))[1]
+            resource.setrlimit(number, (most if hard < 0 else min(most, hard), hard))
 
 
 MOST, PER_CHARACTER = 2**20, 400  # bytes of a compiled grammar
@@ -80,11 +83,14 @@ def serve(fd: int) -> None:
     with suppress(EOFError, OSError):  # our parent is gone
         while True:
             seconds, kind, *given = msgspec.msgpack.decode(pipe.recv_bytes())
-            limit_work(seconds / CPU_SHARE)
+            limit_work(seconds / CPU_SHARE, MEMORY if kind == "load" else WORK)
             try:
                 answer = msgspec.msgpack.encode((jobs[kind](*given), None, None, True))
+                if len(answer) > MAX_ANSWER:
+                    raise ValueError(f"messages: become {len(answer)} bytes, {MAX_ANSWER} at most")
             except Exception as error:
-                why, param = str(error) or type(error).__name__, getattr(error, "param", None)
-                refused = (None, why, param, isinstance(error, ValueError))
+                why = str(error) or f"messages: {type(error).__name__}"
+                param = getattr(error, "param", None)
+                refused = (None, why, param, isinstance(error, ValueError | MemoryError))
                 answer = msgspec.msgpack.encode(refused)
             pipe.send_bytes(answer)

@@ -739,8 +739,8 @@ MUTATIONS = [
     Mutation(
         name="grammars: masks may take any time",
         module="minisgl.scheduler.grammar",
-        old="            matcher.why = TOO_SLOW",
-        new="            pass",
+        old='matcher.why = f"{matcher.field}: {TOO_SLOW}"',
+        new="pass",
         test="tests/test_structured_output.py::test_slow_masks_end_their_own_answers",
     ),
     Mutation(
@@ -749,20 +749,6 @@ MUTATIONS = [
         old="left[req.client] -= matcher.seconds",
         new="left['a'] -= matcher.seconds",
         test="tests/test_structured_output.py::test_the_masks_of_a_client_have_bounded_time",
-    ),
-    Mutation(
-        name="grammars: a rank ends answers alone",
-        module="minisgl.scheduler.grammar",
-        old="matcher.why, wide[index] = TOO_SLOW, -1",
-        new="pass",
-        test="tests/test_structured_output.py::test_ranks_end_the_same_answers",
-    ),
-    Mutation(
-        name="grammars: the mask of a rank alone",
-        module="minisgl.scheduler.grammar",
-        old="matcher.why, wide[index] = TOO_SLOW, -1",
-        new="matcher.why = TOO_SLOW",
-        test="tests/test_structured_output.py::test_ranks_end_the_same_answers",
     ),
     Mutation(
         name="grammars: the scheduler converts",
@@ -777,5 +763,55 @@ MUTATIONS = [
         old="(?m)^[ \\t]*(%llguidance",
         new="(?m)^\\s*(%llguidance",
         test="tests/test_side.py::test_grammars_are_converted_in_the_side_process_alone",
+    ),
+    Mutation(
+        name="http: the body after an offer is the next request",
+        module="minisgl.server.http.turns",
+        old="self._repeat_head(data[stop.args[0] :])",
+        new="pass",
+        test=TEST + "test_an_offer_of_another_protocol_is_ignored",
+    ),
+    Mutation(
+        name="http: a head with an offer counts twice",
+        module="minisgl.server.http.limits",
+        old="if self._refused or self.parser.should_upgrade():",
+        new="if self._refused:",
+        test=TEST + "test_an_offer_of_another_protocol_is_ignored",
+    ),
+    Mutation(
+        name="http: lost connections are garbage in cycles",
+        module="minisgl.server.http.limits",
+        old="        self.pipeline.clear()\n",
+        new="",
+        test=TEST + "test_a_lost_connection_leaves_no_cycles",
+    ),
+    Mutation(
+        name="bodies: numbers keep the interpreter's lock",
+        module="minisgl.core",
+        old="parse_float=lambda x: float(x), parse_int=lambda x: int(x)",
+        new="parse_float=float, parse_int=int",
+        test=TEST + "test_other_threads_may_run_between_two_numbers",
+    ),
+    Mutation(
+        name="chats: one that cannot be sent ends a side process",
+        module="minisgl.scheduler.side",
+        old="value, why, param, expected = process.call(self._seconds, job)",
+        new="job = packed(self._seconds, kind, field, *given); "
+        "value, why, param, expected = process.call(self._seconds, job)",
+        test="tests/test_side.py::test_a_chat_that_cannot_be_sent_harms_no_process",
+    ),
+    Mutation(
+        name="chats: any text is a result",
+        module="minisgl.scheduler.side_process",
+        old="if len(answer) > MAX_ANSWER:",
+        new="if False:",
+        test="tests/test_side.py::test_what_a_template_raises_is_an_answer",
+    ),
+    Mutation(
+        name="chats: a job has the memory of its process",
+        module="minisgl.scheduler.side_process",
+        old='MEMORY if kind == "load" else WORK',
+        new="MEMORY",
+        test="tests/test_side.py::test_what_a_template_raises_is_an_answer",
     ),
 ]

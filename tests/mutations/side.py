@@ -41,8 +41,8 @@ MUTATIONS = [
     Mutation(
         "side: a job that nobody waits for runs on",
         "minisgl.scheduler.side_process",
-        "            limit_work(seconds / CPU_SHARE)\n",
-        "            limit_work(10**6)\n",
+        "limit_work(seconds / CPU_SHARE, ",
+        "limit_work(10**6, ",
         TEST + "test_the_kernel_ends_a_job_that_nobody_waits_for",
     ),
     Mutation(

@@ -6,7 +6,6 @@ Generated from notebooks/12ba_hard_to_hurt.ipynb: edit there.
 from __future__ import annotations
 
 import asyncio
-import json
 import reprlib
 import sys
 import traceback
@@ -22,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import SchemaValidator, core_schema
 from starlette.requests import ClientDisconnect
 
-from minisgl.core import MAX_CONTAINERS, MAX_VALUES, check_values, count_values
+from minisgl.core import MAX_CONTAINERS, MAX_VALUES, check_values, count_values, load_json
 from minisgl.server.http.errors import ApiError, api_error
 
 T = TypeVar("T")
@@ -107,7 +106,7 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 def parse(validator: SchemaValidator, body: bytes) -> Any:
     """Parse a body into its model; an `ApiError` names the field at fault."""
     try:
-        given = json.loads(str(body, "utf-8"))
+        given = load_json(str(body, "utf-8"))
     except UnicodeDecodeError as error:
         raise ApiError(400, f"body: not UTF-8 ({error})", code="invalid_json") from None
     except (ValueError, RecursionError) as error:

@@ -27,7 +27,7 @@ from minisgl.scheduler.queue import Shares
 from minisgl.server.http.access import client_of, network_of
 from minisgl.server.http.bodies import HOLD
 from minisgl.server.http.errors import ApiError
-from minisgl.server.http.turns import Turns
+from minisgl.server.http.turns import PlainHttpProtocol, Turns
 
 LOADING, DRAINING = "the model is loading", "the server is shutting down"
 
@@ -88,7 +88,7 @@ class Body:
     """One body, on its way in, and the bytes that its request holds until the answer is sent."""
 
     def __init__(self, limit: BodyLimit, scope: Scope, receive: Receive) -> None:
-        length = Headers(scope=scope).get("content-length", "")
+        length = Headers(scope=scope).get("content-length", "").lstrip("0")[:20]
         self._claimed, self._more = int(length) if length.isdecimal() else 0, True
         self._limit, self._scope, self._receive = limit, scope, receive
         self._client, self._over = "", False
@@ -147,7 +147,7 @@ MAX_PIPELINED = 16  # requests of a connection that wait for the answer before t
 READ, PART = 2**14, 2**12  # bytes of a read; those that are parsed between two looks at them
 
 
-class TimeoutHttpProtocol(HttpToolsProtocol):
+class TimeoutHttpProtocol(PlainHttpProtocol):
     """uvicorn's HTTP protocol with bounded patience, in seconds, for each connection."""
 
     stall, head = 30.0, 30.0  # to read our output, to send a whole request head
@@ -186,6 +186,8 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         self._leave()
         self._unset_keepalive_if_required()  # else a reset connection would be kept till then
         HttpToolsProtocol.connection_lost(self, exc)
+        self.pipeline.clear()
+        self._cycles, self.cycle = [], None  # type: ignore[assignment]  # they refer to us
 
     @property
     def _busy(self) -> bool:
@@ -222,7 +224,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
                 return
             piece = data[at : at + PART]
             self._idle += len(piece)
-            HttpToolsProtocol.data_received(self, piece)
+            PlainHttpProtocol.data_received(self, piece)
             if not self._refused:
                 self._count_heads()
         self._await_head()
@@ -278,7 +280,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if not self._refused and len(self.pipeline) >= MAX_PIPELINED:
             self._refuse_head()
-        if self._refused:
+        if self._refused or self.parser.should_upgrade():
             return
         self._idle, self._whole = 0, True
         self._heads += max(self._head, FREE)  # a request that waits takes as much in objects
@@ -292,13 +294,12 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         if (
             self.pipeline and not self._refused
         ):  # nobody reads it yet, so it would count in no share
-            why = "body: sent before the last answer"
-            self._refuse(ApiError(431, why, code="body_too_early"))
+            self._refuse(ApiError(431, "body: sent before the last answer", code="body_too_early"))
         if not self._refused:
             HttpToolsProtocol.on_body(self, body)
             if self.cycle.response_complete:
                 self.cycle.body.clear()  # nobody will read it
-            elif len(self.cycle.body) > READ:  # more would wait uncounted
+            elif len(self.cycle.body) > FREE:  # more would wait uncounted
                 self.flow.pause_reading()
 
     def on_message_complete(self) -> None:
@@ -308,7 +309,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
             cycle.more_body = False
             cycle.message_event.set()
 
-        if not self._refused:
+        if not (self._refused or self.parser.should_upgrade()):
             self.turns.take(self._peer, cycle, end)
 
     def _arm(self, name: str, seconds: float) -> None:

@@ -9,6 +9,9 @@ import asyncio
 import time
 from collections.abc import Callable
 
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
 SECONDS = 0.008  # of the loop's thread, for the steps of all clients in one turn
 STEP = SECONDS / 16  # of a step that causes later work, at least
 
@@ -61,3 +64,33 @@ class Turns:
         owners.pop(owner, None)
         if not owners:
             self._waiting.pop(client, None)
+
+
+class PlainHttpProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol, which ignores offers of another one (RFC 9110, 7.8).
+
+    A subclass ignores a head and its end while `parser.should_upgrade()`: they come again.
+    """
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stop:
+            self._repeat_head(data[stop.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _repeat_head(self, rest: bytes) -> None:
+        """Parse the head again without its offer, then the `rest` of the data."""
+        if (method := self.parser.get_method()) == b"CONNECT":
+            self.send_400_response("CONNECT is for proxies.")
+            return
+        lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
+        lines += [b"%s: %s" % line for line in self.headers
+                  if line[0] not in (b"connection", b"upgrade")]  # fmt: skip
+        if not self.parser.should_keep_alive():
+            lines.append(b"connection: close")
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        PlainHttpProtocol.data_received(self, b"\r\n".join([*lines, b"", rest]))

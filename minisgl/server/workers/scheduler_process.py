@@ -119,7 +119,7 @@ def scheduler_process(
 ) -> None:
     """Run the only rank, or rank 0, which starts the others, leads them, and alone reports."""
     inbox, outbox = ZmqInbox(address(folder, "scheduler")), ZmqOutbox(address(folder, "text"))
-    hold = GrammarQueue(announce=config.tp.size > 1)
+    hold = GrammarQueue()
     outer = SchedulerChannel(inbox, outbox, beat=context.beat, hold=hold)
     reporter = Reporter(observed.traced)
     outer.report = guarded(reporter)
