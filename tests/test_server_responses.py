@@ -607,6 +607,24 @@ def test_one_request_reads_a_bounded_part_of_the_store(monkeypatch: pytest.Monke
         assert caught.value.status_code == 400
 
 
+def test_a_conversation_has_a_bounded_number_of_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many small ones take as long to read as a few large ones, and each turn may be small."""
+    store = ResponseStore()
+    monkeypatch.setattr("minisgl.server.responses.routes.MAX_CONTAINERS", 10)
+    for number in range(4):
+        items = [{"type": "reasoning", "id": f"rs_{number}_{n}"} for n in range(3)]
+        previous = f"resp_{number - 1}" if number else None
+        store.put(
+            "a",
+            Turn(items, {"id": f"resp_{number}", "previous_response_id": previous, "output": []}),
+        )
+    asked = [{"previous_response_id": f"resp_{n}", "input": "x"} for n in (2, 3)]
+    assert len(conversation(store, "a", ResponsesRequest.model_validate(asked[0]))[0]) == 9
+    with pytest.raises(ApiError, match="previous_response_id: 12 stored items") as caught:
+        conversation(store, "a", ResponsesRequest.model_validate(asked[1]))
+    assert caught.value.status_code == 400
+
+
 def test_stored_turns_are_read_beside_the_event_loop(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:

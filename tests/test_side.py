@@ -162,6 +162,8 @@ def test_a_chat_that_cannot_be_sent_harms_no_process(
             said = {"role": "assistant", "content": "", "tool_calls": [call]}
             with suppress(ValueError):
                 tokenizer.render_chat([*CHAT, said, *CHAT])
+        with pytest.raises(ValueError):
+            tokenizer.templates.render([{"role": "user", "content": value}], **OPEN)
     tokenizer.render_chat(CHAT)
     assert started() == [process]
 

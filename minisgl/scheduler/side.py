@@ -100,7 +100,7 @@ class Side:
     def __init__(self, setup: Sequence[Any], seconds: float = SECONDS) -> None:
         self._setup, self._seconds = msgspec.msgpack.encode(setup), seconds
         self._idle = list[SideProcess]()
-        self.compile = lru_cache(256)(lambda *job: self.call("compile", *job[:2]))  # not the salt
+        self.compile = lru_cache(64)(lambda *job: self.call("compile", *job[:2]))  # not the salt
         weakref.finalize(self, end_all, self._idle)
 
     def start(self) -> None:
@@ -179,9 +179,8 @@ class SideTokenizer(Tokenizer):
 
     def encode_params(self, params: SamplingParams) -> SamplingParams:
         """Return parameters in ids; raise `ValueError` also for a grammar that does not compile."""
-        if (asked := asked_for(params)) is not None:
-            text = self.side.compile(*asked, params.cache_salt)
-            if params.grammar is not None:  # the scheduler must not spend time on a conversion
-                params = copy(params)
-                object.__setattr__(params, "grammar", text)  # it may be longer than a client's
-        return super().encode_params(params)
+        text = self.side.compile(*asked, params.cache_salt) if (asked := asked_for(params)) else ""
+        params = copy(super().encode_params(params))
+        if params.grammar is not None:  # the scheduler must not spend time on a conversion
+            object.__setattr__(params, "grammar", text)  # it may be longer than a client's
+        return params

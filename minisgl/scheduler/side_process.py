@@ -38,8 +38,8 @@ def limit_process() -> None:
 
 def limit_work(seconds: float, memory: int) -> None:
     """Limit the processor time and the additional memory of this process from now on."""
-    bytes_now = psutil.Process().memory_info().vms
-    for kind, most in (("CPU", int(sum(os.times()[:2]) + seconds) + 1), ("AS", bytes_now + memory)):
+    cpu, memory = sum(os.times()[:2]) + seconds, psutil.Process().memory_info().vms + memory
+    for kind, most in (("CPU", int(cpu) + 1), ("AS", memory)):
         with suppress(OSError, ValueError):
             hard = resource.getrlimit(number := getattr(resource, f"RLIMIT_{kind}"))[1]
             resource.setrlimit(number, (most if hard < 0 else min(most, hard), hard))

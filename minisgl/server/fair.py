@@ -5,6 +5,8 @@ Generated from notebooks/12e_operations.ipynb: edit there.
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from minisgl.scheduler.queue import Shares
 from minisgl.server.frontend import Frontend, RequestFailed, Stream
 from minisgl.server.workers.messages import StatsEvent, TokenizeMsg, UserReply
 
+PART = 16  # replies
 MAX_UNREAD = 2**19  # log probabilities of all streams, alternatives included: about 130 MB
 
 
@@ -22,7 +25,7 @@ class FairStream(Stream):
     def __init__(self, client: str, shares: Shares, cut: Callable[[ErrorReply], None]) -> None:
         super().__init__(client)
         self._shares, self._cut = shares, cut
-        self._waiting = self._leaving = 0  # counted: not taken yet, taken but perhaps not sent
+        self._counts, self._leaving = deque[int](), 0  # not taken yet; taken, perhaps not sent
 
     def put(self, reply: UserReply | ErrorReply) -> None:
         if isinstance(reply, UserReply) and self.error is None:
@@ -31,19 +34,24 @@ class FairStream(Stream):
                 why = "stream: too many replies wait for readers that take none, some of them yours"
                 self._cut(ErrorReply(uid=reply.uid, message=why, code="slow_reader"))
                 return
-            self._waiting += count
+            self._counts.append(count)
         super().put(reply)
 
     async def get(self) -> UserReply | ErrorReply:
+        if len(self.waiting) > PART:  # each part is formatted in a turn of its own
+            await asyncio.sleep(0)
+        self.waiting, later = self.waiting[:PART], self.waiting[PART:]
         reply = await super().get()
+        self.waiting += later
         self._shares.give_back(self.client, self._leaving)
-        self._leaving, self._waiting = self._waiting, 0
+        taken = range(len(self._counts) - len(self.waiting))
+        self._leaving = sum(self._counts.popleft() for _ in taken)
         return reply
 
     def close(self) -> None:
         """Return what still counts to the share."""
-        self._shares.give_back(self.client, self._waiting + self._leaving)
-        self._waiting = self._leaving = 0
+        self._shares.give_back(self.client, sum(self._counts) + self._leaving)
+        self._counts, self._leaving = deque(), 0
 
 
 class FairFrontend(Frontend):

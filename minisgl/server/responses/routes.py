@@ -16,6 +16,7 @@ import msgspec
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
+from minisgl.core import MAX_CONTAINERS
 from minisgl.server.http.access import client_of
 from minisgl.server.http.api import STREAMED, RequestHandler, Service, respond
 from minisgl.server.http.bodies import HOLD, build
@@ -87,7 +88,12 @@ def conversation(
     """Return the items before this request, and its own; `hold` counts the bytes it reads."""
     with looking_up("previous_response_id"):
         turns = store.conversation(client, body.previous_response_id, hold)
-    before = read_items([item for turn in turns for item in turn.all_items])
+        stored = [item for turn in turns for item in turn.all_items]
+    if len(stored) > MAX_CONTAINERS:  # many small ones take long to read
+        what = f"{len(stored)} stored items are more than the {MAX_CONTAINERS} of one request"
+        why, param = f"previous_response_id: {what}", "previous_response_id"
+        raise ApiError(400, why, code="conversation_too_large", param=param)
+    before = read_items(stored)
     references = References(store, client, hold)
     if isinstance(body.input, str):
         return before, [Message(role="user", content=body.input)]
