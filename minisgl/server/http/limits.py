@@ -347,7 +347,7 @@ def timeout_http_protocol(
 def connection_places() -> tuple[int, int]:
     """Raise the limit on descriptors; return how many connections may be open, and may wait."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(limit for limit in (hard, 2**12) if limit != resource.RLIM_INFINITY)
+    most = min(limit for limit in (hard, 2**11) if limit != resource.RLIM_INFINITY)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     backlog = max(8, min(2048, most // 16))  # asyncio accepts this many in one turn of its loop
