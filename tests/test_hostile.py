@@ -308,7 +308,7 @@ def request_of(body: bytes) -> Request:
     async def receive() -> Any:
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return Request({"type": "http", "headers": []}, receive)
+    return Request({"type": "http", "headers": [], bodies.HOLD: lambda size: None}, receive)
 
 
 def test_large_bodies_are_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def validator_of(model: type[BaseModel]) -> SchemaValidator:
     return SchemaValidator(fail_fast(model.__pydantic_core_schema__), _use_prebuilt=False)
 
 
-INLINE_BYTES, INLINE_VALUES = 2**14, 2**9  # of a body that is read on the event loop
+INLINE_BYTES, INLINE_VALUES = 2**14, 2**11  # of a body that is read on the event loop
 
 
 def check_count(body: bytes) -> None:
@@ -171,17 +171,19 @@ class BodyReader:
     async def read(self, request: Request) -> Any:
         """Read and validate a body, or raise an `ApiError`."""
         body = await request.body()
-        if len(body) <= INLINE_BYTES and count_values(body)[0] <= INLINE_VALUES:
+        values, containers = count_values(body[:INLINE_BYTES])
+        if len(body) <= INLINE_BYTES and values + 8 * containers <= INLINE_VALUES:
             return parse(self._validator, body)
+        request.scope[LARGE] = True
+        return await request.scope[SIDE](self._read_large, body, request.scope[HOLD])
 
-        request.scope[LARGE], aside = True, request.scope[SIDE]
-        hold = request.scope.get(HOLD, lambda size: None)
-        await aside(check_count, body)
-        values, containers = await aside(count_values, body)  # above the limits only in texts
+    def _read_large(self, body: bytes, hold: Callable[[int], None]) -> Any:
+        check_count(body)
+        values, containers = count_values(body)  # above the limits only in texts
         hold(VALUE * min(values, MAX_VALUES) + CONTAINER * min(containers, MAX_CONTAINERS))
-        given = await aside(parse, self._validator, body)
+        given = parse(self._validator, body)
         copies = ((getattr(given, "n", None) or 1) - 1) // TOGETHER
-        hold((await aside(width, body) - 1 + copies) * len(body))
+        hold((width(body) - 1 + copies) * len(body))
         return given
 
 

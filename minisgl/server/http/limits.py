@@ -104,8 +104,9 @@ class Body:
                 async with asyncio.timeout_at(self._deadline):
                     message = await self._receive()
             except TimeoutError:
-                why = "body: it came too slowly"
-                raise ApiError(408, why, code="slow_body", headers=CLOSE) from None
+                raise ApiError(
+                    408, "body: it came too slowly", code="slow_body", headers=CLOSE
+                ) from None
         if message.get("type") == "http.disconnect":
             raise ApiError(499, "body: the client left", code="client_left")
         self._size += len(message.get("body", b""))
@@ -186,8 +187,7 @@ class TimeoutHttpProtocol(PlainHttpProtocol):
         self._leave()
         self._unset_keepalive_if_required()  # else a reset connection would be kept till then
         HttpToolsProtocol.connection_lost(self, exc)
-        self.pipeline.clear()
-        self._cycles, self.cycle = [], None  # type: ignore[assignment]  # they refer to us
+        self.pipeline, self._cycles, self.cycle = None, [], None  # type: ignore[assignment]  # cycles
 
     @property
     def _busy(self) -> bool:
