@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
@@ -53,20 +54,20 @@ class Req:
     `0 <= cached_len < device_len <= max_device_len` holds in a batch. Compared by identity.
     """
 
-    __slots__ = ("_ids", "cache_handle", "cached_len", "client", "device_len", "host_len",
-                 "last_step", "logits_params", "matched_len", "matcher", "max_device_len",
-                 "prefill_len", "prompt_len", "retracted", "sampling_params", "scores",
-                 "table_idx", "uid")  # fmt: skip
+    __slots__ = ("cache_handle", "cached_len", "client", "device_len", "host_len", "last_step",
+                 "logits_params", "matched_len", "matcher", "max_device_len", "output_ids",
+                 "prefill_len", "prompt_ids", "prompt_len", "retracted", "sampling_params",
+                 "scores", "table_idx", "uid")  # fmt: skip
 
     def __init__(
         self, *, uid: int, input_ids: IntArray, sampling_params: SamplingParams,
         max_new_tokens: int, table_idx: int = -1, client: str = "",
     ) -> None:  # fmt: skip
-        """Copy `input_ids`, the prompt, [prompt_len] token ids; ValueError if it is empty.
+        """Share `input_ids`, the prompt, [prompt_len] int32; ValueError if it is empty.
 
         `retracted` is False, `scores` is empty, `logits_params` and `matcher` are None.
         """
-        prompt = np.asarray(input_ids)
+        prompt = np.asarray(input_ids, dtype=np.int32)
         if prompt.ndim != 1 or prompt.size == 0:
             raise refuse("input_ids", "a list of one token id or more", prompt.tolist())
         check_positive(max_new_tokens=max_new_tokens)
@@ -79,23 +80,20 @@ class Req:
         self.logits_params: object = None  # edits its logits before sampling (chapter 06d)
         self.scores: list[object] = []  # log probabilities of its prompt (chapter 08a)
         self.matcher: AnswerRule | None = None
-        self._ids = np.empty(self.max_device_len, dtype=np.int32)
-        self._ids[: self.prompt_len] = prompt
+        self.prompt_ids = prompt  # never written: other requests may share it
+        self.output_ids = array("i")  # the part of the answer on the host
 
     @property
     def input_ids(self) -> IntArray:
-        """All tokens on the host, prompt and answer: a view [host_len], int32."""
-        return self._ids[: self.host_len]
-
-    @property
-    def output_ids(self) -> IntArray:
-        """The part of the answer on the host: a view [host_len - prompt_len], int32."""
-        return self._ids[self.prompt_len : self.host_len]
+        """All tokens on the host, [host_len] int32: the prompt itself, or joined to its answer."""
+        if not self.output_ids:
+            return self.prompt_ids
+        return np.concatenate((self.prompt_ids, self.output_ids))
 
     def append(self, token: int) -> None:
         """Append one output token on the host; AssertionError beyond `max_device_len`."""
         assert self.host_len < self.max_device_len, (self.host_len, self.max_device_len)
-        self._ids[self.host_len] = token
+        self.output_ids.append(token)
         self.host_len += 1
 
     def schedule(self, device_len: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -198,18 +199,33 @@ def test_advance_asserts_the_invariant() -> None:
         req.advance()
 
 
-def test_tokens_are_a_view_and_the_prompt_is_copied() -> None:
+def test_an_answer_is_joined_to_a_prompt_that_stays_as_it_is() -> None:
     prompt = np.array([1, 2, 3], dtype=np.int32)
     req = make(prompt, 2)
-    prompt[0] = 99
     first = req.input_ids
-    assert first.tolist() == [1, 2, 3] and first.dtype == np.int32 and first.base is not None
+    assert first.tolist() == [1, 2, 3] and first.dtype == np.int32
     req.append(7)
+    second = req.input_ids
     req.append(8)
     assert req.input_ids.tolist() == [1, 2, 3, 7, 8] and req.output_ids.tolist() == [7, 8]
-    assert np.shares_memory(first, req.input_ids) and req.host_len == 5
+    assert second.tolist() == [1, 2, 3, 7] and prompt.tolist() == first.tolist() == [1, 2, 3]
+    assert req.input_ids.dtype == np.int32 and req.host_len == 5
     with pytest.raises(AssertionError):
         req.append(9)
+
+
+def test_answers_share_their_prompt_and_have_memory_for_their_tokens_alone() -> None:
+    """Those that wait, run or were retracted, whatever the window."""
+    prompt = np.arange(100_000, dtype=np.int32)
+    tracemalloc.start()
+    reqs = [make(prompt, 1_000_000) for _ in range(64)]
+    for req in reqs[::2]:
+        for token in range(100):
+            req.append(token)
+        req.restart()
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert grown < prompt.nbytes and reqs[0].input_ids[-1] == 99
 
 
 @pytest.mark.parametrize("prompt", [[], [[1, 2]], 3])

@@ -1151,7 +1151,7 @@ def test_a_decision_changes_nothing(fits: bool) -> None:
     """Also where the prefix is found, and the rest has no room."""
     step, req, said = step_of(64), make_req(40, 2 if fits else 1600), list[events.Event]()
     cache = step.cache
-    req.input_ids[:36] = np.arange(36)
+    req.prompt_ids[:36] = np.arange(36)
     cache.prefix_cache.insert_prefix(req.input_ids[:36], slots_of_pages(cache.take_pages(9), 4))
     cache.prefix_cache.emit = said.append
 

@@ -8,7 +8,9 @@ import re
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,12 +21,14 @@ import pytest
 from fastapi import Request
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from transformers import AutoTokenizer
 
 from minisgl.config.engine import ServerConfig
 from minisgl.core import SamplingParams
 from minisgl.events import StageTimed
 from minisgl.llm import OutputBuilder
+from minisgl.scheduler.frames import with_seed
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg, aborted
 from minisgl.scheduler.requests import PROMPT_TAIL
 from minisgl.server.frontend import Frontend, Observer, RequestFailed
@@ -50,6 +54,7 @@ from minisgl.server.workers.text_process import (
     ExtraTokenizer,
     PromptThreads,
     build_text_worker,
+    encode_all,
 )
 from minisgl.server.workers.text_worker import PromptQueue, TextWorker, run_text_worker
 from minisgl.tokenizer import SLICE, Tokenizer
@@ -147,6 +152,7 @@ def test_a_text_worker_flushes_answers_before_it_encodes_a_prompt() -> None:
     run_text_worker(Idle(), Feed(batch, [TokenReply(uid=0, token=2), ExitMsg()]))
     assert done == [
         "TokenReply", "TokenReply", "flush", "encode", "UserMsg", "flush", "TokenReply", "flush",
+        "flush",
     ]  # fmt: skip
 
 
@@ -222,7 +228,7 @@ def text_of(uid: int, size: int) -> TokenizeMsg:
     return TokenizeMsg(uid=uid, text="x" * size, sampling_params=SamplingParams())
 
 
-@given(st.lists(st.one_of(st.integers(0, 40), st.none(), st.just("leave")), max_size=60))
+@given(st.lists(st.one_of(st.integers(2, 40), st.none(), st.just("leave")), max_size=60))
 def test_short_prompts_go_first_in_bounds(events: list[int | str | None]) -> None:
     """Integers arrive with that size, None takes one out, "leave" drops one that waits."""
     queue, sizes, order = PromptQueue(), list[int](), list[int]()
@@ -239,22 +245,81 @@ def test_short_prompts_go_first_in_bounds(events: list[int | str | None]) -> Non
             born.pop(uid, None)  # type: ignore[arg-type]
         else:
             found = queue.pop()
-            assert (found is None) == (not born)
-            if found is None:
-                continue
-            order.append(found.uid)
-            came, size = born.pop(found.uid), sizes[found.uid]
-            encoded += size
-            for uid, start in born.items():
-                # After as many characters as its own size, no newcomer overtakes it.
-                assert found.uid < uid or came - start + size <= sizes[uid]
+            assert bool(found) == bool(born) and len(found) < 2
+            for msg in found:
+                order.append(msg.uid)
+                came, size = born.pop(msg.uid), sizes[msg.uid]
+                encoded += size
+                for uid, start in born.items():
+                    # After as many characters as its own size, no newcomer overtakes it.
+                    assert msg.uid < uid or came - start + size <= sizes[uid]
         assert len(queue.waiting) == len(born)
     assert len(order) == len(set(order))
     together = PromptQueue()  # of those that wait at one moment, the shortest is first
     for uid, size in enumerate(sizes):
         together.add(text_of(uid, size))
     found = together.pop()
-    assert found is None or sizes[found.uid] == min(sizes)
+    assert not found or sizes[found[0].uid] == min(sizes)
+
+
+def answers(number: int, client: str = "", **fields: Any) -> list[TokenizeMsg]:
+    """The messages of one request for so many answers; `fields` are parameters of sampling."""
+    prompt, params = [300] * 10, SamplingParams(**fields)
+    return [
+        TokenizeMsg(
+            uid=uid, input_ids=prompt, sampling_params=with_seed(params, uid), client=client
+        )
+        for uid in range(number)
+    ]
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_answers_to_one_request_go_to_the_scheduler_in_one_frame(
+    tokenizer: Tokenizer, threads: bool
+) -> None:
+    """So that their prompt is sent once, and waits once for a scheduler that is busy."""
+    frames = list[tuple[Any, ...]]()
+    worker = TextWorker(tokenizer, SimpleNamespace(put=lambda *m: frames.append(m)), LocalQueue())
+    prompts = PromptThreads() if threads else PromptQueue()
+
+    class Waits(Feed):
+        def get_all(self, timeout: float) -> list[Any]:
+            wait([job for *_, job in prompts._jobs.values()] if threads else [])
+            return super().get_all(timeout)
+
+    run_text_worker(worker, Waits(answers(16), [], [], [ExitMsg()]), prompts=prompts)
+    assert [len(frame) for frame in frames] == [16]
+    assert len({id(msg.input_ids) for msg in frames[0]}) == 1
+    assert [msg.sampling_params.seed for msg in frames[0]] == list(range(16))
+
+
+def test_prompts_come_out_once_for_each_answer_that_waits() -> None:
+    queue = PromptQueue()
+    first, equal = answers(3), answers(3)  # prompts that are equal, but not the same
+    other = [replace(m, input_ids=first[0].input_ids) for m in answers(3, top_p=0.5)]
+    requests = [first, other, equal]
+    for number, request in enumerate(requests):
+        for msg in request:
+            queue.add(replace(msg, uid=10 * number + msg.uid))
+    queue.add(text_of(99, 50))
+    assert queue.drop(11)
+    found = list[list[int]]()
+    while queue.waiting:
+        found.append([msg.uid for msg in queue.pop()])
+    assert sorted(uid for uids in found for uid in uids) == [0, 1, 2, 10, 12, 20, 21, 22, 99]
+    assert all(len({uid // 10 for uid in uids}) == 1 for uids in found)
+    assert found[0] == [0, 1, 2] and [20, 21, 22] in found and queue._clocks == {}
+
+
+def test_an_error_of_one_answer_is_the_error_of_all() -> None:
+    asked = list[int]()
+
+    def refuse(msg: TokenizeMsg) -> ErrorReply:
+        asked.append(msg.uid)
+        return ErrorReply(uid=msg.uid, message="no")
+
+    made = encode_all(refuse, answers(4))
+    assert asked == [0] and made == [(uid, ErrorReply(uid=uid, message="no")) for uid in range(4)]
 
 
 def test_long_prompt_keeps_its_turn() -> None:
@@ -264,7 +329,7 @@ def test_long_prompt_keeps_its_turn() -> None:
     for uid in range(1, 40):
         queue.add(text_of(uid, 10))
         found = queue.pop()
-        order.append(-1 if found is None else found.uid)
+        order += [msg.uid for msg in found]
     assert order.index(0) in (9, 10) and order[0] == 1
 
 

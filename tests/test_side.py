@@ -259,7 +259,7 @@ def test_chats_and_grammars_go_aside() -> None:
 def test_two_clients_leave_a_thread_free() -> None:
     threads, gate = PromptThreads(4), threading.Event()
     for uid in range(12):
-        threads.add(TokenizeMsg(uid=uid, messages=CHAT, client=f"greedy {uid % 2}"))
+        threads.add(TokenizeMsg(uid=uid, messages=[*CHAT], client=f"greedy {uid % 2}"))
     try:
         threads.take(lambda msg: UserMsg(msg.uid, [int(gate.wait(60))]))
         assert sorted(threads._jobs) == [0, 1, 2]
@@ -300,7 +300,8 @@ def test_one_client_occupies_half_of_the_threads() -> None:
         return UserMsg(msg.uid, [1])
 
     for uid in range(8):
-        threads.add(TokenizeMsg(uid=uid, messages=CHAT, client="greedy" if uid < 7 else "other"))
+        client = "greedy" if uid < 7 else "other"
+        threads.add(TokenizeMsg(uid=uid, messages=[*CHAT], client=client))
     try:
         threads.take(encode)
         assert sorted(threads._jobs) == [0, 1, 7]

@@ -32,7 +32,7 @@ class PromptScorer:
     def score(self, req: Req, x: Tensor) -> None:
         """Add the scores of the tokens that follow the new ones; x [new tokens, hidden]."""
         first, last = req.cached_len + 1, min(req.device_len + 1, req.prompt_len)
-        targets = torch.from_numpy(req.input_ids[first:last].astype("int64")).to(x.device)
+        targets = torch.from_numpy(req.prompt_ids[first:last].astype("int64")).to(x.device)
         top = req.sampling_params.prompt_logprobs or 0
         for ids, part in zip(targets.split(self.rows), x[: len(targets)].split(self.rows)):
             all_rows = torch.arange(len(ids), device=x.device)
@@ -63,7 +63,7 @@ Scored = tuple[int, float | None, list[tuple[int, float]]]
 
 def prompt_logprobs(req: Req) -> list[Scored]:
     """List each prompt token's id, its log probability, and the most likely tokens there."""
-    found: list[Scored] = [(int(req.input_ids[0]), None, [])]
+    found: list[Scored] = [(int(req.prompt_ids[0]), None, [])]
     for output in req.scores:
         assert isinstance(output, ForwardOutput)
         part = output.wait()

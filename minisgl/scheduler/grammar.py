@@ -47,9 +47,9 @@ class Matcher:
             self.why = f"{self.field}: {self.ll.get_error():.500}"
         return self.why
 
-    def follow(self, output_ids: IntArray) -> None:
+    def follow(self, output_ids: Sequence[int]) -> None:
         """Accept the tokens that were added since the last call."""
-        for token in output_ids[self.seen :].tolist():
+        for token in output_ids[self.seen :]:
             self.ll.consume_token(token)
         self.seen = len(output_ids)
 

@@ -127,7 +127,7 @@ class PrefillAdder:
     def prefix_key(self, req: Req, matched_len: int) -> tuple[str | None, bytes]:
         """Return the salt and the prompt up to `min_shared` tokens past the match, as a key."""
         end = min(matched_len + self.min_shared, req.prompt_len - 1)
-        return req.sampling_params.cache_salt, req.input_ids[:end].tobytes()
+        return req.sampling_params.cache_salt, req.prompt_ids[:end].tobytes()
 
     def is_in_batch_prefix(self, req: Req, matched_len: int) -> bool:
         """Return True if a request of this step computes a prefix that `req` could soon match."""

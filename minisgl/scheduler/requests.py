@@ -179,7 +179,7 @@ def token_reply(req: Req, reason: str | None, tokens: SampledTokens, index: int)
     if req.host_len == req.prompt_len + 1:
         reply.notice, reply.stop = clamp_notice(req), tuple(req.sampling_params.stop)
         reply.spare_thoughts = req.sampling_params.spare_thoughts
-        reply.prompt_tail = tuple(req.input_ids[: req.prompt_len][-PROMPT_TAIL:].tolist())
+        reply.prompt_tail = tuple(req.prompt_ids[-PROMPT_TAIL:].tolist())
         if req.sampling_params.prompt_logprobs is not None:
             reply.prompt_logprobs = prompt_logprobs(req)
     if req.sampling_params.max_tokens == 0:  # one was computed, none is wanted

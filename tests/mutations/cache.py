@@ -66,8 +66,8 @@ MUTATIONS = [
     Mutation(
         "prefill: a prefix of another salt is waited for",
         "minisgl.scheduler.phases",
-        "return req.sampling_params.cache_salt, req.input_ids[:end].tobytes()",
-        "return None, req.input_ids[:end].tobytes()",
+        "return req.sampling_params.cache_salt, req.prompt_ids[:end].tobytes()",
+        "return None, req.prompt_ids[:end].tobytes()",
         "tests/test_scheduler.py::test_requests_share_prefixes_of_their_salt_alone",
     ),
     Mutation(
@@ -271,8 +271,8 @@ MUTATIONS = [
     Mutation(
         "manager: tokens without K/V are cached",
         MANAGER,
-        "known = min(req.cached_len, len(req.input_ids))",
-        "known = len(req.input_ids)",
+        "known = min(req.cached_len, req.host_len)",
+        "known = req.host_len",
         MANAGER_TESTS + "test_only_computed_tokens_are_cached",
     ),
     Mutation(

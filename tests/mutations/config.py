@@ -148,6 +148,13 @@ MUTATIONS = [
         "tests/test_core.py::test_advance_asserts_the_invariant",
     ),
     Mutation(
+        "core: each answer has its own copy of the prompt",
+        CORE,
+        "prompt = np.asarray(input_ids, dtype=np.int32)",
+        "prompt = np.array(input_ids, dtype=np.int32)",
+        "tests/test_core.py::test_answers_share_their_prompt_and_have_memory_for_their_tokens_alone",
+    ),
+    Mutation(
         "core: a restarted request samples at the end of its prompt",
         CORE,
         "self.prefill_len = self.device_len = self.host_len",

@@ -713,4 +713,32 @@ MUTATIONS = [
         new="",
         test=API + "test_a_named_key_or_address_is_the_client_whatever_user_it_names",
     ),
+    Mutation(
+        name="server: each answer to a prompt is sent with it",
+        module="minisgl.server.workers.text_worker",
+        old="found[0].same_request(self.waiting.get(heap[0][1]))",
+        new="False",
+        test=TEST + "test_answers_to_one_request_go_to_the_scheduler_in_one_frame",
+    ),
+    Mutation(
+        name="server: each answer to a prompt is flushed",
+        module="minisgl.server.workers.text_worker",
+        old="            worker.handle(encoded)\n        worker.flush()",
+        new="            worker.handle(encoded)\n            worker.flush()",
+        test=TEST + "test_answers_to_one_request_go_to_the_scheduler_in_one_frame",
+    ),
+    Mutation(
+        name="server: requests with other parameters are encoded as one",
+        module="minisgl.server.workers.messages",
+        old="if other is None or not same_but_seed(",
+        new="if other is None or False and same_but_seed(",
+        test=TEST + "test_prompts_come_out_once_for_each_answer_that_waits",
+    ),
+    Mutation(
+        name="server: each answer waits for the error of its prompt again",
+        module="minisgl.server.workers.text_process",
+        old="if isinstance(made, ErrorReply):",
+        new="if False:",
+        test=TEST + "test_an_error_of_one_answer_is_the_error_of_all",
+    ),
 ]

@@ -105,7 +105,7 @@ class Body:
                     message = await self._receive()
             except TimeoutError:
                 raise ApiError(
-                    408, "body: it came too slowly", code="slow_body", headers=CLOSE
+                    408, "body: came too slowly", code="slow_body", headers=CLOSE
                 ) from None
         if message.get("type") == "http.disconnect":
             raise ApiError(499, "body: the client left", code="client_left")

@@ -11,7 +11,7 @@ import msgspec
 
 from minisgl.core import SamplingParams
 from minisgl.events import StageTimed
-from minisgl.scheduler.frames import Codec
+from minisgl.scheduler.frames import Codec, same_but_seed
 from minisgl.scheduler.messages import PLAIN, Msg, Reply
 
 
@@ -28,8 +28,10 @@ class TokenizeMsg(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     template_kwargs: dict[str, Any] = {}  # variables of the chat template
     input_ids: list[int] | None = None
 
-    def same_prompt(self, other: TokenizeMsg) -> bool:
-        """Return True if both have one prompt: the same objects (or both empty), not equal ones."""
+    def same_request(self, other: TokenizeMsg | None) -> bool:
+        """Return True for answers to one request: they share all objects except for the seed."""
+        if other is None or not same_but_seed(self.sampling_params, other.sampling_params):
+            return False
         pairs = [(getattr(self, name), getattr(other, name)) for name in self.shared]
         return all(mine is its or not (mine or its) for mine, its in pairs)
 

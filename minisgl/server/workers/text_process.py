@@ -13,16 +13,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from minisgl.config.engine import ServerConfig, max_seq_len
 from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.engine.heap import frozen_heap
 from minisgl.runtime.supervisor import WorkerContext
-from minisgl.scheduler.messages import AbortMsg
+from minisgl.scheduler.messages import AbortMsg, ErrorReply
 from minisgl.scheduler.side import SLOTS, SideTokenizer
 from minisgl.server.workers.channels import Outbox, ZmqInbox, ZmqOutbox
 from minisgl.server.workers.logprobs import HeldLogprobs
-from minisgl.server.workers.messages import Message
+from minisgl.server.workers.messages import Message, TokenizeMsg
 from minisgl.server.workers.processes import address
 from minisgl.server.workers.text_worker import (
     Encode,
@@ -36,6 +38,18 @@ from minisgl.tokenizer import Tokenizer
 CHARACTERS = 2**20  # that count as much as one second of a thread
 
 
+Encoded = list[tuple[int, Message]]  # by uid
+
+
+def encode_all(encode: Encode, same: list[TokenizeMsg]) -> Encoded:
+    """Encode the answers to one request; an error of the first is the error of all."""
+    first, *rest = same
+    made = encode(first)
+    if isinstance(made, ErrorReply):
+        return [(msg.uid, replace(made, uid=msg.uid)) for msg in same]
+    return [(first.uid, made), *((msg.uid, encode(msg)) for msg in rest)]
+
+
 class PromptThreads(PromptQueue):
     """Threads that encode long prompts while the text worker's loop continues.
 
@@ -45,22 +59,23 @@ class PromptThreads(PromptQueue):
     def __init__(self, count: int = SLOTS) -> None:
         super().__init__()
         self._pool, self._count = ThreadPoolExecutor(count, "prompts"), count
-        self._jobs: dict[int, tuple[str, float, Future[Message]]] = {}  # client, start, result
+        self._jobs: dict[int, tuple[str, float, Future[Encoded]]] = {}  # client, start, result
 
     def take(self, encode: Encode) -> list[Message]:
         done, now = list[Message](), time.monotonic()
         for uid in [uid for uid, (*_, job) in self._jobs.items() if job.done()]:
             client, start, job = self._jobs.pop(uid)
-            done += [job.result()] if self.drop(uid) else []  # else its client has left
+            done += [made for uid, made in job.result() if self.drop(uid)]  # not of one that left
             if client in self._clocks:
                 self._clocks[client] += int((now - start) * CHARACTERS)
         while free := self._count - len(self._jobs):
             held = Counter(client for client, *_ in self._jobs.values())
-            prompt = self.pop(busy=[c for c in held if held[c] >= free])
-            if prompt is None:
+            found = self.pop(busy=[c for c in held if held[c] >= free])
+            if not found:
                 break
-            self.waiting[prompt.uid] = prompt  # until it is encoded
-            self._jobs[prompt.uid] = prompt.client, now, self._pool.submit(encode, prompt)
+            self.waiting |= {msg.uid: msg for msg in found}  # until they are encoded
+            job = self._pool.submit(encode_all, encode, found)
+            self._jobs[found[0].uid] = found[0].client, now, job
         return done
 
 

@@ -55,9 +55,6 @@ class LastPrompt(threading.local):
     given: SamplingParams | None = None
     params: SamplingParams
 
-    def has_prompt_of(self, msg: TokenizeMsg) -> bool:
-        return self.prompt is not None and self.prompt.same_prompt(msg)
-
     def has_params_of(self, msg: TokenizeMsg) -> bool:
         return self.given is not None and same_but_seed(self.given, msg.sampling_params)
 
@@ -116,7 +113,7 @@ class TextWorker:
             param = "prompt" if msg.messages is None else "messages"
             if isinstance(msg, ConvertMsg):
                 return convert(self._tokenizer, msg, max(self._window or 0, 2**16))
-            if not last.has_prompt_of(msg):
+            if not msg.same_request(last.prompt):
                 last.prompt, last.ids = None, self._encode(msg)
                 last.prompt = msg
         except Exception as error:  # a chat template can raise anything
@@ -208,7 +205,7 @@ class PromptQueue:
 
     def add(self, msg: TokenizeMsg) -> None:
         before, size = self._last
-        if before is None or not before.same_prompt(msg):
+        if not msg.same_request(before):
             size = len(msg.text or "") or text_size([getattr(msg, name) for name in msg.shared])
         self._last = (msg, size)
         slow = size > SLICE or msg.messages or msg.sampling_params.is_constrained
@@ -228,22 +225,22 @@ class PromptQueue:
 
     def take(self, encode: Encode) -> list[Message]:
         """Encode the next prompt; return what has been encoded since the last call."""
-        prompt = self.pop()
-        done = [] if prompt is None else [encode(prompt)]
+        done = [encode(msg) for msg in self.pop()]
         return done + (self.aside.take(encode) if self.aside and self.aside.waiting else [])
 
-    def pop(self, busy: Collection[str] = ()) -> TokenizeMsg | None:
-        """Return the next prompt that was not dropped, of a client that is not `busy`, or None."""
-        while clients := [client for client in self._clocks if client not in busy]:
+    def pop(self, busy: Collection[str] = ()) -> list[TokenizeMsg]:
+        """Return the answers that wait for the next prompt of a client that is not `busy`."""
+        found = list[TokenizeMsg]()
+        while not found and (clients := [client for client in self._clocks if client not in busy]):
             client = min(clients, key=self._clocks.__getitem__)
-            _, uid, size = heapq.heappop(self._heaps[client])
-            msg = self.waiting.pop(uid, None)
-            self._clocks[client] += size if msg else 0
-            if not self._heaps[client]:
+            heap = self._heaps[client]
+            while heap and (not found or found[0].same_request(self.waiting.get(heap[0][1]))):
+                _, uid, size = heapq.heappop(heap)
+                found += [msg] if (msg := self.waiting.pop(uid, None)) else []
+                self._clocks[client] += size if msg else 0
+            if not heap:
                 del self._heaps[client], self._clocks[client]
-            if msg is not None:
-                return msg
-        return None
+        return found
 
 
 def run_text_worker(
@@ -267,4 +264,4 @@ def run_text_worker(
         worker.flush()
         for encoded in [] if leave else prompts.take(worker.encode):
             worker.handle(encoded)
-            worker.flush()
+        worker.flush()
