@@ -64,9 +64,9 @@ class OutputBuilder:
         self.out["cached_tokens"] = reply.cached_tokens
         if reply.notice is not None:
             self.out["notice"] = reply.notice
-        if reply.prompt_logprobs:
-            names = ("token_id", "logprob", "top_logprobs")
-            self.out["prompt_logprobs"] = [dict(zip(names, told)) for told in reply.prompt_logprobs]
+        if reply.prompt_logprobs is not None:
+            names, scores = ("token_id", "logprob", "top_logprobs"), reply.prompt_logprobs.part()
+            self.out["prompt_logprobs"] = [dict(zip(names, told)) for told in scores]
         if reply.token is not None:
             self.out["token_ids"].append(reply.token)
             if self.logprobs is not None:

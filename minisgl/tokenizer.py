@@ -199,9 +199,10 @@ def parsed(call: Any) -> Any:
     if given is None or (isinstance(given, str) and given.strip() in ("", "null")):
         arguments = {}
     elif isinstance(given, str):
-        with suppress(ValueError, RecursionError, OverflowError):
+        with suppress(ValueError, RecursionError):
             found = load_json(given)
-            msgspec.msgpack.encode(found)  # half a character may be escaped, an integer too large
+            with suppress(OverflowError):  # an integer of more than 64 bits
+                msgspec.msgpack.encode(found)  # half a character may be escaped
             arguments = found if isinstance(found, dict) else given
     return {**call, "function": {**call["function"], "arguments": arguments}}
 

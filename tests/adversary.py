@@ -717,6 +717,8 @@ class World:
         rests = self.rest is not None and self.rest.rests()
         first = self.fair is not None and chunked is not None and self.fair.chunk_first(chunked)
         self.admission.limits = self.limits_beside_running(chunked)
+        beside = self.fair is not None and self.scheduler.decode.running
+        self.admission.chunk = self.script.long_chunk if beside else self.script.budget
         yields = self.yields()
         step = schedule()
         self.broken |= step is not None and bool(yields)

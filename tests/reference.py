@@ -238,6 +238,7 @@ class Admission:
     decode: DecodeManager
     limits: PrefillLimits
     max_context: int  # tokens of all requests of the step
+    chunk: int = 2**31  # tokens of the step after which it takes no more of a long prompt
 
     def lengths_fit(self, batch: Batch) -> bool:
         """Return True if each member computes as much as there is room for."""
@@ -253,10 +254,12 @@ class Admission:
 
     def room(self, rest: int, left: int, shortest: float) -> int:
         """Tokens for a prompt with `rest` tokens to compute, behind others in the step."""
-        threshold = self.limits.mixed_prefill_threshold
+        threshold, taken = self.limits.mixed_prefill_threshold, self.limits.max_extend_tokens - left
+        if rest > self.chunk:
+            left = max(0, min(left, self.chunk - taken))
         if threshold is None or rest <= 2 * shortest:
             return left
-        return max(0, min(left, threshold - (self.limits.max_extend_tokens - left)))
+        return max(0, min(left, threshold - taken))
 
     def beginning(self, req: Req, matched: int) -> tuple[Any, bytes] | None:
         """Return the tokens that `req` would compute first, if others may wait for them."""

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,12 +24,14 @@ from minisgl import LLM, SamplingParams
 from minisgl.benchmark.offline import launches
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.paths import resolve_model_path
-from minisgl.core import Phase
+from minisgl.core import Phase, Req
+from minisgl.engine.step import SampledTokens
 from minisgl.kvcache.audit import check_integrity
 from minisgl.llm import OutputBuilder, as_params, as_prompts
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.messages import UserMsg
+from minisgl.scheduler.requests import token_reply
 from minisgl.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.fakes import record_on_a_cpu
@@ -559,6 +562,23 @@ def test_prompt_logprobs_are_those_of_transformers(
             assert [v for _, v in entry["top_logprobs"]] == pytest.approx(
                 best.values.tolist(), abs=2e-4
             )
+
+
+def test_scores_become_objects_only_where_they_are_read() -> None:
+    """The step that sends them costs all others the time, for any length of the prompt."""
+    length, params = 20_000, SamplingParams(max_tokens=1, prompt_logprobs=20)
+    req = Req(uid=1, input_ids=np.arange(length), sampling_params=params, max_new_tokens=1)
+    parts = (12_000, length - 12_001)
+    req.scores = [torch.full((part, 42), 10**6, dtype=torch.int32) for part in parts]
+    req.append(5)
+    tracemalloc.start()
+    reply = token_reply(req, "length", SampledTokens([5]), 0)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert reply.prompt_logprobs is not None and not req.scores
+    assert peak < 3 * len(reply.prompt_logprobs.rows), "an object of a number takes ten times that"
+    assert len(reply.prompt_logprobs.part()) == length
+    assert [len(top) for *_, top in reply.prompt_logprobs.part(11_999, 12_002)] == [20] * 3
 
 
 def test_scores_alone_cost_no_token(folder: Path) -> None:

@@ -149,6 +149,26 @@ def test_a_long_prompt_gets_small_chunks_beside_others(
     assert sizes[:-1] == ([16, 16, 16, 16, 6] if small else [64, 6])
 
 
+@pytest.mark.parametrize("prompts", [(20, 70), (5, 40, 40), (16, 17), (3, 70, 3), (33, 33, 33)])
+@pytest.mark.parametrize("scores", [{}, {"prompt_logprobs": 0}])
+def test_a_long_prompt_behind_another_gets_what_is_left_of_a_chunk(
+    prompts: tuple[int, ...], scores: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last chunk of the first is short: the others do not fill up the step."""
+    monkeypatch.setattr(MixedPrefill, "long_chunk", 16)
+    driver = started(Driver(policy="fair", mixed_prefill_threshold=2))
+    for uid, length in enumerate(prompts, 90):
+        driver.ask(uid, [uid] * length, max_tokens=1, **scores)
+    driver.drain()
+    found = dict.fromkeys(range(90, 90 + len(prompts)), 0)
+    for step in driver.engine.steps:
+        new = {uid: n for uid, n in zip(step.uids, step.extend) if uid >= 90}
+        long = [uid for uid in new if prompts[uid - 90] - found[uid] > 16]
+        assert not long or sum(new.values()) <= 16, step
+        found = {uid: count + new.get(uid, 0) for uid, count in found.items()}
+    assert tuple(found.values()) == prompts
+
+
 def test_a_short_prompt_beside_others_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MixedPrefill, "long_chunk", 16)
     driver = started(Driver(policy="fair"))

@@ -29,7 +29,15 @@ from minisgl.core import SamplingParams
 from minisgl.events import StageTimed
 from minisgl.llm import OutputBuilder
 from minisgl.scheduler.frames import with_seed
-from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, TokenReply, UserMsg, aborted
+from minisgl.scheduler.messages import (
+    AbortMsg,
+    ErrorReply,
+    ExitMsg,
+    PromptScores,
+    TokenReply,
+    UserMsg,
+    aborted,
+)
 from minisgl.scheduler.requests import PROMPT_TAIL
 from minisgl.server.frontend import Frontend, Observer, RequestFailed
 from minisgl.server.http.api import EventStream, cancel_on_disconnect, create_app
@@ -136,7 +144,7 @@ def test_a_text_worker_flushes_answers_before_it_encodes_a_prompt() -> None:
 
     class Idle(TextWorker):
         def __init__(self) -> None:
-            pass
+            self.later = {}
 
         def handle(self, msg: Any) -> None:
             done.append(type(msg).__name__)
@@ -206,7 +214,7 @@ def test_every_turn_of_a_loop_is_a_beat() -> None:
 
     class Idle(TextWorker):
         def __init__(self) -> None:
-            pass
+            self.later = {}
 
         def handle(self, msg: Any) -> None:
             handled.append(len(beats))
@@ -342,6 +350,75 @@ def test_answers_go_before_prompts_and_leavers_are_dropped(tokenizer: Tokenizer)
         ("AbortMsg", 7), ("UserMsg", 0), ("UserMsg", 2)
     ]  # fmt: skip
     assert [reply.uid for reply in bench.replies()] == [8, 1]
+
+
+def scored(uid: int, ids: list[int], top: int = 1, **fields: Any) -> TokenReply:
+    """The first token of an answer, with the log probabilities of its prompt."""
+    values = np.arange(len(ids), dtype=np.float32).repeat(1 + top).reshape(len(ids), 1 + top)
+    named = np.repeat(np.array(ids, np.int32)[:, None], 1 + top, axis=1)
+    rows = np.concatenate([named, (-values).view(np.int32)], axis=1)
+    scores = PromptScores(1 + top, rows.tobytes())
+    return TokenReply(
+        uid=uid, token=5, logprob=-1.0, prompt_tokens=len(ids), prompt_logprobs=scores, **fields
+    )
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 1287])
+@pytest.mark.parametrize("top", [0, 3])
+def test_a_scored_prompt_is_sent_in_pieces_and_whole(
+    tokenizer: Tokenizer, length: int, top: int
+) -> None:
+    text = "hello wide 🙂 world, 日本 " * length
+    ids = tokenizer.encode(text).tolist()[:length]
+    bench, received, turns, more = Bench(tokenizer), list[Any](), 0, True
+    bench.worker.handle(scored(1, ids, top))
+    for token in ids[:600]:
+        bench.worker.handle(TokenReply(uid=1, token=token, logprob=-2.0))
+    while more:
+        more = bench.worker.work()
+        bench.worker.handle(TokenReply(uid=2, token=ids[0]))
+        new, turns = bench.replies(), turns + 1
+        assert [r.token_ids for r in new if r.uid == 2] == [ids[:1]], "another one's token waits"
+        received += (own := [r for r in new if r.uid == 1])
+        assert sum(len(r.token_ids) for r in own) <= 256
+        assert sum(len(r.logprobs) for r in own) <= 256 + 32, "more than a character was held"
+    assert turns > length // 256
+    answer = [token for reply in received for token in reply.token_ids]
+    entries = [entry for reply in received for entry in reply.logprobs]
+    assert [entry.logprob for entry in entries[:length]] == [None, *range(-1, -length, -1)]
+    assert [len(entry.top) for entry in entries[:length]] == [0, *[top] * (length - 1)]
+    assert {reply.prompt_tokens for reply in received if reply.text} <= {length, 0}
+    whole = "".join(reply.text for reply in received)
+    assert whole.startswith(tokenizer.decode(ids)) and answer[:1] == [5]
+    for entry in entries[: length + len(answer)]:
+        assert "\ufffd" in entry.text or whole[entry.offset :].startswith(entry.text), entry
+
+
+def test_a_scored_prompt_that_nobody_waits_for_is_dropped(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer)
+    for uid in (1, 2):
+        bench.worker.handle(scored(uid, [7] * 700))
+    assert bench.worker.work() and bench.worker.work()
+    assert [reply.uid for reply in bench.replies()] == [1, 2]  # they take turns
+    bench.worker.handle(AbortMsg(uid=1))
+    bench.worker.handle(TokenReply(uid=1, token=7, logprob=-1.0))
+    bench.worker.handle(ErrorReply(uid=2, message="it broke"))
+    while bench.worker.work():
+        pass
+    assert [type(reply) for reply in bench.replies()] == [ErrorReply]
+
+
+def test_the_loop_does_not_wait_while_a_scored_prompt_is_left(tokenizer: Tokenizer) -> None:
+    bench, waits = Bench(tokenizer), list[float]()
+
+    class Inbox(Feed):
+        def get_all(self, timeout: float) -> list[Any]:
+            waits.append(timeout)
+            return super().get_all(timeout) if self.batches else [ExitMsg()]
+
+    run_text_worker(bench.worker, Inbox([scored(1, [7] * 500)], [], [], [], []))
+    assert waits == [0.5, 0.0, 0.0, 0.0, 0.0, 0.5]
+    assert [len(reply.token_ids) for reply in bench.replies()] == [0, 0, 1]
 
 
 def test_a_long_prompt_stops_neither_answers_nor_short_prompts_nor_aborts(

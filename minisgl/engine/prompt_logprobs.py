@@ -9,14 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from minisgl.attention.metadata import ForwardBatch
-from minisgl.core import Req
+from minisgl.core import IntArray, Req
 from minisgl.engine.graph import Forward
 from minisgl.engine.sampler import with_logprobs
-from minisgl.engine.step import ForwardInput, ForwardOutput
+from minisgl.engine.step import ForwardInput, to_host
 
 LOGITS_AT_ONCE = 2**23  # 55 rows of a vocabulary of 152,000; a copy in float32 takes 32 MiB
 
@@ -37,7 +38,11 @@ class PromptScorer:
         for ids, part in zip(targets.split(self.rows), x[: len(targets)].split(self.rows)):
             all_rows = torch.arange(len(ids), device=x.device)
             out = with_logprobs(self.head(part), ids, all_rows, top)
-            req.scores.append(ForwardOutput(out))
+            assert out.logprobs is not None
+            assert out.top_ids is not None and out.top_logprobs is not None
+            named = torch.cat([ids[:, None], out.top_ids], 1).int()
+            values = torch.cat([out.logprobs[:, None], out.top_logprobs], 1)
+            req.scores.append(to_host(torch.cat([named, values.view(torch.int32)], 1)))
 
     def __call__(self, fi: ForwardInput, fb: ForwardBatch) -> Tensor:
         """Return logits of the selected rows; append the prompts' scores to their requests."""
@@ -58,18 +63,13 @@ def make_scorer(forward: Forward, model: nn.Module, vocab_size: int) -> PromptSc
     return PromptScorer(hidden, parts.lm_head, max(1, LOGITS_AT_ONCE // vocab_size))
 
 
-Scored = tuple[int, float | None, list[tuple[int, float]]]
+def prompt_logprobs(req: Req) -> IntArray:
+    """Return a row of ids and the bits of their values for each token of a computed prompt.
 
-
-def prompt_logprobs(req: Req) -> list[Scored]:
-    """List each prompt token's id, its log probability, and the most likely tokens there."""
-    found: list[Scored] = [(int(req.prompt_ids[0]), None, [])]
-    for output in req.scores:
-        assert isinstance(output, ForwardOutput)
-        part = output.wait()
-        assert part.logprobs is not None
-        assert part.top_ids is not None and part.top_logprobs is not None
-        tops = (list(zip(*top)) for top in zip(part.top_ids, part.top_logprobs))
-        found += zip(part.ids, part.logprobs, tops)
+    int32 [prompt_len, 2 * (1 + likely tokens)]. Of the first token, the id alone is of use.
+    """
+    parts = [part.numpy() for part in req.scores if isinstance(part, Tensor)]
+    first = np.zeros((1, parts[0].shape[1] if parts else 2), np.int32)
+    first[0, 0] = req.prompt_ids[0]
     req.scores.clear()
-    return found
+    return np.concatenate([first, *parts])

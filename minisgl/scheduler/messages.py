@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import msgspec
+import numpy as np
 
 from minisgl.core import SamplingParams
 
@@ -42,6 +43,26 @@ class ExitMsg(msgspec.Struct, tag=True):
 PromptToken = tuple[int, float | None, list[tuple[int, float]]]
 
 
+class PromptScores(msgspec.Struct):
+    """Log probabilities of a prompt's tokens, as bytes: a list takes too long in one step.
+
+    A row has `width` ids, the token's and those of the most likely tokens, and their values.
+    """
+
+    width: int
+    rows: bytes  # int32 [tokens, 2 * width]: ids, then the bits of float32 log probabilities
+
+    def part(self, first: int = 0, last: int | None = None) -> list[PromptToken]:
+        """List the entries of the tokens from `first` up to `last`, excluded."""
+        rows = np.frombuffer(self.rows, np.int32).reshape(-1, 2 * self.width)[first:last]
+        ids, values = rows[:, : self.width], rows[:, self.width :].view(np.float32)
+        pairs = zip(ids.tolist(), values.tolist())
+        found: list[PromptToken] = [(i[0], v[0], [*zip(i[1:], v[1:])]) for i, v in pairs]
+        if first == 0:  # nothing precedes it
+            found[0] = found[0][0], None, []
+        return found
+
+
 class TokenReply(msgspec.Struct, tag=True, kw_only=True):
     """One token of a request. The last reply of a request, and no other, has `finished` set."""
 
@@ -57,7 +78,7 @@ class TokenReply(msgspec.Struct, tag=True, kw_only=True):
     stop: tuple[str, ...] = ()  # the request's stop strings; with the first token only
     spare_thoughts: bool = False  # they end no thought
     prompt_tail: tuple[int, ...] = ()  # the prompt's last tokens; with the first token only
-    prompt_logprobs: list[PromptToken] = []  # if asked for; with the first token only
+    prompt_logprobs: PromptScores | None = None  # if asked for; with the first token only
 
 
 class ErrorReply(msgspec.Struct, tag=True, kw_only=True):

@@ -47,14 +47,18 @@ class MixedPrefill(PrefillManager):
         short = (max(0, end - begin) for end, begin in zip(ends, taken))
         return sum(-(-tokens // size) for tokens in short) <= self.cache.available_tokens // size
 
+    @property
+    def chunk(self) -> int:
+        """The tokens after which a step takes no more of a long prompt."""
+        beside = self.decode.running and self.limits.mixed_prefill_threshold
+        return self.long_chunk if beside else self.limits.max_extend_tokens
+
     def adder(self) -> PrefillAdder:
-        """Start a step; beside running requests it admits only a small chunk of a long prompt."""
+        """Start a step; beside running requests it begins with a small chunk of a long prompt."""
         adder, first = super().adder(), self.chunked_req or self.waiting.first()
-        if first is None or not self.decode.running or not self.limits.mixed_prefill_threshold:
-            return adder
-        if first.prefill_len - first.cached_len > self.long_chunk < adder.budget:
-            adder.limits = replace(adder.limits, max_extend_tokens=self.long_chunk)
-            adder.budget = self.long_chunk
+        if first and first.prefill_len - first.cached_len > self.chunk < adder.budget:
+            adder.limits = replace(adder.limits, max_extend_tokens=self.chunk)
+            adder.budget = self.chunk
         return adder
 
 
@@ -98,12 +102,21 @@ class SharedDecode(DecodeManager):
 
 
 class SharedAdder(PrefillAdder):
-    """Fills a prefill step up to `max_context` tokens of context, or with a single request."""
+    """Fills a prefill step up to `max_context` tokens of context, or with a single request.
 
-    def __init__(self, adder: PrefillAdder, max_context: int) -> None:
+    A prompt with more than `chunk` tokens left gets none of the step's tokens after the first
+    `chunk`.
+    """
+
+    def __init__(self, adder: PrefillAdder, max_context: int, chunk: int) -> None:
         promises = adder.reserved, adder.reserve, adder.yielding
         super().__init__(adder.cache, adder.limits, *promises)
-        self.max_context = max_context
+        self.max_context, self.chunk = max_context, chunk
+
+    def room(self, tokens: int) -> int:
+        """Return the tokens this step has left for a prompt, here also for a long one."""
+        room, taken = super().room(tokens), self.limits.max_extend_tokens - self.budget
+        return room if tokens <= self.chunk else max(0, min(room, self.chunk - taken))
 
     def check(self, req: Req, whole: bool = False) -> CacheHandle | None:
         """Return the prefix to start from, or None: the request waits, here also for context."""
@@ -119,4 +132,6 @@ class SharedPrefill(MixedPrefill):
     def adder(self) -> PrefillAdder:
         """Start a step whose context has the bound of the decode manager, if that has one."""
         adder, decode = super().adder(), self.decode
-        return SharedAdder(adder, decode.max_context) if isinstance(decode, SharedDecode) else adder
+        if isinstance(decode, SharedDecode):
+            return SharedAdder(adder, decode.max_context, self.chunk)
+        return adder

@@ -16,7 +16,7 @@ from minisgl.engine.logits_processors import LogitsParams, logits_params
 from minisgl.engine.prompt_logprobs import prompt_logprobs
 from minisgl.engine.step import SampledTokens
 from minisgl.scheduler.frames import same_but_seed
-from minisgl.scheduler.messages import InvalidRequestError, TokenReply, UserMsg
+from minisgl.scheduler.messages import InvalidRequestError, PromptScores, TokenReply, UserMsg
 
 
 class Memo:
@@ -181,7 +181,8 @@ def token_reply(req: Req, reason: str | None, tokens: SampledTokens, index: int)
         reply.spare_thoughts = req.sampling_params.spare_thoughts
         reply.prompt_tail = tuple(req.prompt_ids[-PROMPT_TAIL:].tolist())
         if req.sampling_params.prompt_logprobs is not None:
-            reply.prompt_logprobs = prompt_logprobs(req)
+            rows = prompt_logprobs(req)
+            reply.prompt_logprobs = PromptScores(rows.shape[1] // 2, rows.tobytes())
     if req.sampling_params.max_tokens == 0:  # one was computed, none is wanted
         reply.token, reply.finish_reason, wanted = None, "length", None
     if reason == "abort" and req.matcher is not None:

@@ -999,17 +999,24 @@ MUTATIONS = [
         MIXED_TESTS + "test_each_pays_for_what_it_computes",
     ),
     Mutation(
+        "a_long_prompt_fills_up_the_step_of_another",
+        MIXED,
+        "return room if tokens <= self.chunk else max(0, min(room, self.chunk - taken))",
+        "return room",
+        MIXED_TESTS + "test_a_long_prompt_behind_another_gets_what_is_left_of_a_chunk",
+    ),
+    Mutation(
         "long_prompts_take_whole_steps_beside_others",
         MIXED,
-        "if first.prefill_len - first.cached_len > self.long_chunk < adder.budget:",
-        "if False:",
+        "return self.long_chunk if beside else self.limits.max_extend_tokens",
+        "return self.limits.max_extend_tokens",
         MIXED_TESTS + "test_a_long_prompt_gets_small_chunks_beside_others",
     ),
     Mutation(
         "short_prompts_count_as_long",
         MIXED,
-        "first.prefill_len - first.cached_len > self.long_chunk <",
-        "self.long_chunk <",
+        "first.prefill_len - first.cached_len > self.chunk <",
+        "self.chunk <",
         MIXED_TESTS + "test_a_short_prompt_beside_others_is_not_cut",
     ),
     Mutation(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,13 +30,11 @@ from minisgl.tokenizer import SLICE, DecodeStatus, PromptTooLong, Tokenizer, tex
 
 
 class LogprobBuffer(Protocol):
-    """Log probabilities of an answer: `take` returns those whose text went, `echo` a prompt's."""
+    """Log probabilities: `add` returns False to keep a token, `take` those whose text went."""
 
-    def add(self, reply: TokenReply) -> None: ...
+    def add(self, reply: TokenReply) -> bool: ...
 
     def take(self, text: str, finished: bool) -> list[TokenLogprob]: ...
-
-    def echo(self, reply: TokenReply) -> tuple[str, list[TokenLogprob]]: ...
 
 
 @dataclass
@@ -45,6 +43,9 @@ class OpenText:
 
     status: DecodeStatus
     logprobs: LogprobBuffer | None
+
+
+Job = Iterator[bool]  # work for later: True after each part but the last
 
 
 class LastPrompt(threading.local):
@@ -68,13 +69,12 @@ class TextWorker:
     def __init__(
         self, tokenizer: Tokenizer, to_scheduler: Outbox, to_frontend: Outbox,
         window: int | None = None,
-        logprobs: Callable[[DecodeStatus], LogprobBuffer] | None = None,
+        logprobs: Callable[[TextWorker, DecodeStatus], LogprobBuffer] | None = None,
     ) -> None:  # fmt: skip
         self._tokenizer, self._window, self._logprobs = tokenizer, window, logprobs
-        self._outboxes = (to_scheduler, to_frontend)
+        self._outboxes, self._last = (to_scheduler, to_frontend), LastPrompt()
         self._scheduler, self._frontend = list[Message](), list[Message]()  # for the next flush
-        self._open, self._left = dict[int, OpenText](), set[int]()  # the latter: aborted
-        self._last = LastPrompt()
+        self._open, self._left, self.later = dict[int, OpenText](), set[int](), dict[int, Job]()
 
     def flush(self) -> None:
         """Send the results since the last flush, one message in each direction."""
@@ -82,6 +82,14 @@ class TextWorker:
             if messages:
                 outbox.put(*messages)
                 messages.clear()
+
+    def work(self) -> bool:
+        """Do a part of what was left for later (12b), in turn; return True if there was any."""
+        uid = next(iter(self.later), -1)
+        job = self.later.pop(uid, None)
+        if job and uid in self._open and uid not in self._left and next(job, False):
+            self.later[uid] = job
+        return job is not None
 
     def handle(self, msg: Message) -> None:
         """Handle one message; a bad one is an error for its own caller only."""
@@ -140,27 +148,21 @@ class TextWorker:
 
     def _detokenize(self, msg: TokenReply) -> None:
         """Detokenize one token; a stop string ends the request."""
-        entry = self._open.get(msg.uid)
-        if entry is None:
+        if (entry := self._open.get(msg.uid)) is None:
             status = DecodeStatus(self._tokenizer, msg.prompt_tail, msg.stop, msg.spare_thoughts)
-            asked = msg.logprob is not None or bool(msg.prompt_logprobs)
-            entry = OpenText(status, self._logprobs(status) if self._logprobs and asked else None)
-            self._open[msg.uid] = entry
+            asked = msg.logprob is not None or msg.prompt_logprobs is not None
+            held = self._logprobs(self, status) if self._logprobs and asked else None
+            entry = self._open[msg.uid] = OpenText(status, held)
+        if entry.logprobs is not None and not entry.logprobs.add(msg):
+            return
         if msg.finished:
             del self._open[msg.uid]
         if entry.status.stopped:  # the frontend has ended it
             return
-        prompt, entries = "", list[TokenLogprob]()
-        if entry.logprobs is not None:
-            if msg.prompt_logprobs:
-                prompt, entries = entry.logprobs.echo(msg)
-            entry.logprobs.add(msg)
         text = entry.status.take(msg.token, msg.finish_reason)
         if entry.status.stopped and not msg.finished:
             self._scheduler.append(AbortMsg(uid=msg.uid))
-        reply = self._reply(msg, entry, text)
-        reply.text, reply.logprobs = prompt + reply.text, entries + reply.logprobs
-        self._frontend.append(reply)
+        self._frontend.append(self._reply(msg, entry, text))
 
     def _reply(self, msg: TokenReply, entry: OpenText, text: str) -> UserReply:
         status, finished = entry.status, msg.finished or entry.status.stopped
@@ -251,7 +253,7 @@ def run_text_worker(
     prompts, leave = PromptQueue() if prompts is None else prompts, False
     while not leave:
         beat()
-        for msg in inbox.get_all(prompts.patience):
+        for msg in inbox.get_all(0.0 if worker.work() else prompts.patience):
             if isinstance(msg, ExitMsg):
                 leave = True
                 break
