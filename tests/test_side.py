@@ -337,7 +337,7 @@ def test_others_are_answered_while_a_chat_is_rendered(
             return count
 
         await server.frontend.start()
-        endless = [asyncio.ensure_future(answer("greedy", ENDLESS)) for _ in range(9)]
+        endless = [asyncio.ensure_future(answer("greedy", [*ENDLESS])) for _ in range(9)]
         await asyncio.sleep(0)
         assert await answer("other", CHAT) == 4
         assert not any(task.done() for task in endless)

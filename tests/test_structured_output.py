@@ -807,6 +807,7 @@ def test_the_masks_of_a_client_have_bounded_time(answers: list[tuple[str, int, i
     with patch.multiple(
         grammar,
         time=clock,
+        MASK=0,
         MASKS=50,
         fill_next_token_bitmask=lambda ll, masks, number: clock.work(number, "mask"),
     ):
@@ -827,6 +828,24 @@ def test_the_masks_of_a_client_have_bounded_time(answers: list[tuple[str, int, i
     assert {n for n, what in clock.worked if what == "mask"} >= {*free}
 
 
+def test_ordinary_masks_are_free() -> None:
+    """However many answers a client has: what each may take is no reason to end one."""
+    clock = Clock([(2, 2)] * 500)
+    matchers = [Matcher(Mock(), "regex") for _ in clock.costs]
+    for number, matcher in enumerate(matchers):
+        matcher.follow = lambda _, n=number: clock.work(n, "follow")  # type: ignore[method-assign, misc]
+    todo: Any = [(n, Mock(client="a"), matcher) for n, matcher in enumerate(matchers)]
+    with patch.multiple(
+        grammar,
+        time=clock,
+        MASK=4,
+        MASKS=50,
+        fill_next_token_bitmask=lambda ll, masks, number: clock.work(number, "mask"),
+    ):
+        fill_some(np.zeros((500, 1), np.int32), todo)
+    assert len(clock.worked) == 1000 and not any(matcher.why for matcher in matchers)
+
+
 LATE = "start: " + '"' + "a" * 60 + '" x\nx: ' + " | ".join(f"R{i} x" for i in range(390)) + "\n"
 LATE += "\n".join(f"R{i}: /(.|\\n){{1,{i + 3}}}/" for i in range(390))  # 0.1 s for a token
 
@@ -834,7 +853,7 @@ LATE += "\n".join(f"R{i}: /(.|\\n){{1,{i + 3}}}/" for i in range(390))  # 0.1 s 
 def test_slow_masks_end_their_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The grammar is slow only after sixty letters, so that no trial of it would tell."""
     assert try_grammar(tokenizer(), "grammar", LATE)
-    monkeypatch.setattr(grammar, "MASKS", 0.02)
+    monkeypatch.setattr(grammar, "MASKS", 0.01)
     with serve(overlap=True) as made:
         scheduler, channel = made.scheduler, made.scheduler.channel.channel  # type: ignore[attr-defined]
         others = [SamplingParams(max_tokens=80, ignore_eos=True), ANSWER]
@@ -852,7 +871,7 @@ def test_slow_masks_end_their_own_answers(monkeypatch: pytest.MonkeyPatch) -> No
                 said.setdefault(reply.uid - 900, []).append(reply)
         for number in (0, 2):
             assert said[number][-1].finish_reason == "abort" and len(said[number]) > 5
-            assert (said[number][-1].notice or "").startswith("grammar: a client's masks took over")
+            assert (said[number][-1].notice or "").startswith("grammar: masks of this client took")
         for number, answer in ((1, alone[0]), (3, alone[1])):
             assert [reply.token for reply in said[number]] == answer["token_ids"]
         check_integrity(scheduler.cache)

@@ -244,8 +244,8 @@ class CompilingChannel:
         return messages
 
 
-MASKS = 0.05  # processor seconds of a thread, for all masks of a client in a step
-TOO_SLOW = f"a client's masks took over {MASKS:g} s a token: ask for fewer answers, or simpler ones"
+MASK, MASKS = 0.004, 0.05  # processor seconds that are free for each mask; for all, beyond that
+TOO_SLOW = f"masks of this client took {MASKS:g} s too long: ask for fewer answers, or simpler ones"
 
 
 def fill_some(masks: IntArray, todo: list[tuple[int, Req, Matcher]]) -> None:
@@ -255,9 +255,9 @@ def fill_some(masks: IntArray, todo: list[tuple[int, Req, Matcher]]) -> None:
         start, most = time.thread_time(), left[req.client]
         if most > 0 and not matcher.why:
             matcher.follow(req.output_ids)
-            if time.thread_time() - start <= most:
+            if time.thread_time() - start <= most + MASK:
                 fill_next_token_bitmask(matcher.ll, masks, index)
         matcher.seconds = time.thread_time() - start
-        left[req.client] -= matcher.seconds
+        left[req.client] -= max(0.0, matcher.seconds - MASK)
         if left[req.client] < 0:
             matcher.why = f"{matcher.field}: {TOO_SLOW}"

@@ -136,9 +136,7 @@ class Side:
             process.end()
             name = field if kind == "compile" else "messages"
             most = f"{self._seconds:g} seconds ({self._seconds / CPU_SHARE:g} of CPU time)"
-            must = (
-                f"{name}: must {kind} within {most} and {MEMORY >> 30} GiB, got one that does not"
-            )
+            must = f"{name}: must {kind} within {most} and {WORK >> 20} MiB, got one that does not"
             raise InvalidRequestError(must, param=name) from None
         except BaseException:  # nothing was sent, or an interrupt came
             process.end()

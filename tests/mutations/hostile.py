@@ -745,8 +745,8 @@ MUTATIONS = [
     Mutation(
         name="grammars: clients share the time for masks",
         module="minisgl.scheduler.grammar",
-        old="left[req.client] -= matcher.seconds",
-        new="left['a'] -= matcher.seconds",
+        old="left[req.client] -= max(",
+        new="left['a'] -= max(",
         test="tests/test_structured_output.py::test_the_masks_of_a_client_have_bounded_time",
     ),
     Mutation(
@@ -833,5 +833,12 @@ MUTATIONS = [
         old="if len(stored) > MAX_CONTAINERS:",
         new="if False:",
         test="tests/test_server_responses.py::test_a_conversation_has_a_bounded_number_of_items",
+    ),
+    Mutation(
+        name="grammars: ordinary masks count",
+        module="minisgl.scheduler.grammar",
+        old="matcher.seconds - MASK)",
+        new="matcher.seconds)",
+        test="tests/test_structured_output.py::test_ordinary_masks_are_free",
     ),
 ]
