@@ -1534,12 +1534,12 @@ def test_clients_take_turns_at_the_text_worker() -> None:
     """Fifty prompts of one client do not come before the one of another."""
     queue, params = PromptQueue(), SamplingParams()
     for uid in range(50):
-        queue.add(TokenizeMsg(uid=uid, text="x" * 100, client="a", sampling_params=params))
-    assert queue.pop() is not None
+        queue.add(TokenizeMsg(uid=uid, text=f"{uid:100}", client="a", sampling_params=params))
+    assert queue.pop()
     queue.add(TokenizeMsg(uid=99, text="x" * 1000, client="b", sampling_params=params))
-    order = [queue.pop() for _ in range(50)]
-    assert [msg.uid for msg in order if msg].index(99) <= 1
-    assert queue.pop() is None
+    order = [msg.uid for _ in range(50) for msg in queue.pop()]
+    assert order.index(99) <= 1 and len(order) == 50
+    assert queue.pop() == []
 
 
 # Answers
