@@ -175,7 +175,7 @@ class BodyReader:
         if len(body) <= INLINE_BYTES and values + 8 * containers <= INLINE_VALUES:
             return parse(self._validator, body)
         request.scope[LARGE] = True
-        return await request.scope[SIDE](self._read_large, body, request.scope[HOLD])
+        return await request.scope[SIDE](self._read_large, body, request.scope.get(HOLD, int))
 
     def _read_large(self, body: bytes, hold: Callable[[int], None]) -> Any:
         check_count(body)
