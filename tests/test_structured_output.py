@@ -795,23 +795,28 @@ COST = st.integers(0, 100)
 ANSWERS = st.lists(st.tuples(st.sampled_from(["", "a", "b"]), COST, COST), max_size=12)
 
 
+def fill(clock: Clock, clients: list[str], mask: int) -> list[Matcher]:
+    """Fill the masks of these clients' answers, of which `mask` is free and 50 more is allowed."""
+    matchers = [Matcher(Mock(), "regex") for _ in clients]
+    for number, matcher in enumerate(matchers):
+        matcher.follow = lambda _, n=number: clock.work(n, "follow")  # type: ignore[method-assign, misc]
+    todo: Any = [(n, Mock(client=clients[n]), matcher) for n, matcher in enumerate(matchers)]
+    with patch.multiple(
+        grammar,
+        time=clock,
+        MASK=mask,
+        MASKS=50,
+        fill_next_token_bitmask=lambda ll, masks, number: clock.work(number, "mask"),
+    ):
+        fill_some(np.zeros((len(clients), 1), np.int32), todo)
+    return matchers
+
+
 @given(ANSWERS)
 def test_the_masks_of_a_client_have_bounded_time(answers: list[tuple[str, int, int]]) -> None:
     """What is begun is finished; other clients, and an `LLM`, lose nothing."""
     clock = Clock([(follow, mask) for _, follow, mask in answers])
-    matchers = [Matcher(Mock(), "regex") for _ in answers]
-    for number, matcher in enumerate(matchers):
-        matcher.follow = lambda _, n=number: clock.work(n, "follow")  # type: ignore[method-assign, misc]
-    todo: Any = [(number, Mock(client=answer[0]), matcher)
-                 for number, (answer, matcher) in enumerate(zip(answers, matchers))]  # fmt: skip
-    with patch.multiple(
-        grammar,
-        time=clock,
-        MASK=0,
-        MASKS=50,
-        fill_next_token_bitmask=lambda ll, masks, number: clock.work(number, "mask"),
-    ):
-        fill_some(np.zeros((len(answers), 1), np.int32), todo)
+    matchers = fill(clock, [client for client, _, _ in answers], 0)
     for client in ("a", "b"):
         mine = [number for number, answer in enumerate(answers) if answer[0] == client]
         worked = [(number, what) for number, what in clock.worked if number in mine]
@@ -831,18 +836,7 @@ def test_the_masks_of_a_client_have_bounded_time(answers: list[tuple[str, int, i
 def test_ordinary_masks_are_free() -> None:
     """However many answers a client has: what each may take is no reason to end one."""
     clock = Clock([(2, 2)] * 500)
-    matchers = [Matcher(Mock(), "regex") for _ in clock.costs]
-    for number, matcher in enumerate(matchers):
-        matcher.follow = lambda _, n=number: clock.work(n, "follow")  # type: ignore[method-assign, misc]
-    todo: Any = [(n, Mock(client="a"), matcher) for n, matcher in enumerate(matchers)]
-    with patch.multiple(
-        grammar,
-        time=clock,
-        MASK=4,
-        MASKS=50,
-        fill_next_token_bitmask=lambda ll, masks, number: clock.work(number, "mask"),
-    ):
-        fill_some(np.zeros((500, 1), np.int32), todo)
+    matchers = fill(clock, ["a"] * 500, 4)
     assert len(clock.worked) == 1000 and not any(matcher.why for matcher in matchers)
 
 

@@ -253,7 +253,7 @@ def fill_some(masks: IntArray, todo: list[tuple[int, Req, Matcher]]) -> None:
     left = defaultdict[str, float](lambda: MASKS, {"": float("inf")})  # an `LLM` has no clients
     for index, req, matcher in todo:
         start, most = time.thread_time(), left[req.client]
-        if most > 0 and not matcher.why:
+        if most >= 0 and not matcher.why:
             matcher.follow(req.output_ids)
             if time.thread_time() - start <= most + MASK:
                 fill_next_token_bitmask(matcher.ll, masks, index)
