@@ -93,12 +93,23 @@ class Tokenizer:
         check_unicode("prompt", text)
         if window is not None and len(text) > 2 * window:
             self.check_length(text, window)
-        # A batch, unlike a single text, is encoded without the interpreter lock.
-        encoded = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids = encoded[0].ids
+        ids = self.ids_of(text, add_special_tokens)
         if window is not None and len(ids) > window:
             raise PromptTooLong(f"{len(ids)} tokens are too many for a window of {window} tokens")
         return np.array(ids, dtype=np.int32)
+
+    def ids_of(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Encode a text; raise `ValueError` if the library cannot."""
+        try:  # a batch, unlike a single text, is encoded without the interpreter lock
+            encoded = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except (
+            BaseException
+        ) as error:  # a panic of the library, such as of a regex, is no `Exception`
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise ValueError(f"the tokenizer cannot encode the text: {error}") from error
+        ids: list[int] = encoded[0].ids
+        return ids
 
     def check_length(self, text: str, window: int) -> None:
         """Encode slices of a text until it is certain that it has more than `window` tokens."""
@@ -106,10 +117,8 @@ class Tokenizer:
         if len(text) > 4 * window * self.longest:
             raise PromptTooLong(f"{len(text)} characters are {over}")
         for start in range(0, len(text), SLICE):
-            part = self.backend.encode_batch_fast(
-                [text[start : start + SLICE]], add_special_tokens=False
-            )
-            count += len(part[0].ids) - self.longest  # a token split by a cut counts once at most
+            part = self.ids_of(text[start : start + SLICE], add_special_tokens=False)
+            count += len(part) - self.longest  # a token split by a cut counts once at most
             if count > window:
                 raise PromptTooLong(f"{count} tokens or more are {over}")
 

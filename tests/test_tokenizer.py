@@ -592,6 +592,22 @@ def test_an_empty_stop_string_is_refused(level: Tokenizer) -> None:
         DecodeStatus(level, stop=("",))
 
 
+@pytest.mark.parametrize("window", [None, 64], ids=["whole", "in slices"])
+@pytest.mark.parametrize("regex", ["(x+x+)+y", "(a|aa|x)+$|(x*)*z"])
+def test_a_text_on_which_a_regex_gives_up_is_refused(
+    tmp_path: Path, regex: str, window: int | None
+) -> None:
+    """The library panics, which is no `Exception`; the next text is encoded as before."""
+    backend = byte_level()
+    hostile = pre_tokenizers.Split(Regex(regex), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([hostile, backend.pre_tokenizer])  # type: ignore[list-item]
+    tokenizer = Tokenizer(save(tmp_path, backend))
+    before = tokenizer.encode("hello").tolist()
+    with pytest.raises(ValueError, match=r"the tokenizer cannot encode the text: .*retry-limit"):
+        tokenizer.encode("x" * 3000 + "!", window=window)
+    assert tokenizer.encode("hello").tolist() == before
+
+
 class Counting:
     """A tokenizer's backend that counts the characters it encodes."""
 

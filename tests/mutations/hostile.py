@@ -6,6 +6,13 @@ TEST = "tests/test_hostile.py::"
 
 MUTATIONS = [
     Mutation(
+        name="tokenizer: a panic of the library ends the process",
+        module="minisgl.tokenizer",
+        old="if isinstance(error, KeyboardInterrupt | SystemExit):",
+        new="if not isinstance(error, Exception):",
+        test="tests/test_tokenizer.py::test_a_text_on_which_a_regex_gives_up_is_refused",
+    ),
+    Mutation(
         name="logs: lines that wait take any memory",
         module="minisgl.server.observe.logs",
         old="if size and self._given + size - self._written > MAX_WAITING:",
