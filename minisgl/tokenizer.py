@@ -102,11 +102,9 @@ class Tokenizer:
         """Encode a text; raise `ValueError` if the library cannot."""
         try:  # a batch, unlike a single text, is encoded without the interpreter lock
             encoded = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except (
-            BaseException
-        ) as error:  # a panic of the library, such as of a regex, is no `Exception`
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library's panics are no `Exception`
             raise ValueError(f"the tokenizer cannot encode the text: {error}") from error
         ids: list[int] = encoded[0].ids
         return ids
