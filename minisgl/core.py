@@ -44,6 +44,8 @@ class CacheHandle(Protocol):
 class AnswerRule(Protocol):
     """A restriction of an answer to a grammar (chapter 09a)."""
 
+    waited: int  # steps in a row that gave it no token
+
     @property
     def error(self) -> str: ...  # why the answer cannot continue; empty if it can
 

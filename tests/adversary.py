@@ -22,6 +22,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -36,7 +37,7 @@ from minisgl.kvcache.audit import check_integrity
 from minisgl.kvcache.cache_manager import CacheManager
 from minisgl.kvcache.naive_cache import NaiveCache
 from minisgl.kvcache.radix_cache import RadixCache
-from minisgl.scheduler import mixed
+from minisgl.scheduler import grammar, mixed
 from minisgl.scheduler.grammar import Grammars, load_grammars
 from minisgl.scheduler.messages import AbortMsg, ErrorReply, ExitMsg, Msg, Reply, UserMsg
 from minisgl.scheduler.mixed import SharedDecode, SharedPrefill
@@ -160,6 +161,7 @@ class Script:
     decode_context: int = 1000  # tokens of all requests in a decode step, if the policy is fair
     turn: int = 128  # answer tokens of a request before it yields to clients without one
     lag: int | None = None  # turns by which a second rank is behind; None: there is none
+    slow_masks: bool = False  # the time for a step's masks is often over
 
     def __str__(self) -> str:
         plain = Script(())
@@ -191,7 +193,8 @@ def make_script(seed: int) -> Script:
     sizes["mixed"] = 0 if sizes["drafts"] else later.choice((0, 4, 40))
     sizes |= {"context": later.choice((60, 1000)), "long_chunk": later.choice((3, 12, 1000)),
               "decode_context": later.choice((0, 30, 80, 1000)),
-              "turn": later.choice((4, 12, 128))}  # fmt: skip
+              "turn": later.choice((4, 12, 128)),
+              "slow_masks": sizes["lag"] is None and later.random() < 0.5}  # fmt: skip
     weights = {Ask: 1.0, Turn: pick((1, 2, 5)), Abort: pick((0, 0.1, 0.5)),
                Again: pick((0, 0.1)), Swap: pick((0, 0.2)), Fail: pick((0, 0, 0.05)),
                Jump: pick((0, 0.1)), Misuse: pick((0, 0.1, 0.4)),
@@ -479,6 +482,7 @@ class World:
         self.due: deque[tuple[int, str]] = deque()  # replies that must come next: uid, kind
         self.waiting: deque[int] = deque()  # uids in the order of admission, if that is by arrival
         self.joined: dict[int, int] = {}  # by the step that made them running
+        self.masks, self.spent, self.masks_late = random.Random(script.page_size), 0.0, 0
         self.last, self.shared = dict[int, int](), 0  # last step by uid; steps that left some out
         self.half_done: Req | None = None  # whose prompt was half done before this turn
         self.last_prefill = -1  # the last turn that launched a prefill step
@@ -640,8 +644,9 @@ class World:
                     self.fair.release(self.over)
             case events.StepLaunched(step=step, uids=uids):
                 self.last |= dict.fromkeys(uids, step)
-                for place, uid in enumerate(self.scheduler.decode.running):
-                    self.joined.setdefault(uid, 1000 * step + place)
+                self.note_joined()
+            case events.StepFinished():
+                self.note_joined()
             case events.NodeEvicted():
                 self.prefixes.sure = False
             case events.SchedulerReset():
@@ -651,6 +656,13 @@ class World:
                 self.over = self.peeked = None
                 if self.fair is not None:
                     self.fair = Fairness(self.script.budget, self.script.turn)
+
+    def note_joined(self) -> None:
+        """Number the requests that run; one that waited for its last mask has come back."""
+        running = self.scheduler.decode.running
+        self.joined = {uid: at for uid, at in self.joined.items() if uid in running}
+        for place, uid in enumerate(running):
+            self.joined.setdefault(uid, 1000 * self.steps + place)
 
     def keep(self, req: Req) -> None:
         """Keep a finished request's tokens as cached."""
@@ -710,6 +722,11 @@ class World:
         if live.matched is None:
             live.matched = matched
 
+    def admitted(self, reqs: Iterable[Req]) -> list[Req]:
+        """Those of the next step's requests that do not run yet."""
+        running = self.scheduler.decode.running
+        return [req for req in prompts_of(reqs) if req.uid not in running]
+
     def watch(self, schedule: Callable[[], Batch | None]) -> Batch | None:
         """Choose a prefill step; check who is in it, with how much, and who is not."""
         manager = self.scheduler.prefill
@@ -729,8 +746,8 @@ class World:
             assert step is not None and chunked in step.reqs, f"{chunked} does not go on"
         batch = None
         if step is not None:
-            batch = Batch(prompts_of(step.reqs), step.phase)
             running = list(self.scheduler.decode.running.values())
+            batch = Batch(self.admitted(step.reqs), step.phase)
             assert step.reqs in (batch.reqs, batch.reqs + running), "some of the running requests"
             if len(step.reqs) > len(batch.reqs):
                 tokens = sum(req.extend_len for req in step.reqs)
@@ -787,7 +804,7 @@ class World:
         fair = self.script.policy == "fair"
         if batch.phase is Phase.PREFILL:
             assert len(set(uids)) == len(uids), uids
-            tokens = sum(req.extend_len for req in prompts_of(batch.reqs))
+            tokens = sum(req.extend_len for req in self.admitted(batch.reqs))
             assert tokens <= self.script.budget, f"{tokens} tokens in a step"
             assert sum(req.is_chunked for req in batch.reqs) <= 1, "two prompts are cut"
             half_done = None if fair else self.half_done
@@ -847,7 +864,9 @@ class World:
             assert served == self.fair.served, f"clients are charged {served}"
         for req in reqs.values():
             places = (req in waits) + (req is chunked) + (running.get(req.uid) is req)
-            last = places == 0 and req in flight and not req.can_decode
+            waits_for_mask = req.matcher is not None and req.matcher.waited > 0
+            self.masks_late += waits_for_mask
+            last = places == 0 and req in flight and (not req.can_decode or waits_for_mask)
             assert places == 1 or last, f"{req} is in {places} places"
             assert (req in waits) == (req.table_idx < 0), f"{req}: a row while it waits"
             if running.get(req.uid) is req:
@@ -1028,8 +1047,18 @@ class World:
 
     def play(self) -> None:
         """The whole script, then turns until nothing is left to do."""
-        with mock.patch.object(mixed, "MAX_CONTEXT", self.script.context):
+        clock = SimpleNamespace(thread_time=self.thread_time)
+        with (
+            mock.patch.object(mixed, "MAX_CONTEXT", self.script.context),
+            mock.patch.multiple(grammar, time=clock, SLOWER=float("inf")),
+        ):
             self.play_to_the_end()
+
+    def thread_time(self) -> float:
+        """The seconds that masks have taken, whatever else the machine does."""
+        if self.script.slow_masks and self.masks.random() < 0.3:
+            self.spent += grammar.MASKS + 0.01
+        return self.spent
 
     def play_to_the_end(self) -> None:
         for op in self.script.ops:

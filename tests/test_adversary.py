@@ -75,6 +75,13 @@ def test_scripts_hold_all_that_can_happen() -> None:
     assert given >= {"regex", "cache_salt", "stop_token_ids", "logprobs", "prompt_logprobs"}
 
 
+def test_slow_masks_change_no_token() -> None:
+    """An answer waits for its mask in any state, also for its first and last."""
+    scripts = [script for script in map(make_script, range(70)) if script.slow_masks]
+    assert {script.overlap for script in scripts if script.grammars} == {True, False}
+    assert sum(play(script).masks_late for script in scripts if script.grammars) > 50
+
+
 # ------------------------------------------------------------------ the executor
 
 

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 from unittest.mock import Mock, patch
@@ -19,7 +19,7 @@ import jsonschema
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLParserLimits, LLTokenizer
 
@@ -778,66 +778,119 @@ def test_jobs_of_those_who_left_count_until_they_end() -> None:
 
 
 class Clock:
-    """Processor time that passes as `cost` says: [to follow, to mask] for each answer."""
+    """Processor time that passes as `costs` says: milliseconds of a mask for each answer."""
 
-    def __init__(self, costs: list[tuple[int, int]]) -> None:
-        self.costs, self.now, self.worked = costs, 0, list[tuple[int, str]]()
+    def __init__(self, costs: Sequence[int]) -> None:
+        self.costs, self.now, self.filled = costs, 0, list[int]()
 
-    def thread_time(self) -> int:
-        return self.now
+    def thread_time(self) -> float:
+        return self.now / 1000
 
-    def work(self, number: int, what: str) -> None:
-        self.worked.append((number, what))
-        self.now += self.costs[number][what == "mask"]
-
-
-COST = st.integers(0, 100)
-ANSWERS = st.lists(st.tuples(st.sampled_from(["", "a", "b"]), COST, COST), max_size=12)
+    def fill(self, ll: Any, masks: np.ndarray, number: int) -> None:
+        self.filled.append(number)
+        self.now += self.costs[number]
+        masks[number] = 0
 
 
-def fill(clock: Clock, clients: list[str], mask: int) -> list[Matcher]:
-    """Fill the masks of these clients' answers, of which `mask` is free and 50 more is allowed."""
-    matchers = [Matcher(Mock(), "regex") for _ in clients]
-    for number, matcher in enumerate(matchers):
-        matcher.follow = lambda _, n=number: clock.work(n, "follow")  # type: ignore[method-assign, misc]
-    todo: Any = [(n, Mock(client=clients[n]), matcher) for n, matcher in enumerate(matchers)]
-    with patch.multiple(
-        grammar,
-        time=clock,
-        MASK=mask,
-        MASKS=50,
-        fill_next_token_bitmask=lambda ll, masks, number: clock.work(number, "mask"),
-    ):
-        fill_some(np.zeros((len(clients), 1), np.int32), todo)
-    return matchers
+def clocked(clock: Clock) -> Any:
+    """Let masks take the clock's time."""
+    return patch.multiple(grammar, time=clock, fill_next_token_bitmask=clock.fill)
 
 
-@given(ANSWERS)
-def test_the_masks_of_a_client_have_bounded_time(answers: list[tuple[str, int, int]]) -> None:
-    """What is begun is finished; other clients, and an `LLM`, lose nothing."""
-    clock = Clock([(follow, mask) for _, follow, mask in answers])
-    matchers = fill(clock, [client for client, _, _ in answers], 0)
-    for client in ("a", "b"):
-        mine = [number for number, answer in enumerate(answers) if answer[0] == client]
-        worked = [(number, what) for number, what in clock.worked if number in mine]
-        spent = np.cumsum([clock.costs[number][what == "mask"] for number, what in worked])
-        assert not len(spent) or max([0, *spent[:-1]]) <= 50
-        ended = [number for number in mine if matchers[number].why]
-        assert bool(ended) == (len(spent) > 0 and spent[-1] > 50)
-        assert ended == mine[len(mine) - len(ended) :]
-        whole = [(number, what) for number in mine if number not in ended
-                 for what in ("follow", "mask")]  # fmt: skip
-        assert worked[: len(whole)] == whole
-    free = [number for number, answer in enumerate(answers) if not answer[0]]
-    assert not any(matchers[number].why for number in free)
-    assert {n for n, what in clock.worked if what == "mask"} >= {*free}
+def answers_of(clients: Sequence[str]) -> list[Any]:
+    """Make one constrained answer for each of these clients."""
+    made = [(number, Mock(client=client), Matcher(Mock(), "regex"))
+            for number, client in enumerate(clients)]  # fmt: skip
+    for _, req, matcher in made:
+        req.matcher, req.cached_len, req.device_len, req.output_ids = matcher, 8, 9, []
+        matcher.ll.is_error.return_value = False
+    return made
 
 
-def test_ordinary_masks_are_free() -> None:
-    """However many answers a client has: what each may take is no reason to end one."""
-    clock = Clock([(2, 2)] * 500)
-    matchers = fill(clock, ["a"] * 500, 4)
-    assert len(clock.worked) == 1000 and not any(matcher.why for matcher in matchers)
+@given(st.lists(st.tuples(st.integers(0, 100), st.booleans(), st.integers(0, 3)), max_size=12))
+def test_the_masks_of_a_step_have_bounded_time(rows: list[tuple[int, bool, int]]) -> None:
+    """What is begun is finished; all others wait, whoever's they are, but for those with errors."""
+    clock, todo = Clock([cost for cost, *_ in rows]), answers_of([""] * len(rows))
+    for (_, failed, waited), (*_, matcher) in zip(rows, todo):
+        matcher.why, matcher.waited = "error" * failed, waited
+    with clocked(clock):
+        fill_some(np.zeros((len(rows), 1), np.int32), todo)
+    spent = 0
+    for number, (cost, failed, waited) in enumerate(rows):
+        late = spent > 50 and not failed
+        assert todo[number][2].waited == (waited + 1 if late else 0)
+        assert (number in clock.filled) == (not late and not failed)
+        spent += cost if number in clock.filled else 0
+    assert clock.filled == sorted(clock.filled)
+
+
+def steps_of(costs: Sequence[int], steps: int, clients: Sequence[str] = ()) -> list[list[int]]:
+    """Return the answers that get a token in each step of a batch whose masks cost this much."""
+    grammars, clock = Grammars(tokenizer), Clock(costs)
+    todo = answers_of(clients or [""] * len(costs))
+    reqs, found = [req for _, req, _ in todo], list[list[int]]()
+    rows, words = [*range(len(costs))], -(-MODEL.vocab_size // 32)
+    with clocked(clock):
+        for _ in range(steps):
+            filled = np.ones((len(costs), words), np.int32)
+            with patch.object(grammar, "masks_of", lambda _, filled=filled: (rows, filled)):
+                grammars.fill_masks(Mock(sampled=reqs))
+            found.append(sorted(clock.filled))
+            clock.filled.clear()
+            assert [bool(mask.any()) for mask in filled] == [n not in found[-1] for n in rows]
+            for number, req in enumerate(reqs):
+                back = number not in found[-1]
+                assert (req.cached_len, req.device_len) == (8 - back, 9 - back)
+                req.cached_len, req.device_len = 8, 9  # as the next step leaves them
+    return found
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=12))
+def test_no_answer_waits_forever_for_its_mask(costs: list[int]) -> None:
+    """Each step fills one mask at least; a slow one waits for quick ones, but not without end."""
+    found = steps_of(costs, 600)
+    assert all(found)
+    for number in range(len(costs)):
+        steps = [step for step, filled in enumerate(found) if number in filled]
+        assert max(np.diff([-1, *steps, 600])) <= 16 * (1 + sum(costs))
+
+
+def test_quick_masks_do_not_wait_for_slow_ones() -> None:
+    """However many slow ones there are: after their first masks, the quick ones come first."""
+    costs = {f"slow {n}": 24 for n in range(60)} | {f"quick {n}": 1 for n in range(10)}
+    found = steps_of([*costs.values()], 100, clients=[*costs])
+    assert all({*range(60, 70)} <= {*step} for step in found[25:])
+    assert {number for step in found for number in step} == {*range(70)}
+    late = steps_of([*costs.values()], 40, clients=["slow"] * 60 + ["quick"] * 10)
+    assert all({*range(60, 70)} <= {*step} for step in late[2:])  # one slow mask shows the client
+
+
+def test_a_slow_mask_has_its_turn() -> None:
+    """Even if the quick ones would take all the time of each step."""
+    found = steps_of([24] + [1] * 60, 300, clients=["slow"] + ["quick"] * 60)
+    steps = [step for step, filled in enumerate(found) if 0 in filled]
+    assert len(steps) >= 2
+
+
+def test_masks_of_one_speed_take_turns() -> None:
+    """A step has time for some of them."""
+    found = steps_of([3] * 40, 30)
+    for number in range(40):
+        steps = [step for step, filled in enumerate(found) if number in filled]
+        assert max(np.diff([-1, *steps])) <= 3
+
+
+@pytest.mark.parametrize("client", ["", "a"])
+def test_slow_masks_add_up(client: str) -> None:
+    """What masks take beyond the usual counts until the answer ends; an `LLM`'s never does."""
+    clock, todo = Clock([]), answers_of([client] * 3)
+    with clocked(clock):
+        for step in range(1, 90):
+            clock.costs = [26, 1, 2 * (step % 2)]  # the third makes up for it
+            fill_some(np.zeros((3, 1), np.int32), todo)
+            assert bool(todo[0][2].why) == (25 * step + 4 > 2000 and client == "a")
+            assert not todo[1][2].why and not todo[2][2].why
 
 
 LATE = "start: " + '"' + "a" * 60 + '" x\nx: ' + " | ".join(f"R{i} x" for i in range(390)) + "\n"
@@ -847,7 +900,7 @@ LATE += "\n".join(f"R{i}: /(.|\\n){{1,{i + 3}}}/" for i in range(390))  # 0.1 s 
 def test_slow_masks_end_their_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The grammar is slow only after sixty letters, so that no trial of it would tell."""
     assert try_grammar(tokenizer(), "grammar", LATE)
-    monkeypatch.setattr(grammar, "MASKS", 0.01)
+    monkeypatch.setattr(grammar, "SLOWER", 0.5)
     with serve(overlap=True) as made:
         scheduler, channel = made.scheduler, made.scheduler.channel.channel  # type: ignore[attr-defined]
         others = [SamplingParams(max_tokens=80, ignore_eos=True), ANSWER]
@@ -865,7 +918,7 @@ def test_slow_masks_end_their_own_answers(monkeypatch: pytest.MonkeyPatch) -> No
                 said.setdefault(reply.uid - 900, []).append(reply)
         for number in (0, 2):
             assert said[number][-1].finish_reason == "abort" and len(said[number]) > 5
-            assert (said[number][-1].notice or "").startswith("grammar: masks of this client took")
+            assert (said[number][-1].notice or "").startswith("grammar: its masks take")
         for number, answer in ((1, alone[0]), (3, alone[1])):
             assert [reply.token for reply in said[number]] == answer["token_ids"]
         check_integrity(scheduler.cache)
@@ -885,7 +938,7 @@ def test_other_ranks_do_as_rank_0_says() -> None:
     ]
     limits = Limits(100, 100, MODEL.vocab_size, frozenset(MODEL.eos_token_ids))
     words = -(-MODEL.vocab_size // 32)
-    reqs, masks = [list[Req](), list[Req]()], [np.zeros((3, words), np.int32) for _ in ranks]
+    reqs, masks = [list[Req](), list[Req]()], [np.full((3, words), -1, np.int32) for _ in ranks]
     for uid, params in enumerate((ANSWER, SamplingParams(regex="[a-z]+"), ANSWER)):
         for rank, grammars in enumerate(ranks):
             reqs[rank].append(make_req(UserMsg(uid, [1], params), limits, grammars.constrain))
@@ -899,6 +952,16 @@ def test_other_ranks_do_as_rank_0_says() -> None:
         assert errors == ["", "regex: too slow", ""]
     assert (masks[0] == masks[1]).all() and (masks[0][1] == -1).all()
     assert (masks[0][0] != -1).any() and (masks[0][0] != 0).any()
+    before = [req.cached_len for req in reqs[0]]
+    for rank, grammars in enumerate(ranks):
+        with (
+            patch.object(grammar, "masks_of", lambda _, rank=rank: ([0, 1, 2], masks[rank])),
+            patch.object(grammar, "MASKS", -1.0),
+        ):
+            grammars.fill_masks(Mock(sampled=reqs[rank]))
+        waited = [req.matcher.waited for req in reqs[rank] if req.matcher is not None]
+        back = [start - req.cached_len for start, req in zip(before, reqs[rank])]
+        assert waited == back == [1, 0, 1]
     for grammars in ranks:
         with pytest.raises(InvalidRequestError, match=r"(?s)^regex: .*unclosed") as failed:
             make_req(UserMsg(9, [1], SamplingParams(regex="((")), limits, grammars.constrain)

@@ -36,8 +36,7 @@ def check_schema(schema: str) -> None:
     if '"x-guidance":' in schema:
         raise ValueError("x-guidance is not supported")
     multiples = re.findall(r'"multipleOf": ([0-9.]+)', schema)
-    digits = [number.replace(".", "").strip("0") for number in multiples]
-    numbers = [int(number) for number in digits if number]
+    numbers = [int(n) for number in multiples if (n := number.replace(".", "").strip("0"))]
     if sum(numbers) > MAX_MULTIPLES or math.lcm(*numbers) > 20 * MAX_MULTIPLES:
         why = f"the digits of all multipleOf must add up to {MAX_MULTIPLES} at most, and their"
         raise ValueError(f"{why} least common multiple must be {20 * MAX_MULTIPLES} at most")

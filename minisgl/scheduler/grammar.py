@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
@@ -31,6 +31,8 @@ from minisgl.scheduler.queue import Shares
 from minisgl.scheduler.side import SLOTS, asked_for
 from minisgl.tokenizer import THINK
 
+MASK, MASKS, SLOWER = 0.001, 0.05, 2.0  # processor seconds: a usual mask, all of a step, too slow
+
 
 class Matcher:
     """Follows one answer through its grammar; depends on the answer and the prompt's end alone."""
@@ -38,7 +40,8 @@ class Matcher:
     def __init__(self, start: Any, field: str, job: object = None) -> None:
         """Take an `LLMatcher` of one answer, None except on rank 0; its `job` lives as long."""
         self.ll, self.field, self.job = start, field, job
-        self.seen, self.seconds, self.why = 0, 0.0, ""  # tokens, the last mask's time, the error
+        self.seen, self.waited, self.why = 0, 0, ""  # tokens; steps without a mask; the error
+        self.slower = 0.004  # seconds that its masks took longer than `MASK` each; new: unknown
 
     @property
     def error(self) -> str:
@@ -121,24 +124,31 @@ class Grammars:
         rows, masks = masks_of(fi.sampling.processing)
         reqs = [(index, fi.sampled[row]) for index, row in enumerate(rows)]
         todo = [(i, req, req.matcher) for i, req in reqs if isinstance(req.matcher, Matcher)]
-        if self.comm.rank == 0:
+        if self.comm.rank == 0 and todo:
             tokenizer = self.tokenizer.result()
             assert not isinstance(
                 tokenizer, str
             )  # it may have more tokens than the model has logits
             words = max(masks.shape[1], -(-tokenizer.vocab_size // 32))
-            wide = np.full((len(masks), words), -1, np.int32)
-            order = sorted(todo, key=lambda row: row[2].seconds)  # the slowest last
+            wide = np.pad(masks, ((0, 0), (0, words - masks.shape[1])), constant_values=-1)
+            known = sorted(todo, key=lambda t: t[2].slower)
+            slow = {req.client: matcher.slower // 0.004 for _, req, matcher in known}  # its slowest
+            order = sorted(
+                todo, key=lambda t: (slow[t[1].client] - t[2].waited // 16, -t[2].waited)
+            )
             parts = [order[part :: self.parts] for part in range(self.parts)]
             list(self.map(partial(fill_some, wide), parts))
-            for index, _, _ in todo:
-                masks[index] = wide[index, : masks.shape[1]]
+            masks[:] = wide[:, : masks.shape[1]]
         if self.comm.size > 1:
-            mine = [matcher.error for _, _, matcher in todo], masks.tobytes()
-            errors, found = self.comm.broadcast_object(mine, kind=tuple[list[str], bytes])
+            mine = [(matcher.error, matcher.waited) for *_, matcher in todo], masks.tobytes()
+            states, found = self.comm.broadcast_object(
+                mine, kind=tuple[list[tuple[str, int]], bytes]
+            )
             masks[:] = np.frombuffer(found, np.int32).reshape(masks.shape)
-            for error, (_, _, matcher) in zip(errors, todo):
-                matcher.why = error
+            for (*_, matcher), state in zip(todo, states):
+                matcher.why, matcher.waited = state
+        for req in [req for _, req, matcher in todo if matcher.waited]:  # its last token once more
+            req.cached_len, req.device_len = req.cached_len - 1, req.device_len - 1
 
     def defer(self, fi: ForwardInput, sample: Callable[[], ForwardOutput]) -> ForwardOutput:
         """Hold back a sampling that needs masks; do any other at once."""
@@ -244,20 +254,16 @@ class CompilingChannel:
         return messages
 
 
-MASK, MASKS = 0.004, 0.05  # processor seconds that are free for each mask; for all, beyond that
-TOO_SLOW = f"masks of this client took {MASKS:g} s too long: ask for fewer answers, or simpler ones"
-
-
 def fill_some(masks: IntArray, todo: list[tuple[int, Req, Matcher]]) -> None:
-    """Write the masks of some answers; end those of a client whose masks take too long."""
-    left = defaultdict[str, float](lambda: MASKS, {"": float("inf")})  # an `LLM` has no clients
+    """Write masks while the step has time for them; the answers beyond that wait."""
+    begin = time.thread_time()
     for index, req, matcher in todo:
-        start, most = time.thread_time(), left[req.client]
-        if most >= 0 and not matcher.why:
-            matcher.follow(req.output_ids)
-            if time.thread_time() - start <= most + MASK:
-                fill_next_token_bitmask(matcher.ll, masks, index)
-        matcher.seconds = time.thread_time() - start
-        left[req.client] -= max(0.0, matcher.seconds - MASK)
-        if left[req.client] < 0:
-            matcher.why = f"{matcher.field}: {TOO_SLOW}"
+        start = time.thread_time()
+        matcher.waited = 0 if matcher.why or start - begin <= MASKS else matcher.waited + 1
+        if matcher.why or matcher.waited:
+            continue
+        matcher.follow(req.output_ids)
+        fill_next_token_bitmask(matcher.ll, masks, index)
+        matcher.slower = max(0.0, matcher.slower + time.thread_time() - start - MASK)
+        if req.client and matcher.slower > SLOWER:  # an `LLM` has no clients
+            matcher.why = f"{matcher.field}: its masks take {SLOWER:g} s too long; simplify it"

@@ -15,12 +15,9 @@ from minisgl.scheduler.queue import WaitingQueue
 
 
 def future_pages(req: Req, page_size: int, reserve: int | None = None) -> int:
-    """Return the pages that an admitted request may still need; its last token needs no K and V.
-
-    With `reserve`, at most those for the rest of its prompt and the next `reserve` tokens.
-    """
+    """Return the pages that an admitted request may still need; its last token needs no K and V."""
     end = req.max_device_len - 1
-    if reserve is not None:
+    if reserve is not None:  # at most the rest of its prompt and the next `reserve` tokens
         end = min(end, max(req.cached_len, req.prefill_len) + reserve)
     return -(-end // page_size) - -(-req.cached_len // page_size)
 

@@ -173,6 +173,9 @@ class Scheduler:
         for index, (req, token) in enumerate(zip(launched.inputs.sampled, tokens.ids)):
             if self.reqs.get(req.uid) is not req:  # aborted or ended while the step was in flight
                 continue
+            if req.matcher is not None and req.matcher.waited:  # no mask yet: chapter 09a
+                self.decode.running[req.uid] = req
+                continue
             req.append(token)
             reason = finish_reason(req, token, self.eos_token_ids)
             replies.append(token_reply(req, reason, tokens, index))
@@ -203,9 +206,8 @@ class Scheduler:
 
     def run(self) -> None:
         """Loop until an `ExitMsg`; then finish the step in flight and abort the rest."""
-        step = self.step_overlap if self.overlap else self.step
         while not self.exiting:
-            step(block=True)
+            (self.step_overlap if self.overlap else self.step)(block=True)
         self.finish_in_flight()
         for uid in list(self.reqs):
             self.abort(uid)

@@ -175,7 +175,7 @@ MUTATIONS = [
     Mutation(
         "grammar_ranks_go_on_after_an_error",
         GRAMMAR,
-        "matcher.why = error",
+        "matcher.why, matcher.waited = state",
         "pass",
         TESTS + "test_other_ranks_do_as_rank_0_says",
     ),
