@@ -30,10 +30,8 @@ def check_unicode(name: str, text: object) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        raise ValueError(
-            f"{name}: not valid Unicode, unpaired surrogate U+{code:04X} at character {error.start}"
-        ) from None
+        why = f"unpaired surrogate U+{ord(text[error.start]):04X} at character {error.start}"
+        raise ValueError(f"{name}: not valid Unicode, {why}") from None
     return text
 
 
@@ -67,7 +65,7 @@ class Tokenizer:
     """A model's tokenizer, read from its folder: encode, render a chat, decode."""
 
     def __init__(self, path: str | Path) -> None:
-        from minisgl.tokenizer_files import ChatTemplates, read_tokenizer  # only when one is built
+        from minisgl.tokenizer_files import ChatTemplates, has_plain_rules, read_tokenizer  # late
 
         files = read_tokenizer(Path(path))
         self.backend: Any = with_markers(files.backend)
@@ -78,10 +76,18 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder().items()
         self.special = {token.content: token_id for token_id, token in added if token.special}
         self.longest = max(map(len, self.backend.get_vocab()), default=1)  # characters of a token
+        if self.longest > SLICE // 4:
+            raise ValueError(f"tokenizer: {path}: a token has {self.longest} characters")
+        self.quick = SLICE if has_plain_rules(self.backend) else 0  # characters: milliseconds
 
-    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Decode token ids, without special tokens; broken UTF-8 becomes U+FFFD."""
-        return str(self.backend.decode([int(token) for token in ids], skip_special_tokens=True))
+    def decode(self, ids: Sequence[int] | NDArray[Any], skip_special: bool = True) -> str:
+        """Decode token ids; broken UTF-8 becomes U+FFFD. Raise `ValueError` if that fails."""
+        try:
+            return str(self.backend.decode([*map(int, ids)], skip_special_tokens=skip_special))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library's panics are no `Exception`
+            raise ValueError(f"the tokenizer cannot decode the tokens: {error}") from error
 
     def encode(
         self, text: str, add_special_tokens: bool = True, window: int | None = None
@@ -98,15 +104,16 @@ class Tokenizer:
             raise PromptTooLong(f"{len(ids)} tokens are too many for a window of {window} tokens")
         return np.array(ids, dtype=np.int32)
 
-    def ids_of(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Encode a text; raise `ValueError` if the library cannot."""
+    def ids_of(self, text: str, special: bool) -> list[int]:
+        """Encode a text, perhaps with BOS; raise `ValueError` if the library cannot."""
         try:  # a batch, unlike a single text, is encoded without the interpreter lock
-            encoded = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=special)[
+                0
+            ].ids
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # the library's panics are no `Exception`
+        except BaseException as error:
             raise ValueError(f"the tokenizer cannot encode the text: {error}") from error
-        ids: list[int] = encoded[0].ids
         return ids
 
     def check_length(self, text: str, window: int) -> None:
@@ -115,7 +122,7 @@ class Tokenizer:
         if len(text) > 4 * window * self.longest:
             raise PromptTooLong(f"{len(text)} characters are {over}")
         for start in range(0, len(text), SLICE):
-            part = self.ids_of(text[start : start + SLICE], add_special_tokens=False)
+            part = self.ids_of(text[start : start + SLICE], False)
             count += len(part) - self.longest  # a token split by a cut counts once at most
             if count > window:
                 raise PromptTooLong(f"{count} tokens or more are {over}")
@@ -188,10 +195,8 @@ def text_of(name: str, content: object) -> str:
     """Join a message's content into one string; None is empty."""
     if not isinstance(content, list | tuple):
         return check_unicode(name, "" if content is None else content)
-    texts = [
-        part.get("text", part.get("refusal", part)) if isinstance(part, Mapping) else part
-        for part in content
-    ]
+    texts = [part.get("text", part.get("refusal", part)) if isinstance(part, Mapping) else part
+             for part in content]  # fmt: skip
     return "".join(check_unicode(f"{name}[{index}]", text) for index, text in enumerate(texts))
 
 

@@ -96,9 +96,45 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     except Exception as error:  # the libraries may raise any error for a broken file
         said = f"{type(error).__name__}: {error}"
         raise ValueError(f"tokenizer: {folder} cannot be read: {said}") from error
+    if not is_plain(decoder := files.backend.decoder):
+        why = "it may hold neither a regex nor a replacement that is longer than its pattern"
+        raise ValueError(f"tokenizer: {folder}: decoder: {why}, got {decoder!s:.200}")
     files.backend.no_truncation()
     files.backend.no_padding()
     return files
+
+
+LLAMA3_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+LLAMA3_WORDS += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2_WORDS = LLAMA3_WORDS.replace("{1,3}", "")
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
+TEKKEN_WORDS += r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # Mistral's
+EMBEDDED_WORDS = r'\{"|":|",|"\}|\["|"\]|\}\}|\p{L}+|\p{N}|\s|[^\s\p{L}\p{N}]'
+KNOWN_WORDS = {LLAMA3_WORDS, QWEN2_WORDS, TEKKEN_WORDS, EMBEDDED_WORDS}
+PLAIN = {"Sequence", "NFC", "Lowercase", "Prepend", "Digits", "ByteLevel", "Metaspace", "Strip"}
+PLAIN |= {"TemplateProcessing", "ByteFallback", "Fuse", "WordPiece", "BPEDecoder"}
+
+
+def is_plain(part: Any) -> bool:
+    """Return True if the rules of a normalizer, decoder … are quick and add little text."""
+    text, rules = part.__getstate__().decode() if part else "{}", list[dict[str, Any]]()
+    json.loads(text, object_hook=lambda rule: rules.append(rule) or rule)  # type: ignore[func-returns-value]
+    kinds = [rule["type"] for rule in rules if "type" in rule and "pattern" not in rule]
+    once = len(kinds) == len(set(kinds)) and text.count('"A"') < 3  # the prompt in a template
+    added = [rule.get("content", rule.get("prepend", "")) for rule in rules]
+    taken = [rule.get("pattern", {"String": " "}).get("String", "") for rule in rules]
+    grows = any(len(new) > len(old) for new, old in zip(added, taken, strict=True))
+    known = KNOWN_WORDS.issuperset(rule["Regex"] for rule in rules if "Regex" in rule)
+    return known and once and not grows and PLAIN.issuperset(kinds) and len(text) < 2**12
+
+
+def has_plain_rules(backend: Any) -> bool:
+    """Return True if all rules that run for a prompt are plain."""
+    model, rules = backend.model, (backend.normalizer, backend.pre_tokenizer)
+    if type(model).__name__ != "BPE" or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return False
+    return all(map(is_plain, (*rules, backend.post_processor)))
 
 
 class Generation(Extension):

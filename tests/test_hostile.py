@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import shutil
 import socket
 import struct
 import sys
@@ -90,6 +91,7 @@ from minisgl.server.options import Operations
 from minisgl.server.responses.schemas import ResponsesRequest
 from minisgl.server.workers.channels import MOST_MESSAGES, LocalQueue
 from minisgl.server.workers.messages import (
+    ConvertMsg,
     TokenizeMsg,
     TokenLogprob,
     UserReply,
@@ -97,8 +99,9 @@ from minisgl.server.workers.messages import (
     encode,
 )
 from minisgl.server.workers.scheduler_process import SchedulerChannel
+from minisgl.server.workers.text_process import PromptThreads
 from minisgl.server.workers.text_worker import PromptQueue, TextWorker, run_text_worker
-from minisgl.tokenizer import check_messages, text_size
+from minisgl.tokenizer import Tokenizer, check_messages, text_size
 from tests import hostile
 from tests.serving import Live, Served, client_at, slow_reader, wait_for
 
@@ -1995,3 +1998,67 @@ def test_hostile_requests_are_of_every_kind() -> None:
     assert {path for path, _ in found} == set(hostile.ROUTES)
     assert max(len(body) for _, body in found) > 2**20
     assert any(body.count(b"[") > 1000 for _, body in found)
+
+
+# The tokenizer of a model whose author means harm
+
+
+def embedded_with(folder: Path, **parts: object) -> Path:
+    """Copy the embedded model; `parts` replace those of its tokenizer."""
+    shutil.copytree(resolve_model_path(None), folder)
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), **parts}))
+    return folder
+
+
+def test_a_prompt_that_grows_is_refused_by_a_process_with_limits(tmp_path: Path) -> None:
+    """Two rules make a million letters of each `a`; prompts without an `a` are encoded."""
+    rule = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+    folder = embedded_with(
+        tmp_path / "model", normalizer={"type": "Sequence", "normalizers": [rule] * 2}
+    )
+    tokenizer, honest = SideTokenizer(folder), SideTokenizer(resolve_model_path(None))
+    with pytest.raises(ValueError, match=r"must encode within|cannot encode the text"):
+        tokenizer.encode("aaa")
+    assert tokenizer.encode("hello").tolist() == honest.encode("hello").tolist()
+    for each, aside in ((tokenizer, {0}), (honest, set())):
+        lanes = PromptQueue(PromptThreads(), each.quick)
+        lanes.add(TokenizeMsg(uid=0, text="b"))
+        assert lanes.aside is not None and lanes.aside.waiting.keys() == aside
+    tokenizer.side.close()
+    honest.side.close()
+
+
+def test_tokens_that_cannot_be_decoded_end_one_request(tmp_path: Path) -> None:
+    """This decoder panics on the token `a`."""
+    strip = {"type": "Strip", "content": "a", "start": 0, "stop": 5}
+    tokenizer = Tokenizer(embedded_with(tmp_path / "model", decoder=strip))
+    (a,), (b,) = (tokenizer.encode(text, add_special_tokens=False).tolist() for text in "ab")
+    to_scheduler, to_frontend = LocalQueue(), LocalQueue()
+    worker = TextWorker(tokenizer, to_scheduler, to_frontend)
+
+    def handled(*messages: Any) -> list[Any]:
+        for message in messages:
+            worker.handle(message)
+        worker.flush()
+        return to_frontend.get_all(0.0)
+
+    good, bad = TokenReply(uid=1, token=b), TokenReply(uid=2, token=a)
+    reply, error = handled(good, bad, bad)
+    assert (reply.uid, reply.text) == (1, "b")
+    assert (error.uid, error.code) == (2, "internal_error") and "cannot decode" in error.message
+    assert to_scheduler.get_all(0.0) == [AbortMsg(uid=2)]
+    assert [reply.uid for reply in handled(bad, good, aborted(2))] == [1, 2]  # the receipt
+    (again,) = handled(TokenReply(uid=2, token=b))
+    assert again.text == "b"
+    (refused,) = handled(ConvertMsg(uid=3, input_ids=[a]))
+    assert refused.code == "invalid_request" and "cannot decode" in refused.message
+
+    def echo() -> Iterator[bool]:
+        tokenizer.decode([a])
+        yield True
+
+    worker.later[1] = echo()
+    assert worker.work()
+    (error,) = handled()
+    assert (error.uid, error.code) == (1, "internal_error") and not worker.later

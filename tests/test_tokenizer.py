@@ -29,7 +29,12 @@ from minisgl.tokenizer import (
     StopStrings,
     Tokenizer,
 )
-from minisgl.tokenizer_files import read_by_transformers, read_directly, read_tokenizer
+from minisgl.tokenizer_files import (
+    has_plain_rules,
+    read_by_transformers,
+    read_directly,
+    read_tokenizer,
+)
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",
@@ -606,6 +611,89 @@ def test_a_text_on_which_a_regex_gives_up_is_refused(
     with pytest.raises(ValueError, match=r"the tokenizer cannot encode the text: .*retry-limit"):
         tokenizer.encode("x" * 3000 + "!", window=window)
     assert tokenizer.encode("hello").tolist() == before
+
+
+def grown(size: int) -> normalizers.Replace:
+    return normalizers.Replace("a", "a" * size)
+
+
+def with_rule(normalizer: Any = None, words: Any = None, after: Any = None) -> Backend:
+    backend = byte_level()
+    backend.normalizer = normalizer
+    if words is not None:
+        backend.pre_tokenizer = pre_tokenizers.Sequence([words, backend.pre_tokenizer])  # type: ignore[list-item]
+    backend.post_processor = after
+    return backend
+
+
+def split(regex: str) -> pre_tokenizers.Split:
+    return pre_tokenizers.Split(Regex(regex), "isolated")
+
+
+AFTER = processors.TemplateProcessing(" ".join(["$A"] * 3), None, [])
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        lambda: with_rule(grown(1000)),
+        lambda: with_rule(normalizers.Sequence([normalizers.NFC(), grown(2)])),
+        lambda: with_rule(normalizers.Prepend("aa")),
+        lambda: with_rule(normalizers.NFKC()),
+        lambda: with_rule(normalizers.Replace(Regex("a*"), "")),
+        lambda: with_rule(words=split("(x+x+)+y")),
+        lambda: with_rule(words=split(PRETOKENIZE_REGEX + "|y")),
+        lambda: with_rule(words=pre_tokenizers.ByteLevel()),
+        lambda: with_rule(words=pre_tokenizers.Sequence([split(PRETOKENIZE_REGEX)] * 40)),
+        lambda: with_rule(after=AFTER),
+        lambda: Backend(models.WordLevel({"a": 0}, unk_token="a")),
+        lambda: Backend(models.BPE({"a": 0, "b": 1}, [], continuing_subword_prefix="b")),
+    ],
+)
+def test_rules_of_which_nobody_knows_the_time_are_not_plain(backend: Callable[[], Backend]) -> None:
+    assert not has_plain_rules(backend())
+
+
+@pytest.mark.parametrize("backend", [byte_level, byte_fallback, metaspace])
+def test_usual_rules_are_plain(tmp_path: Path, backend: Callable[[], Backend]) -> None:
+    assert Tokenizer(save(tmp_path, backend())).quick == SLICE
+    assert has_plain_rules(with_rule(normalizers.NFC(), split(PRETOKENIZE_REGEX)))
+    spell = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    assert has_plain_rules(with_rule(spell))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        decoders.Replace("e", "ee"),
+        decoders.Replace(Regex("(x+x+)+y"), ""),
+        decoders.Sequence([decoders.Replace("e", "e" * 1000)] * 2),
+        decoders.Sequence([decoders.BPEDecoder("")] * 20),
+        decoders.Sequence([decoders.Replace("e", "a")] * 100),
+    ],
+)
+def test_a_decoder_that_may_ruin_a_server_is_refused(tmp_path: Path, rule: Any) -> None:
+    backend = byte_level()
+    backend.decoder = decoders.Sequence([decoders.Fuse(), rule])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"^tokenizer: .*: decoder: it may hold neither"):
+        Tokenizer(save(tmp_path, backend))
+
+
+def test_a_token_of_a_book_is_refused(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.add_tokens(["a" * 3000])
+    with pytest.raises(ValueError, match="a token has 3000 characters"):
+        Tokenizer(save(tmp_path, backend))
+
+
+def test_a_token_on_which_a_decoder_panics_is_an_error(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.decoder = decoders.Strip("a", 0, 5)
+    tokenizer = Tokenizer(save(tmp_path, backend))
+    (fine,), (panics,) = (tokenizer.encode(text, False).tolist() for text in "ba")
+    with pytest.raises(ValueError, match="the tokenizer cannot decode the tokens: index out"):
+        tokenizer.decode([panics])
+    assert tokenizer.decode([fine]) == "b"
 
 
 class Counting:

@@ -149,6 +149,7 @@ def test_a_text_process_has_its_side_process_and_its_threads(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Any] = []
+    monkeypatch.setattr("minisgl.tokenizer.SLICE", 4096)
     monkeypatch.setattr(text_process, "run_text_worker", lambda *parts: found.extend(parts))
     context: Any = SimpleNamespace(ready=lambda: None, beat=lambda: None)
     text_process.text_process(ServerConfig(), folder, "text", context)
@@ -156,3 +157,4 @@ def test_a_text_process_has_its_side_process_and_its_threads(
     assert type(worker._tokenizer) is SideTokenizer and worker._window == 4096
     assert worker._logprobs is not None and beat is context.beat
     assert type(prompts.aside) is PromptThreads
+    assert prompts.quick == 4096

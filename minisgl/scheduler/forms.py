@@ -26,9 +26,8 @@ LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000, step_lexer_fuel=20_000, step_max_items=1_000,
     max_items_in_row=400, max_lexer_states=10_000, max_grammar_size=20_000, verbose_errors=False,
 )  # fmt: skip
-ONE_LINE: Any = {  # else a model may answer with spaces indefinitely
-    "whitespace_flexible": False, "item_separator": ",[ ]?", "key_separator": ":[ ]?",
-}  # fmt: skip
+# Else a model may answer with spaces indefinitely.
+ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ",[ ]?", "key_separator": ":[ ]?"}
 
 
 def check_schema(schema: str) -> None:
@@ -36,7 +35,7 @@ def check_schema(schema: str) -> None:
     if '"x-guidance":' in schema:
         raise ValueError("x-guidance is not supported")
     multiples = re.findall(r'"multipleOf": ([0-9.]+)', schema)
-    numbers = [int(n) for number in multiples if (n := number.replace(".", "").strip("0"))]
+    numbers = [int(n) for each in multiples if (n := each.replace(".", "").strip("0"))]
     if sum(numbers) > MAX_MULTIPLES or math.lcm(*numbers) > 20 * MAX_MULTIPLES:
         why = f"the digits of all multipleOf must add up to {MAX_MULTIPLES} at most, and their"
         raise ValueError(f"{why} least common multiple must be {20 * MAX_MULTIPLES} at most")
@@ -88,14 +87,12 @@ class TagCompiler:
     """A structural tag in Lark's notation for one tokenizer, whose special tokens are not text."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.rules = [r"TEXT: /(.|\n)*/"]
+        self.tokenizer, self.rules = tokenizer, [r"TEXT: /(.|\n)*/"]
 
     def lark(self, text: str) -> str:
         """Return the whole grammar; raise `ValueError` that names a node of no known form."""
         check_schema(text)
-        start = self.expression(tag_of(text).get("format"))
-        return "\n".join([f"start: {start}", *self.rules])
+        return "\n".join([f"start: {self.expression(tag_of(text).get('format'))}", *self.rules])
 
     def define(self, body: str, kind: str = "part_{}") -> str:
         """Define a rule, or a terminal, and return its name."""

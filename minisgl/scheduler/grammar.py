@@ -131,8 +131,9 @@ class Grammars:
             )  # it may have more tokens than the model has logits
             words = max(masks.shape[1], -(-tokenizer.vocab_size // 32))
             wide = np.pad(masks, ((0, 0), (0, words - masks.shape[1])), constant_values=-1)
-            known = sorted(todo, key=lambda t: t[2].slower)
-            slow = {req.client: matcher.slower // 0.004 for _, req, matcher in known}  # its slowest
+            slow = {
+                t[1].client: t[2].slower // 0.004 for t in sorted(todo, key=lambda t: t[2].slower)
+            }
             order = sorted(
                 todo, key=lambda t: (slow[t[1].client] - t[2].waited // 16, -t[2].waited)
             )
@@ -243,8 +244,7 @@ class CompilingChannel:
     """The channel of an `LLM`: compiles the grammars of all messages at the same time."""
 
     def __init__(self, channel: Channel, grammars: Grammars) -> None:
-        self.channel, self.grammars = channel, grammars
-        self.send = channel.send
+        self.channel, self.grammars, self.send = channel, grammars, channel.send
         self.ready: list[Future[LLMatcher] | None] = []  # of the messages just returned
 
     def recv(self, block: bool) -> list[Msg]:
@@ -260,10 +260,9 @@ def fill_some(masks: IntArray, todo: list[tuple[int, Req, Matcher]]) -> None:
     for index, req, matcher in todo:
         start = time.thread_time()
         matcher.waited = 0 if matcher.why or start - begin <= MASKS else matcher.waited + 1
-        if matcher.why or matcher.waited:
-            continue
-        matcher.follow(req.output_ids)
-        fill_next_token_bitmask(matcher.ll, masks, index)
-        matcher.slower = max(0.0, matcher.slower + time.thread_time() - start - MASK)
+        if not matcher.why and not matcher.waited:
+            matcher.follow(req.output_ids)
+            fill_next_token_bitmask(matcher.ll, masks, index)
+            matcher.slower = max(0.0, matcher.slower + time.thread_time() - start - MASK)
         if req.client and matcher.slower > SLOWER:  # an `LLM` has no clients
             matcher.why = f"{matcher.field}: its masks take {SLOWER:g} s too long; simplify it"

@@ -82,7 +82,7 @@ class TokenReply(msgspec.Struct, tag=True, kw_only=True):
 
 
 class ErrorReply(msgspec.Struct, tag=True, kw_only=True):
-    """A request that was refused; it is the only reply that this request gets.
+    """A request that was refused; it is the last reply that this request gets.
 
     Refused for a uid in use, it carries that uid: to a receiver the live request has ended, too.
     """

@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from copy import copy
-from functools import lru_cache
+from functools import lru_cache, partial
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,8 @@ class SideProcess:
     def __init__(self, setup: bytes) -> None:
         self._pipe, theirs = Pipe()
         env = {name: os.environ[name] for name in KEPT if name in os.environ}
-        env["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
+        env |= {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+        env |= {"TOKENIZERS_PARALLELISM": "false"}  # its threads count as memory
         quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         with theirs:
             code = f"from minisgl.scheduler.side_process import serve; serve({theirs.fileno()})"
@@ -129,12 +130,12 @@ class Side:
     def call(self, kind: str, field: Any, *given: Any) -> Any:
         """Do a job; a `ValueError` names the field at fault."""
         job = packed(self._seconds, kind, field, *given)  # an error here harms no process
-        process = self._take("load" if kind == "compile" else "start")
+        process = self._take({"compile": "load", "encode": "read"}.get(kind, "start"))
         try:
             value, why, param, expected = process.call(self._seconds, job)
         except (OSError, EOFError):
             process.end()
-            name = field if kind == "compile" else "messages"
+            name = {"compile": field, "encode": "prompt"}.get(kind, "messages")
             most = f"{self._seconds:g} seconds ({self._seconds / CPU_SHARE:g} of CPU time)"
             must = f"{name}: must {kind} within {most} and {WORK >> 20} MiB, got one that does not"
             raise InvalidRequestError(must, param=name) from None
@@ -165,7 +166,7 @@ class SideTemplates(ChatTemplates):
 
 
 class SideTokenizer(Tokenizer):
-    """A tokenizer that renders chats, and tries the grammars of parameters, in side processes."""
+    """A tokenizer that renders, tries grammars and encodes by odd rules in side processes."""
 
     def __init__(self, path: str | Path, seconds: float = SECONDS) -> None:
         super().__init__(path)
@@ -174,6 +175,8 @@ class SideTokenizer(Tokenizer):
         about = (self.templates.texts, self.templates.special_tokens)
         self.side = Side((*about, str(path), model.vocab_size, ends), seconds)
         self.templates = SideTemplates(self.templates, self.side)
+        if not self.quick:
+            self.ids_of = partial(self.side.call, "encode")  # type: ignore[method-assign]
 
     def encode_params(self, params: SamplingParams) -> SamplingParams:
         """Return parameters in ids; raise `ValueError` also for a grammar that does not compile."""

@@ -23,6 +23,7 @@ from llguidance import LLTokenizer
 from minisgl.scheduler.forms import as_lark, compile_grammar, load_tokens
 from minisgl.scheduler.messages import InvalidRequestError
 from minisgl.scheduler.side import CPU_SHARE, MAX_ANSWER, MEMORY, WORK
+from minisgl.tokenizer import Tokenizer
 from minisgl.tokenizer_files import ChatTemplates
 
 
@@ -71,19 +72,21 @@ def serve(fd: int) -> None:
     """Do the jobs from a pipe until it is closed."""
     limit_process()
     pipe = Connection(fd)
-    texts, special_tokens, folder, *sizes = msgspec.msgpack.decode(pipe.recv_bytes())
+    texts, special_tokens, folder, *size = msgspec.msgpack.decode(pipe.recv_bytes())
     templates = ChatTemplates(texts, special_tokens)
-    load = cache(partial(load_tokens, Path(folder), *sizes))
+    load, read = cache(partial(load_tokens, Path(folder), *size)), cache(partial(Tokenizer, folder))
     jobs: dict[str, Callable[..., Any]] = {
         "start": lambda: None,
         "load": lambda: load() and None,
+        "read": lambda: read() and None,
         "render": lambda messages, variables: templates.render(messages, **variables),
         "compile": lambda field, text: try_grammar(load(), field, text),
+        "encode": lambda text, special: read().ids_of(text, special),
     }
     with suppress(EOFError, OSError):  # our parent is gone
         while True:
             seconds, kind, *given = msgspec.msgpack.decode(pipe.recv_bytes())
-            limit_work(seconds / CPU_SHARE, MEMORY if kind == "load" else WORK)
+            limit_work(seconds / CPU_SHARE, MEMORY if kind in ("load", "read") else WORK)
             try:
                 answer = msgspec.msgpack.encode((jobs[kind](*given), None, None, True))
                 if len(answer) > MAX_ANSWER:

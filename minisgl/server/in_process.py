@@ -38,7 +38,8 @@ class InProcessServer:
         self._tokenizer = SideTokenizer(resolve_model_path(config.model_path))
         window = self.scheduler.engine.max_seq_len
         worker = build_text_worker(self._tokenizer, self.to_scheduler, to_frontend, window)
-        loop = {"worker": worker, "inbox": self.to_text, "prompts": PromptQueue(PromptThreads())}
+        prompts = PromptQueue(PromptThreads(), self._tokenizer.quick)
+        loop = {"worker": worker, "inbox": self.to_text, "prompts": prompts}
         self.frontend = Frontend([self.to_text], to_frontend, observers)
         self._threads = [
             threading.Thread(target=self._run_scheduler, name="scheduler", daemon=True),

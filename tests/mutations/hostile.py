@@ -6,10 +6,59 @@ TEST = "tests/test_hostile.py::"
 
 MUTATIONS = [
     Mutation(
+        name="tokenizer: a token on which the library panics ends the process",
+        module="minisgl.tokenizer",
+        old="except BaseException as error:  # the library's panics",
+        new="except Exception as error:  # the library's panics",
+        test="tests/test_tokenizer.py::test_a_token_on_which_a_decoder_panics_is_an_error",
+    ),
+    Mutation(
+        name="tokenizer: a decoder may do anything",
+        module="minisgl.tokenizer_files",
+        old="if not is_plain(decoder := files.backend.decoder):",
+        new="if is_plain(decoder := None) is None:",
+        test="tests/test_tokenizer.py::test_a_decoder_that_may_ruin_a_server_is_refused",
+    ),
+    Mutation(
+        name="tokenizer: replacements may grow without end",
+        module="minisgl.tokenizer_files",
+        old="known and once and not grows and ",
+        new="known and once and ",
+        test="tests/test_tokenizer.py::test_rules_of_which_nobody_knows_the_time_are_not_plain",
+    ),
+    Mutation(
+        name="tokenizer: unknown regexes run in the text worker",
+        module="minisgl.tokenizer_files",
+        old="known and once and not grows and ",
+        new="once and not grows and ",
+        test="tests/test_tokenizer.py::test_rules_of_which_nobody_knows_the_time_are_not_plain",
+    ),
+    Mutation(
+        name="tokenizer: a rule may double a text again and again",
+        module="minisgl.tokenizer_files",
+        old="known and once and not grows and ",
+        new="known and not grows and ",
+        test="tests/test_tokenizer.py::test_rules_of_which_nobody_knows_the_time_are_not_plain",
+    ),
+    Mutation(
+        name="side: a prompt grows in the text worker's memory",
+        module="minisgl.scheduler.side",
+        old="if not self.quick:",
+        new="if self.quick is None:",
+        test=TEST + "test_a_prompt_that_grows_is_refused_by_a_process_with_limits",
+    ),
+    Mutation(
+        name="text worker: tokens that cannot be decoded end the server",
+        module="minisgl.server.workers.text_worker",
+        old="except ValueError as error:",
+        new="except KeyError as error:",
+        test=TEST + "test_tokens_that_cannot_be_decoded_end_one_request",
+    ),
+    Mutation(
         name="tokenizer: a panic of the library ends the process",
         module="minisgl.tokenizer",
-        old="except BaseException as error:",
-        new="except Exception as error:",
+        old="except BaseException as error:\n",
+        new="except Exception as error:\n",
         test="tests/test_tokenizer.py::test_a_text_on_which_a_regex_gives_up_is_refused",
     ),
     Mutation(
@@ -865,7 +914,7 @@ MUTATIONS = [
     Mutation(
         name="chats: a job has the memory of its process",
         module="minisgl.scheduler.side_process",
-        old='MEMORY if kind == "load" else WORK',
+        old='MEMORY if kind in ("load", "read") else WORK',
         new="MEMORY",
         test="tests/test_side.py::test_what_a_template_raises_is_an_answer",
     ),

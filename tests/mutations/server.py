@@ -54,7 +54,7 @@ MUTATIONS = [
     Mutation(
         name="echo: prompts of clients that left are sent to the end",
         module="minisgl.server.workers.text_worker",
-        old="if job and uid in self._open and uid not in self._left and next(job, False):",
+        old="if job and uid in self._open and self._attempt(uid, next, job, False):",
         new="if job and next(job, False):",
         test=TEST + "test_a_scored_prompt_that_nobody_waits_for_is_dropped",
     ),
@@ -189,8 +189,8 @@ MUTATIONS = [
     Mutation(
         name="server: tokens of a client that left are detokenized",
         module="minisgl.server.workers.text_worker",
-        old="if msg.uid not in self._left:",
-        new="if True:",
+        old="return None if uid in self._left else step(*given)",
+        new="return step(*given)",
         test=TEST + "test_text_worker_drops_the_tokens_of_a_client_that_left",
     ),
     Mutation(
@@ -575,7 +575,7 @@ MUTATIONS = [
     Mutation(
         name="server: long prompts are encoded between two answers",
         module="minisgl.server.workers.text_worker",
-        old="slow = size > SLICE or",
+        old="slow = size > self.quick or",
         new="slow = size > 100 * SLICE or",
         test=TEST + "test_a_long_prompt_stops_neither_answers_nor_short_prompts_nor_aborts",
     ),

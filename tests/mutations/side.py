@@ -55,8 +55,8 @@ MUTATIONS = [
     Mutation(
         "lanes: chats are rendered in the loop of the text worker",
         TEXT,
-        "size > SLICE or msg.messages or ",
-        "size > SLICE or ",
+        "size > self.quick or msg.messages or ",
+        "size > self.quick or ",
         TEST + "test_chats_and_grammars_go_aside",
     ),
     Mutation(

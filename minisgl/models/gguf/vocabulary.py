@@ -22,17 +22,8 @@ from tokenizers import (
 
 from minisgl.models.gguf.config import token_id
 from minisgl.models.gguf.header import GgufError, Header
+from minisgl.tokenizer_files import LLAMA3_WORDS, QWEN2_WORDS, TEKKEN_WORDS
 
-LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN2_WORDS = LLAMA3_WORDS.replace("{1,3}", "")
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-TEKKEN_WORDS = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 WORDS = {"gpt-2": None, "smollm": None, "qwen2": QWEN2_WORDS, "deepseek-r1-qwen": QWEN2_WORDS,
          "llama-bpe": LLAMA3_WORDS, "tekken": TEKKEN_WORDS}  # fmt: skip
 WHOLE_WORDS = ("llama-bpe", "tekken")  # a word that is a token is not merged; BOS comes first

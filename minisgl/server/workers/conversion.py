@@ -13,10 +13,9 @@ def convert(tokenizer: Tokenizer, msg: ConvertMsg, window: int) -> Converted:
     """Return the tokens of a prompt, at most `window`, or the text of `input_ids`."""
     backend = tokenizer.backend
     if msg.input_ids is not None:
-        known = [token for token in msg.input_ids if backend.id_to_token(token) is not None]
-        if known != msg.input_ids:
+        if any(backend.id_to_token(token) is None for token in msg.input_ids):
             raise ValueError(f"must be ids of tokens, got {max(msg.input_ids)} and others")
-        text = backend.decode(msg.input_ids, skip_special_tokens=False)
+        text = tokenizer.decode(msg.input_ids, skip_special=False)
         return Converted(uid=msg.uid, text=text, token_ids=msg.input_ids)
     text = msg.text or ""
     if msg.messages is not None:

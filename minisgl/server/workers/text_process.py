@@ -114,7 +114,7 @@ def text_process(config: ServerConfig, folder: Path, part: str, context: WorkerC
     worker = build_text_worker(tokenizer, to_scheduler, to_frontend, window, kind)
     with frozen_heap():
         context.ready()
-        run_text_worker(worker, inbox, context.beat, PromptQueue(PromptThreads()))
+        run_text_worker(worker, inbox, context.beat, PromptQueue(PromptThreads(), tokenizer.quick))
     tokenizer.side.close()
     for box in (inbox, to_scheduler, to_frontend):
         box.close()

@@ -9,7 +9,7 @@ import heapq
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from minisgl.core import SamplingParams
 from minisgl.events import StageTimed
@@ -87,7 +87,7 @@ class TextWorker:
         """Do a part of what was left for later (12b), in turn; return True if there was any."""
         uid = next(iter(self.later), -1)
         job = self.later.pop(uid, None)
-        if job and uid in self._open and uid not in self._left and next(job, False):
+        if job and uid in self._open and self._attempt(uid, next, job, False):
             self.later[uid] = job
         return job is not None
 
@@ -97,8 +97,7 @@ class TextWorker:
             case TokenizeMsg():
                 self.handle(self.encode(msg))
             case TokenReply():
-                if msg.uid not in self._left:
-                    self._detokenize(msg)
+                self._attempt(msg.uid, self._detokenize, msg)
             case UserMsg() | AbortMsg():
                 self._left |= {msg.uid} if isinstance(msg, AbortMsg) else set()
                 self._scheduler.append(msg)
@@ -146,6 +145,14 @@ class TextWorker:
             else encode(text, window=self._window).tolist()
         )
 
+    def _attempt(self, uid: int, step: Callable[..., Any], *given: Any) -> Any:
+        """Return step(*given), None if it was aborted; one that cannot be decoded ends alone."""
+        try:
+            return None if uid in self._left else step(*given)
+        except ValueError as error:
+            self._frontend.append(ErrorReply(uid=uid, message=str(error), code="internal_error"))
+            return self.handle(AbortMsg(uid=uid))
+
     def _detokenize(self, msg: TokenReply) -> None:
         """Detokenize one token; a stop string ends the request."""
         if (entry := self._open.get(msg.uid)) is None:
@@ -167,19 +174,13 @@ class TextWorker:
     def _reply(self, msg: TokenReply, entry: OpenText, text: str) -> UserReply:
         status, finished = entry.status, msg.finished or entry.status.stopped
         return UserReply(
-            uid=msg.uid,
-            text=text,
-            token_ids=[] if msg.token is None else [msg.token],
-            finished=finished,
-            finish_reason="stop" if status.stopped else msg.finish_reason,
-            stop=status.filter.found,
-            thinking=status.thinking,
-            prompt_tokens=msg.prompt_tokens,
-            cached_tokens=msg.cached_tokens,
-            completion_tokens=entry.status.num_tokens,
-            thought_tokens=entry.status.thought_tokens,
+            uid=msg.uid, text=text, token_ids=[] if msg.token is None else [msg.token],
+            finished=finished, finish_reason="stop" if status.stopped else msg.finish_reason,
+            stop=status.filter.found, thinking=status.thinking,
+            prompt_tokens=msg.prompt_tokens, cached_tokens=msg.cached_tokens,
+            completion_tokens=status.num_tokens, thought_tokens=status.thought_tokens,
             logprobs=[] if entry.logprobs is None else entry.logprobs.take(text, finished),
-        )
+        )  # fmt: skip
 
 
 Encode = Callable[[TokenizeMsg], Message]
@@ -188,13 +189,13 @@ Encode = Callable[[TokenizeMsg], Message]
 class PromptQueue:
     """A queue of prompts, fair between clients, short before long, without starvation.
 
-    Slow ones (large, chats, with a grammar) go to `aside`, if given.
+    Slow ones (over `quick` characters, chats, with a grammar) go to `aside`, if given.
     """
 
     waiting: dict[int, TokenizeMsg]  # by uid
 
-    def __init__(self, aside: PromptQueue | None = None) -> None:
-        self.aside, self.waiting = aside, {}
+    def __init__(self, aside: PromptQueue | None = None, quick: int = SLICE) -> None:
+        self.aside, self.quick, self.waiting = aside, quick, {}
         self._heaps: dict[str, list[tuple[int, int, int]]] = {}  # tag, uid, size
         self._clocks: dict[str, int] = {}  # characters encoded so far
         self._last: tuple[TokenizeMsg | None, int] = (None, 0)
@@ -210,7 +211,7 @@ class PromptQueue:
         if not msg.same_request(before):
             size = len(msg.text or "") or text_size([getattr(msg, name) for name in msg.shared])
         self._last = (msg, size)
-        slow = size > SLICE or msg.messages or msg.sampling_params.is_constrained
+        slow = size > self.quick or msg.messages or msg.sampling_params.is_constrained
         if self.aside is not None and slow:
             self.aside.add(msg)
             return
