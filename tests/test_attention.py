@@ -398,6 +398,34 @@ def test_torch_decode_in_slices_of_any_size(shape: Shape, positions: int) -> Non
         assert_close(world.attend("torch"), dense_oracle(world))
 
 
+@pytest.mark.parametrize(
+    "lens",
+    [
+        [20] * 60 + [1000],
+        [700, *[3] * 100, 1500],
+        list(range(1, 400, 9)),
+        [30, 1, 2000, 4, 500, 90] * 5,
+        [90] * 40,
+    ],
+)
+def test_torch_decode_pads_no_request_to_a_far_longer_one(
+    lens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+
+    def load_kv(pool: KVPool, slots: Tensor, layer_id: int, dtype: torch.dtype) -> list[Tensor]:
+        read.append(slots.numel())
+        return whole(pool, slots, layer_id, dtype)
+
+    world = make_world(
+        Shape(lens=tuple((length - 1, 1) for length in lens), kv_heads=1, head_dim=8)
+    )
+    whole = KVPool.load_kv
+    monkeypatch.setattr(KVPool, "load_kv", load_kv)
+    assert_close(world.attend("torch"), dense_oracle(world))
+    assert sum(lens) <= sum(read) <= 2 * sum(lens)
+
+
 # --------------------------------------------------------------------------------- host staging
 
 

@@ -5,12 +5,13 @@ Generated from notebooks/04_attention.ipynb: edit there.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.attention.metadata import AttentionMetadata, AttentionPlan, DecodeBuffers
-from minisgl.core import Phase
+from minisgl.core import IntArray, Phase
 from minisgl.kvcache.page_table import TableManager
 from minisgl.kvcache.pool import KVPool
 
@@ -88,26 +89,32 @@ class DecodePlan(AttentionPlan):
 
     def __init__(
         self, pool: KVPool, page_table: Tensor, buffers: DecodeBuffers, scale: float,
-        fixed: bool = False,
+        seq_lens: IntArray | None = None,
     ) -> None:  # fmt: skip
-        """Plan over `page_table`, int32 [rows, width]: `width` positions of each row are read.
+        """Plan over `page_table`, int32 [rows, width].
 
-        fixed: the inputs stay as they are, so slots and masks of the first layer serve all.
+        seq_lens: [bs], if the inputs stay as they are: only these positions are read, and slots
+        and masks of the first layer serve all. None: whole rows are read.
         """
         self.pool, self.page_table, self.scale = pool, page_table, scale
         self.buffers, self.out_loc = buffers, buffers.out_loc
-        width = page_table.shape[1]
-        self.positions = torch.arange(width, device=self.out_loc.device)
-        self.at_once = max(1, POSITIONS // width)
-        self.fixed, self.found = fixed, list[tuple[Tensor, Tensor]]()
+        self.fixed, self.found = seq_lens is not None, list[tuple[Tensor, Tensor]]()
+        if seq_lens is None:
+            seq_lens = np.full(len(self.out_loc), page_table.shape[1])
+        self.slices, lens = list[tuple[Tensor, int]](), np.sort(seq_lens).tolist()
+        left = torch.from_numpy(np.argsort(-seq_lens, kind="stable")).to(self.out_loc.device)
+        while len(left):  # the longest first
+            width = lens[len(left) - 1]
+            count = max(1, POSITIONS // width)
+            self.slices.append((left[:count], width))
+            left = left[count:]
 
     def find_slots(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         """Return slots [some, width] of some requests at a time, and what is added to scores."""
-        rows, last = self.buffers.rows, self.buffers.positions
-        found = []
-        for row, end in zip(rows.split(self.at_once), last.split(self.at_once), strict=True):
-            seen = self.positions <= end[:, None]
-            slots = self.page_table.index_select(0, row)
+        rows, last, found = self.buffers.rows, self.buffers.positions, []
+        for some, width in self.slices:
+            seen = torch.arange(width, device=last.device) <= last[some, None]
+            slots = self.page_table[:, :width].index_select(0, rows[some])
             slots = torch.where(seen, slots, slots[:, :1])  # past its end a row names anything
             bias = torch.zeros_like(slots, dtype=dtype).masked_fill_(~seen, -torch.inf)
             found.append((slots, bias[:, None, None]))  # [some, 1, 1, width]
@@ -116,18 +123,16 @@ class DecodePlan(AttentionPlan):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> Tensor:
         """Attend for some requests at a time, padded to one width and masked; read the pool."""
         grouped = q.unflatten(1, (self.pool.num_kv_heads, -1))  # [bs, kv_heads, group, d]
-        found = self.found or self.find_slots(q.dtype)
+        found, out = self.found or self.find_slots(q.dtype), torch.empty_like(grouped)
         if self.fixed:
             self.found = found
-        out = []
-        for queries, (slots, bias) in zip(grouped.split(self.at_once), found, strict=True):
-            keys, values = self.pool.load_kv(slots, layer_id, q.dtype)
-            out.append(
-                F.scaled_dot_product_attention(
-                    queries, keys.transpose(1, 2), values.transpose(1, 2), bias, scale=self.scale
-                )
-            )
-        return (out[0] if len(out) == 1 else torch.cat(out)).flatten(1, 2)
+        for (some, _), (slots, bias) in zip(self.slices, found, strict=True):
+            loaded = self.pool.load_kv(slots, layer_id, q.dtype)
+            keys, values = (part.transpose(1, 2) for part in loaded)
+            queries = grouped.index_select(0, some)
+            heads = F.scaled_dot_product_attention(queries, keys, values, bias, scale=self.scale)
+            out.index_copy_(0, some, heads)
+        return out.flatten(1, 2)
 
 
 class TorchBackend:
@@ -145,9 +150,8 @@ class TorchBackend:
         """Decode in a few calls, prefill in one call per request."""
         if meta.phase is Phase.PREFILL:
             return PerRequestPlan(self.pool, meta, out_loc, self.scale)
-        table = self.tables.device_page_table[:, : int(meta.seq_lens.max())]
-        buffers = DecodeBuffers.of(meta, out_loc)
-        return DecodePlan(self.pool, table, buffers, self.scale, fixed=True)
+        table, buffers = self.tables.device_page_table, DecodeBuffers.of(meta, out_loc)
+        return DecodePlan(self.pool, table, buffers, self.scale, meta.seq_lens)
 
     def graph_plan(self, batch_size: int, buffers: DecodeBuffers) -> AttentionPlan:
         """Decode at one batch size over the caller's buffers; reads whole rows."""

@@ -128,8 +128,8 @@ MUTATIONS = [
     Mutation(
         "attention: the decode plan does not see the new token",
         TORCH,
-        "seen = self.positions <= end[:, None]",
-        "seen = self.positions < end[:, None].clamp(min=1)",
+        "<= last[some, None]",
+        "< last[some, None].clamp(min=1)",
         f"{TEST}test_graph_plan_equals_eager_plan[1-torch]",
     ),
     Mutation(
@@ -158,8 +158,22 @@ MUTATIONS = [
     Mutation(
         "attention: slices of a decode step leave out a request",
         TORCH,
-        "self.at_once = max(1, POSITIONS // width)",
-        "self.at_once = POSITIONS // width",
+        "left = left[count:]",
+        "left = left[count + 1 :]",
+        f"{TEST}test_torch_decode_in_slices_of_any_size",
+    ),
+    Mutation(
+        "attention: one long context widens all slices of a decode step",
+        TORCH,
+        "width = lens[len(left) - 1]",
+        "width = lens[-1]",
+        f"{TEST}test_torch_decode_pads_no_request_to_a_far_longer_one",
+    ),
+    Mutation(
+        "attention: the slices of a decode step mix long and short requests",
+        TORCH,
+        'left = torch.from_numpy(np.argsort(-seq_lens, kind="stable"))',
+        "left = torch.arange(len(lens))",
         f"{TEST}test_torch_decode_in_slices_of_any_size",
     ),
     Mutation(
