@@ -35,6 +35,8 @@ class Fairness:
     tags: dict[Req, tuple[float, int]] = field(default_factory=dict)  # of all that are not over
     clock: float = 0.0
     count: int = 0
+    total: int = 0  # tokens of all
+    came: dict[Req, int] = field(default_factory=dict)  # `total` at the arrival of a new request
     starts: dict[str, float] = field(default_factory=dict)  # prompt tokens computed, or the clock
     gone: list[tuple[str, int]] = field(default_factory=list)  # clients that left, what they had
     line: list[str] = field(default_factory=list)  # clients, the one last served at the end
@@ -54,6 +56,7 @@ class Fairness:
         if not self.live[name]:
             self.line.append(name)
         self.tags[req] = self.clocks.setdefault(name, 0.0) + req.prompt_len, self.count
+        self.came[req] = self.total
         self.waiting[req] = self.tags[req]
         self.live[name] += 1
         self.count += 1
@@ -79,6 +82,7 @@ class Fairness:
         """A request is over; a client without any is forgotten."""
         self.remove(req)
         del self.tags[req]
+        self.came.pop(req, None)
         self.live[req.client] -= 1
         if not self.live[req.client]:
             self.gone.append((req.client, self.served[req.client]))
@@ -96,6 +100,7 @@ class Fairness:
             self.starts[name] = max(self.starts[name], self.clock)
         self.count += 1
         self.tags[req] = self.waiting[req] = -math.inf, -self.count
+        self.came.pop(req, None)
         if over and not self.rows(name):
             self.serve(name)
             self.yielded.add(name)
@@ -112,15 +117,24 @@ class Fairness:
         end = self.starts[req.client] + (req.prefill_len - req.cached_len)
         return self.tags[req][0] > -math.inf, end, self.tags[req][1]
 
+    def due(self, head: Req) -> int:
+        """What its client will have had, less a step and less what all had since it came."""
+        if head not in self.came:  # it was retracted
+            return self.served[head.client]
+        rest = head.prefill_len - (self.total - self.came[head]) - self.step_tokens
+        return self.served[head.client] + max(rest, 0)
+
     def first(self) -> Req | None:
         """The next to be admitted: of the clients that count as equal, the first head."""
         if not self.waiting:
             return None
-        least = min(self.served[req.client] for req in self.waiting)
         heads: dict[str, Req] = {}
         for req in sorted(self.waiting, key=lambda req: self.tags[req]):
-            if self.served[req.client] - least < self.step_tokens:
-                heads.setdefault(req.client, req)
+            heads.setdefault(req.client, req)
+        least = min(self.due(req) for req in heads.values())
+        heads = {
+            name: req for name, req in heads.items() if self.due(req) - least < self.step_tokens
+        }
         behind = [client for client in self.line if client in self.yielded and client in heads]
         before = self.line[: self.line.index(behind[0])] if behind else self.line
 
@@ -145,10 +159,11 @@ class Fairness:
         rows, found = self.rows(first.client), []
         for index, req in enumerate(reqs):
             before = sum(other.client == req.client for other in reqs[:index])
-            ahead = self.served[req.client] + self.step_tokens > self.served[first.client]
+            ahead = self.served[req.client] + self.step_tokens > self.due(first)
+            is_long = self.due(first) > self.served[first.client]
             if before > 2 * rows and (self.turn_is_over(req) or (ahead and not req.retracted)):
                 found.append(req)
-            if rows == before == 0 and self.turn_is_over(req):
+            if rows == before == 0 and self.turn_is_over(req) and (ahead or not is_long):
                 found.append(req)
         return found
 
@@ -180,6 +195,7 @@ class Fairness:
         if phase is Phase.DECODE:
             for req in reqs:
                 self.served[req.client] += 2
+            self.total += 2 * len(reqs)
             return
         here, tokens = Counter(req.client for req in reqs), sum(req.extend_len for req in reqs)
         whole = max(tokens, self.step_tokens // 32)  # no step is cheaper
@@ -190,6 +206,7 @@ class Fairness:
             self.clocks[name] += req.extend_len / (self.waits(name) + here[name])
         present = here.keys() | {req.client for req in self.waiting}
         self.clock += whole / len(present)
+        self.total += whole
 
 
 @dataclass

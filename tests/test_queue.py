@@ -177,7 +177,7 @@ def test_who_was_away_has_no_credit() -> None:
 def test_answers_are_charged_and_twice() -> None:
     queue = FairQueue(STEP)
     talker = make_req(0, 10, "talker")
-    for req in (talker, make_req(3, 20, "b"), make_req(1, 200, "b")):
+    for req in (talker, make_req(3, 20, "b"), make_req(1, 100, "b")):
         queue.add(req)
     assert admit(queue) is talker and admit(queue).uid == 3  # both have a row
     for _ in range(STEP):
@@ -195,7 +195,7 @@ def test_less_than_a_step_apart_counts_as_equal(before: int, ahead: int, equal: 
     queue = FairQueue(STEP)
     for uid, client in enumerate("ab"):
         queue.add(make_req(uid, before + (ahead if client == "a" else 0) or 1, client))
-        queue.add(make_req(10 + uid, 30 if client == "a" else 400, client))
+        queue.add(make_req(10 + uid, 30 if client == "a" else 140, client))
     for req in [req for req in queue if req.uid < 2]:
         queue.remove(req)
         if tokens := before + (ahead if req.client == "a" else 0):
@@ -306,10 +306,33 @@ def test_who_is_a_step_ahead_displaces_nobody(ahead: int, count: int) -> None:
         queue.remove(req := queue.first())  # type: ignore[arg-type]
     running = list(queue._tags)
     queue.add(make_req(2, ahead, "ahead"))
-    queue.add(make_req(3, 500, "ahead"))
+    queue.add(make_req(3, 100, "ahead"))
     queue.release(admit(queue))
     assert req is running[1]
     assert queue.displaceable(running) == running[1:][:count]
+
+
+@pytest.mark.parametrize(("others", "prompt", "tokens"), [
+    (1, 100, 20), (1, 101, 20), (1, 500, 76), (1, 1000, 201), (3, 1000, 101),
+])  # fmt: skip
+def test_a_long_prompt_waits_until_others_were_served(
+    others: int, prompt: int, tokens: int
+) -> None:
+    """What all were served since it came is taken off its length; a short request passes it."""
+    queue = FairQueue(STEP, turn=20)
+    for uid in range(others):
+        queue.add(make_req(uid, 1, f"answers {uid}"))
+    running = [admit(queue) for _ in range(others)]
+    queue.add(make_req(10, prompt, "prompt"))
+    waited = 0
+    while not queue.displaceable(running):
+        waited += 1
+        for req in running:
+            computed(queue, req, 1, Phase.DECODE)
+    assert waited == tokens and queue.displaceable(running) == running
+    queue.add(make_req(11, 50, "later"))
+    first = queue.first()
+    assert first is not None and first.uid == 11 and queue.displaceable(running) == running
 
 
 def test_clients_that_left_are_remembered_but_not_all() -> None:
@@ -323,7 +346,7 @@ def test_clients_that_left_are_remembered_but_not_all() -> None:
             computed(queue, req, 1, Phase.DECODE)
         queue.release(req)
     assert len(queue._gone) == MOST_GONE and "client 9" not in queue._gone
-    queue.add(make_req(2001, 400, "new"))
+    queue.add(make_req(2001, 100, "new"))
     queue.add(make_req(2000, 1, "client 1033"))  # two steps ahead of the newcomer
     first = queue.first()
     assert first is not None and first.uid == 2001

@@ -67,6 +67,8 @@ ANSWER_WEIGHT = 2
 TURN = 128  # answer tokens
 MOST_GONE = 1024  # clients
 
+Tag = tuple[float, int, int]  # tag, number of the event, tokens served to all before it
+
 
 @dataclass
 class Share:
@@ -79,7 +81,7 @@ class Share:
     since: int = 0  # number of the event that last served it; at first, of its arrival
     yielded: int = -1  # `since`, if that event was the end of its turn
     start: float = 0.0  # prompt tokens computed, at least the clock when it began to wait
-    heap: list[tuple[float, int, Req]] = field(default_factory=list)  # tag, number
+    heap: list[tuple[float, int, int, Req]] = field(default_factory=list)  # tag, request
 
     @property
     def rows(self) -> int:
@@ -107,9 +109,9 @@ class FairQueue:
         """Forget all requests and their clients' counts."""
         self._shares: dict[str, Share] = {}  # of clients with an unfinished request
         self._gone: dict[str, int] = {}  # served tokens of the last clients without one
-        self._tags: dict[Req, tuple[float, int]] = {}  # of every unfinished request
+        self._tags: dict[Req, Tag] = {}  # of every unfinished request
         self._waiting: dict[Req, None] = {}  # in no particular order
-        self._numbers = count()
+        self._numbers, self._total = count(), 0  # of events; of tokens served to all
         self._clock = 0.0  # prompt tokens per client, if computed side by side
         self._first: Req | None = None  # as found since the last change
         self._changed = True
@@ -129,7 +131,7 @@ class FairQueue:
         if not share.live:
             share.since = number
         share.live += 1
-        self.push(req, (share.clock + req.prompt_len, number))
+        self.push(req, (share.clock + req.prompt_len, number, self._total))
 
     def least(self, share: Share) -> int:
         """Return the service of the least served other client, one that waits if any does."""
@@ -147,11 +149,11 @@ class FairQueue:
         over = self.turn_is_over(req)
         if over:
             share.served = max(share.served, self.least(share))
-        self.push(req, (-math.inf, -number))
+        self.push(req, (-math.inf, -number, 0))
         if over and not share.rows:
             share.since = share.yielded = number
 
-    def push(self, req: Req, tag: tuple[float, int]) -> None:
+    def push(self, req: Req, tag: Tag) -> None:
         """Add a request to those that wait, with this tag."""
         share = self._shares[req.client]
         heapq.heappush(share.heap, (*tag, req))
@@ -173,21 +175,27 @@ class FairQueue:
 
     def head(self, share: Share) -> Req:
         """Return the waiting request of a client that would be done first."""
-        while share.heap[0][2] not in self._waiting:
+        while share.heap[0][-1] not in self._waiting:
             heapq.heappop(share.heap)
-        return share.heap[0][2]
+        return share.heap[0][-1]
 
     def rank(self, req: Req) -> tuple[bool, float, int, Req]:
         """Rank a request among those of clients that count as equal; the lowest is first."""
-        tag, number = self._tags[req]
+        tag, number, _ = self._tags[req]
         start, rest = self._shares[req.client].start, req.prefill_len - req.cached_len
         return tag > -math.inf, start + rest, number, req
+
+    def due(self, share: Share) -> int:
+        """Return a client's service; a long new prompt adds its length, less what all had since."""
+        tag, _, total = self._tags[req := self.head(share)]
+        rest = req.prefill_len - self._step_tokens - (self._total - total)
+        return share.served + (max(0, rest) if tag > -math.inf else 0)
 
     def first(self) -> Req | None:
         if self._changed:
             shares = [share for share in self._shares.values() if share.waiting]
-            least = min((share.served for share in shares), default=0)
-            equal = [share for share in shares if share.served < least + self._step_tokens]
+            least = min(map(self.due, shares), default=0)
+            equal = [share for share in shares if self.due(share) < least + self._step_tokens]
             yielded = (share.since for share in equal if share.since == share.yielded)
             line = min(yielded, default=math.inf)
             places = ((*share.place(line), *self.rank(self.head(share))) for share in equal)
@@ -215,6 +223,7 @@ class FairQueue:
                 prompts.append(req)
             else:
                 share.served += ANSWER_WEIGHT
+                self._total += ANSWER_WEIGHT
         if not prompts:
             return
         total = sum(req.extend_len for req in prompts)
@@ -226,6 +235,7 @@ class FairQueue:
             share.clock += req.extend_len / (share.waiting + computed[req.client])
         present = sum(name in computed or share.waiting > 0 for name, share in self._shares.items())
         self._clock += least / present
+        self._total += least
 
     def release(self, req: Req) -> None:
         share = self._shares[req.client]
@@ -252,13 +262,14 @@ class FairQueue:
             rows and len(reqs) <= 2 * rows + 1
         ):  # nobody has more than twice as many
             return []
-        least = self._shares[first.client].served - self._step_tokens
+        due = self.due(share := self._shares[first.client])
+        ahead = {req for req in reqs if self._shares[req.client].served > due - self._step_tokens}
         numbers, over = numbered(reqs), self.turn_is_over
-        further = [req for number, _, req in numbers if number > 2 * rows + 1]
-        at_once = {req for req in further
-                   if not req.retracted and self._shares[req.client].served > least}  # fmt: skip
-        only = [req for number, _, req in reversed(numbers) if number == 1 and not rows]
-        return [req for req in [*further, *only] if req in at_once or over(req)]
+        further = [req for number, _, req in numbers if number > 2 * rows + 1
+                   and (over(req) or (req in ahead and not req.retracted))]  # fmt: skip
+        only = [req for number, _, req in reversed(numbers) if number == 1 and not rows
+                and over(req) and (req in ahead or due == share.served)]  # fmt: skip
+        return further + only
 
 
 def numbered(reqs: Sequence[Req]) -> list[tuple[int, int, Req]]:

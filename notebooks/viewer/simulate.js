@@ -154,7 +154,7 @@ const MOST_GONE = 1024; // clients
 // Fair in tokens between clients; within a client, in the order of fair queueing (chapter 08b).
 class FairQueue {
   constructor(stepTokens, turn) {
-    Object.assign(this, { stepTokens, turn, shares: new Map(), gone: new Map(), waiting: new Set(), count: 0, clock: 0 });
+    Object.assign(this, { stepTokens, turn, shares: new Map(), gone: new Map(), waiting: new Set(), count: 0, total: 0, clock: 0 });
   }
 
   get size() {
@@ -171,7 +171,7 @@ class FairQueue {
     const share = this.shares.get(req.client);
     if (!share.waiting) share.served = Math.max(share.served, Math.trunc(this.clock), this.least(share));
     share.live += 1;
-    this.push(req, [share.clock + req.promptLen, number]);
+    this.push(req, [share.clock + req.promptLen, number, this.total]);
   }
 
   // What the least served other client has: of those that wait, if any do.
@@ -224,21 +224,25 @@ class FairQueue {
   }
 
   first() {
-    const waiting = [...this.shares].filter(([, share]) => share.waiting);
-    const least = Math.min(...waiting.map(([, share]) => share.served));
-    const equal = new Set(waiting.filter(([, share]) => share.served < least + this.stepTokens).map(([name]) => name));
     const heads = new Map();
     for (const req of this.waiting) {
       const head = heads.get(req.client);
-      if (equal.has(req.client) && (!head || FairQueue.byTag(req, head) < 0)) heads.set(req.client, req);
+      if (!head || FairQueue.byTag(req, head) < 0) heads.set(req.client, req);
     }
-    const found = [...heads.values()];
+    const least = Math.min(...[...heads.values()].map((head) => this.due(head)));
+    const found = [...heads.values()].filter((head) => this.due(head) < least + this.stepTokens);
     const since = (req) => this.shares.get(req.client).since;
     const yielded = found.map(since).filter((number, at) => number === this.shares.get(found[at].client).yielded);
     const line = Math.min(...yielded); // nobody who came later passes this client
     const place = (req) => Math.sign(since(req) - line);
     const few = (req) => 32 - Math.clz32(this.rows(req)); // rows in powers of two
     return found.sort((a, b) => few(a) - few(b) || place(a) - place(b) || this.byRest(a, b))[0] ?? null;
+  }
+
+  // A client's service; a long new prompt adds its length, less what all had since.
+  due(head) {
+    const rest = head.prefillLen - this.stepTokens - (this.total - head.tag[2]);
+    return this.shares.get(head.client).served + (head.tag[0] > -Infinity ? Math.max(0, rest) : 0);
   }
 
   chunkComesFirst(chunked) {
@@ -268,12 +272,12 @@ class FairQueue {
     const first = this.first();
     if (first === null) return [];
     const rows = this.rows(first);
-    const least = this.shares.get(first.client).served - this.stepTokens;
+    const [due, served] = [this.due(first), (req) => this.shares.get(req.client).served];
     const isOver = ([, , req]) => this.turnIsOver(req);
-    const mayYield = (one) => isOver(one) || (!one[2].retracted && this.shares.get(one[2].client).served > least);
+    const isAhead = ([, , req]) => served(req) > due - this.stepTokens;
     const all = FairQueue.numbered(reqs);
-    const further = all.filter(([number]) => number > 2 * rows + 1).filter(mayYield);
-    const only = rows ? [] : all.filter(([number]) => number === 1).filter(isOver).reverse();
+    const further = all.filter(([number]) => number > 2 * rows + 1).filter((one) => isOver(one) || (isAhead(one) && !one[2].retracted));
+    const only = rows ? [] : all.filter(([number]) => number === 1).filter((one) => isOver(one) && (isAhead(one) || due === served(first))).reverse();
     return [...further, ...only].map(([, , req]) => req);
   }
 
@@ -282,6 +286,7 @@ class FairQueue {
     for (const req of reqs) this.shares.get(req.client).since = number;
     if (phase === "decode") {
       for (const req of reqs) this.shares.get(req.client).served += ANSWER_WEIGHT;
+      this.total += ANSWER_WEIGHT * reqs.length;
       return;
     }
     const computed = new Map();
@@ -296,6 +301,7 @@ class FairQueue {
       share.start += cost;
       share.clock += tokens / (share.waiting + computed.get(req.client));
     }
+    this.total += least;
     this.clock += least / [...this.shares].filter(([name, share]) => computed.has(name) || share.waiting).length;
   }
 

@@ -175,29 +175,29 @@ MUTATIONS = [
     Mutation(
         "displace_the_last_request_of_a_client",
         QUEUE,
-        "if number > 2 * rows + 1]",
-        "if number > 2 * rows]",
+        "if number > 2 * rows + 1\n",
+        "if number > 2 * rows\n",
         TESTS + "test_nobody_stops_in_vain",
     ),
     Mutation(
         "displace_for_a_client_that_has_a_row",
         QUEUE,
-        "if number > 2 * rows + 1]",
-        "if number > 1]",
+        "if number > 2 * rows + 1\n",
+        "if number > 1\n",
         TESTS + "test_a_client_with_few_rows_displaces_one_of_a_client_with_many",
     ),
     Mutation(
         "displace_whoever_had_less",
         QUEUE,
-        "if not req.retracted and self._shares[req.client].served > least",
-        "if not req.retracted",
+        "(req in ahead and not req.retracted)",
+        "not req.retracted",
         QUEUE_TESTS + "test_who_is_a_step_ahead_displaces_nobody",
     ),
     Mutation(
         "displace_again_at_once",
         QUEUE,
-        "if not req.retracted and self._shares",
-        "if self._shares",
+        "(req in ahead and not req.retracted)",
+        "req in ahead",
         TESTS + "test_a_displaced_request_is_not_displaced_again_at_once",
     ),
     Mutation(
@@ -210,9 +210,44 @@ MUTATIONS = [
     Mutation(
         "displace_nobody_whose_turn_is_over",
         QUEUE,
-        "if req in at_once or over(req)]",
-        "if req in at_once]",
+        "and over(req) and (",
+        "and False and (",
         TESTS + "test_clients_with_one_request_each_take_turns",
+    ),
+    Mutation(
+        "displace_for_a_long_prompt_at_once",
+        QUEUE,
+        "and (req in ahead or due == share.served)]",
+        "]",
+        QUEUE_TESTS + "test_a_long_prompt_waits_until_others_were_served",
+    ),
+    Mutation(
+        "queue_lets_a_long_prompt_wait_for_each_newcomer",
+        QUEUE,
+        " - (self._total - total)",
+        "",
+        QUEUE_TESTS + "test_nobody_starves_behind_clients_that_come_once",
+    ),
+    Mutation(
+        "queue_forgets_the_length_of_a_long_prompt_that_waits",
+        QUEUE,
+        "least = min(map(self.due, shares), default=0)",
+        "least = min((share.served for share in shares), default=0)",
+        QUEUE_TESTS + "TestAnyHistory",
+    ),
+    Mutation(
+        "queue_counts_no_answers_as_served_to_all",
+        QUEUE,
+        "            self._total += ANSWER_WEIGHT\n",
+        "",
+        QUEUE_TESTS + "test_a_long_prompt_waits_until_others_were_served",
+    ),
+    Mutation(
+        "queue_counts_no_prompts_as_served_to_all",
+        QUEUE,
+        "    self._total += least\n",
+        "",
+        QUEUE_TESTS + "test_nobody_starves_behind_clients_that_come_once",
     ),
     Mutation(
         "displace_whose_turn_began_last",
@@ -329,8 +364,8 @@ MUTATIONS = [
     Mutation(
         "queue_resumes_the_first_retracted_first",
         QUEUE,
-        "(-math.inf, -number)",
-        "(-math.inf, number)",
+        "(-math.inf, -number, 0)",
+        "(-math.inf, number, 0)",
         QUEUE_TESTS + "test_who_was_taken_back_comes_first",
     ),
     Mutation(
@@ -378,8 +413,8 @@ MUTATIONS = [
     Mutation(
         "queue_leaves_in_the_order_of_arrival",
         QUEUE,
-        "(share.clock + req.prompt_len, number)",
-        "(0.0, number)",
+        "(share.clock + req.prompt_len, number, self._total)",
+        "(0.0, number, self._total)",
         QUEUE_TESTS + "test_a_short_request_passes_the_long_ones_of_its_client",
     ),
     Mutation(
@@ -455,8 +490,8 @@ MUTATIONS = [
     Mutation(
         "queue_minds_every_token",
         QUEUE,
-        "if share.served < least + self._step_tokens",
-        "if share.served <= least",
+        "if self.due(share) < least + self._step_tokens",
+        "if self.due(share) <= least",
         QUEUE_TESTS + "test_less_than_a_step_apart_counts_as_equal",
     ),
     Mutation(
@@ -476,7 +511,7 @@ MUTATIONS = [
     Mutation(
         "queue_offers_who_has_left",
         QUEUE,
-        "while share.heap[0][2] not in self._waiting:",
+        "while share.heap[0][-1] not in self._waiting:",
         "while False:",
         QUEUE_TESTS + "TestAnyHistory",
     ),
