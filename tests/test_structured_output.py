@@ -786,6 +786,8 @@ class Clock:
     def thread_time(self) -> float:
         return self.now / 1000
 
+    monotonic = thread_time
+
     def fill(self, ll: Any, masks: np.ndarray, number: int) -> None:
         self.filled.append(number)
         self.now += self.costs[number]
@@ -900,7 +902,7 @@ LATE += "\n".join(f"R{i}: /(.|\\n){{1,{i + 3}}}/" for i in range(390))  # 0.1 s 
 def test_slow_masks_end_their_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The grammar is slow only after sixty letters, so that no trial of it would tell."""
     assert try_grammar(tokenizer(), "grammar", LATE)
-    monkeypatch.setattr(grammar, "SLOWER", 0.5)
+    monkeypatch.setattr(grammar, "SLOWER", 0.1)
     with serve(overlap=True) as made:
         scheduler, channel = made.scheduler, made.scheduler.channel.channel  # type: ignore[attr-defined]
         others = [SamplingParams(max_tokens=80, ignore_eos=True), ANSWER]

@@ -31,7 +31,7 @@ from minisgl.scheduler.queue import Shares
 from minisgl.scheduler.side import SLOTS, asked_for
 from minisgl.tokenizer import THINK
 
-MASK, MASKS, SLOWER = 0.001, 0.05, 2.0  # processor seconds: a usual mask, all of a step, too slow
+MASK, MASKS, SLOWER = 0.001, 0.05, 2.0  # seconds: a usual mask, all of a step, too slow
 
 
 class Matcher:
@@ -256,10 +256,10 @@ class CompilingChannel:
 
 def fill_some(masks: IntArray, todo: list[tuple[int, Req, Matcher]]) -> None:
     """Write masks while the step has time for them; the answers beyond that wait."""
-    begin = time.thread_time()
+    begin = time.monotonic()
     for index, req, matcher in todo:
-        start = time.thread_time()
-        matcher.waited = 0 if matcher.why or start - begin <= MASKS else matcher.waited + 1
+        start, taken = time.thread_time(), time.monotonic() - begin
+        matcher.waited = 0 if matcher.why or taken <= MASKS else matcher.waited + 1
         if not matcher.why and not matcher.waited:
             matcher.follow(req.output_ids)
             fill_next_token_bitmask(matcher.ll, masks, index)

@@ -801,7 +801,7 @@ MUTATIONS = [
     Mutation(
         name="grammars: a step has any time for its masks",
         module="minisgl.scheduler.grammar",
-        old="matcher.why or start - begin <= MASKS",
+        old="matcher.why or taken <= MASKS",
         new="True",
         test="tests/test_structured_output.py::test_the_masks_of_a_step_have_bounded_time",
     ),
