@@ -164,7 +164,7 @@ def client_at(live: Live, address: str) -> httpx.Client:
 @contextmanager
 def slow_reader(live: Live, method: str, path: str, body: Any = None) -> Iterator[None]:
     """Ask for a large answer, and read nothing of it for the block."""
-    sent = b"" if body is None else json.dumps(body).encode()
+    sent = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(sent)}\r\n"
     with socket.socket() as peer:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

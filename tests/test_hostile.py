@@ -80,6 +80,7 @@ from minisgl.server.http.limits import (
     Shares,
 )
 from minisgl.server.http.schemas import (
+    SLICE,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
@@ -1874,6 +1875,117 @@ def test_large_answers_that_wait_for_their_reader_share_a_bound(checkpoint: Path
             wait_for(lambda: size // 2 < live.bodies.taken < size, "what the others took", 2)
         wait_for(lambda: live.bodies.taken == 0, "the reader to leave", 2)
         assert http.post("/completions", json=body).status_code == 200
+        live.assert_pages_home()
+
+
+async def run_stream(events: Any, scope: dict[str, Any], receive: Any, send: Any) -> None:
+    await (await api.stream_response(events))({"type": "http", **scope}, receive, send)
+
+
+def test_a_stream_writes_slices_and_keeps_no_event_that_is_sent() -> None:
+    """Its first event counts, once; the next one is made when nothing holds the one before."""
+    held, kept, sent = list[int](), list[int](), list[int]()
+    sizes = [FREE + 1, 3 * SLICE + 1, 2 * SLICE, 1]
+
+    async def events() -> Any:
+        for size in sizes:
+            event = bytes(size)
+            before = sys.getrefcount(event)
+            yield event
+            if size > SLICE:  # a smaller one is the last slice itself
+                kept.append(sys.getrefcount(event) - before)
+
+    async def send(message: Any) -> None:
+        sent.append(len(message.get("body", b"")))
+
+    scope = {limits.HOLD: held.append}
+    asyncio.run(run_stream(events(), scope, asyncio.Event().wait, send))
+    assert held == sizes[:1] and kept == [0, 0]
+    assert max(sent) == SLICE and sum(sent) == sum(sizes)
+
+
+@pytest.mark.parametrize("at", [1, 3])  # the first event and the second one
+def test_a_stream_whose_client_leaves_frees_its_event_at_once(at: int) -> None:
+    pairs = [bytes(2 * SLICE), bytes(2 * SLICE + 1)]
+    before = [sys.getrefcount(pair) for pair in pairs]
+    ended = list[str]()
+
+    async def leave() -> None:
+        bodies_sent, left = 0, asyncio.Event()
+
+        async def events() -> Any:
+            try:
+                for place in range(2):
+                    yield pairs[place]
+            finally:
+                ended.append("closed")
+
+        async def receive() -> Any:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            nonlocal bodies_sent
+            bodies_sent += "body" in message
+            if bodies_sent == at:
+                left.set()
+                await asyncio.Event().wait()  # a client that reads nothing
+
+        await run_stream(events(), {}, receive, send)
+        assert [sys.getrefcount(pair) for pair in pairs] == before
+
+    gc.disable()
+    try:
+        asyncio.run(leave())
+    finally:
+        gc.enable()
+    assert ended == ["closed"]
+
+
+def test_a_refused_stream_sends_nothing_and_ends_its_work() -> None:
+    ended, sent = list[str](), list[Any]()
+
+    async def events() -> Any:
+        try:
+            yield bytes(FREE + 1)
+        finally:
+            ended.append("closed")
+
+    def refuse(count: int) -> None:
+        raise ApiError(429, "full", code="bodies_full")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    with pytest.raises(ApiError, match="full"):
+        asyncio.run(run_stream(events(), {limits.HOLD: refuse}, asyncio.Event().wait, send))
+    assert ended == ["closed"] and not sent
+
+
+def test_streams_that_repeat_their_requests_share_a_bound(checkpoint: Path) -> None:
+    """A character of two bytes is six in an event; each of three events has the whole request."""
+    text, kind = "\x85" * 10_000, {"content-type": "application/json"}
+    forms = {"description": text}, {"name": text}, {"schema": {"title": text}}
+    fields = {"input": "x", "max_output_tokens": 1, "stream": True}
+    bodies = [
+        json.dumps({**fields, "text": {"format": form}}, ensure_ascii=False).encode()
+        for form in forms
+    ]
+    operations = Operations(log_format="none", max_body_size=40_000)
+    with Live(checkpoint, operations=operations, send_buffer=4096) as live, ExitStack() as stack:
+        http, other = (stack.enter_context(client_at(live, f"127.0.0.{n}")) for n in (1, 2))
+        for body in bodies:
+            once = http.post("/responses", content=body, headers=kind)
+            assert once.status_code == 200 and once.text.count("\\u0085" * 10_000) >= 3
+        wait_for(lambda: live.bodies.taken == 0, "those streams to be given back", 2)
+        for least, body in zip((70_000, 140_000, 210_000), bodies):
+            stack.enter_context(slow_reader(live, "POST", "/v1/responses", body))
+            wait_for(lambda least=least: live.bodies.taken > least, "a stream to wait", 2)
+        refused = http.post("/responses", content=bodies[0], headers=kind)
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "bodies_full"
+        assert other.post("/completions", json={"prompt": "x", "stream": True}).status_code == 200
+        stack.close()
+        wait_for(lambda: live.bodies.taken == 0, "the readers to leave", 2)
         live.assert_pages_home()
 
 

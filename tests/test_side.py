@@ -168,6 +168,24 @@ def test_a_chat_that_cannot_be_sent_harms_no_process(
     assert started() == [process]
 
 
+def test_an_error_that_quotes_half_a_character_is_an_answer(
+    started: Started, tokenizer: SideTokenizer
+) -> None:
+    """In the name of a structural tag, or in what a template says; none costs a process."""
+    for half in ("\ud800", "x\udfff"):
+        tag = json.dumps({"name": half, "format": {"type": "unknown"}})
+        given = SamplingParams(structural_tag=tag)
+        error = refused(lambda given=given: tokenizer.encode_params(given))
+        assert error.param == ascii(half)[1:-1] and error.message.startswith(f"{error.param}: ")
+    (process,) = started()
+    tokenizer.render_chat(CHAT)
+    assert started() == [process]
+    side = side_of("{{ raise_exception('a\\ud800') }}")
+    with pytest.raises(RuntimeError, match=r"^a\\ud800$"):
+        side.call("render", CHAT, OPEN)
+    side.close()
+
+
 def test_a_process_that_has_died_is_replaced(started: Started, tokenizer: SideTokenizer) -> None:
     first = tokenizer.render_chat(CHAT)
     (idle,) = started()

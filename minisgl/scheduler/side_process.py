@@ -92,8 +92,8 @@ def serve(fd: int) -> None:
                 if len(answer) > MAX_ANSWER:
                     raise ValueError(f"messages: become {len(answer)} bytes, {MAX_ANSWER} at most")
             except Exception as error:
-                why = str(error) or f"messages: {type(error).__name__}"
-                param = getattr(error, "param", None)
-                refused = (None, why, param, isinstance(error, ValueError | MemoryError))
-                answer = msgspec.msgpack.encode(refused)
+                expected, why = isinstance(error, ValueError | MemoryError), str(error)
+                said = [why or f"messages: {type(error).__name__}", getattr(error, "param", None)]
+                said = [text and text.encode(errors="backslashreplace").decode() for text in said]
+                answer = msgspec.msgpack.encode((None, *said, expected))  # no half a character
             pipe.send_bytes(answer)

@@ -21,6 +21,13 @@ MUTATIONS = [
         TEST + "test_a_grammar_has_a_deadline",
     ),
     Mutation(
+        "side: an error that quotes half a character ends a process",
+        "minisgl.scheduler.side_process",
+        'text.encode(errors="backslashreplace").decode()',
+        "text",
+        TEST + "test_an_error_that_quotes_half_a_character_is_an_answer",
+    ),
+    Mutation(
         "side: a late process is used again",
         SIDE,
         """        except (OSError, EOFError):

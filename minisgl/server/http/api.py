@@ -41,12 +41,14 @@ from minisgl.server.http.limits import DRAINING, LOADING, ConcurrencyLimiter
 from minisgl.server.http.schemas import (
     MAX_ANSWERS,
     MAX_HELD,
+    SLICE,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
     GenerationRequest,
     Held,
     fair_client,
+    hold_large,
 )
 from minisgl.server.http.settings import ApiSettings
 from minisgl.server.workers.messages import UserReply
@@ -211,19 +213,24 @@ def renamed_failures(body: GenerationRequest) -> Iterator[None]:
 
 
 class EventStream(StreamingResponse):
-    """An event stream whose generator is closed with the response, sent or not."""
+    """An event stream in slices, whose generator is closed with the response, sent or not.
+
+    The first event may repeat the request: its size counts in the client's share until the end.
+    """
 
     def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
-        self._events = events
+        self._size, self._events, self._slices = len(first), events, self._guarded(first)
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(self._guarded(first), media_type="text/event-stream", headers=headers)
+        super().__init__(self._slices, media_type="text/event-stream", headers=headers)
 
-    async def _guarded(self, first: bytes) -> AsyncGenerator[bytes, None]:
+    async def _guarded(self, event: bytes | None) -> AsyncGenerator[bytes, None]:
         """Pass events on; a failure becomes an error event, because the status is already sent."""
-        yield first
         try:
-            async for event in self._events:
-                yield event
+            while event is not None:
+                for at in range(0, len(event), SLICE):
+                    yield event[at : at + SLICE]
+                event = None  # the next one is made without it
+                event = await anext(self._events, None)
         except Exception as failure:
             if not isinstance(failure, ApiError):
                 traceback.print_exc()
@@ -231,8 +238,10 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            hold_large(scope, self._size)
             await cancel_on_disconnect(Request(scope, receive), self.stream_response(send))
         finally:
+            await self._slices.aclose()  # it holds an event
             await self._events.aclose()
 
 

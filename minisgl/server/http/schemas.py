@@ -281,6 +281,12 @@ class Held:
 SLICE = 2**16  # bytes
 
 
+def hold_large(scope: Scope, size: int) -> None:
+    """Count the bytes of an answer in its client's share; small ones count in none."""
+    if size > FREE and HOLD in scope:
+        scope[HOLD](size)
+
+
 class SlicedResponse(Response):
     """A response that keeps one slice in the send buffer; `sent` is called at its end.
 
@@ -293,8 +299,8 @@ class SlicedResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         head = {"status": self.status_code, "headers": self.raw_headers}
         try:
-            if len(self.body) > FREE and HOLD in scope and not self.common:
-                scope[HOLD](len(self.body))
+            if not self.common:
+                hold_large(scope, len(self.body))
             await send({"type": "http.response.start", **head})
             for at in range(0, len(self.body), SLICE):
                 piece, more = self.body[at : at + SLICE], at + SLICE < len(self.body)
