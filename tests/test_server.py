@@ -539,6 +539,25 @@ def test_text_worker_stops_at_a_stop_string(tokenizer: Tokenizer) -> None:
     assert "".join(r.text for r in bench.replies()) == "END"
 
 
+@pytest.mark.parametrize("way", ["told", "stopped", "left"])
+def test_text_worker_tells_why_a_grammar_failed(tokenizer: Tokenizer, way: str) -> None:
+    """The reason is an error for the client; a frontend ignores it if the answer has ended."""
+    bench, ids = Bench(tokenizer), tokenizer.encode("one two").tolist()
+    bench.tokens(1, ids, stop=("two",) if way == "stopped" else (), end=False)
+    if way == "left":
+        bench.worker.handle(AbortMsg(uid=1))
+    bench.replies()
+    why = "regex: its masks take too long: simplify it"
+    last = TokenReply(uid=1, token=ids[0], finished=True, finish_reason="abort", notice=why)
+    bench.worker.handle(last)
+    error = ErrorReply(uid=1, message=why, code="invalid_request", param="regex")
+    assert bench.replies() == [error]
+    if way == "left":
+        bench.worker.handle(aborted(1))
+        assert bench.replies() == [aborted(1)]
+    assert not bench.worker._open and not bench.worker._left
+
+
 def test_text_worker_drops_the_tokens_of_a_client_that_left(tokenizer: Tokenizer) -> None:
     """Tokens that wait when the abort comes are not decoded; the receipt ends it."""
     bench, ids = Bench(tokenizer), tokenizer.encode("one two three").tolist()

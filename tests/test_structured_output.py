@@ -795,8 +795,8 @@ class Clock:
 
 
 def clocked(clock: Clock) -> Any:
-    """Let masks take the clock's time."""
-    return patch.multiple(grammar, time=clock, fill_next_token_bitmask=clock.fill)
+    """Let masks take the clock's time, 50 ms in a step."""
+    return patch.multiple(grammar, MASKS=0.05, time=clock, fill_next_token_bitmask=clock.fill)
 
 
 def answers_of(clients: Sequence[str]) -> list[Any]:

@@ -31,7 +31,8 @@ from minisgl.scheduler.queue import Shares
 from minisgl.scheduler.side import SLOTS, asked_for
 from minisgl.tokenizer import THINK
 
-MASK, MASKS, SLOWER = 0.001, 0.05, 2.0  # seconds: a usual mask, all of a step, too slow
+MASK, MASKS, SLOWER = 0.001, 0.02, 2.0  # seconds: a usual mask, all of a step, too slow
+LATE, TURNS = 0.004, 16  # seconds: a client so late comes after others, for so many steps
 
 
 class Matcher:
@@ -41,7 +42,7 @@ class Matcher:
         """Take an `LLMatcher` of one answer, None except on rank 0; its `job` lives as long."""
         self.ll, self.field, self.job = start, field, job
         self.seen, self.waited, self.why = 0, 0, ""  # tokens; steps without a mask; the error
-        self.slower = 0.004  # seconds that its masks took longer than `MASK` each; new: unknown
+        self.slower = LATE  # seconds that its masks took longer than `MASK` each; new: unknown
 
     @property
     def error(self) -> str:
@@ -124,21 +125,20 @@ class Grammars:
         rows, masks = masks_of(fi.sampling.processing)
         reqs = [(index, fi.sampled[row]) for index, row in enumerate(rows)]
         todo = [(i, req, req.matcher) for i, req in reqs if isinstance(req.matcher, Matcher)]
-        if self.comm.rank == 0 and todo:
+        if self.comm.rank == 0:
             tokenizer = self.tokenizer.result()
             assert not isinstance(
                 tokenizer, str
             )  # it may have more tokens than the model has logits
-            words = max(masks.shape[1], -(-tokenizer.vocab_size // 32))
+            n, words = self.parts, max(masks.shape[1], -(-tokenizer.vocab_size // 32))
             wide = np.pad(masks, ((0, 0), (0, words - masks.shape[1])), constant_values=-1)
             slow = {
-                t[1].client: t[2].slower // 0.004 for t in sorted(todo, key=lambda t: t[2].slower)
+                t[1].client: t[2].slower // LATE for t in sorted(todo, key=lambda t: t[2].slower)
             }
             order = sorted(
-                todo, key=lambda t: (slow[t[1].client] - t[2].waited // 16, -t[2].waited)
+                todo, key=lambda t: (slow[t[1].client] - t[2].waited // TURNS, -t[2].waited)
             )
-            parts = [order[part :: self.parts] for part in range(self.parts)]
-            list(self.map(partial(fill_some, wide), parts))
+            list(self.map(partial(fill_some, wide), [order[i::n] for i in range(n)]))
             masks[:] = wide[:, : masks.shape[1]]
         if self.comm.size > 1:
             mine = [(matcher.error, matcher.waited) for *_, matcher in todo], masks.tobytes()

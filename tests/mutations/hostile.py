@@ -820,6 +820,13 @@ MUTATIONS = [
         test="tests/test_structured_output.py::test_jobs_of_those_who_left_count_until_they_end",
     ),
     Mutation(
+        name="text worker: the reason why a grammar failed is dropped",
+        module="minisgl.server.workers.text_worker",
+        old='finish_reason="abort", notice=str(why)',
+        new='finish_reason="never", notice=str(why)',
+        test="tests/test_server.py::test_text_worker_tells_why_a_grammar_failed",
+    ),
+    Mutation(
         name="grammars: masks may take any time",
         module="minisgl.scheduler.grammar",
         old="if req.client and matcher.slower > SLOWER:",
@@ -843,14 +850,14 @@ MUTATIONS = [
     Mutation(
         name="grammars: quick masks wait for slow ones",
         module="minisgl.scheduler.grammar",
-        old="slow[t[1].client] - t[2].waited // 16, ",
+        old="slow[t[1].client] - t[2].waited // TURNS, ",
         new="",
         test="tests/test_structured_output.py::test_quick_masks_do_not_wait_for_slow_ones",
     ),
     Mutation(
         name="grammars: a slow mask waits forever",
         module="minisgl.scheduler.grammar",
-        old=" - t[2].waited // 16",
+        old=" - t[2].waited // TURNS",
         new="",
         test="tests/test_structured_output.py::test_a_slow_mask_has_its_turn",
     ),

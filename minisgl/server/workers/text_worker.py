@@ -61,10 +61,7 @@ class LastPrompt(threading.local):
 
 
 class TextWorker:
-    """Text to token ids on the way in, token ids to text on the way out.
-
-    A prompt of more than `window` tokens is refused.
-    """
+    """Turn prompts of at most `window` tokens into ids, and the ids of answers into text."""
 
     def __init__(
         self, tokenizer: Tokenizer, to_scheduler: Outbox, to_frontend: Outbox,
@@ -96,6 +93,11 @@ class TextWorker:
         match msg:
             case TokenizeMsg():
                 self.handle(self.encode(msg))
+            case TokenReply(finish_reason="abort", notice=str(why)):  # its grammar failed
+                param = why.partition(":")[0]
+                self.handle(
+                    ErrorReply(uid=msg.uid, message=why, code="invalid_request", param=param)
+                )
             case TokenReply():
                 self._attempt(msg.uid, self._detokenize, msg)
             case UserMsg() | AbortMsg():
@@ -129,8 +131,7 @@ class TextWorker:
             code = error.code if isinstance(error, PromptTooLong) else "invalid_request"
             return ErrorReply(uid=msg.uid, message=why, code=code, param=param)
         params, seed = last.params, msg.sampling_params.seed
-        if params.seed != seed:
-            params = with_seed(params, seed)
+        params = params if params.seed == seed else with_seed(params, seed)
         return UserMsg(msg.uid, last.ids, params, msg.client)
 
     def _encode(self, msg: TokenizeMsg) -> list[int]:
