@@ -209,6 +209,16 @@ class Driver:
         whole = self.scheduler.decode.reserve is None  # then promises cover whole answers
         assert not whole or len(self.clients) > 1 or self.scheduler.retractions == 0
 
+    def computed(self, uid: int) -> int:
+        """Return the tokens that all steps computed for a request."""
+        steps = self.engine.steps
+        return sum(n for s in steps for other, n in zip(s.uids, s.extend) if other == uid)
+
+    def half_done(self, uid: int) -> bool:
+        """Return True if a prompt is partly computed."""
+        req = self.scheduler.prefill.chunked_req
+        return req is not None and req.uid == uid
+
     def tokens(self, uid: int) -> list[int]:
         """The answer so far."""
         said = self.replies.get(uid, [])

@@ -37,6 +37,7 @@ class Fairness:
     count: int = 0
     total: int = 0  # tokens of all
     came: dict[Req, int] = field(default_factory=dict)  # `total` at the arrival of a new request
+    reached: dict[Req, int] = field(default_factory=dict)  # tokens of a retracted request
     starts: dict[str, float] = field(default_factory=dict)  # prompt tokens computed, or the clock
     gone: list[tuple[str, int]] = field(default_factory=list)  # clients that left, what they had
     line: list[str] = field(default_factory=list)  # clients, the one last served at the end
@@ -83,6 +84,7 @@ class Fairness:
         self.remove(req)
         del self.tags[req]
         self.came.pop(req, None)
+        self.reached.pop(req, None)
         self.live[req.client] -= 1
         if not self.live[req.client]:
             self.gone.append((req.client, self.served[req.client]))
@@ -101,6 +103,7 @@ class Fairness:
         self.count += 1
         self.tags[req] = self.waiting[req] = -math.inf, -self.count
         self.came.pop(req, None)
+        self.reached[req] = req.cached_len
         if over and not self.rows(name):
             self.serve(name)
             self.yielded.add(name)
@@ -108,6 +111,17 @@ class Fairness:
     def turn_is_over(self, req: Req) -> bool:
         """Return True if a request was given enough since it was last admitted."""
         return req.device_len >= req.prefill_len + self.turn + req.prefill_len // 32
+
+    def chunk_yields(self, req: Req, first: Req) -> bool:
+        """Return True if a half-done prompt had more than others, and enough that is new."""
+        if req.cached_len >= req.prefill_len:
+            return False
+        if self.served[req.client] < self.due(first) + self.step_tokens:
+            return False
+        found = req.cache_handle.cached_len if req.cache_handle is not None else 0
+        again = max(self.reached.get(req, 0) - found, 0)
+        new = req.cached_len - found - again
+        return new >= again and new >= 2 * first.prefill_len
 
     def rows(self, client: str) -> int:
         """The number of a client's requests that neither wait nor are over."""
@@ -157,13 +171,17 @@ class Fairness:
         if first is None:
             return []
         rows, found = self.rows(first.client), []
+
+        def over(req: Req) -> bool:
+            return self.turn_is_over(req) or self.chunk_yields(req, first)
+
         for index, req in enumerate(reqs):
             before = sum(other.client == req.client for other in reqs[:index])
             ahead = self.served[req.client] + self.step_tokens > self.due(first)
             is_long = self.due(first) > self.served[first.client]
-            if before > 2 * rows and (self.turn_is_over(req) or (ahead and not req.retracted)):
+            if before > 2 * rows and (over(req) or (ahead and not req.retracted)):
                 found.append(req)
-            if rows == before == 0 and self.turn_is_over(req) and (ahead or not is_long):
+            if rows == before == 0 and over(req) and (ahead or not is_long):
                 found.append(req)
         return found
 

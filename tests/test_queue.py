@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sized
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from minisgl.core import Batch, Phase, Req, SamplingParams
+from minisgl.core import Batch, IntArray, Phase, Req, SamplingParams
 from minisgl.scheduler.queue import ANSWER_WEIGHT, MOST_GONE, ArrivalOrder, FairQueue, WaitingQueue
 from tests.reference import Fairness
 
@@ -335,6 +336,33 @@ def test_a_long_prompt_waits_until_others_were_served(
     assert first is not None and first.uid == 11 and queue.displaceable(running) == running
 
 
+@pytest.mark.parametrize(("reached", "cached", "short", "yields_at"), [
+    (0, 0, 20, STEP), (0, 40, 20, 40 + STEP), (0, 0, 70, 140), (200, 160, 20, 160 + STEP),
+    (200, 160, 70, 200 + 140), (200, 40, 20, 200 + 160), (200, 0, 1, 200 + 200),
+    (200, 600, 20, 600 + STEP), (200, 600, 70, 600 + 140), (0, 0, 160, None),
+])  # fmt: skip
+def test_a_half_done_prompt_yields_when_enough_is_new(
+    reached: int, cached: int, short: int, yields_at: int | None
+) -> None:
+    """A step ahead, with twice the newcomer's tokens, and as many as it computed again."""
+    queue = FairQueue(STEP)
+    queue.add(long := make_req(0, 300 if yields_at is None else 1000, "long"))
+    if reached:
+        queue.remove(long)
+        computed(queue, long, reached)
+        queue.resume(long)
+        long.restart()
+    queue.remove(long)
+    long.cached_len, long.cache_handle = cached, Prefix(cached)
+    queue.add(newcomer := make_req(1, short, "newcomer"))
+    while not queue.displaceable([long]) and long.cached_len < long.prefill_len:
+        computed(queue, long, 4)
+    assert long.cached_len == (yields_at or long.prefill_len)
+    if yields_at is not None:
+        queue.resume(long)
+        assert queue.first() is newcomer
+
+
 def test_clients_that_left_are_remembered_but_not_all() -> None:
     queue = FairQueue(STEP)
     queue.add(stays := make_req(0, 5, "stays"))
@@ -402,6 +430,16 @@ def test_a_turn_is_longer_for_a_longer_text() -> None:
         assert queue.turn_is_over(req)
 
 
+@dataclass
+class Prefix:
+    """A cached prefix."""
+
+    cached_len: int
+
+    def slots(self) -> IntArray:
+        return np.arange(self.cached_len, dtype=np.int32)
+
+
 class AnyHistory(RuleBasedStateMachine):
     """In any history no request is lost, and finished ones leave no state."""
 
@@ -427,10 +465,35 @@ class AnyHistory(RuleBasedStateMachine):
         self.running[req.uid] = self.waiting.pop(req.uid)
         self.queue.remove(req)
         self.oracle.remove(req)
-        req.schedule(req.prefill_len)
+        self.compute(req, req.prefill_len)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), cached=st.integers(0, 200))
+    def begin(self, data: st.DataObject, cached: int) -> None:
+        req = self.queue.first()
+        assert req is not None
+        self.running[req.uid] = self.waiting.pop(req.uid)
+        self.queue.remove(req)
+        self.oracle.remove(req)
+        req.cached_len = min(cached, req.prefill_len - 1)
+        req.cache_handle = Prefix(req.cached_len)
+        self.compute(req, data.draw(st.integers(1, req.prefill_len - req.cached_len)))
+
+    @precondition(lambda self: self.half_done())
+    @rule(data=st.data())
+    def go_on(self, data: st.DataObject) -> None:
+        req = data.draw(st.sampled_from(self.half_done()))
+        self.compute(req, data.draw(st.integers(1, req.prefill_len - req.cached_len)))
+
+    def half_done(self) -> list[Req]:
+        return [req for req in self.running.values() if req.cached_len < req.prefill_len]
+
+    def compute(self, req: Req, tokens: int) -> None:
+        """Compute a chunk."""
+        req.schedule(req.cached_len + tokens)
         self.oracle.charge(Phase.PREFILL, [req])
-        computed(self.queue, req, req.prefill_len - req.cached_len)
-        req.device_len += 1
+        self.queue.charge(Batch(reqs=[req], phase=Phase.PREFILL))
+        req.advance()
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -442,10 +505,11 @@ class AnyHistory(RuleBasedStateMachine):
         req.retracted = True
         req.restart()
 
-    @precondition(lambda self: self.running)
+    @precondition(lambda self: len(self.half_done()) < len(self.running))
     @rule(data=st.data(), tokens=st.integers(1, 40))
     def answer(self, data: st.DataObject, tokens: int) -> None:
-        req = self.running[data.draw(st.sampled_from(sorted(self.running)))]
+        reqs = [req for req in self.running.values() if req not in self.half_done()]
+        req = data.draw(st.sampled_from(reqs))
         for _ in range(min(tokens, req.max_device_len - req.device_len)):
             req.append(1)
             req.device_len += 1

@@ -747,6 +747,51 @@ def test_a_half_done_prompt_keeps_its_pages_from_a_newcomer() -> None:
 
 
 @LOOPS
+@pytest.mark.parametrize("turn", [1, 2, 3])
+def test_a_half_done_prompt_yields_its_pages(overlap: bool, turn: int) -> None:
+    """A newcomer waits for two steps of a prompt that holds the pool, in each of its turns."""
+    d = Driver(policy="fair", overlap=overlap, num_pages=128, page_size=4, max_seq_len=512)
+    d.ask(0, list(range(3, 83)) * 6, max_tokens=20, ignore_eos=True)
+    for uid in range(1, turn + 1):
+        while not d.half_done(0) or d.computed(0) < uid * 100:
+            d.go()
+        before = d.computed(0)
+        d.ask(uid, [uid] * 8, f"client {uid}", max_tokens=20, ignore_eos=True)
+        while not d.tokens(uid):
+            d.go()
+        assert d.computed(0) - before <= 2 * 64
+        assert d.scheduler.retractions == uid
+    d.drain()
+    assert d.computed(0) <= 480 + 19 + turn * (8 + 20)
+    assert d.tokens(0) == expected(list(range(3, 83)) * 6, 20, ignore_eos=True)
+
+
+@LOOPS
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_a_prompt_that_yields_again_and_again_ends(overlap: bool, data: st.DataObject) -> None:
+    """Whatever others send meanwhile, each token is computed three times at the most."""
+    cache, clients = data.draw(st.sampled_from(["radix", "naive"])), data.draw(st.integers(1, 4))
+    sizes = {"num_pages": 100, "page_size": 4, "max_seq_len": 400, "budget": 16, "turn": 8}
+    d = Driver(policy="fair", overlap=overlap, cache_type=cache, reserve=8, **sizes)
+    asked = {0: (list(range(3, 83)) * 4 + [7] * data.draw(st.integers(0, 70)), 2)}
+    d.ask(0, asked[0][0], "long", max_tokens=2, ignore_eos=True)
+    last = dict.fromkeys(range(clients), 0)
+    while d.reason(0) is None:
+        for client in range(clients):
+            if last[client] == 0 or d.reason(last[client]) is not None:
+                last[client] = uid = len(asked)
+                asked[uid] = [uid % 80 + 3] * data.draw(st.integers(1, 40)), 12
+                d.ask(uid, asked[uid][0], f"client {client}", max_tokens=12, ignore_eos=True)
+        d.go(data.draw(st.integers(1, 9)))
+        assert len(d.engine.steps) < 4000
+    d.drain()
+    assert d.computed(0) <= 3 * (len(asked[0][0]) + 1)
+    for uid, (prompt, count) in asked.items():
+        assert d.tokens(uid) == expected(prompt, count, ignore_eos=True)
+
+
+@LOOPS
 @pytest.mark.parametrize("large", [40, 41])
 def test_nobody_stops_in_vain(overlap: bool, large: int) -> None:
     """Two clients keep ten pages with one request each; forty tokens fit beside them, 41 do not."""

@@ -67,7 +67,8 @@ ANSWER_WEIGHT = 2
 TURN = 128  # answer tokens
 MOST_GONE = 1024  # clients
 
-Tag = tuple[float, int, int]  # tag, number of the event, tokens served to all before it
+# Tag, number of the event, tokens served to all before it or, if retracted, its own so far.
+Tag = tuple[float, int, int]
 
 
 @dataclass
@@ -149,7 +150,7 @@ class FairQueue:
         over = self.turn_is_over(req)
         if over:
             share.served = max(share.served, self.least(share))
-        self.push(req, (-math.inf, -number, 0))
+        self.push(req, (-math.inf, -number, req.cached_len))
         if over and not share.rows:
             share.since = share.yielded = number
 
@@ -254,6 +255,16 @@ class FairQueue:
         """Return the last request of the client with most of them; the next of those left."""
         return [req for *_, req in numbered(reqs)]
 
+    def chunk_yields(self, req: Req, first: Req) -> bool:
+        """Return True if a half-done prompt is a step ahead and has enough new tokens to yield."""
+        tag, _, reached = self._tags[req]
+        matched = 0 if req.cache_handle is None else req.cache_handle.cached_len
+        begin = max(matched, reached) if tag == -math.inf else matched
+        enough = max(begin - matched, 2 * first.prefill_len)
+        ahead = self._shares[req.client].served - self.due(self._shares[first.client])
+        is_ahead = ahead >= self._step_tokens
+        return is_ahead and begin + enough <= req.cached_len < req.prefill_len
+
     def displaceable(self, reqs: Sequence[Req]) -> list[Req]:
         """Return the requests that may yield to the first one, whose client has fewer rows."""
         first = self.first()
@@ -264,7 +275,11 @@ class FairQueue:
             return []
         due = self.due(share := self._shares[first.client])
         ahead = {req for req in reqs if self._shares[req.client].served > due - self._step_tokens}
-        numbers, over = numbered(reqs), self.turn_is_over
+        numbers = numbered(reqs)
+
+        def over(req: Req) -> bool:
+            return self.turn_is_over(req) or self.chunk_yields(req, first)
+
         further = [req for number, _, req in numbers if number > 2 * rows + 1
                    and (over(req) or (req in ahead and not req.retracted))]  # fmt: skip
         only = [req for number, _, req in reversed(numbers) if number == 1 and not rows

@@ -185,7 +185,7 @@ class FairQueue {
   resume(req) {
     const [share, number, over] = [this.shares.get(req.client), this.count++, this.turnIsOver(req)];
     if (over) share.served = Math.max(share.served, this.least(share));
-    this.push(req, [-Infinity, -number]);
+    this.push(req, [-Infinity, -number, req.cachedLen]);
     if (over && !this.rows(req)) share.since = share.yielded = number;
   }
 
@@ -268,12 +268,21 @@ class FairQueue {
     return FairQueue.numbered(reqs).map(([, , req]) => req);
   }
 
+  // A half-done prompt is a step ahead and computed enough since it yielded.
+  chunkYields(req, first) {
+    const ahead = this.shares.get(req.client).served - this.due(first);
+    const matched = req.handle.length;
+    const begin = req.tag[0] > -Infinity ? matched : Math.max(matched, req.tag[2]);
+    const enough = Math.max(begin - matched, 2 * first.prefillLen);
+    return ahead >= this.stepTokens && begin + enough <= req.cachedLen && req.cachedLen < req.prefillLen;
+  }
+
   displaceable(reqs) {
     const first = this.first();
     if (first === null) return [];
     const rows = this.rows(first);
     const [due, served] = [this.due(first), (req) => this.shares.get(req.client).served];
-    const isOver = ([, , req]) => this.turnIsOver(req);
+    const isOver = ([, , req]) => this.turnIsOver(req) || this.chunkYields(req, first);
     const isAhead = ([, , req]) => served(req) > due - this.stepTokens;
     const all = FairQueue.numbered(reqs);
     const further = all.filter(([number]) => number > 2 * rows + 1).filter((one) => isOver(one) || (isAhead(one) && !one[2].retracted));
