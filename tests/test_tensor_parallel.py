@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from minisgl.config.engine import SchedulerConfig
 from minisgl.config.model import ModelConfig
-from minisgl.core import Batch, SamplingParams
+from minisgl.core import MAX_GRAMMAR, Batch, SamplingParams
 from minisgl.layers.linear import LMHead, VocabParallelEmbedding, head_shard
 from minisgl.llm import LLM
 from minisgl.models.registry import build_model
@@ -40,6 +40,7 @@ from minisgl.runtime.ranks import RankProcesses, Ranks, config_of_rank, tp_worke
 from minisgl.runtime.supervisor import Ending, WorkerFailed
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import InProcessChannel
+from minisgl.scheduler.frames import SentParams, with_seed
 from minisgl.scheduler.messages import AbortMsg, ExitMsg, Msg, TokenReply, UserMsg
 from minisgl.scheduler.scheduler import Scheduler
 from tests import tp_drills
@@ -455,6 +456,25 @@ def test_broadcast_channel_passes_messages_in_order_and_drops_replies() -> None:
     assert (said, silent) == ([reply], [])
     with pytest.raises(ValueError, match="rank 0 alone has a channel"):
         run_threads(lambda comm: BroadcastChannel(InProcessChannel(), comm), 2)
+
+
+def test_ranks_get_parameters_as_rank_0_has_them() -> None:
+    """They are not checked again: a grammar may be converted into a longer one. They are shared."""
+    long = with_seed(SentParams(grammar="start: " + "a" * 2 * MAX_GRAMMAR), 1)
+    prompt, others = [1, 2], with_seed(long, 2)
+    messages = [UserMsg(uid, prompt, long if uid < 9 else others, "a") for uid in range(10)]
+
+    def rank(comm: Comm) -> list[Any]:
+        outer = InProcessChannel()
+        outer.put_messages(*messages)
+        return BroadcastChannel(outer if comm.rank == 0 else None, comm).recv(block=False)
+
+    first, second = run_threads(rank, 2)
+    assert first == second == messages
+    for got in (first, second):
+        assert len({id(msg.sampling_params) for msg in got}) == 2
+        assert len({id(msg.input_ids) for msg in got}) == 1
+        assert len({id(msg.sampling_params.grammar) for msg in got}) == 1
 
 
 # ---------------------------------------------------------------- the whole, with processes

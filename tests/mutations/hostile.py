@@ -820,6 +820,13 @@ MUTATIONS = [
         test="tests/test_structured_output.py::test_jobs_of_those_who_left_count_until_they_end",
     ),
     Mutation(
+        name="ranks: parameters are checked again",
+        module="minisgl.runtime.broadcast",
+        old="CODEC.decode(frame)",
+        new="CODEC._decoder.decode(frame)[1]",
+        test="tests/test_tensor_parallel.py::test_ranks_get_parameters_as_rank_0_has_them",
+    ),
+    Mutation(
         name="text worker: the reason why a grammar failed is dropped",
         module="minisgl.server.workers.text_worker",
         old='finish_reason="abort", notice=str(why)',
