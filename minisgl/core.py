@@ -173,6 +173,7 @@ class Batch:
 
 MAX_LOGPROBS = 20
 MAX_RULES = 1024  # biases, bad words, tokens of a bad word, choices
+MAX_BAD_TOKENS = 2048  # of one request: each is compared at every step, for each answer
 MAX_GRAMMAR = 16 * 1024  # characters of a grammar; a structural tag may have four times as many
 MAX_VALUES, MAX_CONTAINERS = 2**17, 2**14  # of a client's JSON, in a body or in a text (12ba)
 
@@ -285,10 +286,10 @@ class SamplingParams(Validated):
     spare_thoughts: bool = False  # ignore stop strings inside a thought
 
     def __post_init__(self) -> None:
-        """Check all fields, then the length of a grammar and the fields that exclude each other.
+        """Check all fields, then the lengths of rules and the fields that exclude each other.
 
         A grammar has at most MAX_GRAMMAR characters; the items of `choice` count together.
-        `max_tokens` 0 needs `prompt_logprobs`.
+        Bad words have MAX_BAD_TOKENS in all at most; `max_tokens` 0 needs `prompt_logprobs`.
         """
         Validated.__post_init__(self)
         given = [name for name in GRAMMARS if getattr(self, name)]
@@ -296,6 +297,11 @@ class SamplingParams(Validated):
             most = MAX_GRAMMAR * (4 if self.structural_tag else 1)
             if (size := len("".join(getattr(self, given[0])))) > most:
                 raise ValueError(f"{given[0]}: must have at most {most} characters, got {size}")
+        words = [word for word in self.bad_words if not isinstance(word, str)]
+        if (size := sum(map(len, words))) > MAX_BAD_TOKENS:
+            raise ValueError(
+                f"bad_words: must have at most {MAX_BAD_TOKENS} tokens in all, got {size}"
+            )
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise refuse("max_tokens", "a positive integer without prompt_logprobs", 0)
         clash = given[1:] or (given and [name for name in NOT_BESIDE if getattr(self, name)])

@@ -107,14 +107,11 @@ class Tokenizer:
     def ids_of(self, text: str, special: bool) -> list[int]:
         """Encode a text, perhaps with BOS; raise `ValueError` if the library cannot."""
         try:  # a batch, unlike a single text, is encoded without the interpreter lock
-            ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=special)[
-                0
-            ].ids
+            return list(self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
             raise ValueError(f"the tokenizer cannot encode the text: {error}") from error
-        return ids
 
     def check_length(self, text: str, window: int) -> None:
         """Encode slices of a text until it is certain that it has more than `window` tokens."""
@@ -122,8 +119,7 @@ class Tokenizer:
         if len(text) > 4 * window * self.longest:
             raise PromptTooLong(f"{len(text)} characters are {over}")
         for start in range(0, len(text), SLICE):
-            part = self.ids_of(text[start : start + SLICE], False)
-            count += len(part) - self.longest  # a token split by a cut counts once at most
+            count += len(self.ids_of(text[start : start + SLICE], False)) - self.longest
             if count > window:
                 raise PromptTooLong(f"{count} tokens or more are {over}")
 
@@ -149,9 +145,9 @@ class Tokenizer:
     def encode_params(self, params: SamplingParams) -> SamplingParams:
         """Return parameters with token ids for bad words and for special tokens in `stop`."""
         for text in params.stop:
-            inside = next((name for name in self.special if name in text), None)
-            if inside is not None and text not in self.special:
-                why = f"{inside!r} is a special token, which is not text; give it alone"
+            ids = set[int]() if text in self.special else {*self.ids_of(text, False)}
+            if inside := [name for name, token_id in self.special.items() if token_id in ids]:
+                why = f"{inside[0]!r} is a special token, which is not text; give it alone"
                 raise ValueError(f"stop: must not hold a special token, got {text!r:.80} ({why})")
         ends = [self.special[text] for text in params.stop if text in self.special]
         if ends:

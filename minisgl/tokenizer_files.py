@@ -94,8 +94,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     try:
         files = read_directly(folder) or read_by_transformers(folder)
     except Exception as error:  # the libraries may raise any error for a broken file
-        said = f"{type(error).__name__}: {error}"
-        raise ValueError(f"tokenizer: {folder} cannot be read: {said}") from error
+        raise ValueError(f"tokenizer: {folder} cannot be read: {error!r}") from error
     if not is_plain(decoder := files.backend.decoder):
         why = "it may hold neither a regex nor a replacement that is longer than its pattern"
         raise ValueError(f"tokenizer: {folder}: decoder: {why}, got {decoder!s:.200}")
@@ -122,19 +121,22 @@ def is_plain(part: Any) -> bool:
     json.loads(text, object_hook=lambda rule: rules.append(rule) or rule)  # type: ignore[func-returns-value]
     kinds = [rule["type"] for rule in rules if "type" in rule and "pattern" not in rule]
     once = len(kinds) == len(set(kinds)) and text.count('"A"') < 3  # the prompt in a template
+    few = text.count('"pattern"') <= 8 and '{"String":""}' not in text and len(text) < 2**12
     added = [rule.get("content", rule.get("prepend", "")) for rule in rules]
     taken = [rule.get("pattern", {"String": " "}).get("String", "") for rule in rules]
     grows = any(len(new) > len(old) for new, old in zip(added, taken, strict=True))
     known = KNOWN_WORDS.issuperset(rule["Regex"] for rule in rules if "Regex" in rule)
-    return known and once and not grows and PLAIN.issuperset(kinds) and len(text) < 2**12
+    return known and once and few and not grows and PLAIN.issuperset(kinds)
 
 
 def has_plain_rules(backend: Any) -> bool:
     """Return True if all rules that run for a prompt are plain."""
-    model, rules = backend.model, (backend.normalizer, backend.pre_tokenizer)
-    if type(model).__name__ != "BPE" or model.continuing_subword_prefix or model.end_of_word_suffix:
-        return False
-    return all(map(is_plain, (*rules, backend.post_processor)))
+    model, tokens = backend.model, backend.get_added_tokens_decoder().values()
+    odd = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
+    usual = type(model).__name__ == "BPE" and not any(getattr(model, name) for name in odd)
+    quick = all(token.content.strip() or not (token.lstrip or token.rstrip) for token in tokens)
+    rules = (backend.normalizer, backend.pre_tokenizer, backend.post_processor)
+    return usual and quick and all(map(is_plain, rules))
 
 
 class Generation(Extension):

@@ -439,9 +439,9 @@ def test_one_long_word_does_not_widen_the_short_ones() -> None:
 
 
 def test_bad_words_have_a_limit_in_all() -> None:
-    many = SamplingParams(bad_words=[[1] * 1000] * 17)
-    with pytest.raises(InvalidRequestError, match=r"^bad_words: .*2048.*17000"):
-        make_req(UserMsg(1, [1], many), LIMITS)
+    with pytest.raises(ValueError, match=r"^bad_words: .*2048.*17000"):
+        SamplingParams(bad_words=[[1] * 1000] * 17)
+    assert SamplingParams(bad_words=[[1] * 1000] * 2 + ["a" * 1000]).bad_words
 
 
 # ------------------------------------------------------------------------------ the whole engine

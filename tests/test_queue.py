@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sized
 from dataclasses import dataclass
 from fractions import Fraction
@@ -361,6 +362,24 @@ def test_a_half_done_prompt_yields_when_enough_is_new(
     if yields_at is not None:
         queue.resume(long)
         assert queue.first() is newcomer
+
+
+@pytest.mark.parametrize("left", [0, 1, 5])
+def test_requests_that_left_are_not_kept(left: int) -> None:
+    """Each may hold a grammar, whose characters count until it is gone."""
+    queue = FairQueue(STEP)
+    queue.add(runs := make_req(99, 5, "a"))
+    queue.remove(runs)
+    reqs = [make_req(uid, 5 + uid, "a") for uid in range(20)]
+    for req in reqs:
+        queue.add(req)
+    before = [sys.getrefcount(req) for req in reqs]
+    for req in reqs[left:]:
+        queue.remove(req)
+        queue.release(req)
+    kept = [n < m for n, m in zip((sys.getrefcount(req) for req in reqs), before)].count(False)
+    assert kept <= 2 * left
+    assert (queue.first() is None) == (left == 0)
 
 
 def test_clients_that_left_are_remembered_but_not_all() -> None:

@@ -481,6 +481,29 @@ def test_lanes_encode_each_prompt_once_unless_its_client_left(
     assert sorted(done) == [uid for uid in range(len(sizes)) if uid not in dropped]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"stop": ["a" * 1000] * 9}, {"bad_words": ["a" * 60] * 150}, {"bad_words": [[7] * 9]}],
+)
+def test_long_rules_do_not_stop_the_loop(fields: dict[str, Any]) -> None:
+    """They are encoded, too."""
+    aside = PromptQueue()
+    lanes = PromptQueue(aside)
+    params = SamplingParams(**fields)
+    lanes.add(TokenizeMsg(uid=1, text="hi", sampling_params=params))
+    assert (1 in aside.waiting) == ("7" not in str(fields)) != (1 in lanes.waiting)
+
+
+def test_too_many_bad_tokens_are_refused_by_name(tokenizer: Tokenizer) -> None:
+    """Before the scheduler sees them."""
+    bench = Bench(tokenizer)
+    params = SamplingParams(bad_words=[chr(0x1F600 + n) * 64 for n in range(60)])
+    bench.worker.handle(TokenizeMsg(uid=1, text="hi", sampling_params=params))
+    (error,), sent = bench.replies(), bench.sent()
+    assert error.param == "bad_words" and error.code == "invalid_request" and not sent
+    assert error.message.startswith("bad_words: must have at most 2048 tokens in all, got ")
+
+
 class Bench:
     """A text worker whose surroundings are two lists."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,23 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from minisgl.config.paths import resolve_model_path
+from minisgl.core import SamplingParams
 from minisgl.template_files import chat_templates
 from minisgl.token_bytes import byte_letters
 from minisgl.tokenizer import (
@@ -626,6 +637,12 @@ def with_rule(normalizer: Any = None, words: Any = None, after: Any = None) -> B
     return backend
 
 
+def with_token(content: str, **fields: bool) -> Backend:
+    backend = byte_level()
+    backend.add_tokens([AddedToken(content, **fields)])
+    return backend
+
+
 def split(regex: str) -> pre_tokenizers.Split:
     return pre_tokenizers.Split(Regex(regex), "isolated")
 
@@ -648,6 +665,14 @@ AFTER = processors.TemplateProcessing(" ".join(["$A"] * 3), None, [])
         lambda: with_rule(after=AFTER),
         lambda: Backend(models.WordLevel({"a": 0}, unk_token="a")),
         lambda: Backend(models.BPE({"a": 0, "b": 1}, [], continuing_subword_prefix="b")),
+        lambda: Backend(models.BPE({"a": 0, "b": 1}, [], dropout=0.9)),
+        lambda: with_token("\u3000", rstrip=True),
+        lambda: with_token("\n \t", lstrip=True, special=True),
+        lambda: with_rule(
+            words=pre_tokenizers.Sequence([pre_tokenizers.Split("a", "isolated")] * 9)
+        ),
+        lambda: with_rule(words=pre_tokenizers.Split("", "isolated")),
+        lambda: with_rule(normalizers.Sequence([normalizers.Replace("a", "b")] * 9)),
     ],
 )
 def test_rules_of_which_nobody_knows_the_time_are_not_plain(backend: Callable[[], Backend]) -> None:
@@ -660,6 +685,8 @@ def test_usual_rules_are_plain(tmp_path: Path, backend: Callable[[], Backend]) -
     assert has_plain_rules(with_rule(normalizers.NFC(), split(PRETOKENIZE_REGEX)))
     spell = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     assert has_plain_rules(with_rule(spell))
+    assert has_plain_rules(with_token("<|end|>", rstrip=True)) and has_plain_rules(with_token("  "))
+    assert has_plain_rules(with_rule(words=pre_tokenizers.Split("a", "isolated")))
 
 
 @pytest.mark.parametrize(
@@ -677,6 +704,22 @@ def test_a_decoder_that_may_ruin_a_server_is_refused(tmp_path: Path, rule: Any) 
     backend.decoder = decoders.Sequence([decoders.Fuse(), rule])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"^tokenizer: .*: decoder: it may hold neither"):
         Tokenizer(save(tmp_path, backend))
+
+
+def test_stop_strings_are_searched_for_special_tokens_by_the_library(tmp_path: Path) -> None:
+    """Some models have a thousand of them, and a request may have 64 stop strings."""
+    backend = byte_level()
+    backend.add_special_tokens([f"<<<<<<|reserved_{number}|>" for number in range(1000)])
+    tokenizer = Tokenizer(save(tmp_path, backend))
+    start = time.process_time()
+    params = tokenizer.encode_params(SamplingParams(stop=["<" * (1024 - n) for n in range(64)]))
+    assert time.process_time() - start < 0.3  # a search for each name takes 2 s
+    assert len(params.stop) == 64 and not params.stop_token_ids
+    with pytest.raises(ValueError, match=r"^stop: .*'<<<<<<\|reserved_77\|>' is a special token"):
+        tokenizer.encode_params(SamplingParams(stop=["a", "a <<<<<<|reserved_77|> b"]))
+    alone = tokenizer.encode_params(SamplingParams(stop=["<<<<<<|reserved_77|>", "b"]))
+    assert alone.stop == ("b",)
+    assert alone.stop_token_ids == (backend.token_to_id("<<<<<<|reserved_77|>"),)
 
 
 def test_a_token_of_a_book_is_refused(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ class FairQueue:
         share = self._shares[req.client]
         share.waiting -= 1
         self._changed = True
-        if len(share.heap) > 2 * share.waiting + 64:  # most have left: keep the tags of the others
+        if len(share.heap) > 2 * share.waiting:  # most have left: keep the tags of the others
             share.heap = [(*self._tags[req], req) for *_, req in share.heap if req in self._waiting]
             heapq.heapify(share.heap)
 

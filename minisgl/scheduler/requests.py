@@ -71,16 +71,10 @@ def check_prompt(prompt: object, limits: Limits) -> IntArray:
     )
 
 
-MAX_BAD_TOKENS = 2048  # of one request: each is compared at every step, for each answer
-
-
 def check_params(params: SamplingParams, limits: Limits) -> None:
     """Raise `InvalidRequestError` for token ids that the model does not have."""
     if any(isinstance(word, str) for word in params.bad_words):
         why = "bad_words: strings need a tokenizer, which this model lacks; give token ids"
-        raise InvalidRequestError(why, param="bad_words")
-    if (count := sum(map(len, params.bad_words))) > MAX_BAD_TOKENS:
-        why = f"bad_words: must have at most {MAX_BAD_TOKENS} tokens in all, got {count}"
         raise InvalidRequestError(why, param="bad_words")
     given: dict[str, Any] = {
         "logit_bias": params.logit_bias or (),

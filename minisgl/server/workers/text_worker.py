@@ -126,7 +126,9 @@ class TextWorker:
                 last.prompt, last.ids = None, self._encode(msg)
                 last.prompt = msg
         except Exception as error:  # a chat template can raise anything
-            param = getattr(error, "param", param)
+            param = (
+                "bad_words" if str(error)[:10] == "bad_words:" else getattr(error, "param", param)
+            )
             why = f"{param}: {str(error).removeprefix(f'{param}: ')}"
             code = error.code if isinstance(error, PromptTooLong) else "invalid_request"
             return ErrorReply(uid=msg.uid, message=why, code=code, param=param)
@@ -211,9 +213,9 @@ class PromptQueue:
         before, size = self._last
         if not msg.same_request(before):
             size = len(msg.text or "") or text_size([getattr(msg, name) for name in msg.shared])
+            size += sum(map(len, (*msg.sampling_params.stop, *msg.sampling_params.bad_words)))
         self._last = (msg, size)
-        slow = size > self.quick or msg.messages or msg.sampling_params.is_constrained
-        if self.aside is not None and slow:
+        if self.aside and (size > self.quick or msg.messages or msg.sampling_params.is_constrained):
             self.aside.add(msg)
             return
         self.waiting[msg.uid] = msg
