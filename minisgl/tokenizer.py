@@ -76,7 +76,7 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder().items()
         self.special = {token.content: token_id for token_id, token in added if token.special}
         self.longest = max(map(len, self.backend.get_vocab()), default=1)  # characters of a token
-        if self.longest > SLICE // 4:
+        if self.longest > SLICE // 8:
             raise ValueError(f"tokenizer: {path}: a token has {self.longest} characters")
         self.quick = SLICE if has_plain_rules(self.backend) else 0  # characters: milliseconds
 

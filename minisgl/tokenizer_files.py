@@ -121,7 +121,7 @@ def is_plain(part: Any) -> bool:
     json.loads(text, object_hook=lambda rule: rules.append(rule) or rule)  # type: ignore[func-returns-value]
     kinds = [rule["type"] for rule in rules if "type" in rule and "pattern" not in rule]
     once = len(kinds) == len(set(kinds)) and text.count('"A"') < 3  # the prompt in a template
-    few = text.count('"pattern"') <= 8 and '{"String":""}' not in text and len(text) < 2**12
+    few = text.count('"pattern"') <= 2 and '{"String":""}' not in text and len(text) < 2**12
     added = [rule.get("content", rule.get("prepend", "")) for rule in rules]
     taken = [rule.get("pattern", {"String": " "}).get("String", "") for rule in rules]
     grows = any(len(new) > len(old) for new, old in zip(added, taken, strict=True))

@@ -12,6 +12,7 @@ import random
 import re
 import shutil
 import socket
+import stat
 import struct
 import sys
 import threading
@@ -43,7 +44,8 @@ from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams, load_json
 from minisgl.models.weights import INDEX, checkpoint_files
-from minisgl.parallel.gloo import loopback_store
+from minisgl.parallel.gloo import file_store
+from minisgl.runtime.ranks import RankProcesses
 from minisgl.scheduler import requests
 from minisgl.scheduler.forms import load_tokens
 from minisgl.scheduler.frames import Codec, with_seed
@@ -118,16 +120,22 @@ def listening(pid: int) -> list[str]:
     return [c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN]
 
 
-def test_the_store_of_the_ranks_listens_on_loopback() -> None:
+def test_ranks_meet_where_no_other_user_can_come() -> None:
+    """A port of this machine would be open to all its users, to read, to fill and to join."""
     before = listening(os.getpid())
-    store = loopback_store()
-    assert sorted(listening(os.getpid())) == sorted([*before, "127.0.0.1"])
-    store.set("key", "value")
-    assert store.get("key") == b"value"
+    ranks = RankProcesses(print, ranks=range(1, 2), size=2)
+    folder = Path(ranks.folder.name)
+    file_store(ranks.place).set("key", "value")
+    assert listening(os.getpid()) == before
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and [*folder.iterdir()]
+    assert file_store(ranks.place).get("key") == b"value"
+    del ranks
+    gc.collect()
+    assert not folder.exists()
 
 
 def test_every_process_listens_on_loopback(checkpoint: Path, tmp_path: Path) -> None:
-    """A server of two ranks: HTTP, the store and what connects the ranks."""
+    """A server of two ranks: HTTP and what connects the ranks."""
     served = Served(tmp_path, "--model", str(checkpoint), "--tp", "2", "--device", "cpu", real=True)
     served.ready()
     children = served.children()

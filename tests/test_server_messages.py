@@ -90,6 +90,8 @@ def test_a_last_turn_of_the_assistant_is_continued(client: anthropic.Anthropic) 
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences: "),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, 400,
          "invalid_request_error", "tool_choice: 'x' is none of the tools"),
+        ({"messages": [{"role": "user", "content": []}]}, 400,
+         "invalid_request_error", "messages: "),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400,
          "invalid_request_error", "messages"),
         ({"messages": [{"role": "user", "content": [

@@ -926,6 +926,29 @@ def test_slow_masks_end_their_own_answers(monkeypatch: pytest.MonkeyPatch) -> No
         check_integrity(scheduler.cache)
 
 
+@pytest.mark.parametrize("end", ["length", "abort", "abort while it waits"])
+def test_a_request_that_ended_keeps_no_grammar(end: str) -> None:
+    """The sampler keeps the last batch and the queue what left: the characters must be free."""
+    with serve(overlap=True) as made:
+        scheduler, channel = made.scheduler, made.scheduler.channel.channel  # type: ignore[attr-defined]
+        params = SamplingParams(max_tokens=8, regex="[a-z ]{30}")
+        channel.put_messages(UserMsg(900, [300, 301], params, client="x"))
+        while 900 not in scheduler.reqs:
+            scheduler.receive(block=False)
+        req = scheduler.reqs[900]
+        assert isinstance(req.matcher, Matcher)
+        if end != "abort while it waits":
+            scheduler.step_overlap()
+            scheduler.step_overlap()
+        if end != "length":
+            channel.put_messages(AbortMsg(900))
+        while channel.waiting or scheduler.has_work:
+            scheduler.step_overlap()
+        tokens = {"length": 8, "abort": 1, "abort while it waits": 0}[end]
+        assert req.matcher is None and len(req.output_ids) == tokens
+        check_integrity(scheduler.cache)
+
+
 def test_other_ranks_do_as_rank_0_says() -> None:
     """They have no grammar, and no clock: they get its masks, errors and refusals."""
     sent = list[Any]()

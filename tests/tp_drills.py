@@ -32,6 +32,7 @@ from minisgl.models.quantization import quantize_model
 from minisgl.models.registry import build_model
 from minisgl.models.weights import load_weights
 from minisgl.parallel.comm import Comm
+from minisgl.parallel.gloo import file_store
 from minisgl.runtime.ranks import Place, RankProcesses, join
 from minisgl.runtime.supervisor import WorkerFailed
 from tests.dense import dense_batch
@@ -424,7 +425,7 @@ def naive_start() -> None:
 def orphan(how: str) -> None:
     """Start another rank, print its process id, and end without closing anything."""
     group = RankProcesses(sleep_long, ranks=range(1, 2), size=2).__enter__()
-    join(group.store, Place(0, 2, "cpu", 60.0, 0))
+    join(file_store(group.place), Place(0, 2, "cpu", 60.0, group.place))
     print(group.processes["rank 1"].pid, flush=True)
     if how == "killed":
         os.kill(os.getpid(), 9)

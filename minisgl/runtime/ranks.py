@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -25,7 +26,7 @@ from minisgl.config.paths import resolve_model_path
 from minisgl.config.rules import refuse
 from minisgl.engine.heap import frozen_heap
 from minisgl.parallel.comm import Comm
-from minisgl.parallel.gloo import CommError, GlooComm, leave_group, loopback_store
+from minisgl.parallel.gloo import CommError, GlooComm, file_store, leave_group
 from minisgl.parallel.nccl import NcclComm
 from minisgl.runtime.broadcast import BroadcastChannel
 from minisgl.runtime.supervisor import LEAVE, PeerFailed, Supervisor, Worker, WorkerContext
@@ -33,7 +34,6 @@ from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.messages import Reply
 
-TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined]
 START_SECONDS = 600.0  # for a process to start and import torch on a busy machine
 
 
@@ -44,7 +44,7 @@ class Place(NamedTuple):
     size: int
     device: str
     timeout: float  # of an operation on tensors, in seconds
-    port: int  # of the store
+    folder: str  # of the store
 
 
 def join(store: Any, place: Place) -> GlooComm:
@@ -64,10 +64,9 @@ def rank_main(
     # A rank has nothing to clean up, and no Python handler runs in a collective call.
     signal.signal(LEAVE, signal.SIG_DFL)
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", place.port, is_master=False)
     context.ready()
     try:
-        comm = join(store, place)
+        comm = join(file_store(place.folder), place)
         result = entry(comm, *args)
     except (CommError, torch.distributed.DistError) as error:  # most likely another rank's failure
         raise PeerFailed(str(error)) from error
@@ -93,11 +92,13 @@ class RankProcesses(Supervisor):
         timeout: float = 60.0,
         method: str = "spawn",
     ) -> None:
-        self.store = loopback_store()
+        self.folder = TemporaryDirectory(prefix="minisgl-ranks-")
+        self.place = os.path.join(self.folder.name, "meeting")
+        os.mkdir(self.place)
         workers = []
         for rank in ranks:
             device = devices[rank] if devices else "cpu"
-            place = Place(rank, size, device, timeout, self.store.port)
+            place = Place(rank, size, device, timeout, self.place)
             main = f"{rank_main.__module__}:rank_main"
             workers.append(Worker(f"rank {rank}", main, (place, entry, args)))
         super().__init__(workers, start_seconds=START_SECONDS, method=method)
@@ -163,7 +164,7 @@ class Ranks:
         try:
             while self.processes.starting():
                 self.processes.listen(0.2)
-            self.comm = self._meet(Place(0, size, devices[0], timeout, 0))
+            self.comm = self._meet(Place(0, size, devices[0], timeout, self.processes.place))
         except BaseException:
             self.give_up()
             raise
@@ -175,20 +176,20 @@ class Ranks:
 
     def _meet(self, place: Place) -> GlooComm:
         """Join the group as rank 0; raise WorkerFailed soon if another rank cannot join it."""
-        met, group = threading.Event(), self.processes
+        met = threading.Event()
 
         def watch() -> None:
-            ends = [process.sentinel for process in group.processes.values()]
+            ends = [process.sentinel for process in self.processes.processes.values()]
             while not met.is_set():
                 if wait(ends, timeout=0.1):
-                    group.store = None  # the server: its last reference
+                    os.rename(place.folder, f"{place.folder}-left")
+                    open(place.folder, "x").close()  # no folder: nobody can open the store
                     return
 
-        store = TCPStore("127.0.0.1", group.store.port, is_master=False)
         threading.Thread(target=watch, daemon=True, name="watch the meeting").start()
         try:
-            return join(store, place)
-        except RuntimeError:  # a CommError, or from the store: no connection came
+            return join(file_store(place.folder), place)
+        except RuntimeError:  # a CommError, or from the store: a rank did not come
             self.explain()
             raise
         finally:

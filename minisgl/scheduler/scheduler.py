@@ -114,7 +114,7 @@ class Scheduler:
 
     def release(self, req: Req) -> None:
         """Forget a request in any state and free all its memory; called once for each."""
-        del self.reqs[req.uid]
+        self.reqs.pop(req.uid).matcher = None  # others may keep the request, but not its grammar
         self.prefill.remove(req)
         self.decode.remove(req)
         self.prefill.waiting.release(req)

@@ -869,6 +869,20 @@ MUTATIONS = [
         test="tests/test_tokenizer.py::test_rules_of_which_nobody_knows_the_time_are_not_plain",
     ),
     Mutation(
+        name="ranks: the folder of the store is open to others",
+        module="minisgl.runtime.ranks",
+        old="os.mkdir(self.place)",
+        new="os.mkdir(self.place); os.chmod(self.folder.name, 0o755)",
+        test="tests/test_hostile.py::test_ranks_meet_where_no_other_user_can_come",
+    ),
+    Mutation(
+        name="scheduler: a request that ended keeps its grammar",
+        module="minisgl.scheduler.scheduler",
+        old="self.reqs.pop(req.uid).matcher = None",
+        new="self.reqs.pop(req.uid)",
+        test="tests/test_structured_output.py::test_a_request_that_ended_keeps_no_grammar",
+    ),
+    Mutation(
         name="text worker: the reason why a grammar failed is dropped",
         module="minisgl.server.workers.text_worker",
         old='finish_reason="abort", notice=str(why)',

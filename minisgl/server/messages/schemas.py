@@ -208,7 +208,7 @@ class MessagesRequest(BaseModel, extra="allow", strict=True):
             "response_format": form,
             "user": self.metadata and self.metadata.user_id,
         }
-        if said[-1]["role"] == "assistant":
+        if said and said[-1]["role"] == "assistant":
             chat |= {"continue_final_message": True, "add_generation_prompt": False}
         given = {name: value for name, value in chat.items() if value is not None}
         return validator_of(ChatRequest).validate_python(given)
