@@ -22,22 +22,22 @@ MUTATIONS = [
     Mutation(
         name="tokenizer: replacements may grow without end",
         module="minisgl.tokenizer_files",
-        old="known and once and not grows and ",
-        new="known and once and ",
+        old="known and once and few and not grows and ",
+        new="known and once and few and ",
         test="tests/test_tokenizer.py::test_rules_of_which_nobody_knows_the_time_are_not_plain",
     ),
     Mutation(
         name="tokenizer: unknown regexes run in the text worker",
         module="minisgl.tokenizer_files",
-        old="known and once and not grows and ",
-        new="once and not grows and ",
+        old="known and once and few and not grows and ",
+        new="once and few and not grows and ",
         test="tests/test_tokenizer.py::test_rules_of_which_nobody_knows_the_time_are_not_plain",
     ),
     Mutation(
         name="tokenizer: a rule may double a text again and again",
         module="minisgl.tokenizer_files",
-        old="known and once and not grows and ",
-        new="known and not grows and ",
+        old="known and once and few and not grows and ",
+        new="known and few and not grows and ",
         test="tests/test_tokenizer.py::test_rules_of_which_nobody_knows_the_time_are_not_plain",
     ),
     Mutation(

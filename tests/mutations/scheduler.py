@@ -385,7 +385,7 @@ MUTATIONS = [
     Mutation(
         "queue_keeps_requests_that_left",
         QUEUE,
-        "if len(share.heap) > 2 * share.waiting + 64:",
+        "if len(share.heap) > 2 * share.waiting:",
         "if False:",
         QUEUE_TESTS + "test_requests_that_leave_early_are_forgotten",
     ),
@@ -818,8 +818,8 @@ MUTATIONS = [
     Mutation(
         "abort_forgets_the_queue",
         SCHEDULER,
-        "        del self.reqs[req.uid]\n        self.prefill.remove(req)\n",
-        "        del self.reqs[req.uid]\n",
+        "        self.prefill.remove(req)\n        self.decode.remove(req)\n",
+        "        self.decode.remove(req)\n",
         TESTS + "test_abort_at_every_moment",
     ),
     Mutation(

@@ -575,8 +575,8 @@ MUTATIONS = [
     Mutation(
         name="server: long prompts are encoded between two answers",
         module="minisgl.server.workers.text_worker",
-        old="slow = size > self.quick or",
-        new="slow = size > 100 * SLICE or",
+        old="if self.aside and (size > self.quick or",
+        new="if self.aside and (size > 100 * SLICE or",
         test=TEST + "test_a_long_prompt_stops_neither_answers_nor_short_prompts_nor_aborts",
     ),
     Mutation(
