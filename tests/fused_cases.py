@@ -196,7 +196,7 @@ def check_eight_bits(
     stored = world.pool.buffer.float()
     scales = head_scales(kv).view(2, 1, 1, 1, kv, 1).to(world.device)
     plain.pool.buffer.copy_(stored * scales)
-    seen = plain.pool.load_kv(out_loc, 0, world.dtype)
+    seen = [part.clone() for part in plain.pool.load_kv(out_loc, 0, world.dtype)]
     want = plain.backend(TorchBackend).plan(meta, out_loc).attend(q, *seen, 0)
     world.pool.buffer.copy_(before)
     close(world.backend(backend).plan(meta, out_loc).run(q, k, v, 0), want, limit)

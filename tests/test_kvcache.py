@@ -118,6 +118,26 @@ def test_padding_may_write_the_dummy_slot_many_times() -> None:
     assert pool.buffer.count_nonzero() == 2 * 2 * 8  # one slot of K, one of V
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_loads_copy_what_they_are_asked_for_and_take_new_memory_for_more_alone(
+    device: str,
+) -> None:
+    pool = make_pool(device=device)
+    pool.buffer.copy_(torch.arange(pool.buffer.numel()).view(pool.buffer.shape))
+    random, most, places = np.random.default_rng(0), 0, list[int]()
+    for _ in range(50):
+        shape, layer = tuple(random.integers(0, 6, random.integers(1, 4))), random.integers(2)
+        slots = torch.from_numpy(random.integers(0, pool.num_slots, shape)).to(device)
+        loaded = pool.load_kv(slots, layer, random.choice([torch.float32, torch.float64]))
+        for found, cache in zip(loaded, (pool.k_cache(layer), pool.v_cache(layer)), strict=True):
+            assert torch.equal(found.float(), cache.flatten(0, 1)[slots])
+        if loaded[0].dtype == torch.float32 and 0 < slots.numel() <= most:
+            assert [part.data_ptr() for part in loaded] == places
+        elif slots.numel() > most:
+            most = slots.numel()
+            places = [part.data_ptr() for part in pool.load_kv(slots, layer, torch.float32)]
+
+
 def test_a_freed_pool_gives_its_memory_back() -> None:
     pool = make_pool()
     pool.buffer.fill_(1)

@@ -68,6 +68,7 @@ class KVPool:
             self.buffer = torch.zeros(shape, dtype=dtype, device=device)
         self._pages = self.buffer.unbind(1)
         self._slots = [layer.unbind() for layer in self.buffer.flatten(2, 3).unbind(1)]
+        self._copies = [self.buffer.new_empty(0)] * 2  # of K and V: see `load_kv`
 
     def k_cache(self, layer_id: int) -> Tensor:
         """Return a layer's keys by page: a view [num_pages + 1, page_size, kv_heads, head_dim]."""
@@ -79,6 +80,7 @@ class KVPool:
 
     def free(self) -> None:
         """Free the memory now, even if views of it are left. Touch no slot after it."""
+        self._copies.clear()
         if self._mapping is None:
             self.buffer.untyped_storage().resize_(0)
         else:
@@ -94,9 +96,18 @@ class KVPool:
         values.index_copy_(0, out_loc, v)
 
     def load_kv(self, slots: Tensor, layer_id: int, dtype: torch.dtype) -> list[Tensor]:
-        """Copy K and V at slots of any shape: [*slots.shape, kv_heads, head_dim] each."""
+        """Copy K and V at slots of any shape: [*slots.shape, kv_heads, head_dim] each.
+
+        The next call overwrites them.
+        """
         index, shape = slots.flatten(), (*slots.shape, self.num_kv_heads, self.head_dim)
-        return [part.index_select(0, index).view(shape).to(dtype) for part in self._slots[layer_id]]
+        parts, size = self._slots[layer_id], len(index)
+        if len(self._copies[0]) < size:
+            self._copies = [part.new_empty(size, *part.shape[1:]) for part in parts]
+        copies = [copy[:size] for copy in self._copies]
+        for part, copy in zip(parts, copies, strict=True):
+            torch.index_select(part, 0, index, out=copy)
+        return [copy.view(shape).to(dtype) for copy in copies]
 
     def scales(self, layer_id: int) -> Tensor | None:
         """Return the factors of a layer's stored keys and values; None if they have none."""

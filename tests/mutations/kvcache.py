@@ -16,6 +16,13 @@ MUTATIONS = [
         TESTS + "test_bytes_per_token_by_hand",
     ),
     Mutation(
+        "kvcache: each load takes new memory",
+        POOL,
+        "if len(self._copies[0]) < size:",
+        "if True:",
+        TESTS + "test_loads_copy_what_they_are_asked_for_and_take_new_memory_for_more_alone",
+    ),
+    Mutation(
         "kvcache: the memory of a freed pool stays",
         POOL,
         "mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS",
