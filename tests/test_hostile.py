@@ -12,7 +12,6 @@ import random
 import re
 import shutil
 import socket
-import stat
 import struct
 import sys
 import threading
@@ -44,8 +43,7 @@ from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams, load_json
 from minisgl.models.weights import INDEX, checkpoint_files
-from minisgl.parallel.gloo import file_store
-from minisgl.runtime.ranks import RankProcesses
+from minisgl.parallel.sockets import socket_pairs
 from minisgl.scheduler import requests
 from minisgl.scheduler.forms import load_tokens
 from minisgl.scheduler.frames import Codec, with_seed
@@ -120,27 +118,22 @@ def listening(pid: int) -> list[str]:
     return [c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN]
 
 
-def test_ranks_meet_where_no_other_user_can_come() -> None:
-    """A port of this machine would be open to all its users, to read, to fill and to join."""
-    before = listening(os.getpid())
-    ranks = RankProcesses(print, ranks=range(1, 2), size=2)
-    folder = Path(ranks.folder.name)
-    file_store(ranks.place).set("key", "value")
-    assert listening(os.getpid()) == before
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and [*folder.iterdir()]
-    assert file_store(ranks.place).get("key") == b"value"
-    del ranks
-    gc.collect()
-    assert not folder.exists()
+def test_ranks_are_joined_by_sockets_without_an_address() -> None:
+    """A port of this machine would be open to all its users, to join and to fill."""
+    for links in socket_pairs(3):
+        for link in links:
+            assert link.family == socket.AF_UNIX
+            assert (link.getsockname(), link.getpeername()) == ("", "")
+            link.close()
 
 
-def test_every_process_listens_on_loopback(checkpoint: Path, tmp_path: Path) -> None:
-    """A server of two ranks: HTTP and what connects the ranks."""
+def test_a_server_listens_on_loopback_alone(checkpoint: Path, tmp_path: Path) -> None:
+    """A server of two ranks: only HTTP."""
     served = Served(tmp_path, "--model", str(checkpoint), "--tp", "2", "--device", "cpu", real=True)
     served.ready()
     children = served.children()
     addresses = [a for p in (served.process.pid, *(c.pid for c in children)) for a in listening(p)]
-    assert len(addresses) >= 2 and set(addresses) == {"127.0.0.1"}
+    assert addresses == ["127.0.0.1"]
     served.process.terminate()
     served.ended(children)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -9,9 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,12 +32,13 @@ from minisgl.llm import LLM
 from minisgl.models.registry import build_model
 from minisgl.models.shards import ShardSpec, layer_shards, model_shards
 from minisgl.models.weights import Checkpoint, WeightError, load_weights
-from minisgl.parallel import gloo, nccl
+from minisgl.parallel import nccl, sockets
 from minisgl.parallel.comm import Comm, ParallelContext, SingleRank
-from minisgl.parallel.gloo import CommError, GlooComm
+from minisgl.parallel.nccl import leave_group
+from minisgl.parallel.sockets import CommError, SocketComm, socket_pairs
 from minisgl.runtime import ranks as ranks_module
 from minisgl.runtime.broadcast import BroadcastChannel
-from minisgl.runtime.ranks import RankProcesses, Ranks, config_of_rank, tp_worker
+from minisgl.runtime.ranks import Place, RankProcesses, Ranks, config_of_rank, join, tp_worker
 from minisgl.runtime.supervisor import Ending, WorkerFailed
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import InProcessChannel
@@ -160,7 +162,7 @@ def test_wrong_checkpoint_is_refused_on_every_rank(tmp_path: Path) -> None:
     assert messages[0] == messages[1] == f"weights: missing {name}"
 
 
-# ---------------------------------------------------------------- processes over gloo
+# ---------------------------------------------------------------- processes over sockets
 
 
 def check_collectives(found: list[dict[str, Any]]) -> None:
@@ -189,7 +191,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Path, tor
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_gloo_processes_equal_transformers(
+def test_processes_equal_transformers(
     kinds: list[tuple[str, Path, torch.Tensor]], size: int
 ) -> None:
     """All kinds by one start of ranks; experts cut and whole. Four ranks share two KV heads."""
@@ -201,6 +203,59 @@ def test_gloo_processes_equal_transformers(
         off = (many[0] - want).abs().max().item()
         assert off < 1e-4 and want.std() > 0.5, (name, off)
         assert all(torch.equal(logits, many[0]) for logits in many), name  # all sample the same
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_tensors_of_any_type_and_shape_travel_whole(size: int) -> None:
+    """Also those that fill a socket's buffer many times, and those of nothing."""
+    shapes = [(), (0, 3), (5,), (3, 1, 2), (700, 900)]
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8]
+    want = [
+        torch.arange(math.prod(shape)).view(shape).to(dtype) for shape in shapes for dtype in dtypes
+    ]
+    comms = socket_pairs(size)
+
+    def rank(index: int) -> None:
+        comm = SocketComm(comms[index], index, size)
+        for x in want:
+            assert torch.equal(comm.all_reduce(x.clone()), sum([x] * (size - 1), x))
+            if x.dim():
+                assert torch.equal(comm.all_gather(x, 0), torch.cat([x] * size, 0))
+            if x.dim() > 1:
+                strided = x.transpose(0, 1)
+                assert torch.equal(comm.all_gather(strided), torch.cat([strided] * size, -1))
+        for count in (0, 1, 1000, 3_000_000):
+            for src in range(size):
+                text = str(src) * count
+                assert comm.broadcast_object(text if index == src else None, src) == text
+        comm.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(rank, range(size)))
+
+
+def test_a_rank_that_leaves_is_an_error_of_the_call_that_waits_for_it() -> None:
+    told = list[str]()
+    mine, theirs = socket_pairs(2)
+
+    def other() -> None:
+        SocketComm(theirs, 1, 2).close()
+
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(other)
+        comm = SocketComm(mine, 0, 2, timeout=60.0)
+        leaving.result()
+    comm.on_failure = lambda: told.append("told")
+    for name, call in (
+        ("all_reduce", lambda: comm.all_reduce(torch.zeros(1))),
+        ("all_gather", lambda: comm.all_gather(torch.zeros(1))),
+        ("min_ints", comm.barrier),
+        ("broadcast", lambda: comm.broadcast_object([])),
+        ("broadcast", lambda: comm.broadcast_object([], src=1)),
+    ):
+        with pytest.raises(CommError, match=f"^{name} on rank 0 of 2: "):
+            call()
+    assert len(told) == 5
 
 
 def test_threads_keep_the_same_protocol() -> None:
@@ -339,12 +394,14 @@ def test_a_rank_that_hangs_ends_the_group() -> None:
 # ---------------------------------------------------------------- schedulers on several ranks
 
 
-def settings(folder: Path, **fields: Any) -> SchedulerConfig:
+def settings(
+    folder: Path, kind: type[SchedulerConfig] = SchedulerConfig, **fields: Any
+) -> SchedulerConfig:
     """A small engine: chunks of 64 tokens, and a pool in which requests must evict."""
     base: dict[str, Any] = {
         "num_pages": 40, "page_size": 4, "max_extend_tokens": 64, "overlap": True,
     }  # fmt: skip
-    return SchedulerConfig(model_path=str(folder), device="cpu", **{**base, **fields})
+    return kind(model_path=str(folder), device="cpu", **{**base, **fields})
 
 
 def workload(count: int, seed: int = 0) -> list[list[int]]:
@@ -520,19 +577,23 @@ def test_an_llm_leads_its_ranks() -> None:
     with LLM(device="cpu", num_pages=64, tensor_parallel_size=2) as llm:
         for _ in range(2):
             assert [out["token_ids"] for out in llm.generate(prompts, params)] == want
-    assert not living_ranks() and not dist.is_initialized()
+    assert not living_ranks()
 
 
 @pytest.mark.usefixtures("quick_ranks")
-def test_a_second_engine_with_ranks_is_refused_and_the_first_goes_on() -> None:
+def test_a_process_leads_two_groups_but_only_one_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     fields: dict[str, Any] = {"device": "cpu", "num_pages": 64, "tensor_parallel_size": 2}
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     with LLM(**fields) as llm:
         want = llm.generate([[5, 6]], params)[0]["token_ids"]
+        with LLM(**fields) as other:
+            assert other.generate([[5, 6]], params)[0]["token_ids"] == want
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)  # a group of NCCL
         with pytest.raises(ValueError, match=r"tp: must be 1 while another .*shut it down.*got 2"):
             LLM(**fields)
+        monkeypatch.undo()
         assert llm.generate([[5, 6]], params)[0]["token_ids"] == want
-    assert not living_ranks() and not dist.is_initialized()
+    assert not living_ranks()
 
 
 @pytest.mark.clock
@@ -540,7 +601,7 @@ def test_a_second_engine_with_ranks_is_refused_and_the_first_goes_on() -> None:
 def test_a_rank_killed_at_any_moment_is_told_soon() -> None:
     """`python -m tests.tp_drills 20 8 cpu` does it twenty times."""
     tp_drills.kill_drill(1, 6.0, device="cpu")
-    assert not living_ranks() and not dist.is_initialized()
+    assert not living_ranks()
 
 
 def test_a_bad_end_of_a_rank_frees_the_gpu() -> None:
@@ -606,33 +667,30 @@ def test_exit_message_reaches_every_rank(folder: Path) -> None:
 @pytest.mark.usefixtures("quick_ranks")
 @pytest.mark.parametrize("fails", [False, True])
 def test_ranks_leave_their_group(folder: Path, fails: bool) -> None:
-    """So that the next engine of this process can have one; after an error, too."""
+    """After an error, too."""
     config = config_of_rank(settings(folder), 0, 2)
     channel = InProcessChannel()
     expected: Any = pytest.raises(ZeroDivisionError) if fails else nullcontext()
     with expected, Ranks(config) as ranks:
-        assert dist.is_initialized()
         scheduler = build_scheduler(config, ranks.channel(channel), ranks.comm)
         if fails:
             raise ZeroDivisionError
         channel.put_messages(ExitMsg())
         scheduler.run()
-    assert not dist.is_initialized()
     assert not living_ranks()
 
 
 @pytest.mark.usefixtures("quick_ranks")
 def test_ranks_end_even_if_leaving_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(comm: GlooComm) -> None:
+    def interrupted(comm: SocketComm) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(GlooComm, "close", interrupted)
+    monkeypatch.setattr(SocketComm, "close", interrupted)
     ranks = Ranks(config_of_rank(settings(folder), 0, 2))
     ranks.processes.grace = 0.0
     with pytest.raises(KeyboardInterrupt):
         ranks.close()
     assert not living_ranks()
-    gloo.leave_group()
 
 
 @pytest.mark.usefixtures("quick_ranks")
@@ -645,7 +703,7 @@ def test_a_rank_that_cannot_join_is_named(
 
     tried: list[Any] = []
 
-    def lost(*place: Any) -> GlooComm:
+    def lost(*place: Any) -> SocketComm:
         tried.append(place)
         raise kind("connection closed by peer")
 
@@ -661,24 +719,32 @@ def test_a_rank_that_cannot_join_is_named(
     assert not living_ranks()
 
 
+class LateConfig(SchedulerConfig):
+    """A config that another process does not read in time."""
+
+    def __reduce__(self) -> Any:
+        return time.sleep, (60,)
+
+
 @pytest.mark.clock
 @pytest.mark.usefixtures("quick_ranks")
-@pytest.mark.parametrize(("size", "dead"), [(2, 1), (4, 3)])
+@pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_that_dies_before_ranks_have_met_is_told_soon(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, size: int, dead: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    """While rank 0 waits for it: no connection is there yet that could break."""
+    """While rank 0 waits for it."""
 
-    def meet(store: Any, place: Any) -> GlooComm:
-        (victim,) = (p for p in living_ranks() if p.name.endswith(f"rank {dead}"))
+    def meet(place: Place) -> SocketComm:
+        (victim,) = (p for p in living_ranks() if p.name.endswith("rank 1"))
         threading.Timer(0.5, victim.kill).start()
-        store.wait(["somebody who does not come"], timedelta(seconds=LIMIT + 1))
-        raise AssertionError("it came")
+        return join(place)
 
+    monkeypatch.setattr(sockets, "START_SECONDS", LIMIT + 1)
+    monkeypatch.setattr(RankProcesses, "starting", lambda group: False)
     monkeypatch.setattr(ranks_module, "join", meet)
     start = time.monotonic()
-    with pytest.raises(WorkerFailed, match=f"rank {dead} was killed by signal 9"):
-        Ranks(config_of_rank(settings(folder), 0, size))
+    with pytest.raises(WorkerFailed, match="rank 1 was killed by signal 9"):
+        Ranks(config_of_rank(settings(folder, LateConfig), 0, size))
     assert time.monotonic() - start < LIMIT
     assert not living_ranks()
 
@@ -693,12 +759,11 @@ def test_leaving_does_not_wait_for_dead_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], leave: Any
 ) -> None:
     """Nor does it fail for them, or print a traceback: their own end has been reported."""
-    monkeypatch.setattr(gloo, "CLOSE_SECONDS", 0.1)
-    monkeypatch.setattr(gloo.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(gloo.dist, "destroy_process_group", leave)
-    comm = object.__new__(GlooComm)
+    monkeypatch.setattr(nccl, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(nccl.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(nccl.dist, "destroy_process_group", leave)
     start = time.monotonic()
-    comm.close()
+    leave_group()
     assert time.monotonic() - start < 50
     assert capsys.readouterr().err == ""
 

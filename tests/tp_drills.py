@@ -32,7 +32,6 @@ from minisgl.models.quantization import quantize_model
 from minisgl.models.registry import build_model
 from minisgl.models.weights import load_weights
 from minisgl.parallel.comm import Comm
-from minisgl.parallel.gloo import file_store
 from minisgl.runtime.ranks import Place, RankProcesses, join
 from minisgl.runtime.supervisor import WorkerFailed
 from tests.dense import dense_batch
@@ -425,7 +424,7 @@ def naive_start() -> None:
 def orphan(how: str) -> None:
     """Start another rank, print its process id, and end without closing anything."""
     group = RankProcesses(sleep_long, ranks=range(1, 2), size=2).__enter__()
-    join(file_store(group.place), Place(0, 2, "cpu", 60.0, group.place))
+    join(Place(0, 2, "cpu", 60.0, group.links[0]))
     print(group.processes["rank 1"].pid, flush=True)
     if how == "killed":
         os.kill(os.getpid(), 9)
@@ -433,7 +432,7 @@ def orphan(how: str) -> None:
         if os.fork() == 0:
             with suppress(AssertionError):  # it may not wait for a rank, which is no child of its
                 multiprocessing.util._exit_function()  # type: ignore[attr-defined]
-            os._exit(0)  # the store's threads did not come along
+            os._exit(0)
         os.wait()
         assert group.processes["rank 1"].is_alive()
     assert how != "failed"

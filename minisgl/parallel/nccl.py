@@ -1,4 +1,4 @@
-"""Ranks with a GPU each: sums by our own kernels or NCCL, everything else over gloo.
+"""Ranks with a GPU each: sums by our own kernels or NCCL, everything else over sockets.
 
 Generated from notebooks/10a_gpu_all_reduce.ipynb: edit there.
 """
@@ -6,8 +6,13 @@ Generated from notebooks/10a_gpu_all_reduce.ipynb: edit there.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -16,8 +21,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from minisgl.parallel.comm import Comm
-from minisgl.parallel.gloo import GlooComm
+from minisgl.parallel.sockets import SocketComm
 
+CLOSE_SECONDS = 3.0  # to wait for ranks that may have died
 logger = logging.getLogger("minisgl.parallel")
 
 
@@ -50,20 +56,46 @@ def map_buffers(mine: Tensor, comm: Comm) -> list[Tensor]:
     return []
 
 
-class NcclComm(GlooComm):
-    """A `GlooComm` whose CUDA tensors stay on the GPUs; its calls can be captured in a graph.
+def use_loopback() -> None:
+    """Connect ranks inside this machine only, unless NCCL_SOCKET_IFNAME names an interface."""
+    names = {name for _, name in socket.if_nameindex()}
+    if loopback := next((name for name in ("lo", "lo0") if name in names), None):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+
+
+def leave_group() -> None:
+    """Leave the NCCL group of this process, if any, without waiting long for dead ranks."""
+
+    def leave() -> None:
+        with suppress(RuntimeError):  # ranks left in another way: nothing to do
+            dist.destroy_process_group()
+
+    if dist.is_initialized():
+        leaving = threading.Thread(target=leave, daemon=True, name="leave group")
+        leaving.start()
+        leaving.join(CLOSE_SECONDS)
+
+
+class NcclComm(SocketComm):
+    """A `SocketComm` whose CUDA tensors stay on the GPUs; its calls can be captured in a graph.
 
     An operation is put into the current stream and returns at once; the stream keeps the order.
     Sums of few rows use our own kernel if every GPU can write to the others' memory.
     """
 
-    backend = "cpu:gloo,cuda:nccl"
-
     def __init__(
-        self, store: Any, rank: int, size: int, device: torch.device, timeout: float = 60.0
-    ) -> None:
+        self, links: Sequence[socket.socket], rank: int, size: int, device: torch.device,
+        timeout: float = 60.0,
+    ) -> None:  # fmt: skip
         torch.cuda.set_device(device)
-        super().__init__(store, rank, size, timeout)
+        super().__init__(links, rank, size, timeout)
+        use_loopback()
+        self.folder = TemporaryDirectory(prefix="minisgl-ranks-") if rank == 0 else None
+        folder = self.broadcast_object(self.folder and self.folder.name, kind=str)
+        store: Any = dist.FileStore(os.path.join(folder, "store"), -1)  # type: ignore[attr-defined]
+        limit = timedelta(seconds=timeout)
+        with self.attempt("connect"):
+            dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=limit)
         from minisgl.kernels import all_reduce  # Triton may be missing
 
         self.kernels, self.device = all_reduce, device
@@ -104,11 +136,25 @@ class NcclComm(GlooComm):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of `x` over the ranks; it may be overwritten, and the sum may be new memory."""
-        peers = self.peers_for(x)
-        if peers is None:
-            return GlooComm.all_reduce(self, x)
-        total: Tensor = self.kernels.all_reduce(x.contiguous(), peers)
+        if not x.is_cuda:
+            return SocketComm.all_reduce(self, x)
+        x = x.contiguous()
+        if (peers := self.peers_for(x)) is None:
+            with self.attempt("all_reduce"):
+                dist.all_reduce(x)
+            return x
+        total: Tensor = self.kernels.all_reduce(x, peers)
         return total
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Concatenate the ranks' `x`, equal in shape and dtype, along `dim`."""
+        if not x.is_cuda:
+            return SocketComm.all_gather(self, x, dim)
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        with self.attempt("all_gather"):
+            dist.all_gather(parts, x)
+        return torch.cat(parts, dim)
 
     def all_reduce_add_norm(
         self, parts: Tensor, residual: Tensor, norm: Tensor, eps: float
@@ -132,12 +178,14 @@ class NcclComm(GlooComm):
             with torch.cuda.stream(torch.cuda.Stream(self.device)):
                 self.quit.copy_(self.one, non_blocking=True)  # the copy engine is free
             if (group := dist.group.WORLD) is not None:
-                nccl = group._get_backend(self.device)  # the public `group.abort()` also ends gloo
                 # Its kernels end at once, the call itself with the last graph that contains one.
-                threading.Thread(target=nccl.abort, daemon=True, name="abort NCCL").start()
+                threading.Thread(target=group.abort, daemon=True, name="abort NCCL").start()
 
     def close(self) -> None:
         """Unmap the other ranks' memory and leave the group; all ranks call this."""
         self.peers.clear()
         self.views.clear()
-        GlooComm.close(self)
+        leave_group()
+        SocketComm.close(self)
+        if self.folder is not None:
+            self.folder.cleanup()

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -26,15 +24,13 @@ from minisgl.config.paths import resolve_model_path
 from minisgl.config.rules import refuse
 from minisgl.engine.heap import frozen_heap
 from minisgl.parallel.comm import Comm
-from minisgl.parallel.gloo import CommError, GlooComm, file_store, leave_group
-from minisgl.parallel.nccl import NcclComm
+from minisgl.parallel.nccl import NcclComm, leave_group
+from minisgl.parallel.sockets import START_SECONDS, CommError, SocketComm, socket_pairs
 from minisgl.runtime.broadcast import BroadcastChannel
 from minisgl.runtime.supervisor import LEAVE, PeerFailed, Supervisor, Worker, WorkerContext
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.messages import Reply
-
-START_SECONDS = 600.0  # for a process to start and import torch on a busy machine
 
 
 class Place(NamedTuple):
@@ -44,17 +40,15 @@ class Place(NamedTuple):
     size: int
     device: str
     timeout: float  # of an operation on tensors, in seconds
-    folder: str  # of the store
+    links: list[socket.socket]  # to rank 0, or from it to all others
 
 
-def join(store: Any, place: Place) -> GlooComm:
-    """Join the group and return its communicator: NCCL if `device` is a GPU, else Gloo."""
-    rank, size, device, timeout, _ = place
-    store.set(f"here/{rank}", b"")  # processes start at different speeds, so they meet first
-    store.wait([f"here/{other}" for other in range(size)], timedelta(seconds=START_SECONDS))
+def join(place: Place) -> SocketComm:
+    """Join the group and return its communicator: with NCCL if `device` is a GPU."""
+    rank, size, device, timeout, links = place
     if torch.device(device).type == "cuda":
-        return NcclComm(store, rank, size, torch.device(device), timeout)
-    return GlooComm(store, rank, size, timeout)
+        return NcclComm(links, rank, size, torch.device(device), timeout)
+    return SocketComm(links, rank, size, timeout)
 
 
 def rank_main(
@@ -66,7 +60,7 @@ def rank_main(
     torch.set_num_threads(1)
     context.ready()
     try:
-        comm = join(file_store(place.folder), place)
+        comm = join(place)
         result = entry(comm, *args)
     except (CommError, torch.distributed.DistError) as error:  # most likely another rank's failure
         raise PeerFailed(str(error)) from error
@@ -92,16 +86,20 @@ class RankProcesses(Supervisor):
         timeout: float = 60.0,
         method: str = "spawn",
     ) -> None:
-        self.folder = TemporaryDirectory(prefix="minisgl-ranks-")
-        self.place = os.path.join(self.folder.name, "meeting")
-        os.mkdir(self.place)
-        workers = []
+        self.links, workers = socket_pairs(size), []
         for rank in ranks:
             device = devices[rank] if devices else "cpu"
-            place = Place(rank, size, device, timeout, self.place)
+            place = Place(rank, size, device, timeout, self.links[rank])
             main = f"{rank_main.__module__}:rank_main"
             workers.append(Worker(f"rank {rank}", main, (place, entry, args)))
         super().__init__(workers, start_seconds=START_SECONDS, method=method)
+        self.given = [link for rank in ranks for link in self.links[rank]]
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        for link in self.given:  # each process has its own copies
+            link.close()
+        return self
 
     def __exit__(self, *error: object) -> None:
         if any(error):
@@ -164,7 +162,7 @@ class Ranks:
         try:
             while self.processes.starting():
                 self.processes.listen(0.2)
-            self.comm = self._meet(Place(0, size, devices[0], timeout, self.processes.place))
+            self.comm = self._meet(Place(0, size, devices[0], timeout, self.processes.links[0]))
         except BaseException:
             self.give_up()
             raise
@@ -174,26 +172,13 @@ class Ranks:
             for process in self.processes.processes.values():
                 threading.Thread(target=self.watch, args=(process,), daemon=True).start()
 
-    def _meet(self, place: Place) -> GlooComm:
+    def _meet(self, place: Place) -> SocketComm:
         """Join the group as rank 0; raise WorkerFailed soon if another rank cannot join it."""
-        met = threading.Event()
-
-        def watch() -> None:
-            ends = [process.sentinel for process in self.processes.processes.values()]
-            while not met.is_set():
-                if wait(ends, timeout=0.1):
-                    os.rename(place.folder, f"{place.folder}-left")
-                    open(place.folder, "x").close()  # no folder: nobody can open the store
-                    return
-
-        threading.Thread(target=watch, daemon=True, name="watch the meeting").start()
         try:
-            return join(file_store(place.folder), place)
-        except RuntimeError:  # a CommError, or from the store: a rank did not come
+            return join(place)
+        except RuntimeError:  # a CommError, or from NCCL: a rank did not come
             self.explain()
             raise
-        finally:
-            met.set()
 
     def explain(self) -> None:
         """Raise WorkerFailed if a rank's failure explains a failed operation of rank 0."""

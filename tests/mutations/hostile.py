@@ -869,13 +869,6 @@ MUTATIONS = [
         test="tests/test_tokenizer.py::test_rules_of_which_nobody_knows_the_time_are_not_plain",
     ),
     Mutation(
-        name="ranks: the folder of the store is open to others",
-        module="minisgl.runtime.ranks",
-        old="os.mkdir(self.place)",
-        new="os.mkdir(self.place); os.chmod(self.folder.name, 0o755)",
-        test="tests/test_hostile.py::test_ranks_meet_where_no_other_user_can_come",
-    ),
-    Mutation(
         name="scheduler: a request that ended keeps its grammar",
         module="minisgl.scheduler.scheduler",
         old="self.reqs.pop(req.uid).matcher = None",

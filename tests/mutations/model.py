@@ -203,6 +203,6 @@ MUTATIONS = [
         WEIGHTS,
         "part = whole[spec.source]",
         "part = whole[()]",
-        "tests/test_tensor_parallel.py::test_gloo_processes_equal_transformers[2]",
+        "tests/test_tensor_parallel.py::test_processes_equal_transformers[2]",
     ),
 ]
