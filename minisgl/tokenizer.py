@@ -70,6 +70,7 @@ class Tokenizer:
         files = read_tokenizer(Path(path))
         self.backend: Any = with_markers(files.backend)
         self.templates = ChatTemplates(files.templates, files.special_tokens)
+        self.roles = {a: b for a, b in ROLES.items() if a not in str(files.templates)}
         self.vocab_size: int = self.backend.get_vocab_size()  # ids are below it
         eos = self.backend.token_to_id(files.special_tokens.get("eos_token", ""))
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
@@ -129,7 +130,7 @@ class Tokenizer:
         The template reads `variables`, such as `enable_thinking`. One of them,
         `continue_final_message=True`, leaves the last message open instead.
         """
-        checked = check_messages(messages, "".join(self.templates.texts.values()))
+        checked = check_messages(messages, self.roles)
         open_end = {"add_generation_prompt": not variables.get("continue_final_message")}
         try:
             return self.templates.render(checked, **{**open_end, **variables})
@@ -227,12 +228,10 @@ def check_arguments(messages: Sequence[Any]) -> None:
         raise ValueError(f"messages: arguments of tool calls: {error}") from None
 
 
-def check_messages(
-    messages: Sequence[Mapping[str, Any]], template: str = ""
-) -> list[dict[str, Any]]:
+def check_messages(messages: Sequence[Any], roles: Mapping[str, str] = ROLES) -> list[Any]:
     """Check a conversation and return dicts with string role and content; ValueError if invalid.
 
-    A role that the chat template's text does not mention is replaced by its other name.
+    `roles` holds the other names of roles that the chat template does not mention.
     """
     if isinstance(messages, str) or not isinstance(messages, Sequence) or len(messages) == 0:
         raise ValueError("messages: must be a non-empty list of {role, content}")
@@ -243,7 +242,7 @@ def check_messages(
             what = f"must be {{role, content}}, got {message!r:.80}"
             raise ValueError(f"messages[{index}]: {what}")
         role = check_unicode(f"messages[{index}].role", message.get("role"))
-        role = role if role in template else ROLES.get(role, role)
+        role = roles.get(role, role)
         content = text_of(f"messages[{index}].content", message.get("content"))
         checked.append({**message, "role": role, "content": content})
         if isinstance(calls := message.get("tool_calls"), list | tuple):

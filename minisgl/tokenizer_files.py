@@ -82,7 +82,7 @@ def read_by_transformers(folder: Path) -> TokenizerFiles:
     """Read a folder of any format that the library supports."""
     from transformers import AutoTokenizer  # seconds, which most models do not need
 
-    found = AutoTokenizer.from_pretrained(str(folder))
+    found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     backend = getattr(found, "backend_tokenizer", None)
     if backend is None:
         raise ValueError("no tokenizer.json that can be used")
@@ -134,9 +134,10 @@ def has_plain_rules(backend: Any) -> bool:
     model, tokens = backend.model, backend.get_added_tokens_decoder().values()
     odd = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
     usual = type(model).__name__ == "BPE" and not any(getattr(model, name) for name in odd)
-    quick = all(token.content.strip() or not (token.lstrip or token.rstrip) for token in tokens)
+    strip = [t.content for t in tokens if t.lstrip or t.rstrip]  # white space beside them
+    strip += [backend.normalizer.normalize_str(text) for text in strip if backend.normalizer]
     rules = (backend.normalizer, backend.pre_tokenizer, backend.post_processor)
-    return usual and quick and all(map(is_plain, rules))
+    return usual and all(map(str.strip, strip)) and all(map(is_plain, rules))
 
 
 class Generation(Extension):

@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -40,8 +40,10 @@ from uvicorn.protocols.http import httptools_impl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minisgl.config.engine import ServerConfig
+from minisgl.config.folder import check_folder
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams, load_json
+from minisgl.llm import LLM
 from minisgl.models.weights import INDEX, checkpoint_files
 from minisgl.parallel.sockets import socket_pairs
 from minisgl.scheduler import requests
@@ -1239,7 +1241,8 @@ def test_keys_that_can_never_match_are_refused(
     """And no message shows one."""
     assert check_key("sk-clé", "x") == "sk-clé"
     monkeypatch.setenv("MINISGL_API_KEY", "from-there")
-    for key in ("", "sk-secret\n", "sk secret", "sk-secret\t"):
+    assert check_key("voil\u00e9", "x") == "voil\u00e9"
+    for key in ("", "sk-secret\n", "sk secret", "sk-secret\t", "sk-secretà", "Å-secret-Å"):
         assert main(["--api-key", key, "--port", "0"]) == 1
         said = capsys.readouterr().err
         assert "--api-key" in said and "secret" not in said and said.count("\n") == 1
@@ -2124,6 +2127,71 @@ def embedded_with(folder: Path, **parts: object) -> Path:
     file = folder / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), **parts}))
     return folder
+
+
+def test_what_a_tokenizer_reads_is_in_the_folder(tmp_path: Path) -> None:
+    """Clients can read it: by `/detokenize`, by a chat."""
+    secret = tmp_path / "secret"
+    secret.write_text("key-of-the-operator\n")
+    folder = embedded_with(tmp_path / "model")
+    check_folder(folder)
+    (folder / "model-2.safetensors").symlink_to(secret)  # no request shows weights
+    (folder / "again.json").symlink_to(folder / "config.json")
+    linked = tmp_path / "linked"
+    linked.symlink_to(folder)
+    check_folder(linked)
+    (folder / "additional_chat_templates").mkdir()
+    for name in ("chat_template.jinja", "vocab.txt", "additional_chat_templates/tool_use.jinja"):
+        for target in (secret, Path("/proc/self/environ")):
+            (link := folder / name).symlink_to(target)
+            with pytest.raises(ValueError, match=f"model_path: .*{name}.* no link out of its fol"):
+                check_folder(folder)
+            link.unlink()
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    for name, value, fits in (
+        ("vocab", str(secret), False), ("merges", os.path.relpath(secret), False),
+        ("anything", "/dev/zero", False), ("name_or_path", str(tmp_path), True),
+        ("unk_token", str(secret), True), ("vocab", "/no/such/file", True), ("vocab", {}, True),
+    ):  # fmt: skip
+        (folder / "tokenizer_config.json").write_text(json.dumps({**config, name: value}))
+        with nullcontext() if fits else pytest.raises(ValueError, match=f"{name}: .*no file of th"):
+            check_folder(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "x" * 2**21}))
+    with pytest.raises(ValueError, match="chat_template: must be at most"):
+        check_folder(folder)
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "chat_template.jinja").write_text("x" * 2**21)
+    with pytest.raises(ValueError, match=r"chat_template\.jinja: must be at most"):
+        LLM(str(folder))
+
+
+def test_the_cache_of_the_hub_is_no_foreign_place(tmp_path: Path) -> None:
+    """It links the files of a snapshot to `blobs`."""
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b/snapshots/1"
+    embedded_with(snapshot)
+    blobs.mkdir()
+    for number, file in enumerate([*snapshot.iterdir()]):
+        file.rename(blobs / str(number))
+        file.symlink_to(Path("..", "..", "blobs", str(number)))
+    check_folder(snapshot)
+    (tmp_path / "models--a--b" / "other").write_text("{}")
+    (snapshot / "x.json").symlink_to(tmp_path / "models--a--b" / "other")
+    with pytest.raises(ValueError, match="no link out of its folder"):
+        check_folder(snapshot)
+
+
+def test_roles_are_searched_once_in_a_template(tmp_path: Path) -> None:
+    class Counted(str):
+        def __contains__(self, part: object) -> bool:
+            raise AssertionError("a chat of 10,000 messages would search it so often")
+
+    folder = embedded_with(tmp_path / "model")
+    template = "{% for m in messages %}{{ m.role }} {% endfor %}"
+    for text, shown in ((template, "system "), (template + "{# developer #}", "developer ")):
+        (folder / "chat_template.jinja").write_text(text)
+        tokenizer = Tokenizer(folder)
+        tokenizer.templates.texts = {"default": Counted(text)}
+        assert tokenizer.render_chat([{"role": "developer", "content": "x"}]) == shown
 
 
 def test_a_prompt_that_grows_is_refused_by_a_process_with_limits(tmp_path: Path) -> None:

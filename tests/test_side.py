@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ import pytest
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from minisgl.config.engine import ServerConfig
+from minisgl.config.model import ModelConfig, RotaryConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams
 from minisgl.llm import LLM
@@ -30,6 +32,7 @@ from minisgl.scheduler.side import MAX_ANSWER, Side, SideProcess, SideTokenizer,
 from minisgl.server.frontend import RequestFailed
 from minisgl.server.in_process import InProcessServer
 from minisgl.server.workers.messages import ConvertMsg, TokenizeMsg
+from minisgl.server.workers.text_process import LONG as LONG_TEXT
 from minisgl.server.workers.text_process import PromptThreads
 from minisgl.server.workers.text_worker import PromptQueue
 from minisgl.tokenizer import Tokenizer
@@ -286,6 +289,44 @@ def test_two_clients_leave_a_thread_free() -> None:
         assert sorted(threads._jobs) == [0, 1, 2, 12]
     finally:
         gate.set()
+
+
+def test_a_thread_is_left_for_short_prompts() -> None:
+    threads, gate = PromptThreads(4), threading.Event()
+    for uid in range(8):
+        threads.add(TokenizeMsg(uid=uid, text="x" * (LONG_TEXT + 1), client=f"long {uid}"))
+    try:
+        threads.take(lambda msg: UserMsg(msg.uid, [int(gate.wait(60))]))
+        assert sorted(threads._jobs) == [0, 1, 2]
+        threads.add(TokenizeMsg(uid=8, messages=CHAT, client="short"))
+        threads.take(lambda msg: UserMsg(msg.uid, [int(gate.wait(60))]))
+        assert sorted(threads._jobs) == [0, 1, 2, 8]
+    finally:
+        gate.set()
+    while threads.waiting:  # the others had to wait, no more
+        threads.take(lambda msg: UserMsg(msg.uid, [1]))
+
+
+def test_long_texts_are_encoded_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of 4,096 tokens has no use for a million characters; more only for a larger one."""
+    jobs = list[tuple[Any, ...]]()
+    monkeypatch.setattr(Side, "call", lambda side, *job: jobs.append(job) or [7])
+    tokenizer = SideTokenizer(FOLDER)
+    want = len(tokenizer.ids_of("a" * 2**20, False))
+    assert want > 1 and not jobs
+    assert tokenizer.ids_of("a" * (2**20 + 1), True) == [7]
+    assert jobs == [("encode", "a" * (2**20 + 1), True)]
+    config = replace(ModelConfig.from_path(FOLDER), rotary=RotaryConfig(64, 1e4, 2**18))
+    monkeypatch.setattr(ModelConfig, "from_path", lambda path: config)
+    assert len(SideTokenizer(FOLDER).ids_of("a" * 2**20 + "a", False)) >= want
+
+
+def test_the_error_of_a_template_is_short() -> None:
+    side = side_of("{{ raise_exception('no ' * 1000000) }}")
+    with pytest.raises(RuntimeError, match=r"^no no") as caught:
+        side.call("render", CHAT, OPEN)
+    assert len(str(caught.value)) == 1000
+    side.close()
 
 
 def test_the_time_of_a_thread_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -637,8 +637,9 @@ def with_rule(normalizer: Any = None, words: Any = None, after: Any = None) -> B
     return backend
 
 
-def with_token(content: str, **fields: bool) -> Backend:
+def with_token(content: str, normalizer: Any = None, **fields: bool) -> Backend:
     backend = byte_level()
+    backend.normalizer = normalizer
     backend.add_tokens([AddedToken(content, **fields)])
     return backend
 
@@ -668,6 +669,7 @@ AFTER = processors.TemplateProcessing(" ".join(["$A"] * 3), None, [])
         lambda: Backend(models.BPE({"a": 0, "b": 1}, [], dropout=0.9)),
         lambda: with_token("\u3000", rstrip=True),
         lambda: with_token("\n \t", lstrip=True, special=True),
+        lambda: with_token("x", normalizers.Replace("x", "\u3000"), rstrip=True, normalized=True),
         lambda: with_rule(
             words=pre_tokenizers.Sequence([pre_tokenizers.Split("a", "isolated")] * 3)
         ),

@@ -126,11 +126,15 @@ def test_the_page_is_for_the_operator_alone(tmp_path: Path, keys: dict[str, str]
     app.add_exception_handler(ApiError, lambda _, error: Response(status_code=error.status_code))  # type: ignore[attr-defined]
     add_viewer_route(app, record(tmp_path / "run", 3, 5), Access(keys))
 
-    async def ask(key: str, address: str) -> int:
+    async def ask(key: str, address: str, **more: str) -> int:
         transport = httpx.ASGITransport(app=app, client=(address, 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             headers = {"authorization": f"Bearer {key}"} if key else {}
-            return (await client.get("/viewer", headers=headers)).status_code
+            return (await client.get("/viewer", headers={**headers, **more})).status_code
+
+    for name in ("via", "forwarded", "x-forwarded-for"):  # a proxy on this machine
+        passed_on = asyncio.run(ask("secret", "127.0.0.1", **{name: "8.8.8.8"}))
+        assert passed_on == (200 if "" in keys else 401 if keys else 403)
 
     for key, name in (("", None), ("secret", ""), ("hers", "ann")):
         for address in ("127.0.0.1", "10.0.0.7"):

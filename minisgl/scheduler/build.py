@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from minisgl.config.engine import SchedulerConfig
+from minisgl.config.folder import check_folder
 from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.engine.engine import Engine, build_engine
@@ -125,6 +126,7 @@ def build_scheduler(
     """
     parts = parts or Parts()
     folder = resolve_model_path(config.model_path)
+    check_folder(folder)
     model = ModelConfig.from_path(folder)
     ends = end_tokens(folder, model)
     grammars = load_grammars(folder, model.vocab_size, ends, comm)

@@ -145,9 +145,8 @@ class Side:
         self._idle.append(process)
         if why is None:
             return value
-        if param is not None:
-            raise InvalidRequestError(why, param=param)
-        raise (ValueError if expected else RuntimeError)(why)
+        kind_of = ValueError if expected else RuntimeError
+        raise kind_of(why) if param is None else InvalidRequestError(why, param=param)
 
 
 class SideTemplates(ChatTemplates):
@@ -175,8 +174,9 @@ class SideTokenizer(Tokenizer):
         about = (self.templates.texts, self.templates.special_tokens)
         self.side = Side((*about, str(path), model.vocab_size, ends), seconds)
         self.templates = SideTemplates(self.templates, self.side)
-        if not self.quick:
-            self.ids_of = partial(self.side.call, "encode")  # type: ignore[method-assign]
+        most = max(2**20, 8 * model.rotary.max_position) if self.quick else 0  # characters
+        here, aside = self.ids_of, partial(self.side.call, "encode")  # within limits of memory
+        self.ids_of = lambda text, special: (here if len(text) <= most else aside)(text, special)  # type: ignore[method-assign]
 
     def encode_params(self, params: SamplingParams) -> SamplingParams:
         """Return parameters in ids; raise `ValueError` also for a grammar that does not compile."""

@@ -92,7 +92,7 @@ def serve(fd: int) -> None:
                 if len(answer) > MAX_ANSWER:
                     raise ValueError(f"messages: become {len(answer)} bytes, {MAX_ANSWER} at most")
             except Exception as error:
-                expected, why = isinstance(error, ValueError | MemoryError), str(error)
+                expected, why = isinstance(error, ValueError | MemoryError), str(error)[:1000]
                 said = [why or f"messages: {type(error).__name__}", getattr(error, "param", None)]
                 said = [text and text.encode(errors="backslashreplace").decode() for text in said]
                 answer = msgspec.msgpack.encode((None, *said, expected))  # no half a character

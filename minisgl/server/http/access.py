@@ -67,7 +67,7 @@ class Access:
 SITE = 48  # bits of an IPv6 address: all below may belong to one customer, below 64 to one host
 
 
-@lru_cache(4096)
+@lru_cache(256)  # a proxy's header may hold anything
 def network_of(host: str, bits: int = SITE) -> str:
     """Return an address, of IPv6 the network of its first `bits`."""
     try:

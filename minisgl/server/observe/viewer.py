@@ -41,7 +41,9 @@ def add_viewer_route(app: FastAPI, recording: Path, access: Access) -> None:
 
     @app.get("/viewer", response_class=HTMLResponse)
     async def viewer(request: Request) -> Response:
-        near = bool(access.keys) or (request.client and is_loopback(request.client.host))
+        passed_on = {"forwarded", "x-forwarded-for", "via"}.intersection(request.headers)
+        here = request.client and is_loopback(request.client.host) and not passed_on
+        near = bool(access.keys) or here
         if request.scope.get(KEY_NAME) or not near:
             why = "authorization: the page shows all clients' answers and needs --api-key's key"
             raise ApiError(403, why, code="operator_only")

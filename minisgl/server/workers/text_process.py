@@ -35,7 +35,7 @@ from minisgl.server.workers.text_worker import (
 from minisgl.token_bytes import TokenBytes
 from minisgl.tokenizer import Tokenizer
 
-CHARACTERS = 2**20  # that count as much as one second of a thread
+CHARACTERS, LONG = 2**20, 2**17  # of one second of a thread; of a long prompt
 
 
 Encoded = list[tuple[int, Message]]  # by uid
@@ -53,7 +53,8 @@ def encode_all(encode: Encode, same: list[TokenizeMsg]) -> Encoded:
 class PromptThreads(PromptQueue):
     """Threads that encode long prompts while the text worker's loop continues.
 
-    A client may have fewer of them than are free, and pays for the time that it had one.
+    A client may have fewer of them than are free, and pays for the time that it had one. One is
+    only for prompts of up to `LONG` characters.
     """
 
     def __init__(self, count: int = SLOTS) -> None:
@@ -70,7 +71,8 @@ class PromptThreads(PromptQueue):
                 self._clocks[client] += int((now - start) * CHARACTERS)
         while free := self._count - len(self._jobs):
             held = Counter(client for client, *_ in self._jobs.values())
-            found = self.pop(busy=[c for c in held if held[c] >= free])
+            long = [c for c, heap in self._heaps.items() if free == 1 and heap[0][2] > LONG]
+            found = self.pop(busy=[c for c in held if held[c] >= free] + long)
             if not found:
                 break
             self.waiting |= {msg.uid: msg for msg in found}  # until they are encoded
