@@ -160,7 +160,7 @@ MUTATIONS = [
     Mutation(
         name="responses: templates see the role developer",
         module="minisgl.tokenizer",
-        old="role = role if role in template else ROLES.get(role, role)",
+        old="role = roles.get(role, role)",
         new="pass",
         test="tests/test_server_dialects.py::"
         "test_roles_and_thoughts_have_the_names_that_templates_read",
