@@ -120,7 +120,7 @@ OPERATION_FLAGS: tuple[Setting, ...] = (
     ("log_prompts", "", bool, "write prompts and answers to the log, prompts to the recording"),
     ("trace", "FILE", str, "write a Chrome/Perfetto trace of requests, steps and streams"),
     ("record", "FILE", str, "record the scheduler's events, for python -m minisgl.viewer"),
-    ("viewer", "FILE", str, "record, and show all answers at /viewer, to the key of --api-key"),
+    ("viewer", "FILE", str, "record, show all answers at /viewer: to --api-key or this machine"),
     ("key_for_all", "", bool, "require the API key for /metrics and /docs, too"),
     ("api_key_file", "FILE", str, "more API keys, one `NAME KEY` per line; logs show the name"),
     ("isolate_prefixes", "", bool, "share cached prefixes only within one key or address"),
