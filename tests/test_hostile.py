@@ -2131,31 +2131,61 @@ def embedded_with(folder: Path, **parts: object) -> Path:
 
 def test_what_a_tokenizer_reads_is_in_the_folder(tmp_path: Path) -> None:
     """Clients can read it: by `/detokenize`, by a chat."""
-    secret = tmp_path / "secret"
-    secret.write_text("key-of-the-operator\n")
+    (secret := tmp_path / "secret").write_text("key-of-the-operator\n")
     folder = embedded_with(tmp_path / "model")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config").write_text("a token in an address")
+    (folder / ".gitattributes").write_text("")
+    for name, target in (
+        ("model-2.safetensors", secret), ("pytorch_model.bin", secret),  # no request shows weights
+        ("again.json", folder / "config.json"), ("gone.json", tmp_path / "gone"),
+        ("loop.json", folder / "loop.json"),
+    ):  # fmt: skip
+        (folder / name).symlink_to(target)
+    (linked := tmp_path / "linked").symlink_to(folder)
     check_folder(folder)
-    (folder / "model-2.safetensors").symlink_to(secret)  # no request shows weights
-    (folder / "again.json").symlink_to(folder / "config.json")
-    linked = tmp_path / "linked"
-    linked.symlink_to(folder)
     check_folder(linked)
     (folder / "additional_chat_templates").mkdir()
     for name in ("chat_template.jinja", "vocab.txt", "additional_chat_templates/tool_use.jinja"):
-        for target in (secret, Path("/proc/self/environ")):
+        for target in (secret, Path("/proc/self/environ"), folder / ".git" / "config"):
             (link := folder / name).symlink_to(target)
             with pytest.raises(ValueError, match=f"model_path: .*{name}.* no link out of its fol"):
                 check_folder(folder)
             link.unlink()
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    for name, value, fits in (
-        ("vocab", str(secret), False), ("merges", os.path.relpath(secret), False),
-        ("anything", "/dev/zero", False), ("name_or_path", str(tmp_path), True),
-        ("unk_token", str(secret), True), ("vocab", "/no/such/file", True), ("vocab", {}, True),
-    ):  # fmt: skip
-        (folder / "tokenizer_config.json").write_text(json.dumps({**config, name: value}))
-        with nullcontext() if fits else pytest.raises(ValueError, match=f"{name}: .*no file of th"):
-            check_folder(folder)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    ("name", "value", "fits"),
+    [
+        ("vocab", "{secret}", False),
+        ("merges", "{relative}", False),
+        ("init_inputs", ["{secret}"], False),
+        ("a", {"b": [{"c": "{secret}"}]}, False),
+        ("anything", "/dev/zero", False),
+        ("name_or_path", "{folder}", True),
+        ("unk_token", "{secret}", True),  # tokens are no paths
+        ("pad_token", {"content": "{secret}"}, True),
+        ("vocab", "/no/such/file", True),
+        ("vocab", {"a": 1}, True),
+    ],
+)
+def test_no_config_names_a_file_for_the_tokenizer(
+    tmp_path: Path, file: str, name: str, value: Any, fits: bool
+) -> None:
+    (secret := tmp_path / "secret").write_text("key-of-the-operator\n")
+    folder = embedded_with(tmp_path / "model")
+    places = {"{secret}": secret, "{relative}": os.path.relpath(secret), "{folder}": tmp_path}
+    text = json.dumps({name: value})
+    for place, path in places.items():
+        text = text.replace(place, str(path))
+    (folder / file).write_text(text)
+    with nullcontext() if fits else pytest.raises(ValueError, match=f"{file}: .*no file of this"):
+        check_folder(folder)
+
+
+def test_a_template_of_any_size_is_refused(tmp_path: Path) -> None:
+    folder = embedded_with(tmp_path / "model")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "x" * 2**21}))
     with pytest.raises(ValueError, match="chat_template: must be at most"):
         check_folder(folder)
@@ -2166,16 +2196,19 @@ def test_what_a_tokenizer_reads_is_in_the_folder(tmp_path: Path) -> None:
 
 
 def test_the_cache_of_the_hub_is_no_foreign_place(tmp_path: Path) -> None:
-    """It links the files of a snapshot to `blobs`."""
-    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b/snapshots/1"
+    """It links a snapshot's files to `blobs`, and those, since version 2, to a shared folder."""
+    model = tmp_path / "models--a--b"
+    blobs, shared, snapshot = model / "blobs", tmp_path / "blobs" / "ab", model / "snapshots" / "1"
     embedded_with(snapshot)
     blobs.mkdir()
+    shared.mkdir(parents=True)
     for number, file in enumerate([*snapshot.iterdir()]):
-        file.rename(blobs / str(number))
+        file.rename(shared / str(number))
+        (blobs / str(number)).symlink_to(shared / str(number))
         file.symlink_to(Path("..", "..", "blobs", str(number)))
     check_folder(snapshot)
-    (tmp_path / "models--a--b" / "other").write_text("{}")
-    (snapshot / "x.json").symlink_to(tmp_path / "models--a--b" / "other")
+    (model / "other").write_text("{}")
+    (snapshot / "x.json").symlink_to(model / "other")
     with pytest.raises(ValueError, match="no link out of its folder"):
         check_folder(snapshot)
 

@@ -626,7 +626,8 @@ def test_graphs_go_before_the_group_is_left(monkeypatch: pytest.MonkeyPatch) -> 
         done.append("graphs")
         raise RuntimeError("CUDA error")
 
-    ranks.processes = SimpleNamespace(stop=partial(done.append, "processes"))  # type: ignore[assignment]
+    stop = partial(done.append, "processes")
+    ranks.processes = SimpleNamespace(stop=stop, links=[[]])  # type: ignore[assignment]
     ranks.stop_waiting = partial(done.append, "kernels")
     monkeypatch.setattr(ranks_module, "leave_group", partial(done.append, "group"))
     ranks.give_up(shutdown)

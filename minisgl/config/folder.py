@@ -1,35 +1,59 @@
 """What a model's folder must not hold, since its author may be unknown.
 
-Generated from notebooks/09c_llm.ipynb: edit there.
+Generated from notebooks/12bb_fields.ipynb: edit there.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from minisgl.config.paths import read_json
 from minisgl.config.rules import refuse
 
-WEIGHTS = {".safetensors", ".gguf"}
+WEIGHTS = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".h5", ".onnx"}
+MERGED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 MAX_TEMPLATE = 2**20  # characters
+
+
+def leads_out(file: Path, home: Path) -> bool:
+    """Return True for a link to a file that no download put there.
+
+    The hub's cache links to its `blobs`. A hidden folder, as `.git`, may hold a token.
+    """
+    try:
+        real = file.resolve(strict=True)
+    except (OSError, RuntimeError):  # broken, or a loop
+        return False
+    inside = real.is_relative_to(home) and not str(real.relative_to(home)).startswith(".")
+    return file.is_symlink() and not inside and "blobs" not in real.parts
+
+
+def texts_in(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the texts of a JSON value, each with the name of its field, but no tokens."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from texts_in(part, key)
+    elif isinstance(value, list):
+        for part in value:
+            yield from texts_in(part, name)
+    elif isinstance(value, str) and not name.endswith(("_token", "_tokens", "content", "_side")):
+        yield name, value
 
 
 def check_folder(folder: Path) -> None:
     """Raise ValueError if a tokenizer read from here could show other files, or is too large."""
-    home = folder.resolve()
-    homes = home, home.parent.parent / "blobs"  # the hub's cache links to the second
     for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
-        real = file.resolve()
-        if file.suffix not in WEIGHTS and not any(map(real.is_relative_to, homes)):
-            raise ValueError(f"model_path: {file} must be no link out of its folder: copy {real}")
-        if file.suffix == ".jinja" and (size := real.stat().st_size) > MAX_TEMPLATE:
-            raise refuse(file.name, f"at most {MAX_TEMPLATE} bytes", size)
-    config = read_json(folder / "tokenizer_config.json", required=False)
-    for name, value in config.items():
-        if name.endswith("_token") or not isinstance(value, str) or os.path.isdir(value):
-            continue
-        if os.path.exists(value):
-            raise refuse(f"tokenizer_config.json: {name}", "no file of this machine", value)
-    if (size := len(str(config.get("chat_template")))) > MAX_TEMPLATE:
-        raise refuse("tokenizer_config.json: chat_template", f"at most {MAX_TEMPLATE} long", size)
+        if file.suffix not in WEIGHTS and leads_out(file, folder.resolve()):
+            raise ValueError(f"model_path: {file} must be no link out of its folder: copy the file")
+        if file.suffix == ".jinja" and file.is_file() and (n := file.stat().st_size) > MAX_TEMPLATE:
+            raise refuse(file.name, f"at most {MAX_TEMPLATE} bytes", n)
+    for source in MERGED:
+        config = read_json(folder / source, required=False)
+        for name, value in texts_in(config):
+            if os.path.exists(value) and not os.path.isdir(value):
+                raise refuse(f"{source}: {name}", "no file of this machine", value)
+        if (n := len(str(config.get("chat_template")))) > MAX_TEMPLATE:
+            raise refuse(f"{source}: chat_template", f"at most {MAX_TEMPLATE} characters", n)

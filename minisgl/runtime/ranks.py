@@ -216,6 +216,8 @@ class Ranks:
         """End all ranks at once; `shutdown` is the engine's: NCCL ends after the last graph."""
         self.processes.grace = 0.0
         self.processes.stop()
+        for link in self.processes.links[0]:
+            link.close()
         self.stop_waiting()
         with suppress(RuntimeError):  # a GPU may be lost with its rank
             shutdown()

@@ -51,10 +51,9 @@ def encode_all(encode: Encode, same: list[TokenizeMsg]) -> Encoded:
 
 
 class PromptThreads(PromptQueue):
-    """Threads that encode long prompts while the text worker's loop continues.
+    """Threads that encode prompts beside the text worker's loop; one takes none over `LONG`.
 
-    A client may have fewer of them than are free, and pays for the time that it had one. One is
-    only for prompts of up to `LONG` characters.
+    A client may have fewer of them than are free, and pays for the time that it had one.
     """
 
     def __init__(self, count: int = SLOTS) -> None:
@@ -71,7 +70,8 @@ class PromptThreads(PromptQueue):
                 self._clocks[client] += int((now - start) * CHARACTERS)
         while free := self._count - len(self._jobs):
             held = Counter(client for client, *_ in self._jobs.values())
-            long = [c for c, heap in self._heaps.items() if free == 1 and heap[0][2] > LONG]
+            heaps = self._heaps.items() if free == 1 else ()
+            long = [client for client, heap in heaps if max(size for *_, size in heap) > LONG]
             found = self.pop(busy=[c for c in held if held[c] >= free] + long)
             if not found:
                 break
