@@ -234,6 +234,18 @@ def test_tensors_of_any_type_and_shape_travel_whole(size: int) -> None:
         list(pool.map(rank, range(size)))
 
 
+def test_different_calls_are_an_error() -> None:
+    mine, theirs = socket_pairs(2)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: SocketComm(theirs, 1, 2).all_reduce(torch.zeros(3)))
+        comm = SocketComm(mine, 0, 2, timeout=60.0)
+        with pytest.raises(CommError, match="12 bytes in place of 8: ranks call differently"):
+            comm.all_reduce(torch.zeros(2))
+        comm.close()
+        with pytest.raises(CommError, match=r"closed|reset"):
+            other.result()
+
+
 def test_a_rank_that_leaves_is_an_error_of_the_call_that_waits_for_it() -> None:
     told = list[str]()
     mine, theirs = socket_pairs(2)
@@ -729,14 +741,14 @@ class LateConfig(SchedulerConfig):
 
 @pytest.mark.clock
 @pytest.mark.usefixtures("quick_ranks")
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "dead"), [(2, 1), (4, 3)])
 def test_a_rank_that_dies_before_ranks_have_met_is_told_soon(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, size: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, size: int, dead: int
 ) -> None:
-    """While rank 0 waits for it."""
+    """While rank 0 waits for it, or for another one."""
 
     def meet(place: Place) -> SocketComm:
-        (victim,) = (p for p in living_ranks() if p.name.endswith("rank 1"))
+        (victim,) = (p for p in living_ranks() if p.name.endswith(f"rank {dead}"))
         threading.Timer(0.5, victim.kill).start()
         return join(place)
 
@@ -744,7 +756,7 @@ def test_a_rank_that_dies_before_ranks_have_met_is_told_soon(
     monkeypatch.setattr(RankProcesses, "starting", lambda group: False)
     monkeypatch.setattr(ranks_module, "join", meet)
     start = time.monotonic()
-    with pytest.raises(WorkerFailed, match="rank 1 was killed by signal 9"):
+    with pytest.raises(WorkerFailed, match=f"rank {dead} was killed by signal 9"):
         Ranks(config_of_rank(settings(folder, LateConfig), 0, size))
     assert time.monotonic() - start < LIMIT
     assert not living_ranks()

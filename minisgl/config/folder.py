@@ -27,7 +27,7 @@ def leads_out(file: Path, home: Path) -> bool:
         real = file.resolve(strict=True)
     except (OSError, RuntimeError):  # broken, or a loop
         return False
-    inside = real.is_relative_to(home) and not str(real.relative_to(home)).startswith(".")
+    inside = real.is_relative_to(home) and "/." not in f"/{real.relative_to(home)}"
     return file.is_symlink() and not inside and "blobs" not in real.parts
 
 
@@ -55,5 +55,7 @@ def check_folder(folder: Path) -> None:
         for name, value in texts_in(config):
             if os.path.exists(value) and not os.path.isdir(value):
                 raise refuse(f"{source}: {name}", "no file of this machine", value)
+        if config.get("init_inputs"):
+            raise refuse(f"{source}: init_inputs", "empty", config["init_inputs"])
         if (n := len(str(config.get("chat_template")))) > MAX_TEMPLATE:
             raise refuse(f"{source}: chat_template", f"at most {MAX_TEMPLATE} characters", n)

@@ -103,7 +103,8 @@ class KVPool:
         index, shape = slots.flatten(), (*slots.shape, self.num_kv_heads, self.head_dim)
         parts, size = self._slots[layer_id], len(index)
         if len(self._copies[0]) < size:
-            self._copies = [part.new_empty(size, *part.shape[1:]) for part in parts]
+            with torch.inference_mode(False):  # also for calls outside of that mode
+                self._copies = [part.new_empty(size + size // 8, *part.shape[1:]) for part in parts]
         copies = [copy[:size] for copy in self._copies]
         for part, copy in zip(parts, copies, strict=True):
             torch.index_select(part, 0, index, out=copy)

@@ -5,6 +5,7 @@ Generated from notebooks/10_tensor_parallel.ipynb: edit there.
 
 from __future__ import annotations
 
+import select
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,8 +35,8 @@ def memory_of(x: torch.Tensor) -> memoryview:
     return x.view(-1).view(torch.uint8).numpy().data
 
 
-def receive(link: socket.socket, into: memoryview) -> None:
-    """Fill `into`; raise ConnectionError if the other process has ended."""
+def fill(link: socket.socket, into: memoryview) -> None:
+    """Read as many bytes as `into` has; raise ConnectionError if the other process has ended."""
     while len(into):
         count = link.recv_into(into)
         if count == 0:
@@ -43,16 +44,20 @@ def receive(link: socket.socket, into: memoryview) -> None:
         into = into[count:]
 
 
-def send_message(link: socket.socket, content: bytes) -> None:
-    link.sendall(len(content).to_bytes(8, "little") + content)
+def send(link: socket.socket, content: bytes | memoryview) -> None:
+    link.sendall(len(content).to_bytes(8, "little"))
+    link.sendall(content)
 
 
-def receive_message(link: socket.socket) -> bytes:
-    length = bytearray(8)
-    receive(link, memoryview(length))
-    content = bytearray(int.from_bytes(length, "little"))
-    receive(link, memoryview(content))
-    return bytes(content)
+def receive(link: socket.socket, into: memoryview | None = None) -> memoryview:
+    """Return a message, read into the given memory; ConnectionError for another length."""
+    fill(link, memoryview(head := bytearray(8)))
+    length = int.from_bytes(head, "little")
+    into = memoryview(bytearray(length)) if into is None else into
+    if length != len(into):
+        raise ConnectionError(f"{length} bytes in place of {len(into)}: ranks call differently")
+    fill(link, into)
+    return into
 
 
 class SocketComm:
@@ -84,21 +89,33 @@ class SocketComm:
             self.on_failure()
             raise CommError(f"{what} on rank {self.rank} of {self.size}: {error}") from error
 
+    def _await(self, link: socket.socket) -> None:
+        """Wait for a message on one socket; raise ConnectionError if any rank has ended."""
+        poll, limit = select.poll(), link.gettimeout()
+        for each in self.links:
+            poll.register(each, select.POLLIN if each is link else 0)  # an end is always told
+        events = dict(poll.poll(None if limit is None else 1000 * limit))
+        if not events:
+            raise TimeoutError("timed out")
+        if link.fileno() not in events:
+            raise ConnectionError("connection closed by another rank")
+
     def _collect(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
         """Send `x` to rank 0, which gets a tensor like its `x` from each other rank, in order."""
         for link in self.links:
             if self.rank == 0:
                 part = torch.empty_like(x)
+                self._await(link)
                 receive(link, memory_of(part))
                 yield part
             else:
-                link.sendall(memory_of(x))
+                send(link, memory_of(x))
 
     def _spread(self, x: torch.Tensor) -> None:
         """Copy `x` of rank 0 into the `x` of all others."""
         for link in self.links:
             if self.rank == 0:
-                link.sendall(memory_of(x))
+                send(link, memory_of(x))
             else:
                 receive(link, memory_of(x))
 
@@ -141,17 +158,18 @@ class SocketComm:
         The format is MessagePack. Rank `src` gets `obj` itself; another kind raises
         msgspec.ValidationError on the others.
         """
-        content = msgspec.msgpack.encode(obj) if self.rank == src else b""
+        content: bytes | memoryview = msgspec.msgpack.encode(obj) if self.rank == src else b""
         with self.attempt("broadcast"):
             if self.rank == src != 0:
-                send_message(self.links[0], content)
+                send(self.links[0], content)
             elif self.rank == 0 != src:
-                content = receive_message(self.links[src - 1])
+                self._await(self.links[src - 1])
+                content = receive(self.links[src - 1])
             for link in self.links:
                 if self.rank == 0:
-                    send_message(link, content)
+                    send(link, content)
                 else:
-                    content = receive_message(link)
+                    content = receive(link)
         return obj if self.rank == src else msgspec.msgpack.decode(content, type=kind)
 
     def close(self) -> None:

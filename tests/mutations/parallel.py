@@ -76,7 +76,7 @@ MUTATIONS = [
         "minisgl.runtime.ranks",
         "for link in self.given:",
         "for link in ():",
-        T + "test_a_rank_that_dies_before_ranks_have_met_is_told_soon[2]",
+        T + "test_a_rank_that_dies_before_ranks_have_met_is_told_soon[2-1]",
     ),
     Mutation(
         "launch: what is computed without a rank is told",
@@ -98,6 +98,20 @@ MUTATIONS = [
         'with self.attempt("broadcast"):',
         'with self.attempt("broadcast", self.timeout):',
         T + "test_a_long_silence_is_no_error",
+    ),
+    Mutation(
+        "sockets: the death of a rank that is not waited for is not noticed",
+        "minisgl.parallel.sockets",
+        "for each in self.links:",
+        "for each in [link]:",
+        T + "test_a_rank_that_dies_before_ranks_have_met_is_told_soon[4-3]",
+    ),
+    Mutation(
+        "sockets: calls of any length fit together",
+        "minisgl.parallel.sockets",
+        "if length != len(into):",
+        "if False:",
+        T + "test_different_calls_are_an_error",
     ),
     Mutation(
         "sockets: rank 0 alone gets the sum",
