@@ -186,6 +186,10 @@ class NcclComm(SocketComm):
         self.peers.clear()
         self.views.clear()
         leave_group()
+        for link in self.links if self.folder is not None else ():
+            with suppress(OSError):  # a rank that hangs
+                link.settimeout(CLOSE_SECONDS)
+                link.recv(1)  # its end: the rank has left the store, too
         SocketComm.close(self)
         if self.folder is not None:
             self.folder.cleanup()
