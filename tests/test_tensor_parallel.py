@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -779,6 +780,25 @@ def test_leaving_does_not_wait_for_dead_ranks(
     leave_group()
     assert time.monotonic() - start < 50
     assert capsys.readouterr().err == ""
+
+
+def test_the_store_is_there_until_all_ranks_have_left_it(tmp_path: Path) -> None:
+    """NCCL's threads may read it meanwhile."""
+    links, there = socket_pairs(2), list[bool]()
+    store = tempfile.TemporaryDirectory(dir=tmp_path)
+    comms = [object.__new__(nccl.NcclComm) for _ in links]
+    for comm, mine, its in zip(comms, links, (store, None), strict=True):
+        comm.links, comm.folder, comm.peers, comm.views = mine, its, {}, []
+
+    def leave_late() -> None:
+        there.append(Path(store.name).exists())
+        comms[1].close()
+
+    timer = threading.Timer(0.3, leave_late)
+    timer.start()
+    comms[0].close()
+    timer.join()
+    assert there == [True] and not Path(store.name).exists()
 
 
 def test_impossible_split_is_refused_before_processes_start(folder: Path) -> None:

@@ -114,6 +114,13 @@ MUTATIONS = [
         T + "test_different_calls_are_an_error",
     ),
     Mutation(
+        "nccl: the store goes before the ranks that use it",
+        "minisgl.parallel.nccl",
+        "for link in self.links if self.folder is not None else ():",
+        "for link in ():",
+        T + "test_the_store_is_there_until_all_ranks_have_left_it",
+    ),
+    Mutation(
         "sockets: rank 0 alone gets the sum",
         "minisgl.parallel.sockets",
         "                x += part\n            self._spread(x)",
