@@ -1,6 +1,6 @@
 """What a model's folder must not hold, since its author may be unknown.
 
-Generated from notebooks/12bb_fields.ipynb: edit there.
+Generated from notebooks/08d_messages.ipynb: edit there.
 """
 
 from __future__ import annotations
