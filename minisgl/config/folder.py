@@ -1,4 +1,4 @@
-"""What a model's folder must not hold, since its author may be unknown.
+"""Checks of a model's folder, whose author may be unknown.
 
 Generated from notebooks/08d_messages.ipynb: edit there.
 """

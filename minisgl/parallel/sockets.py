@@ -45,6 +45,7 @@ def fill(link: socket.socket, into: memoryview) -> None:
 
 
 def send(link: socket.socket, content: bytes | memoryview) -> None:
+    """Send a message: its length in 8 bytes, then its content."""
     link.sendall(len(content).to_bytes(8, "little"))
     link.sendall(content)
 
@@ -93,7 +94,9 @@ class SocketComm:
         """Wait for a message on one socket; raise ConnectionError if any rank has ended."""
         poll, limit = select.poll(), link.gettimeout()
         for each in self.links:
-            poll.register(each, select.POLLIN if each is link else 0)  # an end is always told
+            poll.register(
+                each, select.POLLIN if each is link else 0
+            )  # a hang-up is always reported
         events = dict(poll.poll(None if limit is None else 1000 * limit))
         if not events:
             raise TimeoutError("timed out")

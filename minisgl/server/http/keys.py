@@ -13,7 +13,7 @@ from minisgl.config.rules import file_of
 
 def check_key(key: str, where: str) -> str:
     """Return a key that a header can carry; the `ValueError` does not show it."""
-    read = key.encode().decode("latin-1")  # a header's end that looks like a space is dropped
+    read = key.encode().decode("latin-1")  # a header loses spaces at its end
     if not key.isprintable() or any(c.isspace() for c in key) or not read or read != read.strip():
         raise ValueError(f"{where}: must be one word of printable characters, no space, not empty")
     return key
