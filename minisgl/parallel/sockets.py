@@ -94,9 +94,7 @@ class SocketComm:
         """Wait for a message on one socket; raise ConnectionError if any rank has ended."""
         poll, limit = select.poll(), link.gettimeout()
         for each in self.links:
-            poll.register(
-                each, select.POLLIN if each is link else 0
-            )  # a hang-up is always reported
+            poll.register(each, select.POLLIN if each is link else 0)  # a hang-up always shows
         events = dict(poll.poll(None if limit is None else 1000 * limit))
         if not events:
             raise TimeoutError("timed out")
