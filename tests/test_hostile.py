@@ -101,8 +101,8 @@ from minisgl.server.workers.messages import (
     decode,
     encode,
 )
+from minisgl.server.workers.prompt_threads import PromptThreads
 from minisgl.server.workers.scheduler_process import SchedulerChannel
-from minisgl.server.workers.text_process import PromptThreads
 from minisgl.server.workers.text_worker import PromptQueue, TextWorker, run_text_worker
 from minisgl.tokenizer import Tokenizer, check_messages, text_size
 from tests import hostile

@@ -57,13 +57,9 @@ from minisgl.server.workers.messages import (
     decode,
     encode,
 )
+from minisgl.server.workers.prompt_threads import PromptThreads, encode_all
 from minisgl.server.workers.scheduler_process import SchedulerChannel
-from minisgl.server.workers.text_process import (
-    ExtraTokenizer,
-    PromptThreads,
-    build_text_worker,
-    encode_all,
-)
+from minisgl.server.workers.text_process import ExtraTokenizer, build_text_worker
 from minisgl.server.workers.text_worker import PromptQueue, TextWorker, run_text_worker
 from minisgl.tokenizer import SLICE, Tokenizer
 from tests.serving import WINDOW, Live, random_model, wait_for
@@ -292,7 +288,7 @@ def test_answers_to_one_request_go_to_the_scheduler_in_one_frame(
 
     class Waits(Feed):
         def get_all(self, timeout: float) -> list[Any]:
-            wait([job for *_, job in prompts._jobs.values()] if threads else [])
+            wait([job.result for job in prompts._jobs.values()] if threads else [])
             return super().get_all(timeout)
 
     run_text_worker(worker, Waits(answers(16), [], [], [ExitMsg()]), prompts=prompts)

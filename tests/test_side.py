@@ -27,13 +27,13 @@ from minisgl.config.paths import resolve_model_path
 from minisgl.core import SamplingParams
 from minisgl.llm import LLM
 from minisgl.scheduler import forms
-from minisgl.scheduler.messages import InvalidRequestError, UserMsg
+from minisgl.scheduler.messages import ErrorReply, InvalidRequestError, UserMsg
 from minisgl.scheduler.side import MAX_ANSWER, Side, SideProcess, SideTokenizer, packed
 from minisgl.server.frontend import RequestFailed
 from minisgl.server.in_process import InProcessServer
 from minisgl.server.workers.messages import ConvertMsg, TokenizeMsg
-from minisgl.server.workers.text_process import LONG as LONG_TEXT
-from minisgl.server.workers.text_process import PromptThreads
+from minisgl.server.workers.prompt_threads import LONG as LONG_TEXT
+from minisgl.server.workers.prompt_threads import PromptThreads
 from minisgl.server.workers.text_worker import PromptQueue
 from minisgl.tokenizer import Tokenizer
 from tests.serving import wait_for
@@ -104,7 +104,7 @@ def test_a_late_job_ends_with_its_process_and_the_next_one_is_served(started: St
     side = side_of(template, seconds=0.3)
     error = refused(lambda: side.call("render", ENDLESS, OPEN))
     assert error.param == "messages" and "must render within 0.3 seconds" in error.message
-    assert not started()
+    assert len(started()) == 1  # for the next
     side._seconds = 600.0  # a machine under load may need long for the next
     assert side.call("render", CHAT, OPEN) == "yes"
     side.close()
@@ -307,6 +307,72 @@ def test_a_thread_is_left_for_short_prompts() -> None:
         threads.take(lambda msg: UserMsg(msg.uid, [1]))
 
 
+def test_a_thread_in_a_hurry_gives_a_job_up() -> None:
+    """And the next job finds another process."""
+    side = side_of("{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}")
+    side.limit = lambda seconds: 0.2
+    started = time.monotonic()
+    with pytest.raises(InvalidRequestError, match=r"must render within 60 seconds"):
+        side.call("render", CHAT, OPEN)
+    assert time.monotonic() - started < 30 and len(side._idle) == 1
+    side.close()
+
+
+def test_the_last_thread_is_for_jobs_that_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is lost: a prompt that was stopped there is encoded in another thread."""
+    threads, gate, now, stopped = PromptThreads(4), threading.Event(), [0.0], list[str]()
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("minisgl.server.workers.prompt_threads.time", clock)
+
+    def encode(msg: TokenizeMsg) -> UserMsg | ErrorReply:
+        if msg.client != "quick" and (left := threads.limit(10.0)) < 10.0:
+            stopped.append(msg.client)
+            now[0] += left
+            return ErrorReply(uid=msg.uid, message="messages: must render within 10 seconds")
+        if msg.client != "quick":
+            gate.wait(60)
+        return UserMsg(msg.uid, [1])
+
+    def turn() -> list[int]:
+        done = threads.take(encode)
+        wait([job.result for job in threads._jobs.values() if job.hurried])
+        assert all(isinstance(made, UserMsg) for made in done)
+        return [made.uid for made in done]  # type: ignore[union-attr]
+
+    clients = [*(f"slow {number}" for number in range(6)), "quick"]
+    for uid, client in enumerate(clients):
+        threads.add(TokenizeMsg(uid=uid, messages=[*CHAT], client=client))
+    try:
+        assert [uid for _ in range(6) for uid in turn()] == [6]
+        assert stopped == ["slow 3", "slow 4", "slow 5"]
+        threads.add(TokenizeMsg(uid=7, messages=[*CHAT], client="quick"))
+        threads.drop(4)  # a client that leaves meanwhile
+        assert [*turn(), *turn()] == [7]
+    finally:
+        gate.set()
+    rest = set[int]()
+    while threads.waiting:
+        rest |= {*turn()}
+    assert rest == {0, 1, 2, 3, 5} and len(stopped) == 3
+
+
+def test_the_last_thread_takes_the_shortest_first() -> None:
+    threads, gate, begun = PromptThreads(4), threading.Event(), list[int]()
+
+    def encode(msg: TokenizeMsg) -> UserMsg:
+        begun.append(msg.uid)
+        return UserMsg(msg.uid, [int(gate.wait(60))])
+
+    for uid, size in enumerate((90, 80, 70, 60, 50, 5, 40)):
+        threads.add(TokenizeMsg(uid=uid, text="x" * size, client=f"{uid}"))
+    try:
+        threads.take(encode)
+        wait_for(lambda: len(begun) == 4, "four jobs")
+        assert sorted(begun) == [0, 1, 2, 5]
+    finally:
+        gate.set()
+
+
 def test_long_texts_are_encoded_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window of 4,096 tokens has no use for a million characters; more only for a larger one."""
     jobs = list[tuple[Any, ...]]()
@@ -333,7 +399,7 @@ def test_the_time_of_a_thread_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short texts that take long do not come before all longer texts that take no time."""
     threads, now, order = PromptThreads(1), [0.0], list[str]()
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr("minisgl.server.workers.text_process.time", clock)
+    monkeypatch.setattr("minisgl.server.workers.prompt_threads.time", clock)
     for uid in range(8):
         client = "slow" if uid < 4 else "fast"
         chat = [{"role": "user", "content": "x" * (10 if uid < 4 else 1000)}]
@@ -345,8 +411,8 @@ def test_the_time_of_a_thread_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     while threads.waiting:
         threads.take(encode)
-        wait([job for *_, job in threads._jobs.values()])
-        now[0] += 5.0 * any(client == "slow" for client, *_ in threads._jobs.values())
+        wait([job.result for job in threads._jobs.values()])
+        now[0] += 5.0 * any(job.same[0].client == "slow" for job in threads._jobs.values())
     assert order[-2:] == ["slow"] * 2 and order.index("fast") < 4
 
 

@@ -24,7 +24,7 @@ from minisgl.server.http.limits import LOADING
 from minisgl.server.http.settings import ApiSettings
 from minisgl.server.options import Operations
 from minisgl.server.workers import text_process
-from minisgl.server.workers.text_process import PromptThreads
+from minisgl.server.workers.prompt_threads import PromptThreads
 
 
 @dataclass
@@ -157,4 +157,5 @@ def test_a_text_process_has_its_side_process_and_its_threads(
     assert type(worker._tokenizer) is SideTokenizer and worker._window == 4096
     assert worker._logprobs is not None and beat is context.beat
     assert type(prompts.aside) is PromptThreads
+    assert worker._tokenizer.side.limit == prompts.aside.limit
     assert prompts.quick == 4096

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import lru_cache, partial
 from multiprocessing.connection import Pipe
@@ -82,10 +82,8 @@ def packed(seconds: float, *job: Any) -> bytes:
 
 def plain(value: Any) -> Any:
     """Convert a mapping or sequence of any class; a template gets JSON's types only."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, Sequence):
-        return list(value)
+    if isinstance(value, Mapping | Sequence):
+        return dict(value) if isinstance(value, Mapping) else list(value)
     raise ValueError(f"messages: must hold JSON values, got {type(value).__name__}")
 
 
@@ -100,6 +98,7 @@ class Side:
 
     def __init__(self, setup: Sequence[Any], seconds: float = SECONDS) -> None:
         self._setup, self._seconds = msgspec.msgpack.encode(setup), seconds
+        self.limit: Callable[[float], float] = lambda most: most  # seconds that a thread may wait
         self._idle = list[SideProcess]()
         self.compile = lru_cache(64)(lambda *job: self.call("compile", *job[:2]))  # not the salt
         weakref.finalize(self, end_all, self._idle)
@@ -132,9 +131,10 @@ class Side:
         job = packed(self._seconds, kind, field, *given)  # an error here harms no process
         process = self._take({"compile": "load", "encode": "read"}.get(kind, "start"))
         try:
-            value, why, param, expected = process.call(self._seconds, job)
+            value, why, param, expected = process.call(self.limit(self._seconds), job)
         except (OSError, EOFError):
             process.end()
+            self.start()  # it loads before the next job comes
             name = {"compile": field, "encode": "prompt"}.get(kind, "messages")
             most = f"{self._seconds:g} seconds ({self._seconds / CPU_SHARE:g} of CPU time)"
             must = f"{name}: must {kind} within {most} and {WORK >> 20} MiB, got one that does not"

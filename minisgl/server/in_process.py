@@ -18,8 +18,9 @@ from minisgl.scheduler.messages import ExitMsg
 from minisgl.scheduler.side import SideTokenizer
 from minisgl.server.frontend import Frontend, Observer
 from minisgl.server.workers.channels import LocalQueue
+from minisgl.server.workers.prompt_threads import PromptThreads
 from minisgl.server.workers.scheduler_process import Reporter, SchedulerChannel
-from minisgl.server.workers.text_process import PromptThreads, build_text_worker
+from minisgl.server.workers.text_process import build_text_worker
 from minisgl.server.workers.text_worker import PromptQueue, run_text_worker
 
 
@@ -38,7 +39,8 @@ class InProcessServer:
         self._tokenizer = SideTokenizer(resolve_model_path(config.model_path))
         window = self.scheduler.engine.max_seq_len
         worker = build_text_worker(self._tokenizer, self.to_scheduler, to_frontend, window)
-        prompts = PromptQueue(PromptThreads(), self._tokenizer.quick)
+        threads = PromptThreads(side=self._tokenizer.side)
+        prompts = PromptQueue(threads, self._tokenizer.quick)
         loop = {"worker": worker, "inbox": self.to_text, "prompts": prompts}
         self.frontend = Frontend([self.to_text], to_frontend, observers)
         self._threads = [

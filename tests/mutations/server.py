@@ -771,7 +771,7 @@ MUTATIONS = [
     ),
     Mutation(
         name="server: each answer waits for the error of its prompt again",
-        module="minisgl.server.workers.text_process",
+        module="minisgl.server.workers.prompt_threads",
         old="if isinstance(made, ErrorReply):",
         new="if False:",
         test=TEST + "test_an_error_of_one_answer_is_the_error_of_all",

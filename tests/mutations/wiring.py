@@ -36,10 +36,10 @@ LEFT_OUT = [  # a module, its text, what stands there instead, a test
     (LIMIT, 'ws="none"', 'ws="auto"', LIMITS),
     ("minisgl.server.workers.text_process", "SideTokenizer(path)\n    tokenizer.side.start()",
      "Tokenizer(path)", TEXT),
-    ("minisgl.server.workers.text_process", "PromptQueue(PromptThreads(), ", "PromptQueue(None, ",
-     TEXT),
-    ("minisgl.server.workers.text_process", "PromptThreads(), tokenizer.quick)", "PromptThreads())",
-     TEXT),
+    ("minisgl.server.workers.text_process", "PromptQueue(PromptThreads(side=tokenizer.side), ",
+     "PromptQueue(None, ", TEXT),
+    ("minisgl.server.workers.text_process", "(side=tokenizer.side)", "()", TEXT),
+    ("minisgl.server.workers.text_process", "side), tokenizer.quick)", "side))", TEXT),
 ]  # fmt: skip
 
 MUTATIONS = [

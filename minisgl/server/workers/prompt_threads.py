@@ -1,0 +1,120 @@
+"""Threads that encode prompts whose cost nobody knows.
+
+Generated from notebooks/12ab_prompt_threads.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from minisgl.scheduler.messages import ErrorReply
+from minisgl.scheduler.side import SLOTS, Side
+from minisgl.server.workers.messages import Message, TokenizeMsg
+from minisgl.server.workers.text_worker import Encode, PromptQueue
+
+CHARACTERS, LONG = 2**20, 2**17  # of one second of a thread; of a long prompt
+TRY, SLOW = 0.5, 2.0  # seconds: of a job in the last free thread; of a slow job
+CLIENTS = 2**10  # whose last job was slow
+
+Encoded = list[tuple[int, Message]]  # by uid
+
+
+def encode_all(encode: Encode, same: list[TokenizeMsg]) -> Encoded:
+    """Encode the answers to one request; an error of the first is the error of all."""
+    first, *rest = same
+    made = encode(first)
+    if isinstance(made, ErrorReply):
+        return [(msg.uid, replace(made, uid=msg.uid)) for msg in same]
+    return [(first.uid, made), *((msg.uid, encode(msg)) for msg in rest)]
+
+
+class Deadline(threading.local):
+    """The end of this thread's job, in seconds of `time.monotonic`."""
+
+    at = math.inf
+
+
+@dataclass(frozen=True)
+class Job:
+    """The answers to one request, being encoded by a thread."""
+
+    same: list[TokenizeMsg]
+    start: float
+    hurried: bool  # in the last free thread
+    result: Future[Encoded]
+
+
+class PromptThreads(PromptQueue):
+    """Threads that encode prompts beside the text worker's loop; `side` does the slow work.
+
+    A client may have fewer of them than are free, and pays for the time that it had one. The last
+    free thread is for short jobs: one that takes longer than `TRY` waits for another thread.
+    """
+
+    def __init__(self, count: int = SLOTS, side: Side | None = None) -> None:
+        super().__init__()
+        self._pool, self._count = ThreadPoolExecutor(count, "prompts"), count
+        self._jobs, self._slow = dict[int, Job](), dict[str, None]()  # by uid; clients
+        self._deadline = Deadline()
+        if side is not None:
+            side.limit = self.limit
+
+    def limit(self, seconds: float) -> float:
+        """Return how many of these seconds the job of this thread may still take."""
+        return max(0.0, min(seconds, self._deadline.at - time.monotonic()))
+
+    def _run(self, encode: Encode, same: list[TokenizeMsg], hurried: bool) -> Encoded:
+        self._deadline.at = time.monotonic() + TRY if hurried else math.inf
+        return encode_all(encode, same)
+
+    def take(self, encode: Encode) -> list[Message]:
+        now = time.monotonic()
+        ended = [uid for uid, job in self._jobs.items() if job.result.done()]
+        done = [made for uid in ended for made in self._settle(self._jobs.pop(uid), now)]
+        while free := self._count - len(self._jobs):
+            last = free == 1 < self._count
+            same = self.pop(busy=list(self._barred(free, last)))
+            if not same:
+                break
+            self.waiting |= {msg.uid: msg for msg in same}  # until they are encoded
+            result = self._pool.submit(self._run, encode, same, last)
+            self._jobs[same[0].uid] = Job(same, now, last, result)
+        return done
+
+    def _settle(self, job: Job, now: float) -> Iterator[Message]:
+        """Yield what a job made, charge its client; one that was stopped waits again."""
+        client, spent, made = job.same[0].client, now - job.start, job.result.result()
+        stopped = job.hurried and spent >= TRY and isinstance(made[0][1], ErrorReply)
+        self._slow.pop(client, None)
+        if stopped or spent > SLOW:
+            self._slow[client] = None
+            if len(self._slow) > CLIENTS:
+                del self._slow[next(iter(self._slow))]
+        if stopped:
+            for msg in job.same:
+                if msg.uid in self.waiting:
+                    self.add(msg)
+        else:
+            yield from (message for uid, message in made if self.drop(uid))  # not of one that left
+        if client in self._clocks:
+            self._clocks[client] += int(spent * CHARACTERS)
+
+    def _barred(self, free: int, last: bool) -> Iterator[str]:
+        """Yield the clients whose prompts may not have the next of the free threads."""
+        held = Counter(job.same[0].client for job in self._jobs.values())
+        yield from (busy := [client for client in held if held[client] >= free])
+        if last:
+            sizes = {client: [size for *_, size in heap] for client, heap in self._heaps.items()}
+            kept = [
+                c for c in sizes if max(sizes[c]) <= LONG and c not in self._slow and c not in busy
+            ]
+            best = min(kept, key=lambda client: sizes[client][0], default=None)
+            yield from (client for client in sizes if client != best)
