@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.engine.heap import frozen_heap
+from minisgl.engine.heap import frozen_heap, return_free_memory
 
 TRIMS = pytest.mark.skipif(
     not (Path("/proc/self/statm").exists() and hasattr(ctypes.CDLL(None), "malloc_trim")),
@@ -140,6 +140,19 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     give_heap_back()
     freed = before - resident_bytes()
     assert kept < 8e6 and freed > 56e6 and len(top) == 1000, (kept, freed)
+
+
+@TRIMS
+@alone
+def test_large_blocks_go_back_when_they_are_freed() -> None:
+    """Also those between others, and after a block of 30 MB, which raises glibc's limit."""
+    return_free_memory()
+    del [bytearray(30 << 20)][0]
+    blocks, pins = zip(*((b"x" * 2**20, b"y" * 5000) for _ in range(50)), strict=True)
+    before = resident_bytes()
+    del blocks
+    freed = (before - resident_bytes()) / 2**20
+    assert freed > 45 and len(pins) == 50, freed
 
 
 @alone

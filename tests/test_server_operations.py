@@ -749,8 +749,12 @@ def test_a_worker_that_dies_ends_a_drain(capsys: pytest.CaptureFixture[str]) -> 
     assert "the scheduler died" in capsys.readouterr().err
 
 
-def test_what_ends_a_server_is_told() -> None:
+def test_what_ends_a_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is, and not only a worker's failure."""
+    done = list[str]()
+    monkeypatch.setattr(
+        "minisgl.server.observe.lifecycle.return_free_memory", lambda: done.append("returned")
+    )
 
     async def serve(sockets: Any) -> None:
         while not server.should_exit:
@@ -769,6 +773,7 @@ def test_what_ends_a_server_is_told() -> None:
     )
     with pytest.raises(ZeroDivisionError, match="a bug"):
         asyncio.run(lifecycle.run(socket.socket()))
+    assert done == ["returned"]  # a server of texts: freed memory goes back
 
 
 # Metrics

@@ -356,6 +356,30 @@ def test_the_last_thread_is_for_jobs_that_end_soon(monkeypatch: pytest.MonkeyPat
     assert rest == {0, 1, 2, 3, 5} and len(stopped) == 3
 
 
+def test_the_start_of_a_process_is_not_the_fault_of_a_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads, now, hurried = PromptThreads(2), [0.0], threading.Event()
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("minisgl.server.workers.prompt_threads.time", clock)
+
+    def encode(msg: TokenizeMsg) -> UserMsg | ErrorReply:
+        if msg.client == "first":
+            hurried.wait(60)
+        else:
+            now[0] += 5.0  # a process starts
+        assert threads.limit(10.0) == (10.0 if msg.client == "first" else 0.5)
+        return ErrorReply(uid=msg.uid, message="messages: no")
+
+    for uid, client in enumerate(("first", "second")):
+        threads.add(TokenizeMsg(uid=uid, messages=[*CHAT], client=client))
+    for _ in range(2):
+        done = threads.take(encode)
+        wait([job.result for job in threads._jobs.values() if job.hurried])
+    hurried.set()
+    assert [made.uid for made in done] == [1] and not threads._slow  # type: ignore[union-attr]
+
+
 def test_the_last_thread_takes_the_shortest_first() -> None:
     threads, gate, begun = PromptThreads(4), threading.Event(), list[int]()
 

@@ -151,9 +151,11 @@ def test_a_text_process_has_its_side_process_and_its_threads(
     found: list[Any] = []
     monkeypatch.setattr("minisgl.tokenizer.SLICE", 4096)
     monkeypatch.setattr(text_process, "run_text_worker", lambda *parts: found.extend(parts))
+    monkeypatch.setattr(text_process, "return_free_memory", lambda: found.append("returned"))
     context: Any = SimpleNamespace(ready=lambda: None, beat=lambda: None)
     text_process.text_process(ServerConfig(), folder, "text", context)
-    worker, _, beat, prompts = found
+    returned, worker, _, beat, prompts = found
+    assert returned == "returned"
     assert type(worker._tokenizer) is SideTokenizer and worker._window == 4096
     assert worker._logprobs is not None and beat is context.beat
     assert type(prompts.aside) is PromptThreads

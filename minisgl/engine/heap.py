@@ -1,10 +1,11 @@
-"""Garbage collections that do not stop the loop for long.
+"""Garbage collections that do not stop the loop for long; freed memory that goes back.
 
 Generated from notebooks/07b_recorded_steps.ipynb: edit there.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,3 +29,14 @@ def frozen_heap() -> Iterator[None]:
     finally:
         if not already:
             gc.unfreeze()
+
+
+BLOCK = 2**18  # bytes; larger blocks go back to the system when they are freed
+GLIBC = {-8: 2, -3: BLOCK, -1: BLOCK}  # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+
+
+def return_free_memory() -> None:
+    """Make the C library return large blocks to the system, where it can: for text, not tensors."""
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # of glibc
+        for option, value in GLIBC.items():
+            mallopt(option, value)

@@ -19,6 +19,20 @@ MUTATIONS = [
         FROZEN + "test_everything_is_frozen_in_the_block_and_thaws_after_it",
     ),
     Mutation(
+        "heap_of_http_keeps_large_blocks",
+        "minisgl.server.observe.lifecycle",
+        "        return_free_memory()\n",
+        "",
+        "tests/test_server_operations.py::test_what_ends_a_server_is_told",
+    ),
+    Mutation(
+        "heap_keeps_large_blocks",
+        HEAP,
+        "-3: BLOCK",
+        "-3: 2**25",
+        FROZEN + "test_large_blocks_go_back_when_they_are_freed",
+    ),
+    Mutation(
         "heap_keeps_garbage",
         HEAP,
         "    gc.collect()\n",

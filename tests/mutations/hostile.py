@@ -794,7 +794,7 @@ MUTATIONS = [
     Mutation(
         name="prompts: the time of a thread costs nothing",
         module="minisgl.server.workers.prompt_threads",
-        old="int(spent * CHARACTERS)",
+        old="int((now - job.start) * CHARACTERS)",
         new="0",
         test="tests/test_side.py::test_the_time_of_a_thread_counts",
     ),
@@ -899,8 +899,8 @@ MUTATIONS = [
     Mutation(
         name="prompts: a job in the last thread may take any time",
         module="minisgl.server.workers.prompt_threads",
-        old="+ TRY if hurried else math.inf",
-        new="+ math.inf",
+        old="min(seconds, TRY) if self._state.hurried else seconds",
+        new="seconds",
         test="tests/test_side.py::test_the_last_thread_is_for_jobs_that_end_soon",
     ),
     Mutation(
@@ -909,6 +909,13 @@ MUTATIONS = [
         old="and c not in self._slow",
         new="",
         test="tests/test_side.py::test_the_last_thread_is_for_jobs_that_end_soon",
+    ),
+    Mutation(
+        name="prompts: the start of a process makes a client slow",
+        module="minisgl.server.workers.prompt_threads",
+        old="hurried, math.inf",
+        new="hurried, time.monotonic()",
+        test="tests/test_side.py::test_the_start_of_a_process_is_not_the_fault_of_a_client",
     ),
     Mutation(
         name="prompts: the last thread is for the first that came",
@@ -1095,9 +1102,9 @@ MUTATIONS = [
     Mutation(
         name="chats: one that cannot be sent ends a side process",
         module="minisgl.scheduler.side",
-        old="value, why, param, expected = process.call(self._seconds, job)",
+        old="value, why, param, expected = process.call(",
         new="job = packed(self._seconds, kind, field, *given); "
-        "value, why, param, expected = process.call(self._seconds, job)",
+        "value, why, param, expected = process.call(",
         test="tests/test_side.py::test_a_chat_that_cannot_be_sent_harms_no_process",
     ),
     Mutation(

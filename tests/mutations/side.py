@@ -3,7 +3,7 @@
 from tests.mutations import Mutation
 
 SIDE, TEST = "minisgl.scheduler.side", "tests/test_side.py::"
-TEXT, PROCESS = "minisgl.server.workers.text_worker", "minisgl.server.workers.text_process"
+TEXT, PROCESS = "minisgl.server.workers.text_worker", "minisgl.server.workers.prompt_threads"
 
 MUTATIONS = [
     Mutation(
@@ -69,8 +69,8 @@ MUTATIONS = [
     Mutation(
         "lanes: one client occupies all threads",
         PROCESS,
-        "if held[c] >= free]",
-        "if held[c] > self._count]",
+        "if held[client] >= free])",
+        "if held[client] > self._count])",
         TEST + "test_one_client_occupies_half_of_the_threads",
     ),
 ]

@@ -39,6 +39,7 @@ LEFT_OUT = [  # a module, its text, what stands there instead, a test
     ("minisgl.server.workers.text_process", "PromptQueue(PromptThreads(side=tokenizer.side), ",
      "PromptQueue(None, ", TEXT),
     ("minisgl.server.workers.text_process", "(side=tokenizer.side)", "()", TEXT),
+    ("minisgl.server.workers.text_process", "    return_free_memory()\n", "", TEXT),
     ("minisgl.server.workers.text_process", "side), tokenizer.quick)", "side))", TEXT),
 ]  # fmt: skip
 

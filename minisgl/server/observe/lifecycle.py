@@ -15,7 +15,7 @@ from types import FrameType
 
 import uvicorn
 
-from minisgl.engine.heap import frozen_heap
+from minisgl.engine.heap import frozen_heap, return_free_memory
 from minisgl.runtime.supervisor import Supervisor, WorkerFailed
 from minisgl.server.frontend import Frontend
 from minisgl.server.http.limits import DRAINING, ConcurrencyLimiter
@@ -44,11 +44,11 @@ class Lifecycle:
         on_ready: Callable[[], None],
     ) -> None:
         self.server, self.group, self.frontend, self.limiter = server, group, frontend, limiter
-        self.drain_timeout, self.on_ready = drain_timeout, on_ready  # seconds
-        self.status = 0
+        self.drain_timeout, self.on_ready, self.status = drain_timeout, on_ready, 0  # seconds
 
     async def run(self, sock: socket.socket) -> int:
         """Serve on a listening socket until the server stops; raise the failure that ended it."""
+        return_free_memory()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, self.server.handle_exit, signal.SIGHUP, None)
         states = asyncio.ensure_future(self._states())

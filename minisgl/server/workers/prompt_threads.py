@@ -36,10 +36,11 @@ def encode_all(encode: Encode, same: list[TokenizeMsg]) -> Encoded:
     return [(first.uid, made), *((msg.uid, encode(msg)) for msg in rest)]
 
 
-class Deadline(threading.local):
-    """The end of this thread's job, in seconds of `time.monotonic`."""
+class ThreadState(threading.local):
+    """This thread's job: in the last free thread or not, and when its slow work began."""
 
-    at = math.inf
+    hurried = False
+    begun = math.inf  # seconds of `time.monotonic`
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Job:
     same: list[TokenizeMsg]
     start: float
     hurried: bool  # in the last free thread
-    result: Future[Encoded]
+    result: Future[tuple[Encoded, float]]  # and the seconds of slow work
 
 
 class PromptThreads(PromptQueue):
@@ -63,17 +64,19 @@ class PromptThreads(PromptQueue):
         super().__init__()
         self._pool, self._count = ThreadPoolExecutor(count, "prompts"), count
         self._jobs, self._slow = dict[int, Job](), dict[str, None]()  # by uid; clients
-        self._deadline = Deadline()
+        self._state = ThreadState()
         if side is not None:
             side.limit = self.limit
 
     def limit(self, seconds: float) -> float:
-        """Return how many of these seconds the job of this thread may still take."""
-        return max(0.0, min(seconds, self._deadline.at - time.monotonic()))
+        """Return how many of these seconds this thread waits for its side process."""
+        self._state.begun = min(self._state.begun, time.monotonic())
+        return min(seconds, TRY) if self._state.hurried else seconds
 
-    def _run(self, encode: Encode, same: list[TokenizeMsg], hurried: bool) -> Encoded:
-        self._deadline.at = time.monotonic() + TRY if hurried else math.inf
-        return encode_all(encode, same)
+    def _run(self, encode: Encode, same: list[TokenizeMsg], hurried: bool) -> tuple[Encoded, float]:
+        self._state.hurried, self._state.begun = hurried, math.inf
+        made = encode_all(encode, same)
+        return made, time.monotonic() - self._state.begun
 
     def take(self, encode: Encode) -> list[Message]:
         now = time.monotonic()
@@ -91,10 +94,10 @@ class PromptThreads(PromptQueue):
 
     def _settle(self, job: Job, now: float) -> Iterator[Message]:
         """Yield what a job made, charge its client; one that was stopped waits again."""
-        client, spent, made = job.same[0].client, now - job.start, job.result.result()
-        stopped = job.hurried and spent >= TRY and isinstance(made[0][1], ErrorReply)
+        client, (made, worked) = job.same[0].client, job.result.result()
+        stopped = job.hurried and worked >= TRY and isinstance(made[0][1], ErrorReply)
         self._slow.pop(client, None)
-        if stopped or spent > SLOW:
+        if stopped or worked > SLOW:
             self._slow[client] = None
             if len(self._slow) > CLIENTS:
                 del self._slow[next(iter(self._slow))]
@@ -105,7 +108,7 @@ class PromptThreads(PromptQueue):
         else:
             yield from (message for uid, message in made if self.drop(uid))  # not of one that left
         if client in self._clocks:
-            self._clocks[client] += int(spent * CHARACTERS)
+            self._clocks[client] += int((now - job.start) * CHARACTERS)
 
     def _barred(self, free: int, last: bool) -> Iterator[str]:
         """Yield the clients whose prompts may not have the next of the free threads."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from minisgl.config.engine import ServerConfig, max_seq_len
 from minisgl.config.model import ModelConfig
 from minisgl.config.paths import resolve_model_path
-from minisgl.engine.heap import frozen_heap
+from minisgl.engine.heap import frozen_heap, return_free_memory
 from minisgl.runtime.supervisor import WorkerContext
 from minisgl.scheduler.messages import AbortMsg
 from minisgl.scheduler.side import SideTokenizer
@@ -52,6 +52,7 @@ def text_process(config: ServerConfig, folder: Path, part: str, context: WorkerC
     # Where transformers must read the tokenizer, it would import torch: two seconds and 190 MB.
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    return_free_memory()
     inbox = ZmqInbox(address(folder, part))
     to_scheduler, to_frontend = (ZmqOutbox(address(folder, p)) for p in ("scheduler", "frontend"))
     path = resolve_model_path(config.model_path)
