@@ -35,7 +35,7 @@ BODIES = {
 }
 # Of chats alone: a template can loop without end over the messages of a stranger, so that it is
 # rendered in a side process, and a thread of the text worker waits for it.
-OF_CHATS = {"server/http/chats", "server/workers/text_process"}
+OF_CHATS = {"server/http/chats", "server/workers/prompt_threads"}
 
 
 @contextmanager

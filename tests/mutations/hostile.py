@@ -787,8 +787,8 @@ MUTATIONS = [
     Mutation(
         name="prompts: two clients take all threads",
         module="minisgl.server.workers.prompt_threads",
-        old="if held[client] >= free])",
-        new="if 2 * held[client] >= self._count])",
+        old="if held[client] >= free})",
+        new="if 2 * held[client] >= self._count})",
         test="tests/test_side.py::test_two_clients_leave_a_thread_free",
     ),
     Mutation(
@@ -892,8 +892,8 @@ MUTATIONS = [
     Mutation(
         name="text worker: long prompts take all threads",
         module="minisgl.server.workers.prompt_threads",
-        old="if max(sizes[c]) <= LONG and c",
-        new="if c",
+        old="if max(sizes[client]) <= LONG and client",
+        new="if client",
         test="tests/test_side.py::test_a_thread_is_left_for_short_prompts",
     ),
     Mutation(
@@ -906,8 +906,8 @@ MUTATIONS = [
     Mutation(
         name="prompts: who was slow gets the last thread again",
         module="minisgl.server.workers.prompt_threads",
-        old="and c not in self._slow",
-        new="",
+        old="if now - when < FORGET}",
+        new="if False}",
         test="tests/test_side.py::test_the_last_thread_is_for_jobs_that_end_soon",
     ),
     Mutation(
@@ -1102,9 +1102,8 @@ MUTATIONS = [
     Mutation(
         name="chats: one that cannot be sent ends a side process",
         module="minisgl.scheduler.side",
-        old="value, why, param, expected = process.call(",
-        new="job = packed(self._seconds, kind, field, *given); "
-        "value, why, param, expected = process.call(",
+        old="        job = packed(self._seconds, kind, field, *given)  # an error here harms no process",
+        new='        self._take("start"), (job := packed(self._seconds, kind, field, *given))',
         test="tests/test_side.py::test_a_chat_that_cannot_be_sent_harms_no_process",
     ),
     Mutation(

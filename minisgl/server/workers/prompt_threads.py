@@ -22,7 +22,7 @@ from minisgl.server.workers.text_worker import Encode, PromptQueue
 
 CHARACTERS, LONG = 2**20, 2**17  # of one second of a thread; of a long prompt
 TRY, SLOW = 0.5, 2.0  # seconds: of a job in the last free thread; of a slow job
-CLIENTS = 2**10  # whose last job was slow
+CLIENTS, FORGET = 2**10, 60.0  # with a slow job in so many seconds
 
 Encoded = list[tuple[int, Message]]  # by uid
 
@@ -63,7 +63,7 @@ class PromptThreads(PromptQueue):
     def __init__(self, count: int = SLOTS, side: Side | None = None) -> None:
         super().__init__()
         self._pool, self._count = ThreadPoolExecutor(count, "prompts"), count
-        self._jobs, self._slow = dict[int, Job](), dict[str, None]()  # by uid; clients
+        self._jobs, self._slow = dict[int, Job](), dict[str, float]()  # by uid; clients, when
         self._state = ThreadState()
         if side is not None:
             side.limit = self.limit
@@ -84,7 +84,7 @@ class PromptThreads(PromptQueue):
         done = [made for uid in ended for made in self._settle(self._jobs.pop(uid), now)]
         while free := self._count - len(self._jobs):
             last = free == 1 < self._count
-            same = self.pop(busy=list(self._barred(free, last)))
+            same = self.pop(busy=list(self._barred(free, last, now)))
             if not same:
                 break
             self.waiting |= {msg.uid: msg for msg in same}  # until they are encoded
@@ -96,9 +96,9 @@ class PromptThreads(PromptQueue):
         """Yield what a job made, charge its client; one that was stopped waits again."""
         client, (made, worked) = job.same[0].client, job.result.result()
         stopped = job.hurried and worked >= TRY and isinstance(made[0][1], ErrorReply)
-        self._slow.pop(client, None)
         if stopped or worked > SLOW:
-            self._slow[client] = None
+            self._slow.pop(client, None)  # so that the latest are the last
+            self._slow[client] = now
             if len(self._slow) > CLIENTS:
                 del self._slow[next(iter(self._slow))]
         if stopped:
@@ -110,14 +110,13 @@ class PromptThreads(PromptQueue):
         if client in self._clocks:
             self._clocks[client] += int((now - job.start) * CHARACTERS)
 
-    def _barred(self, free: int, last: bool) -> Iterator[str]:
+    def _barred(self, free: int, last: bool, now: float) -> Iterator[str]:
         """Yield the clients whose prompts may not have the next of the free threads."""
         held = Counter(job.same[0].client for job in self._jobs.values())
-        yield from (busy := [client for client in held if held[client] >= free])
+        yield from (busy := {client for client in held if held[client] >= free})
         if last:
             sizes = {client: [size for *_, size in heap] for client, heap in self._heaps.items()}
-            kept = [
-                c for c in sizes if max(sizes[c]) <= LONG and c not in self._slow and c not in busy
-            ]
+            busy |= {client for client, when in self._slow.items() if now - when < FORGET}
+            kept = [client for client in sizes if max(sizes[client]) <= LONG and client not in busy]
             best = min(kept, key=lambda client: sizes[client][0], default=None)
             yield from (client for client in sizes if client != best)
