@@ -382,23 +382,6 @@ def test_the_start_of_a_process_is_not_the_fault_of_a_client(
     assert [made.uid for made in done] == [1] and not threads._slow  # type: ignore[union-attr]
 
 
-def test_the_last_thread_takes_the_shortest_first() -> None:
-    threads, gate, begun = PromptThreads(4), threading.Event(), list[int]()
-
-    def encode(msg: TokenizeMsg) -> UserMsg:
-        begun.append(msg.uid)
-        return UserMsg(msg.uid, [int(gate.wait(60))])
-
-    for uid, size in enumerate((90, 80, 70, 60, 50, 5, 40)):
-        threads.add(TokenizeMsg(uid=uid, text="x" * size, client=f"{uid}"))
-    try:
-        threads.take(encode)
-        wait_for(lambda: len(begun) == 4, "four jobs")
-        assert sorted(begun) == [0, 1, 2, 5]
-    finally:
-        gate.set()
-
-
 def test_long_texts_are_encoded_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window of 4,096 tokens has no use for a million characters; more only for a larger one."""
     jobs = list[tuple[Any, ...]]()

@@ -787,8 +787,8 @@ MUTATIONS = [
     Mutation(
         name="prompts: two clients take all threads",
         module="minisgl.server.workers.prompt_threads",
-        old="if held[client] >= free})",
-        new="if 2 * held[client] >= self._count})",
+        old="if held[client] >= free)",
+        new="if 2 * held[client] >= self._count)",
         test="tests/test_side.py::test_two_clients_leave_a_thread_free",
     ),
     Mutation(
@@ -892,8 +892,8 @@ MUTATIONS = [
     Mutation(
         name="text worker: long prompts take all threads",
         module="minisgl.server.workers.prompt_threads",
-        old="if max(sizes[client]) <= LONG and client",
-        new="if client",
+        old="if sizes[client] > LONG)",
+        new="if False)",
         test="tests/test_side.py::test_a_thread_is_left_for_short_prompts",
     ),
     Mutation(
@@ -906,8 +906,8 @@ MUTATIONS = [
     Mutation(
         name="prompts: who was slow gets the last thread again",
         module="minisgl.server.workers.prompt_threads",
-        old="if now - when < FORGET}",
-        new="if False}",
+        old="if now - when < FORGET)",
+        new="if False)",
         test="tests/test_side.py::test_the_last_thread_is_for_jobs_that_end_soon",
     ),
     Mutation(
@@ -916,13 +916,6 @@ MUTATIONS = [
         old="hurried, math.inf",
         new="hurried, time.monotonic()",
         test="tests/test_side.py::test_the_start_of_a_process_is_not_the_fault_of_a_client",
-    ),
-    Mutation(
-        name="prompts: the last thread is for the first that came",
-        module="minisgl.server.workers.prompt_threads",
-        old="sizes[client][0], default",
-        new="0, default",
-        test="tests/test_side.py::test_the_last_thread_takes_the_shortest_first",
     ),
     Mutation(
         name="prompts: what was stopped in the last thread is an error",
@@ -1102,8 +1095,8 @@ MUTATIONS = [
     Mutation(
         name="chats: one that cannot be sent ends a side process",
         module="minisgl.scheduler.side",
-        old="        job = packed(self._seconds, kind, field, *given)  # an error here harms no process",
-        new='        self._take("start"), (job := packed(self._seconds, kind, field, *given))',
+        old="job = packed(self._seconds, kind, field, *given)  # an error here harms no process",
+        new='self._take("start"), (job := packed(self._seconds, kind, field, *given))',
         test="tests/test_side.py::test_a_chat_that_cannot_be_sent_harms_no_process",
     ),
     Mutation(

@@ -69,8 +69,8 @@ MUTATIONS = [
     Mutation(
         "lanes: one client occupies all threads",
         PROCESS,
-        "if held[client] >= free})",
-        "if held[client] > self._count})",
+        "if held[client] >= free)",
+        "if held[client] > self._count)",
         TEST + "test_one_client_occupies_half_of_the_threads",
     ),
 ]

@@ -84,7 +84,7 @@ class PromptThreads(PromptQueue):
         done = [made for uid in ended for made in self._settle(self._jobs.pop(uid), now)]
         while free := self._count - len(self._jobs):
             last = free == 1 < self._count
-            same = self.pop(busy=list(self._barred(free, last, now)))
+            same = self.pop(busy={*self._barred(free, last, now)})
             if not same:
                 break
             self.waiting |= {msg.uid: msg for msg in same}  # until they are encoded
@@ -113,10 +113,8 @@ class PromptThreads(PromptQueue):
     def _barred(self, free: int, last: bool, now: float) -> Iterator[str]:
         """Yield the clients whose prompts may not have the next of the free threads."""
         held = Counter(job.same[0].client for job in self._jobs.values())
-        yield from (busy := {client for client in held if held[client] >= free})
+        yield from (client for client in held if held[client] >= free)
         if last:
-            sizes = {client: [size for *_, size in heap] for client, heap in self._heaps.items()}
-            busy |= {client for client, when in self._slow.items() if now - when < FORGET}
-            kept = [client for client in sizes if max(sizes[client]) <= LONG and client not in busy]
-            best = min(kept, key=lambda client: sizes[client][0], default=None)
-            yield from (client for client in sizes if client != best)
+            yield from (client for client, when in self._slow.items() if now - when < FORGET)
+            sizes = {client: max(size for *_, size in heap) for client, heap in self._heaps.items()}
+            yield from (client for client in sizes if sizes[client] > LONG)
