@@ -22,7 +22,7 @@ from minisgl.server.http.errors import ApiError
 from minisgl.server.observe import viewer
 from minisgl.server.observe.viewer import LivePage, add_viewer_route
 from minisgl.viewer.__main__ import main
-from minisgl.viewer.page import SOURCES, Viewer, page_of, pair_of
+from minisgl.viewer.page import SOURCES, Viewer, page_in_process, page_of, pair_of
 from tests.browser import cpu_clock, faults, whole_cpu_clock
 from tests.fakes import Driver
 
@@ -135,6 +135,10 @@ def test_the_page_is_for_the_operator_alone(tmp_path: Path, keys: dict[str, str]
     for name in ("via", "forwarded", "x-forwarded-for"):  # a proxy on this machine
         passed_on = asyncio.run(ask("secret", "127.0.0.1", **{name: "8.8.8.8"}))
         assert passed_on == (200 if "" in keys else 401 if keys else 403)
+    for site in ("cross-site", "same-site", "same-origin", "none"):  # as a browser here says
+        shown = asyncio.run(ask("secret", "127.0.0.1", **{"sec-fetch-site": site}))
+        strange = site == "cross-site"
+        assert shown == (200 if "" in keys else 401 if keys else 403 if strange else 200)
 
     for key, name in (("", None), ("secret", ""), ("hers", "ann")):
         for address in ("127.0.0.1", "10.0.0.7"):
@@ -153,12 +157,12 @@ def test_many_requests_for_the_live_page_make_it_once(
     """A client that asks all the time must not keep the threads of the server busy."""
     clock, made = [100.0], list[Path]()
 
-    def make(path: Path) -> str:
+    def make(path: Path) -> bytes:
         made.append(path)
         clock[0] += 2.0  # seconds
-        return f"page {len(made)}"
+        return f"page {len(made)}".encode()
 
-    monkeypatch.setattr(viewer, "page_of", make)
+    monkeypatch.setattr(viewer, "page_in_process", make)
     monkeypatch.setattr(viewer, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     async def ask() -> None:
@@ -170,6 +174,21 @@ def test_many_requests_for_the_live_page_make_it_once(
         assert await live.read() == b"page 2" and len(made) == 2
 
     asyncio.run(ask())
+
+
+def test_the_page_of_a_server_is_made_by_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long recording would hold the interpreter lock for seconds, and leave its memory."""
+    path = record(tmp_path / "-run.jsonl", 3, 5)
+    want = page_of(path).encode()
+    monkeypatch.setattr("minisgl.viewer.page.read_recording", None)
+    monkeypatch.chdir(tmp_path)
+    live = LivePage(Path("-run.jsonl"))
+    assert asyncio.run(live.read()) == want
+    path.write_text("no recording\n")
+    with pytest.raises(ValueError, match=r"run\.jsonl"):
+        page_in_process(path)
 
 
 # ----------------------------------------------------------------------------------- in a browser

@@ -9,9 +9,14 @@ from __future__ import annotations
 import gzip
 import html
 import json
+import os
+import subprocess
+import sys
 from base64 import b64encode
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from minisgl.config.paths import resolve_model_path
@@ -111,3 +116,24 @@ class Viewer:
         style = f"width:100%;height:{self.height}px;border:0"
         source = html.escape(self.page, quote=True)
         return f'<iframe title="A recorded run" style="{style}" srcdoc="{source}"></iframe>'
+
+
+def page_in_process(path: Path) -> bytes:
+    """Return a recording as a page that another process makes, with lower priority.
+
+    Raise `ValueError` with its message if it fails.
+    """
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    with TemporaryDirectory(prefix="minisgl-viewer-") as folder:
+        page = Path(folder, "page.html")
+        program = [sys.executable, "-P", "-m", "minisgl.viewer"]
+        command = [*program, str(path.absolute()), "-o", str(page)]
+        with subprocess.Popen(
+            command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ) as process:
+            with suppress(OSError):  # it has ended already
+                os.setpriority(os.PRIO_PROCESS, process.pid, 5)
+            said = process.communicate()[1]
+        if process.returncode:
+            raise ValueError(said.removeprefix("minisgl.viewer: ").strip()[-1000:])
+        return page.read_bytes()

@@ -598,15 +598,15 @@ MUTATIONS = [
     Mutation(
         name="viewer: every key opens it",
         module="minisgl.server.observe.viewer",
-        old="if request.scope.get(KEY_NAME) or not near:",
-        new="if not near:",
+        old="if request.scope.get(KEY_NAME) or not (",
+        new="if not (",
         test="tests/test_viewer.py::test_the_page_is_for_the_operator_alone",
     ),
     Mutation(
         name="viewer: without a key it is open",
         module="minisgl.server.observe.viewer",
-        old="if request.scope.get(KEY_NAME) or not near:",
-        new="if request.scope.get(KEY_NAME):",
+        old="or not (access.keys or near):",
+        new="or False:",
         test="tests/test_viewer.py::test_the_page_is_for_the_operator_alone",
     ),
     Mutation(
@@ -962,9 +962,23 @@ MUTATIONS = [
     Mutation(
         name="viewer: who comes through a proxy is the operator",
         module="minisgl.server.observe.viewer",
-        old=" and not passed_on",
+        old="passed_on or request",
+        new="request",
+        test="tests/test_viewer.py::test_the_page_is_for_the_operator_alone",
+    ),
+    Mutation(
+        name="viewer: a page of another site opens it",
+        module="minisgl.server.observe.viewer",
+        old=' or request.headers.get("sec-fetch-site") == "cross-site"',
         new="",
         test="tests/test_viewer.py::test_the_page_is_for_the_operator_alone",
+    ),
+    Mutation(
+        name="viewer: the process that serves makes the page itself",
+        module="minisgl.viewer.page",
+        old="    with TemporaryDirectory(",
+        new="    return page_of(path).encode()\n    with TemporaryDirectory(",
+        test="tests/test_viewer.py::test_the_page_of_a_server_is_made_by_another_process",
     ),
     Mutation(
         name="tokenizer: any number of rules with a pattern",

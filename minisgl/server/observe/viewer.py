@@ -16,7 +16,7 @@ from minisgl.server.http.access import KEY_NAME, Access
 from minisgl.server.http.errors import ApiError
 from minisgl.server.http.hosts import is_loopback
 from minisgl.server.http.schemas import SlicedResponse
-from minisgl.viewer.page import page_of
+from minisgl.viewer.page import page_in_process
 
 
 class LivePage:
@@ -29,9 +29,9 @@ class LivePage:
     async def read(self) -> bytes:
         async with self._making:
             if (start := time.monotonic()) >= self._until:
-                page = await asyncio.to_thread(page_of, self._recording)
+                self._page = await asyncio.to_thread(page_in_process, self._recording)
                 end = time.monotonic()
-                self._page, self._until = page.encode(), end + 10 * (end - start)
+                self._until = end + 10 * (end - start)
             return self._page
 
 
@@ -42,9 +42,9 @@ def add_viewer_route(app: FastAPI, recording: Path, access: Access) -> None:
     @app.get("/viewer", response_class=HTMLResponse)
     async def viewer(request: Request) -> Response:
         passed_on = {"forwarded", "x-forwarded-for", "via"}.intersection(request.headers)
-        here = request.client and is_loopback(request.client.host) and not passed_on
-        near = bool(access.keys) or here
-        if request.scope.get(KEY_NAME) or not near:
+        foreign = passed_on or request.headers.get("sec-fetch-site") == "cross-site"
+        near = request.client and is_loopback(request.client.host) and not foreign
+        if request.scope.get(KEY_NAME) or not (access.keys or near):
             why = "authorization: the page shows all clients' answers and needs --api-key's key"
             raise ApiError(403, why, code="operator_only")
         try:
