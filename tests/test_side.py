@@ -382,6 +382,34 @@ def test_the_start_of_a_process_is_not_the_fault_of_a_client(
     assert [made.uid for made in done] == [1] and not threads._slow  # type: ignore[union-attr]
 
 
+def test_short_jobs_do_not_keep_long_ones_from_the_other_threads() -> None:
+    """Each job that ends leaves one thread free, and never two."""
+    threads, gates = PromptThreads(4), [threading.Event() for _ in range(9)]
+
+    def encode(msg: TokenizeMsg) -> UserMsg:
+        return UserMsg(msg.uid, [int(gates[msg.uid].wait(60))])
+
+    for uid in range(4):
+        threads.add(TokenizeMsg(uid=uid, text="short", client=f"{uid}"))
+    try:
+        threads.take(encode)
+        assert [job.hurried for job in threads._jobs.values()] == [False] * 3 + [True]
+        threads.add(TokenizeMsg(uid=4, text="x" * (LONG_TEXT + 1), client="long"))
+        for uid in range(5, 8):
+            threads.add(TokenizeMsg(uid=uid, text="short", client=f"{uid}"))
+        gates[3].set()
+        wait([threads._jobs[3].result])
+        threads.take(encode)
+        assert 5 in threads._jobs  # the last thread is not for the long prompt
+        gates[1].set()
+        wait([threads._jobs[1].result])
+        threads.take(encode)
+        assert 4 in threads._jobs and not threads._jobs[4].hurried
+    finally:
+        for gate in gates:
+            gate.set()
+
+
 def test_long_texts_are_encoded_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window of 4,096 tokens has no use for a million characters; more only for a larger one."""
     jobs = list[tuple[Any, ...]]()

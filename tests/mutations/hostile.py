@@ -904,6 +904,13 @@ MUTATIONS = [
         test="tests/test_side.py::test_the_last_thread_is_for_jobs_that_end_soon",
     ),
     Mutation(
+        name="prompts: any thread that is the only free one is the last",
+        module="minisgl.server.workers.prompt_threads",
+        old="last = patient == self._count - 1 > 0",
+        new="last = free == 1 < self._count",
+        test="tests/test_side.py::test_short_jobs_do_not_keep_long_ones_from_the_other_threads",
+    ),
+    Mutation(
         name="prompts: who was slow gets the last thread again",
         module="minisgl.server.workers.prompt_threads",
         old="if now - when < FORGET)",

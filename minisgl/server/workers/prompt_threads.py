@@ -21,7 +21,7 @@ from minisgl.server.workers.messages import Message, TokenizeMsg
 from minisgl.server.workers.text_worker import Encode, PromptQueue
 
 CHARACTERS, LONG = 2**20, 2**17  # of one second of a thread; of a long prompt
-TRY, SLOW = 0.5, 2.0  # seconds: of a job in the last free thread; of a slow job
+TRY, SLOW = 0.5, 2.0  # seconds: of a job in the last thread; of a slow job
 CLIENTS, FORGET = 2**10, 60.0  # with a slow job in so many seconds
 
 Encoded = list[tuple[int, Message]]  # by uid
@@ -37,7 +37,7 @@ def encode_all(encode: Encode, same: list[TokenizeMsg]) -> Encoded:
 
 
 class ThreadState(threading.local):
-    """This thread's job: in the last free thread or not, and when its slow work began."""
+    """This thread's job: in the last thread or not, and when its slow work began."""
 
     hurried = False
     begun = math.inf  # seconds of `time.monotonic`
@@ -49,7 +49,7 @@ class Job:
 
     same: list[TokenizeMsg]
     start: float
-    hurried: bool  # in the last free thread
+    hurried: bool  # in the last thread
     result: Future[tuple[Encoded, float]]  # and the seconds of slow work
 
 
@@ -57,7 +57,7 @@ class PromptThreads(PromptQueue):
     """Threads that encode prompts beside the text worker's loop; `side` does the slow work.
 
     A client may have fewer of them than are free, and pays for the time that it had one. The last
-    free thread is for short jobs: one that takes longer than `TRY` waits for another thread.
+    thread is for short jobs: one that takes longer than `TRY` waits for another thread.
     """
 
     def __init__(self, count: int = SLOTS, side: Side | None = None) -> None:
@@ -83,7 +83,8 @@ class PromptThreads(PromptQueue):
         ended = [uid for uid, job in self._jobs.items() if job.result.done()]
         done = [made for uid in ended for made in self._settle(self._jobs.pop(uid), now)]
         while free := self._count - len(self._jobs):
-            last = free == 1 < self._count
+            patient = sum(not job.hurried for job in self._jobs.values())
+            last = patient == self._count - 1 > 0
             same = self.pop(busy={*self._barred(free, last, now)})
             if not same:
                 break
