@@ -761,6 +761,23 @@ def test_a_client_compiles_few_grammars_at_once() -> None:
         hold.pass_on([])
 
 
+@pytest.mark.parametrize("clients", [2, 8, 9, 12, 40])
+def test_clients_who_always_wait_take_turns(clients: int) -> None:
+    """Also with more clients than jobs, each with a new grammar when one of its own is done."""
+    hold, jobs = queue_of(2**19)
+    for number in range(4):
+        hold.pass_on([ask(100 * c + number, "a", f"greedy {c}") for c in range(clients)])
+    hold.pass_on([ask(99_999, "a", "newcomer")])
+    for uid in itertools.count(50_000):
+        assert uid <= 50_000 + 2 * clients + 8  # a turn of each, and those that had begun
+        if 99_999 in jobs:
+            break
+        jobs.pop(min(jobs)).set_result(None)
+        (done,) = hold.pass_on([])
+        hold.ready = []  # its answer ends at once, and it asks again
+        hold.pass_on([ask(uid, "a", done.client)])
+
+
 def test_jobs_of_those_who_left_count_until_they_end() -> None:
     """One that has begun cannot be stopped; one that waits for a thread never begins."""
     hold, jobs = queue_of(2**19)

@@ -226,16 +226,16 @@ class GrammarQueue:
                 if short and held[client] > self.shares.limit // 8:
                     break
                 uid, msg = next(iter(line.items()))
-                _, text = asked_for(params := msg.sampling_params) or ("", "")
-                size = max(1024, len(text))
+                size = max(1024, len((asked_for(msg.sampling_params) or ("", ""))[1]))
                 if not self.shares.take(client, size):
                     short = True  # nobody who holds much may take more before this client
                     break
                 del line[uid]
-                job = self.start(uid, params)
+                job = self.start(uid, msg.sampling_params)
                 assert job is not None
                 weakref.finalize(job, self.freed.append, (client, size))
                 self.held[uid], self.busy[job] = (msg, job), client
+                self.waiting[client] = self.waiting.pop(client)  # after those who hold as much
             if not line:
                 del self.waiting[client]
 

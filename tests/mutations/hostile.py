@@ -911,6 +911,13 @@ MUTATIONS = [
         test="tests/test_side.py::test_short_jobs_do_not_keep_long_ones_from_the_other_threads",
     ),
     Mutation(
+        name="grammars: who always waits stays in front",
+        module="minisgl.scheduler.grammar",
+        old="self.waiting[client] = self.waiting.pop(client)",
+        new="pass",
+        test="tests/test_structured_output.py::test_clients_who_always_wait_take_turns",
+    ),
+    Mutation(
         name="prompts: who was slow gets the last thread again",
         module="minisgl.server.workers.prompt_threads",
         old="if now - when < FORGET)",
