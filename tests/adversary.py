@@ -681,7 +681,8 @@ class World:
             self.fair.charge(Phase.DECODE, [req for req in reqs if req not in prompts])
         if batch.phase is Phase.PREFILL and self.script.cache == "radix":
             for req in prompts_of(inputs.sampled):
-                self.prefixes.insert(req, req.device_len)
+                again = req.matcher is not None  # its last token, while it waits for a mask
+                self.prefixes.insert(req, min(req.device_len, req.host_len - again))
 
     # -------------------------------------------------------------- checks
 

@@ -101,6 +101,19 @@ def prefill(executor: SimulatedExecutor, *reqs: Req) -> list[int]:
     return executor.step(executor.prepare(batch)).wait().ids
 
 
+def test_an_answer_that_waits_for_its_mask_writes_no_shared_page() -> None:
+    """It computes its last token again; the page of that is not in the prefix cache yet."""
+    asks = [
+        Ask(uid=uid, text=1, length=1, max_tokens=1, options=(("regex", "a*"),)) for uid in range(3)
+    ]
+    script = Script(
+        ops=(asks[0], Turn(), *asks[1:]), page_size=1, num_pages=240, rows=5, window=16, budget=10,
+        overlap=False, grammars=True, context=60, long_chunk=12, decode_context=30, turn=4,
+        slow_masks=True,
+    )  # fmt: skip
+    assert not failure(script)
+
+
 def test_a_slot_of_another_prefix_is_noticed() -> None:
     executor = SimulatedExecutor(**SIZES)
     prefill(executor, admit(executor, [0, 1, 2], [7, 7, 1]))

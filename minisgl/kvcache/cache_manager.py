@@ -101,7 +101,8 @@ class CacheManager:
         if old is None:
             raise RuntimeError(f"req {req.uid}: holds no cache handle; was it released before?")
         row = self.tables.page_table[req.table_idx]
-        known = min(req.cached_len, req.host_len) // self.page_size * self.page_size
+        again = req.matcher is not None and not finished  # the last token may come again
+        known = min(req.cached_len, req.host_len - again) // self.page_size * self.page_size
         salt = req.sampling_params.cache_salt
         new, already = self.prefix_cache.insert_prefix(req.input_ids[:known], row[:known], salt)
         duplicates = row[old.cached_len : already].copy()  # cached before this request inserts

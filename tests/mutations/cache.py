@@ -271,9 +271,16 @@ MUTATIONS = [
     Mutation(
         "manager: tokens without K/V are cached",
         MANAGER,
-        "known = min(req.cached_len, req.host_len)",
+        "known = min(req.cached_len, req.host_len - again)",
         "known = req.host_len",
         MANAGER_TESTS + "test_only_computed_tokens_are_cached",
+    ),
+    Mutation(
+        "manager: the page of a token that is computed again is shared",
+        MANAGER,
+        "again = req.matcher is not None and not finished",
+        "again = False",
+        "tests/test_adversary.py::test_an_answer_that_waits_for_its_mask_writes_no_shared_page",
     ),
     Mutation(
         "manager: a second allocation takes pages again",
