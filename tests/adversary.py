@@ -1070,7 +1070,7 @@ class World:
                 world.executor.failing.clear()
                 world.notes = [op for op in world.notes if not isinstance(op, Fail)]
         work = sum(20 + len(live.prompt) + 60 for live in self.live.values())
-        limit = 100 + work + 200 * len(self.pending)
+        limit = 100 + 10 * work + 200 * len(self.pending)  # displaced ones begin again
         while self.pending or self.scheduler.has_work:
             self.turn()
             limit -= 1

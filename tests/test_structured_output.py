@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -30,18 +31,18 @@ from minisgl.core import Batch, Phase, Req, SamplingParams
 from minisgl.kvcache.audit import check_integrity
 from minisgl.llm import LLM
 from minisgl.runtime.ranks import Ranks, config_of_rank
-from minisgl.scheduler import forms, grammar, side
+from minisgl.scheduler import forms, grammar, grammar_queue, side
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import InProcessChannel
 from minisgl.scheduler.forms import compile_grammar
 from minisgl.scheduler.grammar import (
     CompilingChannel,
-    GrammarQueue,
     Grammars,
     Matcher,
     fill_some,
     load_grammars,
 )
+from minisgl.scheduler.grammar_queue import GrammarQueue
 from minisgl.scheduler.messages import (
     AbortMsg,
     ErrorReply,
@@ -675,7 +676,7 @@ def queue_of(limit: int) -> tuple[GrammarQueue, dict[int, Future[Any]]]:
 
 def test_clients_share_the_compiled_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait as text, until a grammar that was compiled before is gone."""
-    monkeypatch.setattr(grammar, "MOST_JOBS", 1000)
+    monkeypatch.setattr(grammar_queue, "MOST_JOBS", 1000)
     hold, jobs = queue_of(32 * 1024)
     hold.pass_on([ask(uid, "a", "greedy") for uid in range(64)])
     started = sorted(jobs)
@@ -776,6 +777,78 @@ def test_clients_who_always_wait_take_turns(clients: int) -> None:
         (done,) = hold.pass_on([])
         hold.ready = []  # its answer ends at once, and it asks again
         hold.pass_on([ask(uid, "a", done.client)])
+
+
+class QueueTime:
+    """Time that passes when a test says so; stands in for the module `time`."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> QueueTime:
+    """The time of grammar queues."""
+    found = QueueTime()
+    monkeypatch.setattr(grammar_queue, "time", found)
+    monkeypatch.setattr(grammar_queue, "MOST_JOBS", 1)
+    return found
+
+
+def end(hold: GrammarQueue, jobs: dict[int, Future[Any]], clock: QueueTime, seconds: float) -> str:
+    """End the only job after some seconds; whose it was."""
+    clock.now += seconds
+    jobs.popitem()[1].set_result(None)
+    (done,) = hold.pass_on([])
+    hold.ready = []
+    return done.client
+
+
+def test_slow_grammars_have_fewer_turns(clock: QueueTime) -> None:
+    """Time is shared, not turns: a client with quick grammars need not wait for each slow one."""
+    hold, jobs = queue_of(2**19)
+    cost = {"slow": 0.4, "quick": 0.1, "usual": 0.2}
+    hold.pass_on([ask(uid, "a", [*cost][uid % 3]) for uid in range(300)])
+    turns = Counter[str]()
+    for _ in range(70):
+        ((_, (client, _)),) = hold.busy.items()
+        turns[end(hold, jobs, clock, cost[client])] += 1
+    assert all(abs(turns[client] * cost[client] - 4) < 0.9 for client in cost), turns
+
+
+def test_who_returns_owes_what_it_took(clock: QueueTime) -> None:
+    """A request at a time, and none between two of them, is no way to be a newcomer each time."""
+    hold, jobs = queue_of(2**19)
+    strangers = [f"stranger {i}" for i in range(8)]
+    hold.pass_on([ask(uid, "a", client) for uid, client in enumerate(strangers)])
+    for uid in range(8, 100):
+        client = end(hold, jobs, clock, 1 + uid % 7 / 100)
+        hold.pass_on([ask(uid, "a", client)])
+    hold.pass_on([ask(100, "a", "newcomer")])
+    turns = [end(hold, jobs, clock, 1.0) for _ in range(3)]
+    assert "newcomer" in turns, turns  # after the one that runs, and one with as low a clock
+
+
+def test_time_without_grammars_is_not_saved_up(clock: QueueTime) -> None:
+    """Who was away for a thousand seconds shares with the others from now on."""
+    hold, jobs = queue_of(2**19)
+    hold.pass_on([ask(0, "a", "rare")])
+    end(hold, jobs, clock, 1.0)
+    hold.pass_on([ask(uid, "a", "often") for uid in range(1, 100)])
+    for _ in range(50):
+        end(hold, jobs, clock, 20.0)
+    hold.pass_on([ask(uid, "a", "rare") for uid in range(100, 120)])
+    turns = Counter(end(hold, jobs, clock, 20.0) for _ in range(20))
+    assert abs(turns["rare"] - turns["often"]) <= 2, turns
+    for uid in range(1, 120):
+        hold.pass_on([AbortMsg(uid)])
+    while hold.busy:
+        jobs.popitem()[1].set_result(None)
+        hold.pass_on([])
+    hold.pass_on([])
+    assert not (hold.clocks or hold.waiting or hold.held)
 
 
 def test_jobs_of_those_who_left_count_until_they_end() -> None:
@@ -1015,7 +1088,7 @@ def test_two_clients_with_long_answers_leave_room_for_a_third(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They hold their grammars for minutes; a schema of ten thousand characters need not wait."""
-    monkeypatch.setattr(grammar, "MOST_JOBS", 1000)
+    monkeypatch.setattr(grammar_queue, "MOST_JOBS", 1000)
     hold, jobs = queue_of(2**19)
     for number in range(2):
         hold.pass_on([ask(100 * number + i, "x" * 16_000, str(number)) for i in range(40)])

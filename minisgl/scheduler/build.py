@@ -30,7 +30,8 @@ from minisgl.recording import Recorder
 from minisgl.scheduler import mixed
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.executor import Executor
-from minisgl.scheduler.grammar import CompilingChannel, GrammarQueue, load_grammars
+from minisgl.scheduler.grammar import CompilingChannel, load_grammars
+from minisgl.scheduler.grammar_queue import GrammarQueue
 from minisgl.scheduler.mixed import MixedPrefill, SharedDecode, SharedPrefill
 from minisgl.scheduler.observe import IdleAudit, emitter
 from minisgl.scheduler.phases import DecodeManager, PrefillLimits, PrefillManager

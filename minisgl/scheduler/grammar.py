@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
@@ -26,8 +24,7 @@ from minisgl.engine.step import ForwardInput, ForwardOutput, SampledTokens
 from minisgl.parallel.comm import Comm, SingleRank
 from minisgl.scheduler.channel import Channel
 from minisgl.scheduler.forms import compile_grammar, load_tokens
-from minisgl.scheduler.messages import AbortMsg, InvalidRequestError, Msg, UserMsg
-from minisgl.scheduler.queue import Shares
+from minisgl.scheduler.messages import InvalidRequestError, Msg, UserMsg
 from minisgl.scheduler.side import SLOTS, asked_for
 from minisgl.tokenizer import THINK
 
@@ -179,65 +176,6 @@ def load_grammars(
 ) -> Grammars:
     """Create a model folder's grammars; without a tokenizer, each is rejected with a reason."""
     return Grammars(partial(load_tokens, folder, vocab_size, eos_token_ids), comm)
-
-
-MOST_JOBS = 8  # compilations at once; a client may have fewer of them than are free
-
-
-class GrammarQueue:
-    """Requests that wait for their grammars; clients share `limit` characters of grammars."""
-
-    def __init__(self, limit: int = 2**19) -> None:
-        self.shares = Shares(limit, factor=1)
-        self.start: Callable[[int, SamplingParams], Future[LLMatcher] | None] = lambda *_: None
-        self.waiting: dict[str, dict[int, UserMsg]] = {}  # by client and uid: not yet started
-        self.held: dict[int, tuple[UserMsg, Future[LLMatcher]]] = {}  # by uid: being compiled
-        self.busy: dict[Future[LLMatcher], str] = {}  # clients of jobs, also of those who left
-        self.ready: list[Future[LLMatcher]] = []  # of the messages just returned; else forgotten
-        self.freed = deque[tuple[str, int]]()  # clients and characters of grammars that are gone
-
-    def pass_on(self, messages: Sequence[Any]) -> list[Any]:
-        """Return the messages that may proceed, in order, and those whose wait is over."""
-        passed = list[Any]()
-        for msg in messages:
-            if isinstance(msg, UserMsg) and msg.sampling_params.is_constrained:
-                self.waiting.setdefault(msg.client, {})[msg.uid] = msg
-                continue
-            if isinstance(msg, AbortMsg):
-                if left := self.held.pop(msg.uid, None):
-                    left[1].cancel()  # unless it runs
-                for line in self.waiting.values():
-                    line.pop(msg.uid, None)
-            passed.append(msg)
-        self.begin()
-        done = [self.held.pop(uid) for uid in [*self.held] if self.held[uid][1].done()]
-        self.ready = [job for _, job in done]
-        return passed + [msg for msg, _ in done]
-
-    def begin(self) -> None:
-        """Start the grammars that fit."""
-        while self.freed:
-            self.shares.give_back(*self.freed.popleft())
-        short, held = False, self.shares.held
-        self.busy = {job: client for job, client in self.busy.items() if not job.done()}
-        for client in sorted(self.waiting, key=lambda name: held[name]):
-            line = self.waiting[client]
-            while line and [*self.busy.values()].count(client) < MOST_JOBS - len(self.busy):
-                if short and held[client] > self.shares.limit // 8:
-                    break
-                uid, msg = next(iter(line.items()))
-                size = max(1024, len((asked_for(msg.sampling_params) or ("", ""))[1]))
-                if not self.shares.take(client, size):
-                    short = True  # nobody who holds much may take more before this client
-                    break
-                del line[uid]
-                job = self.start(uid, msg.sampling_params)
-                assert job is not None
-                weakref.finalize(job, self.freed.append, (client, size))
-                self.held[uid], self.busy[job] = (msg, job), client
-                self.waiting[client] = self.waiting.pop(client)  # after those who hold as much
-            if not line:
-                del self.waiting[client]
 
 
 class CompilingChannel:

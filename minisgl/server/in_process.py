@@ -13,7 +13,7 @@ from minisgl.config.engine import ServerConfig
 from minisgl.config.paths import resolve_model_path
 from minisgl.guarded import guarded
 from minisgl.scheduler.build import build_scheduler
-from minisgl.scheduler.grammar import GrammarQueue
+from minisgl.scheduler.grammar_queue import GrammarQueue
 from minisgl.scheduler.messages import ExitMsg
 from minisgl.scheduler.side import SideTokenizer
 from minisgl.server.frontend import Frontend, Observer

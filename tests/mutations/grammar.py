@@ -6,6 +6,7 @@ from tests.mutations import Mutation
 
 GRAMMAR, ENGINE = "minisgl.scheduler.grammar", "minisgl.engine.engine"
 FORMS = "minisgl.scheduler.forms"
+QUEUE = "minisgl.scheduler.grammar_queue"
 TESTS = "tests/test_structured_output.py::"
 PATH = "tests/test_request_path.py"
 DRAW = TESTS + "test_a_draw_waits_for_its_masks_and_the_next_step_waits_for_the_draw"
@@ -83,7 +84,7 @@ MUTATIONS = [
     ),
     Mutation(
         "grammar_is_compiled_by_the_scheduler",
-        GRAMMAR,
+        QUEUE,
         "if self.held[uid][1].done()]",
         "]",
         TESTS + "test_a_slow_grammar_delays_its_own_request_alone",
@@ -118,7 +119,7 @@ MUTATIONS = [
     ),
     Mutation(
         "grammar_of_one_who_left_is_asked_for_all_the_same",
-        GRAMMAR,
+        QUEUE,
         "left := self.held.pop(msg.uid, None)",
         "left := self.held.get(msg.uid)",
         TESTS + "test_requests_wait_in_their_queue_and_come_in_order",
@@ -188,14 +189,14 @@ MUTATIONS = [
     ),
     Mutation(
         "grammars_have_no_shares",
-        GRAMMAR,
+        QUEUE,
         "if not self.shares.take(client, size):",
         "if not self.shares.take(client, 0):",
         TESTS + "test_clients_share_the_compiled_grammars",
     ),
     Mutation(
         "grammars_of_many_pass_those_of_few",
-        GRAMMAR,
+        QUEUE,
         "if short and held[client] > self.shares.limit // 8:",
         "if False:",
         TESTS + "test_who_holds_much_waits_for_who_needs_room",
@@ -209,7 +210,7 @@ MUTATIONS = [
     ),
     Mutation(
         "grammar_of_a_passed_request_is_dropped",
-        GRAMMAR,
+        QUEUE,
         "self.ready = [job for _, job in done]",
         "self.ready = []",
         TESTS + "test_a_grammar_counts_until_it_is_gone",
@@ -230,7 +231,7 @@ MUTATIONS = [
     ),
     Mutation(
         "grammars_of_two_clients_fill_the_memory",
-        GRAMMAR,
+        QUEUE,
         "Shares(limit, factor=1)",
         "Shares(limit)",
         TESTS + "test_two_clients_with_long_answers_leave_room_for_a_third",

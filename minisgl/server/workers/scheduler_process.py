@@ -20,7 +20,7 @@ from minisgl.recording import Observed
 from minisgl.runtime.supervisor import WorkerContext, WorkerFailed
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
-from minisgl.scheduler.grammar import GrammarQueue
+from minisgl.scheduler.grammar_queue import GrammarQueue
 from minisgl.scheduler.messages import AbortMsg, ExitMsg, Msg, Reply, UserMsg, aborted
 from minisgl.scheduler.observe import StageClock
 from minisgl.scheduler.scheduler import Scheduler

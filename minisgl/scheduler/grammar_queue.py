@@ -1,0 +1,97 @@
+"""Requests of a server that wait for their grammars.
+
+Generated from notebooks/09ab_grammar_queue.ipynb: edit there.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from llguidance import LLMatcher
+
+from minisgl.core import SamplingParams
+from minisgl.scheduler.messages import AbortMsg, UserMsg
+from minisgl.scheduler.queue import Shares
+from minisgl.scheduler.side import asked_for
+
+MOST_JOBS = 8  # compilations at once; a client may have fewer of them than are free
+
+
+class GrammarQueue:
+    """Requests that wait for their grammars.
+
+    Clients share the threads by time, and `limit` characters of compiled grammars.
+    """
+
+    def __init__(self, limit: int = 2**19) -> None:
+        self.shares = Shares(limit, factor=1)
+        self.start: Callable[[int, SamplingParams], Future[LLMatcher] | None] = lambda *_: None
+        self.waiting: dict[str, dict[int, UserMsg]] = {}  # by client and uid: not yet started
+        self.clocks: dict[str, float] = {}  # seconds of each client's jobs
+        self.held: dict[int, tuple[UserMsg, Future[LLMatcher]]] = {}  # by uid: being compiled
+        self.busy: dict[Future[LLMatcher], tuple[str, float]] = {}  # client and begin of a job
+        self.ready: list[Future[LLMatcher]] = []  # of the messages just returned; else forgotten
+        self.freed = deque[tuple[str, int]]()  # clients and characters of grammars that are gone
+
+    def pass_on(self, messages: Sequence[Any]) -> list[Any]:
+        """Return the messages that may proceed, in order, and those whose wait is over."""
+        self.charge()
+        passed = list[Any]()
+        for msg in messages:
+            if isinstance(msg, UserMsg) and msg.sampling_params.is_constrained:
+                if msg.client not in self.clocks:  # no credit for idle time
+                    self.clocks[msg.client] = min(self.clocks.values(), default=0.0)
+                self.waiting.setdefault(msg.client, {})[msg.uid] = msg
+                continue
+            if isinstance(msg, AbortMsg):
+                if left := self.held.pop(msg.uid, None):
+                    left[1].cancel()  # unless it runs
+                for line in self.waiting.values():
+                    line.pop(msg.uid, None)
+            passed.append(msg)
+        self.begin()
+        done = [self.held.pop(uid) for uid in [*self.held] if self.held[uid][1].done()]
+        self.ready = [job for _, job in done]
+        return passed + [msg for msg, _ in done]
+
+    def charge(self) -> None:
+        """Add the time of jobs that have ended; forget clients that owe the others nothing."""
+        for job in [job for job in self.busy if job.done()]:
+            client, since = self.busy.pop(job)
+            self.clocks[client] += time.monotonic() - since
+        active = {*self.waiting, *(client for client, _ in self.busy.values())}
+        least = min((self.clocks[client] for client in active), default=float("inf"))
+        clocks = self.clocks.items()
+        self.clocks = {name: clock for name, clock in clocks if name in active or clock > least}
+
+    def begin(self) -> None:
+        """Start the grammars that fit."""
+        while self.freed:
+            self.shares.give_back(*self.freed.popleft())
+        short, held = False, self.shares.held
+        for client in sorted(self.waiting, key=self.clocks.__getitem__):
+            line = self.waiting[client]
+            while line and self.jobs(client) < MOST_JOBS - len(self.busy):
+                if short and held[client] > self.shares.limit // 8:
+                    break
+                uid, msg = next(iter(line.items()))
+                size = max(1024, len((asked_for(msg.sampling_params) or ("", ""))[1]))
+                if not self.shares.take(client, size):
+                    short = True  # clients that hold much take no more before this one
+                    break
+                del line[uid]
+                job = self.start(uid, msg.sampling_params)
+                assert job is not None
+                weakref.finalize(job, self.freed.append, (client, size))
+                self.held[uid], self.busy[job] = (msg, job), (client, time.monotonic())
+            if not line:
+                del self.waiting[client]
+
+    def jobs(self, client: str) -> int:
+        """Return how many jobs a client has."""
+        return sum(name == client for name, _ in self.busy.values())
