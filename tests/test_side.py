@@ -277,6 +277,33 @@ def test_chats_and_grammars_go_aside() -> None:
     assert lanes.aside.waiting.keys() == {1, 2, 3, 4}
 
 
+def test_the_cost_of_a_grammar_comes_with_its_request(
+    tokenizer: SideTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The side process measures it; also for all answers, and for a text that came before."""
+    monkeypatch.setattr(tokenizer.side, "limit", tokenizer.side.limit)  # and put back
+    threads = PromptThreads(2, tokenizer.side)
+
+    def encode(msg: TokenizeMsg) -> UserMsg:
+        return UserMsg(msg.uid, [1], tokenizer.encode_params(msg.sampling_params))
+
+    both = [{"enum": [f"x{n}" for n in range(14)]}] * 3 + [{"type": "string", "format": "email"}]
+    slow = SamplingParams(json_schema={"type": "object", "properties": {"k": {"allOf": both}}})
+    asked = [slow, slow, SamplingParams(regex="a"), slow, SamplingParams()]
+    for uid, params in enumerate(asked):
+        client = "n" if uid < 2 else str(uid)
+        threads.add(TokenizeMsg(uid=uid, text="a", sampling_params=params, client=client))
+    made = dict[int, Any]()
+
+    def take() -> bool:
+        made.update((msg.uid, msg) for msg in threads.take(encode))
+        return len(made) == len(asked)
+
+    wait_for(take, "all prompts")
+    costs = [made[uid].cost for uid in range(len(asked))]
+    assert costs[0] == costs[1] == costs[3] > 0.05 > costs[2] >= costs[4] == 0, costs
+
+
 def test_two_clients_leave_a_thread_free() -> None:
     threads, gate = PromptThreads(4), threading.Event()
     for uid in range(12):

@@ -634,8 +634,8 @@ class Box:
         return found
 
 
-def ask(uid: int, regex: str | None = None, client: str = "") -> UserMsg:
-    return UserMsg(uid, [1], SamplingParams(regex=regex), client=client)
+def ask(uid: int, regex: str | None = None, client: str = "", cost: float = 0.0) -> UserMsg:
+    return UserMsg(uid, [1], SamplingParams(regex=regex), client=client, cost=cost)
 
 
 def test_requests_wait_in_their_queue_and_come_in_order() -> None:
@@ -674,7 +674,28 @@ def queue_of(limit: int) -> tuple[GrammarQueue, dict[int, Future[Any]]]:
     return hold, jobs
 
 
-def test_clients_share_the_compiled_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+class QueueTime:
+    """Time that passes when a test says so; stands in for the module `time`."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> QueueTime:
+    """The time of grammar queues."""
+    found = QueueTime()
+    monkeypatch.setattr(grammar_queue, "time", found)
+    monkeypatch.setattr(grammar_queue, "MOST_JOBS", 1)
+    monkeypatch.setattr(grammar_queue, "QUICK", 1.0)
+    return found
+
+
+def test_clients_share_the_compiled_grammars(
+    clock: QueueTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others wait as text, until a grammar that was compiled before is gone."""
     monkeypatch.setattr(grammar_queue, "MOST_JOBS", 1000)
     hold, jobs = queue_of(32 * 1024)
@@ -685,6 +706,7 @@ def test_clients_share_the_compiled_grammars(monkeypatch: pytest.MonkeyPatch) ->
     assert 64 in jobs and 65 not in jobs  # the third has too little room as yet
     for uid in started:
         jobs[uid].set_result(None)
+    clock.now += 1.0
     assert len(hold.pass_on([])) == len(started)
     for uid in started[:8]:
         del jobs[uid]
@@ -737,8 +759,9 @@ def test_a_schema_sets_no_options_of_the_compiler(inside: bool) -> None:
             compile_grammar(tokenizer(), field, text)
 
 
-def test_who_holds_much_waits_for_who_needs_room() -> None:
+def test_who_holds_much_waits_for_who_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else small grammars of one client would take all room that a large one waits for."""
+    monkeypatch.setattr(grammar_queue, "MOST_JOBS", 1000)
     hold, jobs = queue_of(64 * 1024)
     hold.pass_on([ask(uid, "a" * 4000, "greedy") for uid in range(3)])
     hold.pass_on([ask(10, "b" * 12_000, "other")])
@@ -746,20 +769,19 @@ def test_who_holds_much_waits_for_who_needs_room() -> None:
     assert sorted(jobs) == [0, 1, 2, 10]
 
 
-def test_a_client_compiles_few_grammars_at_once() -> None:
-    """Each may take half a second: others' grammars must not wait for a hundred of them."""
+def test_the_last_place_is_for_quick_grammars() -> None:
+    """Slow ones take half a second each: a client with a usual one must not wait for those."""
     hold, jobs = queue_of(2**19)
-    hold.pass_on([ask(uid, "a", "greedy") for uid in range(128)])
-    assert sorted(jobs) == [*range(4)]
-    hold.pass_on([ask(200 + uid, "a", f"other {uid}") for uid in range(3)])
-    assert set(jobs) == {0, 1, 2, 3, 200, 201, 202}
-    jobs[3].set_result(None)
-    assert [msg.uid for msg in hold.pass_on([])] == [3]
-    while len(jobs) < 131:
-        for job in jobs.values():
-            if not job.done():
-                job.set_result(None)
-        hold.pass_on([])
+    hold.pass_on([ask(uid, "a", f"greedy {uid % 9}", 0.3) for uid in range(128)])
+    assert sorted(jobs) == [0, 1, 2]
+    hold.pass_on([ask(200, "a", "other", 0.01), ask(201, "a", "other", 0.01)])
+    assert set(jobs) == {0, 1, 2, 200}
+    jobs[0].set_result(None)
+    assert [msg.uid for msg in hold.pass_on([])] == [0]
+    assert set(jobs) == {0, 1, 2, 200, 201}  # before the slow ones, which began to wait earlier
+    jobs[201].set_result(None)
+    hold.pass_on([])
+    assert set(jobs) == {0, 1, 2, 200, 201, 3}
 
 
 @pytest.mark.parametrize("clients", [2, 8, 9, 12, 40])
@@ -779,24 +801,6 @@ def test_clients_who_always_wait_take_turns(clients: int) -> None:
         hold.pass_on([ask(uid, "a", done.client)])
 
 
-class QueueTime:
-    """Time that passes when a test says so; stands in for the module `time`."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> QueueTime:
-    """The time of grammar queues."""
-    found = QueueTime()
-    monkeypatch.setattr(grammar_queue, "time", found)
-    monkeypatch.setattr(grammar_queue, "MOST_JOBS", 1)
-    return found
-
-
 def end(hold: GrammarQueue, jobs: dict[int, Future[Any]], clock: QueueTime, seconds: float) -> str:
     """End the only job after some seconds; whose it was."""
     clock.now += seconds
@@ -813,9 +817,18 @@ def test_slow_grammars_have_fewer_turns(clock: QueueTime) -> None:
     hold.pass_on([ask(uid, "a", [*cost][uid % 3]) for uid in range(300)])
     turns = Counter[str]()
     for _ in range(70):
-        ((_, (client, _)),) = hold.busy.items()
+        ((client, *_),) = hold.busy.values()
         turns[end(hold, jobs, clock, cost[client])] += 1
     assert all(abs(turns[client] * cost[client] - 4) < 0.9 for client in cost), turns
+
+
+def test_what_a_grammar_costs_is_paid_once(clock: QueueTime) -> None:
+    """In advance, as long as only its cost is known; then what it really took."""
+    hold, jobs = queue_of(2**19)
+    hold.pass_on([ask(0, "a", "one", 0.25), ask(1, "a", "two", 0.25)])
+    assert hold.clocks == {"one": 0.25, "two": 0.0}
+    end(hold, jobs, clock, 0.75)
+    assert hold.clocks == {"one": 0.75, "two": 0.25}
 
 
 def test_who_returns_owes_what_it_took(clock: QueueTime) -> None:
@@ -829,6 +842,22 @@ def test_who_returns_owes_what_it_took(clock: QueueTime) -> None:
     hold.pass_on([ask(100, "a", "newcomer")])
     turns = [end(hold, jobs, clock, 1.0) for _ in range(3)]
     assert "newcomer" in turns, turns  # after the one that runs, and one with as low a clock
+
+
+@pytest.mark.parametrize("strangers", [4, 40])
+def test_a_quick_grammar_passes_newcomers_with_slow_ones(clock: QueueTime, strangers: int) -> None:
+    """Its cost is in its message; also a slow one has its turn when the others have had theirs."""
+    hold, jobs = queue_of(2**19)
+    hold.pass_on([ask(uid, "a", f"stranger {uid}", 0.4) for uid in range(strangers)])
+    hold.pass_on([ask(100 + uid, "a", "quick", 0.01) for uid in range(100)])
+    turns = [end(hold, jobs, clock, 0.4)]
+    turns += [end(hold, jobs, clock, 0.01) for _ in range(30)]
+    assert turns[1:] == ["quick"] * 30
+    others = set[str]()
+    for _ in range(60 + strangers):
+        ((client, *_),) = hold.busy.values()
+        others.add(end(hold, jobs, clock, 0.01 if client == "quick" else 0.4))
+    assert len(others) == strangers, others
 
 
 def test_time_without_grammars_is_not_saved_up(clock: QueueTime) -> None:

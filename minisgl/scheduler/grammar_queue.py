@@ -5,6 +5,7 @@ Generated from notebooks/09ab_grammar_queue.ipynb: edit there.
 
 from __future__ import annotations
 
+import heapq
 import time
 import weakref
 from collections import deque
@@ -19,7 +20,8 @@ from minisgl.scheduler.messages import AbortMsg, UserMsg
 from minisgl.scheduler.queue import Shares
 from minisgl.scheduler.side import asked_for
 
-MOST_JOBS = 8  # compilations at once; a client may have fewer of them than are free
+MOST_JOBS = 4  # compilations at once
+QUICK, LEAST = 0.05, 0.001  # seconds of one that may have the last place; of any
 
 
 class GrammarQueue:
@@ -34,7 +36,7 @@ class GrammarQueue:
         self.waiting: dict[str, dict[int, UserMsg]] = {}  # by client and uid: not yet started
         self.clocks: dict[str, float] = {}  # seconds of each client's jobs
         self.held: dict[int, tuple[UserMsg, Future[LLMatcher]]] = {}  # by uid: being compiled
-        self.busy: dict[Future[LLMatcher], tuple[str, float]] = {}  # client and begin of a job
+        self.busy: dict[Future[LLMatcher], tuple[str, float, float]] = {}  # client, begin, cost
         self.ready: list[Future[LLMatcher]] = []  # of the messages just returned; else forgotten
         self.freed = deque[tuple[str, int]]()  # clients and characters of grammars that are gone
 
@@ -62,9 +64,9 @@ class GrammarQueue:
     def charge(self) -> None:
         """Add the time of jobs that have ended; forget clients that owe the others nothing."""
         for job in [job for job in self.busy if job.done()]:
-            client, since = self.busy.pop(job)
-            self.clocks[client] += time.monotonic() - since
-        active = {*self.waiting, *(client for client, _ in self.busy.values())}
+            client, start, cost = self.busy.pop(job)
+            self.clocks[client] += time.monotonic() - start - cost
+        active = {*self.waiting, *(client for client, *_ in self.busy.values())}
         least = min((self.clocks[client] for client in active), default=float("inf"))
         clocks = self.clocks.items()
         self.clocks = {name: clock for name, clock in clocks if name in active or clock > least}
@@ -74,24 +76,37 @@ class GrammarQueue:
         while self.freed:
             self.shares.give_back(*self.freed.popleft())
         short, held = False, self.shares.held
-        for client in sorted(self.waiting, key=self.clocks.__getitem__):
-            line = self.waiting[client]
-            while line and self.jobs(client) < MOST_JOBS - len(self.busy):
-                if short and held[client] > self.shares.limit // 8:
-                    break
-                uid, msg = next(iter(line.items()))
-                size = max(1024, len((asked_for(msg.sampling_params) or ("", ""))[1]))
-                if not self.shares.take(client, size):
-                    short = True  # clients that hold much take no more before this one
-                    break
-                del line[uid]
-                job = self.start(uid, msg.sampling_params)
-                assert job is not None
-                weakref.finalize(job, self.freed.append, (client, size))
-                self.held[uid], self.busy[job] = (msg, job), (client, time.monotonic())
-            if not line:
+        self.waiting = {client: line for client, line in self.waiting.items() if line}
+        line = [(self.end(client), place, client) for place, client in enumerate(self.waiting)]
+        heapq.heapify(line)
+        slow = sum(cost > QUICK for _, _, cost in self.busy.values())
+        while line and len(self.busy) < MOST_JOBS:
+            _, place, client = heapq.heappop(line)
+            uid, msg = next(iter(self.waiting[client].items()))
+            much, cost = short and held[client] > self.shares.limit // 8, cost_of(msg)
+            if much or (cost > QUICK and slow == MOST_JOBS - 1):
+                continue
+            size = max(1024, len((asked_for(msg.sampling_params) or ("", ""))[1]))
+            if not self.shares.take(client, size):
+                short = True  # clients that hold much take no more before this one
+                continue
+            job = self.start(uid, msg.sampling_params)
+            assert job is not None
+            weakref.finalize(job, self.freed.append, (client, size))
+            self.held[uid], self.busy[job] = (msg, job), (client, time.monotonic(), cost)
+            self.clocks[client] += cost  # in advance
+            slow += cost > QUICK
+            del self.waiting[client][uid]
+            if self.waiting[client]:
+                heapq.heappush(line, (self.end(client), place, client))
+            else:
                 del self.waiting[client]
 
-    def jobs(self, client: str) -> int:
-        """Return how many jobs a client has."""
-        return sum(name == client for name, _ in self.busy.values())
+    def end(self, client: str) -> float:
+        """Return what the clock of a waiting client will be after its next job."""
+        return self.clocks[client] + cost_of(next(iter(self.waiting[client].values())))
+
+
+def cost_of(msg: UserMsg) -> float:
+    """Return the seconds that a grammar is expected to take."""
+    return max(msg.cost, LEAST)

@@ -18,7 +18,8 @@ PLAIN = SamplingParams()
 class UserMsg(msgspec.Struct, tag=True, omit_defaults=True):
     """A new request: `uid` is the caller's number for it, unused by any other live request.
 
-    `client` names who asks; requests of one client share what the queue gives to it.
+    `client` names who asks; requests of one client share what the queue gives to it. `cost` is the
+    processor time in seconds that the grammar took to compile before; 0: unknown.
     """
 
     shared: ClassVar[tuple[str, ...]] = ("input_ids",)  # what a frame holds once for all requests
@@ -27,6 +28,7 @@ class UserMsg(msgspec.Struct, tag=True, omit_defaults=True):
     input_ids: list[int]
     sampling_params: SamplingParams = PLAIN
     client: str = ""
+    cost: float = 0.0
 
 
 class AbortMsg(msgspec.Struct, tag=True):

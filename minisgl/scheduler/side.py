@@ -111,6 +111,11 @@ class Side:
         """End the processes; a later job starts a new one."""
         end_all(self._idle)
 
+    def measure_grammar(self, params: SamplingParams) -> tuple[str, float]:
+        """Return a grammar's text and the seconds that it takes to compile; "" and 0 if none."""
+        asked = asked_for(params)
+        return tuple(self.compile(*asked, params.cache_salt)) if asked else ("", 0.0)
+
     def _take(self, task: str) -> SideProcess:
         """Return a process that has done `task`; replace one that has died."""
         while True:
@@ -180,7 +185,7 @@ class SideTokenizer(Tokenizer):
 
     def encode_params(self, params: SamplingParams) -> SamplingParams:
         """Return parameters in ids; raise `ValueError` also for a grammar that does not compile."""
-        text = self.side.compile(*asked, params.cache_salt) if (asked := asked_for(params)) else ""
+        text, _ = self.side.measure_grammar(params)
         params = copy(super().encode_params(params))
         if params.grammar is not None:  # the scheduler must not spend time on a conversion
             object.__setattr__(params, "grammar", text)  # it may be longer than a client's

@@ -56,8 +56,8 @@ def allocated() -> int:
     return heap.heap_used + heap.mmap_used if heap else 0
 
 
-def try_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> str:
-    """Compile a grammar, return it in Lark's notation; refuse one that takes too much."""
+def try_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> tuple[str, float]:
+    """Return a grammar in Lark's notation and the seconds of its compilation, within limits."""
     before, start = allocated(), time.process_time()
     matcher = compile_grammar(tokenizer, field, text)
     size, seconds = allocated() - before, time.process_time() - start
@@ -65,7 +65,7 @@ def try_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> str:
     if size > (most := MOST + PER_CHARACTER * len(text)) or seconds > COMPILING:
         why = f"takes {size:,} bytes and {seconds:.2g} s to compile, more than {most:,} bytes or"
         raise InvalidRequestError(f"{field}: {why} {COMPILING} s", param=field)
-    return as_lark(text) if field == "grammar" else text
+    return as_lark(text) if field == "grammar" else text, seconds
 
 
 def serve(fd: int) -> None:

@@ -197,8 +197,8 @@ MUTATIONS = [
     Mutation(
         "grammars_of_many_pass_those_of_few",
         QUEUE,
-        "if short and held[client] > self.shares.limit // 8:",
-        "if False:",
+        "short and held[client] > self.shares.limit // 8",
+        "False",
         TESTS + "test_who_holds_much_waits_for_who_needs_room",
     ),
     Mutation(

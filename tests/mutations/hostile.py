@@ -170,8 +170,8 @@ MUTATIONS = [
     Mutation(
         name="grammars: a salt does not separate their trials",
         module="minisgl.scheduler.side",
-        old="self.side.compile(*asked, params.cache_salt)",
-        new="self.side.compile(*asked)",
+        old="self.compile(*asked, params.cache_salt)",
+        new="self.compile(*asked)",
         test=TEST + "test_trials_of_grammars_are_cached_by_salt",
     ),
     Mutation(
@@ -778,11 +778,32 @@ MUTATIONS = [
         test=TEST + "test_json_in_a_text_is_counted_before_it_is_parsed",
     ),
     Mutation(
-        name="grammars: a client compiles all of its own at once",
+        name="grammars: slow ones have all places",
         module="minisgl.scheduler.grammar_queue",
-        old="self.jobs(client) < MOST_JOBS - len(self.busy):",
-        new="True:",
-        test="tests/test_structured_output.py::test_a_client_compiles_few_grammars_at_once",
+        old="cost > QUICK and slow == MOST_JOBS - 1",
+        new="False",
+        test="tests/test_structured_output.py::test_the_last_place_is_for_quick_grammars",
+    ),
+    Mutation(
+        name="grammars: their cost is ignored",
+        module="minisgl.scheduler.grammar_queue",
+        old="+ cost_of(next(iter(self.waiting[client].values())))",
+        new="",
+        test="tests/test_structured_output.py::test_a_quick_grammar_passes_newcomers_with_slow_ones",
+    ),
+    Mutation(
+        name="grammars: their cost is paid twice",
+        module="minisgl.scheduler.grammar_queue",
+        old="time.monotonic() - start - cost",
+        new="time.monotonic() - start",
+        test="tests/test_structured_output.py::test_what_a_grammar_costs_is_paid_once",
+    ),
+    Mutation(
+        name="grammars: the message brings no cost",
+        module="minisgl.server.workers.prompt_threads",
+        old="replace(message, cost=cost)",
+        new="message",
+        test="tests/test_side.py::test_the_cost_of_a_grammar_comes_with_its_request",
     ),
     Mutation(
         name="prompts: two clients take all threads",
@@ -808,8 +829,8 @@ MUTATIONS = [
     Mutation(
         name="grammars: jobs of those who left do not count",
         module="minisgl.scheduler.grammar_queue",
-        old="for job, client in self.busy.items() if not job.done()}",
-        new="for job, client in self.busy.items() if job in [j for _, j in self.held.values()]}",
+        old="[job for job in self.busy if job.done()]",
+        new="[job for job in self.busy if job not in [j for _, j in self.held.values()]]",
         test="tests/test_structured_output.py::test_jobs_of_those_who_left_count_until_they_end",
     ),
     Mutation(
@@ -913,7 +934,7 @@ MUTATIONS = [
     Mutation(
         name="grammars: the time of a job costs nothing",
         module="minisgl.scheduler.grammar_queue",
-        old="+= time.monotonic() - since",
+        old="+= time.monotonic() - start - cost",
         new="+= 1",
         test="tests/test_structured_output.py::test_slow_grammars_have_fewer_turns",
     ),
@@ -941,8 +962,8 @@ MUTATIONS = [
     Mutation(
         name="grammars: who always waits stays in front",
         module="minisgl.scheduler.grammar_queue",
-        old="key=self.clocks.__getitem__",
-        new="key=list(self.waiting).index",
+        old="line = [(self.end(client), place, client)",
+        new="line = [(0.0, place, client)",
         test="tests/test_structured_output.py::test_clients_who_always_wait_take_turns",
     ),
     Mutation(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from minisgl.scheduler.messages import ErrorReply
+from minisgl.scheduler.messages import ErrorReply, UserMsg
 from minisgl.scheduler.side import SLOTS, Side
 from minisgl.server.workers.messages import Message, TokenizeMsg
 from minisgl.server.workers.text_worker import Encode, PromptQueue
@@ -64,7 +64,7 @@ class PromptThreads(PromptQueue):
         super().__init__()
         self._pool, self._count = ThreadPoolExecutor(count, "prompts"), count
         self._jobs, self._slow = dict[int, Job](), dict[str, float]()  # by uid; clients, when
-        self._state = ThreadState()
+        self._state, self._side = ThreadState(), side
         if side is not None:
             side.limit = self.limit
 
@@ -76,6 +76,9 @@ class PromptThreads(PromptQueue):
     def _run(self, encode: Encode, same: list[TokenizeMsg], hurried: bool) -> tuple[Encoded, float]:
         self._state.hurried, self._state.begun = hurried, math.inf
         made = encode_all(encode, same)
+        if self._side and isinstance(made[0][1], UserMsg):
+            _, cost = self._side.measure_grammar(same[0].sampling_params)  # not for a second time
+            made = [(uid, replace(message, cost=cost)) for uid, message in made]
         return made, time.monotonic() - self._state.begun
 
     def take(self, encode: Encode) -> list[Message]:
