@@ -424,15 +424,30 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+SLOW_LOAD = """
+import sys, time
+from minisgl.__main__ import main
+
+if __name__ == "__mp_main__":  # a worker
+    from minisgl.engine import engine
+
+    engine.load_model = lambda *_: time.sleep(1000)
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
 @pytest.mark.drill
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_stop_while_the_model_loads(checkpoint: Path, tmp_path: Path, signum: int) -> None:
     """A signal to the whole group, young workers among them."""
+    (script := tmp_path / "slow_load.py").write_text(SLOW_LOAD)
     port = free_port()
     flags = ["--model", str(checkpoint), "--port", str(port), "--log-format", "none"]
-    served = Served(tmp_path, *flags)
+    served = Served(tmp_path, *flags, script=script)
 
     def answers() -> bool:
+        assert served.process.poll() is None, served.process.communicate()
         try:
             return httpx.get(f"http://127.0.0.1:{port}/health", timeout=100).status_code == 503
         except httpx.TransportError:
