@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import psutil
@@ -282,7 +283,7 @@ def test_the_cost_of_a_grammar_comes_with_its_request(
 ) -> None:
     """The side process measures it; also for all answers, and for a text that came before."""
     monkeypatch.setattr(tokenizer.side, "limit", tokenizer.side.limit)  # and put back
-    threads = PromptThreads(2, tokenizer.side)
+    threads = PromptThreads(1, tokenizer.side)
 
     def encode(msg: TokenizeMsg) -> UserMsg:
         return UserMsg(msg.uid, [1], tokenizer.encode_params(msg.sampling_params))
@@ -302,6 +303,24 @@ def test_the_cost_of_a_grammar_comes_with_its_request(
     wait_for(take, "all prompts")
     costs = [made[uid].cost for uid in range(len(asked))]
     assert costs[0] == costs[1] == costs[3] > 0.05 > costs[2] >= costs[4] == 0, costs
+
+
+def test_a_grammar_that_is_measured_again_may_fail(
+    tokenizer: SideTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its result was forgotten meanwhile; its request was accepted, and goes on as a slow one."""
+    monkeypatch.setattr(tokenizer.side, "limit", tokenizer.side.limit)  # and put back
+    threads = PromptThreads(1, tokenizer.side)
+    monkeypatch.setattr(tokenizer.side, "compile", Mock(side_effect=InvalidRequestError("late")))
+    threads.add(TokenizeMsg(uid=7, text="a", sampling_params=NUMBER))
+    made = list[Any]()
+
+    def take() -> bool:
+        made.extend(threads.take(lambda msg: UserMsg(msg.uid, [1], msg.sampling_params)))
+        return bool(made)
+
+    wait_for(take, "the prompt")
+    assert [msg.uid for msg in made] == [7] and made[0].cost > 0.5 and not threads._jobs
 
 
 def test_two_clients_leave_a_thread_free() -> None:

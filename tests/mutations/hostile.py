@@ -799,6 +799,13 @@ MUTATIONS = [
         test="tests/test_structured_output.py::test_what_a_grammar_costs_is_paid_once",
     ),
     Mutation(
+        name="grammars: one that fails when it is measured ends the text worker",
+        module="minisgl.server.workers.prompt_threads",
+        old="except (ValueError, RuntimeError):",
+        new="except ZeroDivisionError:",
+        test="tests/test_side.py::test_a_grammar_that_is_measured_again_may_fail",
+    ),
+    Mutation(
         name="grammars: the message brings no cost",
         module="minisgl.server.workers.prompt_threads",
         old="replace(message, cost=cost)",

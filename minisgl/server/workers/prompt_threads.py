@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from minisgl.core import SamplingParams
 from minisgl.scheduler.messages import ErrorReply, UserMsg
 from minisgl.scheduler.side import SLOTS, Side
 from minisgl.server.workers.messages import Message, TokenizeMsg
@@ -76,10 +77,17 @@ class PromptThreads(PromptQueue):
     def _run(self, encode: Encode, same: list[TokenizeMsg], hurried: bool) -> tuple[Encoded, float]:
         self._state.hurried, self._state.begun = hurried, math.inf
         made = encode_all(encode, same)
-        if self._side and isinstance(made[0][1], UserMsg):
-            _, cost = self._side.measure_grammar(same[0].sampling_params)  # not for a second time
+        if isinstance(made[0][1], UserMsg):
+            cost = self.cost_of(same[0].sampling_params)
             made = [(uid, replace(message, cost=cost)) for uid, message in made]
         return made, time.monotonic() - self._state.begun
+
+    def cost_of(self, params: SamplingParams) -> float:
+        """Return the seconds that a request's grammar took to compile; 0 if it has none."""
+        try:
+            return self._side.measure_grammar(params)[1] if self._side else 0.0
+        except (ValueError, RuntimeError):  # forgotten since, and now it takes too long
+            return SLOW
 
     def take(self, encode: Encode) -> list[Message]:
         now = time.monotonic()
