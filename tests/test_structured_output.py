@@ -763,9 +763,9 @@ def test_who_holds_much_waits_for_who_needs_room(monkeypatch: pytest.MonkeyPatch
     """Else small grammars of one client would take all room that a large one waits for."""
     monkeypatch.setattr(grammar_queue, "MOST_JOBS", 1000)
     hold, jobs = queue_of(64 * 1024)
-    hold.pass_on([ask(uid, "a" * 4000, "greedy") for uid in range(3)])
+    hold.pass_on([ask(uid, "a" * 4000, "greedy", 0.01) for uid in range(3)])
     hold.pass_on([ask(10, "b" * 12_000, "other")])
-    hold.pass_on([ask(11, "b" * 16_000, "other"), ask(3, "a", "greedy")])
+    hold.pass_on([ask(11, "b" * 16_000, "other"), ask(3, "a", "greedy", 0.01)])
     assert sorted(jobs) == [0, 1, 2, 10]
 
 
