@@ -53,7 +53,8 @@ class SideProcess:
         self._pipe, theirs = Pipe()
         env = {name: os.environ[name] for name in KEPT if name in os.environ}
         env |= {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-        env |= {"TOKENIZERS_PARALLELISM": "false", "MALLOC_MMAP_THRESHOLD_": "262144"}  # memory
+        # Threads would count as memory of the job; large blocks go back to the system.
+        env |= {"TOKENIZERS_PARALLELISM": "false", "MALLOC_MMAP_THRESHOLD_": "262144"}
         quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         with theirs:
             code = f"from minisgl.scheduler.side_process import serve; serve({theirs.fileno()})"
