@@ -1125,28 +1125,36 @@ def test_a_length_may_begin_with_many_zeros(live: Live) -> None:
     assert answers_to(live, [POST + length + HELLO, ALIVE], 2) == [b"200"] * 2
 
 
-def test_a_lost_connection_leaves_no_cycles(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else only a full collection, which stops the event loop, would free its requests."""
-    made = list[weakref.ref[Any]]()
+def test_every_pipelined_request_learns_of_the_end_and_is_freed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else only a full collection, which stops the event loop, would free those behind it."""
+    cycles = list[httptools_impl.RequestResponseCycle]()
 
     class Noted(httptools_impl.RequestResponseCycle):
         def __init__(self, *args: Any, **fields: Any) -> None:
             super().__init__(*args, **fields)
-            made.append(weakref.ref(self))
+            cycles.append(self)
 
     monkeypatch.setattr(httptools_impl, "RequestResponseCycle", Noted)
-    gc.collect()
-    gc.disable()
-    try:
-        with socket.create_connection(("127.0.0.1", live.port), timeout=20) as peer:
-            peer.sendall(POST + b"content-length: 16\r\n\r\n")
-            wait_for(lambda: len(made) == 1, "the first")  # it waits for its body
-            peer.sendall(b"x" * 16 + ALIVE * 9)
-            wait_for(lambda: len(made) == 10, "ten requests")
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        wait_for(lambda: not any(each() for each in made), "all to be freed")
-    finally:
-        gc.enable()
+    body = json.dumps({"prompt": "x", "stream": True, "ignore_eos": True}).encode()
+    busy = POST.replace(b"/tokenize", b"/v1/completions") + b"content-length: %d\r\n\r\n"
+    with Live(checkpoint, send_buffer=4096) as live:
+        gc.collect()
+        gc.disable()
+        try:
+            with socket.socket() as peer:
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                peer.connect(("127.0.0.1", live.port))
+                peer.sendall(busy % len(body) + body + ALIVE * 9)  # it reads no answer: none ends
+                wait_for(lambda: len(cycles) == 10, "ten requests")
+            wait_for(lambda: all(cycle.disconnected for cycle in cycles), "all to learn it")
+            made = [weakref.ref(cycle) for cycle in cycles]
+            cycles.clear()
+            wait_for(lambda: not any(each() for each in made), "all to be freed")
+        finally:
+            gc.enable()
+        live.assert_pages_home()
 
 
 def test_other_threads_may_run_between_two_numbers() -> None:

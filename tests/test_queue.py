@@ -425,6 +425,20 @@ def test_who_ran_alone_is_not_behind_newcomers() -> None:
     assert queue.first() is alone
 
 
+def test_who_yielded_has_no_credit() -> None:
+    queue = FairQueue(STEP, turn=20)
+    queue.add(make_req(0, 10, "yields"))
+    yields = admit(queue)
+    queue.add(make_req(1, 3 * STEP, "long"))
+    long = admit(queue)
+    for _ in range(20):
+        computed(queue, yields, 1, Phase.DECODE)
+    queue.add(make_req(2, 10, "long"))
+    queue.release(long)
+    queue.resume(yields)  # two steps behind the other client, whose turn it is now
+    assert drain(queue) == [2, 0]
+
+
 @pytest.mark.parametrize("tokens", [30, 300])
 def test_tiny_requests_do_not_pass_for_ever(tokens: int) -> None:
     """A step costs as much as a 32nd of its budget, and clients get prompt tokens side by side."""

@@ -1133,6 +1133,7 @@ def test_a_grammar_counts_until_it_is_gone() -> None:
     passed = hold.pass_on([ask(1, "x{1,9}")])
     while not passed:
         passed = hold.pass_on([])
+    hold.charge()  # it has ended: now nobody else has the job
     req = make_req(passed[0], limits, grammars.constrain)
     assert not grammars.jobs and hold.pass_on([]) == []
     hold.begin()

@@ -77,11 +77,11 @@ class GrammarQueue:
             self.shares.give_back(*self.freed.popleft())
         short, held = False, self.shares.held
         self.waiting = {client: line for client, line in self.waiting.items() if line}
-        line = [(self.end(client), place, client) for place, client in enumerate(self.waiting)]
-        heapq.heapify(line)
+        heap = [(self.end(client), place, client) for place, client in enumerate(self.waiting)]
+        heapq.heapify(heap)
         slow = sum(cost > QUICK for _, _, cost in self.busy.values())
-        while line and len(self.busy) < MOST_JOBS:
-            _, place, client = heapq.heappop(line)
+        while heap and len(self.busy) < MOST_JOBS:
+            _, place, client = heapq.heappop(heap)
             uid, msg = next(iter(self.waiting[client].items()))
             much, cost = short and held[client] > self.shares.limit // 8, cost_of(msg)
             if much or (cost > QUICK and slow == MOST_JOBS - 1):
@@ -98,7 +98,7 @@ class GrammarQueue:
             slow += cost > QUICK
             del self.waiting[client][uid]
             if self.waiting[client]:
-                heapq.heappush(line, (self.end(client), place, client))
+                heapq.heappush(heap, (self.end(client), place, client))
             else:
                 del self.waiting[client]
 

@@ -57,7 +57,10 @@ def allocated() -> int:
 
 
 def try_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> tuple[str, float]:
-    """Return a grammar in Lark's notation and the seconds of its compilation, within limits."""
+    """Return a grammar, converted to Lark's notation, and the seconds of its compilation.
+
+    Raise `InvalidRequestError` for one that takes too much memory or time.
+    """
     before, start = allocated(), time.process_time()
     matcher = compile_grammar(tokenizer, field, text)
     size, seconds = allocated() - before, time.process_time() - start

@@ -80,7 +80,7 @@ MUTATIONS = [
         module="minisgl.server.http.limits",
         old="for cycle in self._cycles:",
         new="for cycle in self._cycles[-1:]:",
-        test=TEST + "test_heads_share_a_bound",
+        test=TEST + "test_every_pipelined_request_learns_of_the_end_and_is_freed",
     ),
     Mutation(
         name="heads: all together may take any memory",
@@ -969,8 +969,8 @@ MUTATIONS = [
     Mutation(
         name="grammars: who always waits stays in front",
         module="minisgl.scheduler.grammar_queue",
-        old="line = [(self.end(client), place, client)",
-        new="line = [(0.0, place, client)",
+        old="heap = [(self.end(client), place, client)",
+        new="heap = [(0.0, place, client)",
         test="tests/test_structured_output.py::test_clients_who_always_wait_take_turns",
     ),
     Mutation(
@@ -1020,7 +1020,7 @@ MUTATIONS = [
         module="minisgl.config.folder",
         old="if os.path.exists(value) and",
         new="if False and",
-        test=TEST + "test_what_a_tokenizer_reads_is_in_the_folder",
+        test=TEST + "test_no_config_names_a_file_for_the_tokenizer",
     ),
     Mutation(
         name="keys: one that never matches is taken",
@@ -1167,7 +1167,7 @@ MUTATIONS = [
         module="minisgl.server.http.limits",
         old="self.pipeline, self._cycles, self.cycle = None, [], None",
         new="pass",
-        test=TEST + "test_a_lost_connection_leaves_no_cycles",
+        test=TEST + "test_every_pipelined_request_learns_of_the_end_and_is_freed",
     ),
     Mutation(
         name="bodies: numbers keep the interpreter's lock",

@@ -280,7 +280,7 @@ MUTATIONS = [
     Mutation(
         "queue_counts_no_answers_as_served_to_all",
         QUEUE,
-        "            self._total += ANSWER_WEIGHT\n",
+        "                self._total += ANSWER_WEIGHT\n",
         "",
         QUEUE_TESTS + "test_a_long_prompt_waits_until_others_were_served",
     ),
@@ -296,7 +296,7 @@ MUTATIONS = [
         QUEUE,
         "for number, _, req in reversed(numbers) if",
         "for number, _, req in numbers if",
-        QUEUE_TESTS + "TestAnyHistory",
+        QUEUE_TESTS + "test_a_long_prompt_waits_until_others_were_served",
     ),
     Mutation(
         "queue_lets_who_yielded_come_first_again",
@@ -317,7 +317,7 @@ MUTATIONS = [
         QUEUE,
         "        if over:\n            share.served = max(share.served, self.least(share))\n",
         "",
-        QUEUE_TESTS + "TestAnyHistory",
+        QUEUE_TESTS + "test_who_yielded_has_no_credit",
     ),
     Mutation(
         "queue_overlooks_running_clients",
