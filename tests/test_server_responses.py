@@ -585,6 +585,38 @@ def test_clients_have_stores_of_their_own() -> None:
     assert store.get("victim", "resp_v")
 
 
+def test_a_full_store_still_has_room_for_a_newcomer() -> None:
+    """Many clients fill it with a share each; the largest makes room, and only for a small turn."""
+    store = ResponseStore(max_bytes=128_000)  # 1,000 bytes are little
+    for number in range(2000):
+        store.put(f"greedy {number % 40}", turn(f"resp_{number}", None, "x" * 400))
+    held, size = store._places.held, len(store.read("greedy 39", "resp_1999"))
+    for number in range(50):
+        names = [f"resp_n{number}", f"resp_m{number}"]
+        store.put(f"new {number}", turn(names[0], None, "x" * 300))
+        largest = max(held, key=held.__getitem__)
+        before = held[largest]
+        store.put(f"new {number}", turn(names[1], names[0], "x" * 300))
+        assert before - held[largest] in (0, size)
+        assert len(store.conversation(f"new {number}", names[1])) == 2
+    assert store.size <= 128_000 and min(held.values()) > 700
+    free = 128_000 - store.size
+    sizes = dict(held)
+    store.put("one more", turn("resp_large", None, "x" * (free + 1000)))  # not little
+    assert sizes == held
+    with pytest.raises(KeyError):
+        store.get("one more", "resp_large")
+
+
+def test_of_equal_clients_none_makes_room_for_another() -> None:
+    store = ResponseStore(max_bytes=128_000)
+    for number in range(200):
+        store.put(f"client {number}", turn(f"resp_{number}", None, "x" * 850))
+    sizes = dict(store._places.held)
+    store.put("one more", turn("resp_more", None, "x" * 850))
+    assert len(set(sizes.values())) < 4 and store._places.held == sizes
+
+
 def test_one_request_reads_a_bounded_part_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long conversation, many turns, and one item many times."""
     store, most = ResponseStore(), 5000

@@ -97,9 +97,37 @@ MUTATIONS = [
     Mutation(
         name="responses: a client evicts what another has stored",
         module=STORE,
-        old="oldest = next(iter(self._own[client]))",
+        old="oldest = next(iter(self._own[most if is_small else client]))",
         new="oldest = next(iter(self._entries))",
         test=TEST + "test_clients_have_stores_of_their_own",
+    ),
+    Mutation(
+        name="responses: a newcomer finds no room in a full store",
+        module=STORE,
+        old="self._own[most if is_small else client]",
+        new="self._own[client]",
+        test=TEST + "test_a_full_store_still_has_room_for_a_newcomer",
+    ),
+    Mutation(
+        name="responses: any client makes room for a newcomer",
+        module=STORE,
+        old="most = max(held,",
+        new="most = min(held,",
+        test=TEST + "test_a_full_store_still_has_room_for_a_newcomer",
+    ),
+    Mutation(
+        name="responses: the largest client makes room for any turn",
+        module=STORE,
+        old="<= min(few, held[most] - 1)",
+        new="<= held[most] - 1",
+        test=TEST + "test_a_full_store_still_has_room_for_a_newcomer",
+    ),
+    Mutation(
+        name="responses: a client as small makes room",
+        module=STORE,
+        old="<= min(few, held[most] - 1)",
+        new="<= few",
+        test=TEST + "test_of_equal_clients_none_makes_room_for_another",
     ),
     Mutation(
         name="responses: a second reference to an item costs nothing",

@@ -95,15 +95,18 @@ class ResponseStore:
         self._places.give_back(entry.client, len(entry.data))
 
     def put(self, client: str, turn: Turn) -> None:
-        """Keep a turn, if it fits; older turns of the same client make room."""
+        """Keep a turn, if it fits; older turns make room, for a small client the largest's."""
         name, previous = turn.response["id"], turn.response["previous_response_id"]
         data = msgspec.json.encode(turn)
         with self._lock:
             self._entries[name] = Entry(client, data, previous, self._clock() + self._seconds)
             self._own[client][name] = None
             self._use(client, name)
+            held, few = self._places.held, self._places.limit // 128
             while not self._places.take(client, len(data)):
-                oldest = next(iter(self._own[client]))
+                most = max(held, key=held.__getitem__, default=client)
+                is_small = held[client] + len(data) <= min(few, held[most] - 1)
+                oldest = next(iter(self._own[most if is_small else client]))
                 if oldest == name:  # only the conversation that it continues is newer
                     self._forget(name)
                     return
