@@ -365,6 +365,33 @@ def test_a_choice_is_one_item(count: int) -> None:
     assert not start.validate_tokens(tokenizer.tokenize_str("two"))
 
 
+CALLS = {"enum": ["<tool_call>"]}
+NESTED = {"type": "object", "properties": {"</tool_call>": {"const": "a<|end|>b"}},
+          "required": ["</tool_call>"], "additionalProperties": False}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"choice": ["<tool_call>"]}, "<tool_call>"),
+        ({"choice": ["a<|user|>b", "a<|user|>c"]}, r"a<\|user\|>[bc]"),
+        ({"regex": "<tool_call>[a-c]</tool_call>"}, "<tool_call>[a-c]</tool_call>"),
+        ({"regex": "<[|]end[|]>"}, r"<\|end\|>"),
+        ({"json_schema": CALLS}, '"<tool_call>"'),
+        ({"json_schema": NESTED}, r'\{"</tool_call>": ?"a<\|end\|>b"\}'),
+        ({"grammar": 'start: "<tool_call>" "x"'}, "<tool_call>x"),
+        ({"structural_tag": {"type": "structural_tag",
+                             "format": {"type": "json_schema", "json_schema": CALLS}}},
+         '"<tool_call>"'),
+    ],
+)  # fmt: skip
+def test_a_text_may_spell_a_special_token(llm: LLM, fields: dict[str, Any], pattern: str) -> None:
+    """Text that must come is text, too: the library would make it the special token."""
+    params = SamplingParams(max_tokens=60, temperature=1.0, seed=1, **fields)
+    (found,) = llm.generate(["x"], params)
+    assert re.fullmatch(pattern, found["text"]) and found["finish_reason"] == "stop"
+
+
 # ------------------------------------------------------------------ refusals
 
 

@@ -598,6 +598,16 @@ def test_required_calls_are_valid_whole_and_streamed(
     live.assert_pages_home()
 
 
+def test_an_argument_may_spell_a_special_token(live: Live) -> None:
+    """Whatever the format; the call is whole, and its argument is what the schema says."""
+    for text in ("<tool_call>", "a</tool_call>b"):
+        schema = {"type": "object", "properties": {"x": {"enum": [text]}}, "required": ["x"]}
+        found = post(live, tools=[tool("f", schema)], **CHOICES[0]).json()["choices"][0]
+        (call,) = found["message"]["tool_calls"]
+        assert found["finish_reason"] == "tool_calls"
+        assert json.loads(call["function"]["arguments"])["x"] == text
+
+
 def test_the_client_accumulates_and_parses(client: openai.OpenAI) -> None:
     """Streams and strict tools through the openai package."""
     name = client.models.list().data[0].id

@@ -28,6 +28,7 @@ LIMITS = LLParserLimits(
 )  # fmt: skip
 # Else a model may answer with spaces indefinitely.
 ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ",[ ]?", "key_separator": ":[ ]?"}
+UNFORCED = '%llguidance {"no_forcing": true}'
 
 
 def check_schema(schema: str) -> None:
@@ -44,7 +45,21 @@ def check_schema(schema: str) -> None:
 def schema_grammar(schema: str) -> str:
     """Convert a JSON schema to llguidance's form."""
     check_schema(schema)
-    return LLMatcher.grammar_from_json_schema(schema, defaults=ONE_LINE)
+    made = json.loads(LLMatcher.grammar_from_json_schema(schema, defaults=ONE_LINE))
+    made["grammars"].insert(0, {"lark_grammar": f"start: @json_schema\n{UNFORCED}"})
+    return json.dumps(made)
+
+
+def regex_grammar(regex: str) -> str:
+    """Convert a regular expression to llguidance's form."""
+    made = json.loads(LLMatcher.grammar_from_regex(regex))
+    made["grammars"][0]["lark_grammar"] += f"\n{UNFORCED}"
+    return json.dumps(made)
+
+
+def choice_grammar(texts: str) -> str:
+    """Convert a JSON list of texts to one terminal."""
+    return f"start: ONE\nONE{grammar_from('choice', texts).removeprefix('start')}\n{UNFORCED}"
 
 
 LARK = re.compile(r"(?m)^[ \t]*(%llguidance\b|start[ \t]*:)")
@@ -62,14 +77,14 @@ def free_grammar(text: str) -> str:
         raise ValueError("a schema inside of a grammar is not supported, use json_schema")
     if "&" in text or "~" in text:  # three of them in 70 bytes can take 300 MB to compile
         raise ValueError(r"& and ~ are not supported; inside of a text, write \u0026 or \u007e")
-    return lark + '\n%llguidance {"no_forcing": true}'  # forced text may have no end: /a*/ "a"
+    return f"{lark}\n{UNFORCED}"
 
 
 FORMS: dict[str, Callable[[str], str]] = {
     "json_schema": schema_grammar,
     "json_object": schema_grammar,
-    "regex": LLMatcher.grammar_from_regex,
-    "choice": lambda text: "start: ONE\nONE" + grammar_from("choice", text).removeprefix("start"),
+    "regex": regex_grammar,
+    "choice": choice_grammar,
     "grammar": free_grammar,
 }
 
@@ -92,7 +107,8 @@ class TagCompiler:
     def lark(self, text: str) -> str:
         """Return the whole grammar; raise `ValueError` that names a node of no known form."""
         check_schema(text)
-        return "\n".join([f"start: {self.expression(tag_of(text).get('format'))}", *self.rules])
+        start = f"start: {self.expression(tag_of(text).get('format'))}"
+        return "\n".join([start, *self.rules, UNFORCED])
 
     def define(self, body: str, kind: str = "part_{}") -> str:
         """Define a rule, or a terminal, and return its name."""
