@@ -22,6 +22,7 @@ from minisgl.scheduler.messages import AbortMsg
 from minisgl.scheduler.observe import emitter
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.speculative import SpeculativeScheduler
+from minisgl.server.workers.scheduler_process import Reporter
 from tests.fakes import Driver
 
 
@@ -203,6 +204,20 @@ def test_a_full_disk_harms_no_request(tmp_path: Path, caplog: pytest.LogCaptureF
         driver.drain()
     assert len(driver.tokens(1)) == 4 and not recorder.buffer
     assert len([r for r in caplog.records if "reported once" in r.getMessage()]) == 1
+
+
+def test_a_report_writes_what_an_idle_server_has_recorded(tmp_path: Path) -> None:
+    """No later event does: `/viewer` would show nothing of the only request."""
+    recorder = Recorder(tmp_path / "run", clock=lambda: 0.0)
+    driver = Driver(emit=emitter(recorder))
+    driver.ask(1, [1, 1], max_tokens=4, ignore_eos=True)
+    driver.drain()
+    reporter = Reporter(False, recorder)
+    reporter()  # the scheduler is still being built
+    reporter.scheduler = driver.scheduler
+    assert recorder.buffer and not (tmp_path / "run").read_bytes()
+    assert len(reporter()) == 1
+    assert not recorder.buffer and b"\n" in (tmp_path / "run").read_bytes()
 
 
 def test_an_observer_is_called_again_after_it_failed(caplog: pytest.LogCaptureFixture) -> None:

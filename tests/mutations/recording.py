@@ -10,6 +10,13 @@ RADIX, MANAGER = "minisgl.kvcache.radix_cache", "minisgl.kvcache.cache_manager"
 
 MUTATIONS = [
     Mutation(
+        "recording: the events of an idle server wait for the next request",
+        "minisgl.server.workers.scheduler_process",
+        "        self._flush()\n",
+        "",
+        "tests/test_recording.py::test_a_report_writes_what_an_idle_server_has_recorded",
+    ),
+    Mutation(
         "events: a split counts tokens for pages",
         RADIX,
         "self.emit(events.NodeSplit(self.first_page(upper), at // self.page_size))",

@@ -49,7 +49,7 @@ MUTATIONS = [
         "side: a job that nobody waits for runs on",
         "minisgl.scheduler.side_process",
         "limit_work(seconds / CPU_SHARE, ",
-        "limit_work(10**6, ",
+        "limit_work(60, ",
         TEST + "test_the_kernel_ends_a_job_that_nobody_waits_for",
     ),
     Mutation(

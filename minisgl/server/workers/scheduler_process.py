@@ -16,7 +16,7 @@ from minisgl.engine.heap import frozen_heap
 from minisgl.events import StageTimed
 from minisgl.guarded import guarded
 from minisgl.parallel.comm import Comm
-from minisgl.recording import Observed
+from minisgl.recording import Observed, Recorder
 from minisgl.runtime.supervisor import WorkerContext, WorkerFailed
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.channel import Channel
@@ -102,14 +102,16 @@ def stats_of(scheduler: Scheduler) -> StatsMsg:
 class Reporter:
     """Collects the times of a scheduler's stages, if `traced`, and makes its reports."""
 
-    def __init__(self, traced: bool) -> None:
+    def __init__(self, traced: bool, recorder: Recorder | None = None) -> None:
         self.scheduler: Scheduler | None = None  # set once it is built
+        self._flush = guarded(recorder.flush if recorder is not None else lambda: None)
         self._stages: list[StageTimed] = []
         self.observe = StageClock(self._stages.append) if traced else None
 
     def __call__(self) -> Sequence[StatsEvent]:
         if self.scheduler is None:
             return []
+        self._flush()
         stages, self._stages[:] = [*self._stages], []
         return [*stages, stats_of(self.scheduler)]
 
@@ -121,10 +123,10 @@ def scheduler_process(
     inbox, outbox = ZmqInbox(address(folder, "scheduler")), ZmqOutbox(address(folder, "text"))
     hold = GrammarQueue()
     outer = SchedulerChannel(inbox, outbox, beat=context.beat, hold=hold)
-    reporter = Reporter(observed.traced)
-    outer.report = guarded(reporter)
     with ExitStack() as stack:
         recorder = stack.enter_context(observed.recorder())
+        reporter = Reporter(observed.traced, recorder)
+        outer.report = guarded(reporter)
         stack.callback(inbox.close)
         stack.callback(outbox.close)
         channel: Channel = outer
