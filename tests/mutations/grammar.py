@@ -141,8 +141,8 @@ MUTATIONS = [
     Mutation(
         "grammar_of_a_choice_has_an_item_for_each_text",
         "minisgl.scheduler.forms",
-        '"start: ONE\\nONE" + grammar_from("choice", text).removeprefix("start")',
-        'grammar_from("choice", text)',
+        "start: ONE\\nONE{grammar_from('choice', texts).removeprefix('start')}",
+        "{grammar_from('choice', texts)}",
         "tests/test_structured_output.py::test_a_choice_is_one_item",
     ),
     Mutation(
