@@ -10,6 +10,13 @@ DIALECTS = "tests/test_server_dialects.py::"
 
 MUTATIONS = [
     Mutation(
+        name="server: a first 404 makes the list of routes",
+        module="minisgl.server.cli",
+        old="    app.openapi()  #",
+        new="    #",
+        test=OPERATIONS + "test_the_list_of_routes_is_made_before_the_first_request",
+    ),
+    Mutation(
         name="server: a server that failed names itself draining",
         module="minisgl.server.http.api",
         old='.get(reason, "failed")',
