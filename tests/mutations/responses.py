@@ -69,8 +69,8 @@ MUTATIONS = [
     Mutation(
         name="responses: the store has no bound",
         module=STORE,
-        old="while not self._places.take(client, len(data)):",
-        new="while self._places.take(client, len(data)) and False:",
+        old="while self.size > self._max_bytes:",
+        new="while False:",
         test=TEST + "test_what_is_kept_can_be_continued",
     ),
     Mutation(
@@ -83,8 +83,8 @@ MUTATIONS = [
     Mutation(
         name="responses: a deleted response still counts",
         module=STORE,
-        old="            self._drop(response_id)\n",
-        new="            self._forget(response_id)\n",
+        old="    self._held[entry.client] -= len(entry.data)\n",
+        new="    pass\n",
         test=TEST + "test_what_is_kept_can_be_continued",
     ),
     Mutation(
@@ -97,36 +97,29 @@ MUTATIONS = [
     Mutation(
         name="responses: a client evicts what another has stored",
         module=STORE,
-        old="oldest = next(iter(self._own[most if is_small else client]))",
-        new="oldest = next(iter(self._entries))",
+        old="self._drop(next(iter(self._own[most])))",
+        new="self._drop(next(iter(self._entries)))",
         test=TEST + "test_clients_have_stores_of_their_own",
     ),
     Mutation(
         name="responses: a newcomer finds no room in a full store",
         module=STORE,
-        old="self._own[most if is_small else client]",
-        new="self._own[client]",
-        test=TEST + "test_a_full_store_still_has_room_for_a_newcomer",
+        old="iter(self._own[most])",
+        new="iter(self._own[client])",
+        test=TEST + "test_who_holds_no_more_than_an_equal_share_loses_nothing_to_others",
     ),
     Mutation(
         name="responses: any client makes room for a newcomer",
         module=STORE,
         old="most = max(held,",
         new="most = min(held,",
-        test=TEST + "test_a_full_store_still_has_room_for_a_newcomer",
-    ),
-    Mutation(
-        name="responses: the largest client makes room for any turn",
-        module=STORE,
-        old="<= min(few, held[most] - 1)",
-        new="<= held[most] - 1",
-        test=TEST + "test_a_full_store_still_has_room_for_a_newcomer",
+        test=TEST + "test_clients_have_stores_of_their_own",
     ),
     Mutation(
         name="responses: a client as small makes room",
         module=STORE,
-        old="<= min(few, held[most] - 1)",
-        new="<= few",
+        old="(held[each], each == client)",
+        new="held[each]",
         test=TEST + "test_of_equal_clients_none_makes_room_for_another",
     ),
     Mutation(

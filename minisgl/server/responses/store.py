@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-
-from minisgl.scheduler.queue import Shares
 
 
 class Turn(msgspec.Struct):
@@ -45,10 +43,11 @@ decode = msgspec.json.Decoder(Turn).decode
 class ResponseStore:
     """The turns that each client used last, each for `seconds` after its last use.
 
-    Clients share `max_bytes`. A use of a response is a use of its whole conversation, from its end
-    back to its beginning, so a turn is dropped before the turns that it continues: what stays can
-    be continued. Raises `KeyError` with the id of what is not there for this client, or not any
-    more, and `OverflowError` for more than one request may read.
+    Clients share `max_bytes`: when they are full, the one with most loses its oldest turn. A use
+    of a response is a use of its whole conversation, from its end back to its beginning, so a turn
+    is dropped before the turns that it continues: what stays can be continued. Raises `KeyError`
+    with the id of what is not there for this client, or not any more, and `OverflowError` for more
+    than one request may read.
     """
 
     def __init__(
@@ -57,7 +56,8 @@ class ResponseStore:
         seconds: float = 3600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._places, self._seconds, self._clock = Shares(max_bytes), seconds, clock
+        self._max_bytes, self._seconds, self._clock = max_bytes, seconds, clock
+        self._held = Counter[str]()  # bytes of each client
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # the oldest first
         self._own = defaultdict[str, OrderedDict[str, None]](OrderedDict)  # ids of each client
         self._lock = threading.Lock()
@@ -65,7 +65,7 @@ class ResponseStore:
     @property
     def size(self) -> int:
         """Bytes of all turns."""
-        return self._places.taken
+        return self._held.total()
 
     def _use(self, client: str, response_id: str | None) -> list[Entry]:
         """Return a turn and those before it, now marked as used; drop what is too old."""
@@ -83,34 +83,25 @@ class ResponseStore:
             self._drop(next(iter(self._entries)))
         return found
 
-    def _forget(self, response_id: str) -> Entry:
+    def _drop(self, response_id: str) -> None:
         entry = self._entries.pop(response_id)
         del self._own[entry.client][response_id]
+        self._held[entry.client] -= len(entry.data)
         if not self._own[entry.client]:
-            del self._own[entry.client]
-        return entry
-
-    def _drop(self, response_id: str) -> None:
-        entry = self._forget(response_id)
-        self._places.give_back(entry.client, len(entry.data))
+            del self._own[entry.client], self._held[entry.client]
 
     def put(self, client: str, turn: Turn) -> None:
-        """Keep a turn, if it fits; older turns make room, for a small client the largest's."""
+        """Keep a turn; while it does not fit, the client with most loses its oldest turn."""
         name, previous = turn.response["id"], turn.response["previous_response_id"]
-        data = msgspec.json.encode(turn)
+        data, held = msgspec.json.encode(turn), self._held
         with self._lock:
             self._entries[name] = Entry(client, data, previous, self._clock() + self._seconds)
             self._own[client][name] = None
-            self._use(client, name)
-            held, few = self._places.held, self._places.limit // 128
-            while not self._places.take(client, len(data)):
-                most = max(held, key=held.__getitem__, default=client)
-                is_small = held[client] + len(data) <= min(few, held[most] - 1)
-                oldest = next(iter(self._own[most if is_small else client]))
-                if oldest == name:  # only the conversation that it continues is newer
-                    self._forget(name)
-                    return
-                self._drop(oldest)
+            held[client] += len(data)
+            self._use(client, name)  # so that the conversation that it continues is newer
+            while self.size > self._max_bytes:
+                most = max(held, key=lambda each: (held[each], each == client))
+                self._drop(next(iter(self._own[most])))
 
     def read(self, client: str, response_id: str) -> bytes:
         """Return one turn as JSON."""
