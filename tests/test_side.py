@@ -303,6 +303,9 @@ def test_the_cost_of_a_grammar_comes_with_its_request(
     wait_for(take, "all prompts")
     costs = [made[uid].cost for uid in range(len(asked))]
     assert costs[0] == costs[1] == costs[3] > 0.05 > costs[2] >= costs[4] == 0, costs
+    memory = [made[uid].memory for uid in range(len(asked))]
+    if hasattr(psutil, "heap_info"):
+        assert memory[0] == memory[1] == memory[3] > memory[2] > memory[4] == 0, memory
 
 
 def test_a_grammar_that_is_measured_again_may_fail(
@@ -321,6 +324,7 @@ def test_a_grammar_that_is_measured_again_may_fail(
 
     wait_for(take, "the prompt")
     assert [msg.uid for msg in made] == [7] and made[0].cost > 0.5 and not threads._jobs
+    assert made[0].memory > 2**22
 
 
 def test_two_clients_leave_a_thread_free() -> None:

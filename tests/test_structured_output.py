@@ -42,7 +42,7 @@ from minisgl.scheduler.grammar import (
     fill_some,
     load_grammars,
 )
-from minisgl.scheduler.grammar_queue import GrammarQueue
+from minisgl.scheduler.grammar_queue import SMALL, GrammarQueue
 from minisgl.scheduler.messages import (
     AbortMsg,
     ErrorReply,
@@ -52,7 +52,7 @@ from minisgl.scheduler.messages import (
 )
 from minisgl.scheduler.requests import Limits, make_req
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.scheduler.side_process import try_grammar
+from minisgl.scheduler.side_process import MOST, PER_CHARACTER, try_grammar
 from minisgl.server.frontend import RequestFailed
 from minisgl.server.in_process import InProcessServer
 from minisgl.server.workers.messages import UserReply
@@ -661,8 +661,11 @@ class Box:
         return found
 
 
-def ask(uid: int, regex: str | None = None, client: str = "", cost: float = 0.0) -> UserMsg:
-    return UserMsg(uid, [1], SamplingParams(regex=regex), client=client, cost=cost)
+def ask(
+    uid: int, regex: str | None = None, client: str = "", cost: float = 0.0, memory: int = 0
+) -> UserMsg:
+    params = SamplingParams(regex=regex)
+    return UserMsg(uid, [1], params, client=client, cost=cost, memory=memory)
 
 
 def test_requests_wait_in_their_queue_and_come_in_order() -> None:
@@ -725,17 +728,18 @@ def test_clients_share_the_compiled_grammars(
 ) -> None:
     """The others wait as text, until a grammar that was compiled before is gone."""
     monkeypatch.setattr(grammar_queue, "MOST_JOBS", 1000)
-    hold, jobs = queue_of(32 * 1024)
+    hold, jobs = queue_of(32 * SMALL)
     hold.pass_on([ask(uid, "a", "greedy") for uid in range(64)])
     started = sorted(jobs)
-    assert started == [*range(len(started))] and 12 < len(started) < 20
-    hold.pass_on([ask(64, "a", "other"), ask(65, "b" * 9000, "third"), AbortMsg(63)])
+    assert started == [*range(6)]  # a quarter of what is free, less a 16th
+    third = ask(65, "b", "third", memory=5 * SMALL)
+    hold.pass_on([ask(64, "a", "other"), third, AbortMsg(63)])
     assert 64 in jobs and 65 not in jobs  # the third has too little room as yet
     for uid in started:
         jobs[uid].set_result(None)
     clock.now += 1.0
     assert len(hold.pass_on([])) == len(started)
-    for uid in started[:8]:
+    for uid in started[:3]:
         del jobs[uid]
     hold.pass_on([])
     hold.pass_on([])  # those that were passed on last are forgotten now
@@ -789,16 +793,16 @@ def test_a_schema_sets_no_options_of_the_compiler(inside: bool) -> None:
 def test_who_holds_much_waits_for_who_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else small grammars of one client would take all room that a large one waits for."""
     monkeypatch.setattr(grammar_queue, "MOST_JOBS", 1000)
-    hold, jobs = queue_of(64 * 1024)
-    hold.pass_on([ask(uid, "a" * 4000, "greedy", 0.01) for uid in range(3)])
-    hold.pass_on([ask(10, "b" * 12_000, "other")])
-    hold.pass_on([ask(11, "b" * 16_000, "other"), ask(3, "a", "greedy", 0.01)])
+    hold, jobs = queue_of(64 * SMALL)
+    hold.pass_on([ask(uid, "a", "greedy", 0.01, 3 * SMALL) for uid in range(3)])
+    hold.pass_on([ask(10, "b", "other", memory=8 * SMALL)])
+    hold.pass_on([ask(11, "b", "other", memory=11 * SMALL), ask(3, "a", "greedy", 0.01)])
     assert sorted(jobs) == [0, 1, 2, 10]
 
 
 def test_the_last_place_is_for_quick_grammars() -> None:
     """Slow ones take half a second each: a client with a usual one must not wait for those."""
-    hold, jobs = queue_of(2**19)
+    hold, jobs = queue_of(2**30)
     hold.pass_on([ask(uid, "a", f"greedy {uid % 9}", 0.3) for uid in range(128)])
     assert sorted(jobs) == [0, 1, 2]
     hold.pass_on([ask(200, "a", "other", 0.01), ask(201, "a", "other", 0.01)])
@@ -814,7 +818,7 @@ def test_the_last_place_is_for_quick_grammars() -> None:
 @pytest.mark.parametrize("clients", [2, 8, 9, 12, 40])
 def test_clients_who_always_wait_take_turns(clients: int) -> None:
     """Also with more clients than jobs, each with a new grammar when one of its own is done."""
-    hold, jobs = queue_of(2**19)
+    hold, jobs = queue_of(2**30)
     for number in range(4):
         hold.pass_on([ask(100 * c + number, "a", f"greedy {c}") for c in range(clients)])
     hold.pass_on([ask(99_999, "a", "newcomer")])
@@ -839,7 +843,7 @@ def end(hold: GrammarQueue, jobs: dict[int, Future[Any]], clock: QueueTime, seco
 
 def test_slow_grammars_have_fewer_turns(clock: QueueTime) -> None:
     """Time is shared, not turns: a client with quick grammars need not wait for each slow one."""
-    hold, jobs = queue_of(2**19)
+    hold, jobs = queue_of(2**30)
     cost = {"slow": 0.4, "quick": 0.1, "usual": 0.2}
     hold.pass_on([ask(uid, "a", [*cost][uid % 3]) for uid in range(300)])
     turns = Counter[str]()
@@ -851,7 +855,7 @@ def test_slow_grammars_have_fewer_turns(clock: QueueTime) -> None:
 
 def test_what_a_grammar_costs_is_paid_once(clock: QueueTime) -> None:
     """In advance, as long as only its cost is known; then what it really took."""
-    hold, jobs = queue_of(2**19)
+    hold, jobs = queue_of(2**30)
     hold.pass_on([ask(0, "a", "one", 0.25), ask(1, "a", "two", 0.25)])
     assert hold.clocks == {"one": 0.25, "two": 0.0}
     end(hold, jobs, clock, 0.75)
@@ -860,7 +864,7 @@ def test_what_a_grammar_costs_is_paid_once(clock: QueueTime) -> None:
 
 def test_who_returns_owes_what_it_took(clock: QueueTime) -> None:
     """A request at a time, and none between two of them, is no way to be a newcomer each time."""
-    hold, jobs = queue_of(2**19)
+    hold, jobs = queue_of(2**30)
     strangers = [f"stranger {i}" for i in range(8)]
     hold.pass_on([ask(uid, "a", client) for uid, client in enumerate(strangers)])
     for uid in range(8, 100):
@@ -874,7 +878,7 @@ def test_who_returns_owes_what_it_took(clock: QueueTime) -> None:
 @pytest.mark.parametrize("strangers", [4, 40])
 def test_a_quick_grammar_passes_newcomers_with_slow_ones(clock: QueueTime, strangers: int) -> None:
     """Its cost is in its message; also a slow one has its turn when the others have had theirs."""
-    hold, jobs = queue_of(2**19)
+    hold, jobs = queue_of(2**30)
     hold.pass_on([ask(uid, "a", f"stranger {uid}", 0.4) for uid in range(strangers)])
     hold.pass_on([ask(100 + uid, "a", "quick", 0.01) for uid in range(100)])
     turns = [end(hold, jobs, clock, 0.4)]
@@ -889,7 +893,7 @@ def test_a_quick_grammar_passes_newcomers_with_slow_ones(clock: QueueTime, stran
 
 def test_time_without_grammars_is_not_saved_up(clock: QueueTime) -> None:
     """Who was away for a thousand seconds shares with the others from now on."""
-    hold, jobs = queue_of(2**19)
+    hold, jobs = queue_of(2**30)
     hold.pass_on([ask(0, "a", "rare")])
     end(hold, jobs, clock, 1.0)
     hold.pass_on([ask(uid, "a", "often") for uid in range(1, 100)])
@@ -909,7 +913,7 @@ def test_time_without_grammars_is_not_saved_up(clock: QueueTime) -> None:
 
 def test_jobs_of_those_who_left_count_until_they_end() -> None:
     """One that has begun cannot be stopped; one that waits for a thread never begins."""
-    hold, jobs = queue_of(2**19)
+    hold, jobs = queue_of(2**30)
     hold.pass_on([ask(uid, "a", "greedy") for uid in range(8)])
     for uid in (0, 1):
         jobs[uid].set_running_or_notify_cancel()
@@ -1140,16 +1144,22 @@ def test_other_ranks_do_as_rank_0_says() -> None:
     assert ranks[1].tokenizer.result() == "" and not ranks[1].start(3, ANSWER)
 
 
-def test_two_clients_with_long_answers_leave_room_for_a_third(
+def test_many_clients_with_long_answers_leave_room_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They hold their grammars for minutes; a schema of ten thousand characters need not wait."""
-    monkeypatch.setattr(grammar_queue, "MOST_JOBS", 1000)
-    hold, jobs = queue_of(2**19)
-    for number in range(2):
-        hold.pass_on([ask(100 * number + i, "x" * 16_000, str(number)) for i in range(40)])
-    hold.pass_on([ask(1000 + i, "y" * 12_000, f"honest {i}") for i in range(3)])
-    assert {1000, 1001, 1002} < set(jobs) and len(jobs) > 20
+    """They hold their grammars for minutes, as many and as large as they may."""
+    monkeypatch.setattr(grammar_queue, "MOST_JOBS", 10_000)
+    hold, jobs = GrammarQueue(), dict[int, Future[Any]]()
+    hold.start = lambda uid, params: jobs.setdefault(uid, Future())
+    most = MOST + PER_CHARACTER * 2**14  # bytes of the largest grammar of 16,384 characters
+    for number in range(20):
+        name = str(number)
+        hold.pass_on([ask(1000 * number + i, "x", name, memory=most) for i in range(200)])
+    hold.pass_on([ask(10**6 + i, "y", f"honest {i}", memory=most) for i in range(3)])
+    assert {10**6, 10**6 + 1, 10**6 + 2} < set(jobs) and len(jobs) > 100
+    long = "x" * 10_000  # a length takes no memory
+    hold.pass_on([ask(10**7 + i, long, "another") for i in range(8)])
+    assert 10**7 + 7 in jobs
 
 
 def test_a_grammar_counts_until_it_is_gone() -> None:
@@ -1164,7 +1174,7 @@ def test_a_grammar_counts_until_it_is_gone() -> None:
     req = make_req(passed[0], limits, grammars.constrain)
     assert not grammars.jobs and hold.pass_on([]) == []
     hold.begin()
-    assert hold.shares.taken == 1024 and req.matcher is not None
+    assert hold.shares.taken == SMALL and req.matcher is not None
     req.matcher = None
     hold.pass_on([ask(2)])
     hold.begin()

@@ -18,27 +18,27 @@ from llguidance import LLMatcher
 from minisgl.core import SamplingParams
 from minisgl.scheduler.messages import AbortMsg, UserMsg
 from minisgl.scheduler.queue import Shares
-from minisgl.scheduler.side import asked_for
 
 MOST_JOBS = 4  # compilations at once
 QUICK, LEAST = 0.05, 0.001  # seconds of one that may have the last place; of any
+SMALL = 2**20  # bytes that every grammar counts as: following an answer takes memory, too
 
 
 class GrammarQueue:
     """Requests that wait for their grammars.
 
-    Clients share the threads by time, and `limit` characters of compiled grammars.
+    Clients share the threads by time, and `limit` bytes of compiled grammars.
     """
 
-    def __init__(self, limit: int = 2**19) -> None:
-        self.shares = Shares(limit, factor=1)
+    def __init__(self, limit: int = 2**30) -> None:
+        self.shares = Shares(limit, factor=0.25)
         self.start: Callable[[int, SamplingParams], Future[LLMatcher] | None] = lambda *_: None
         self.waiting: dict[str, dict[int, UserMsg]] = {}  # by client and uid: not yet started
         self.clocks: dict[str, float] = {}  # seconds of each client's jobs
         self.held: dict[int, tuple[UserMsg, Future[LLMatcher]]] = {}  # by uid: being compiled
         self.busy: dict[Future[LLMatcher], tuple[str, float, float]] = {}  # client, begin, cost
         self.ready: list[Future[LLMatcher]] = []  # of the messages just returned; else forgotten
-        self.freed = deque[tuple[str, int]]()  # clients and characters of grammars that are gone
+        self.freed = deque[tuple[str, int]]()  # clients and bytes of grammars that are gone
 
     def pass_on(self, messages: Sequence[Any]) -> list[Any]:
         """Return the messages that may proceed, in order, and those whose wait is over."""
@@ -86,7 +86,7 @@ class GrammarQueue:
             much, cost = short and held[client] > self.shares.limit // 8, cost_of(msg)
             if much or (cost > QUICK and slow == MOST_JOBS - 1):
                 continue
-            size = max(1024, len((asked_for(msg.sampling_params) or ("", ""))[1]))
+            size = max(SMALL, msg.memory)
             if not self.shares.take(client, size):
                 short = True  # clients that hold much take no more before this one
                 continue

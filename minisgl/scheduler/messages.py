@@ -19,7 +19,8 @@ class UserMsg(msgspec.Struct, tag=True, omit_defaults=True):
     """A new request: `uid` is the caller's number for it, unused by any other live request.
 
     `client` names who asks; requests of one client share what the queue gives to it. `cost` is the
-    processor time in seconds that the grammar took to compile before; 0: unknown.
+    processor time in seconds that the grammar took to compile before, `memory` its bytes; 0:
+    unknown.
     """
 
     shared: ClassVar[tuple[str, ...]] = ("input_ids",)  # what a frame holds once for all requests
@@ -29,6 +30,7 @@ class UserMsg(msgspec.Struct, tag=True, omit_defaults=True):
     sampling_params: SamplingParams = PLAIN
     client: str = ""
     cost: float = 0.0
+    memory: int = 0
 
 
 class AbortMsg(msgspec.Struct, tag=True):

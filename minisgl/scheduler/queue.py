@@ -308,7 +308,7 @@ class Shares:
     places are not shared: first come, first served.
     """
 
-    def __init__(self, limit: int, factor: int = 8) -> None:
+    def __init__(self, limit: int, factor: float = 8) -> None:
         self.limit, self.factor = limit, factor
         self.taken, self.held = 0, Counter[str]()
 
@@ -317,7 +317,7 @@ class Shares:
         """The largest number of places for a client that is alone."""
         if self.limit < 4 * self.factor:
             return self.limit
-        return (self.limit - self.limit // 16) * self.factor // (self.factor + 1)
+        return int((self.limit - self.limit // 16) * self.factor // (self.factor + 1))
 
     def take(self, client: str, count: int) -> bool:
         """Take places for a client, unless that is more than its share."""

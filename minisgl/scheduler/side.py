@@ -112,10 +112,10 @@ class Side:
         """End the processes; a later job starts a new one."""
         end_all(self._idle)
 
-    def measure_grammar(self, params: SamplingParams) -> tuple[str, float]:
-        """Return a grammar's text and the seconds that it takes to compile; "" and 0 if none."""
+    def measure_grammar(self, params: SamplingParams) -> tuple[str, float, int]:
+        """Return a grammar's text, and what it takes to compile: seconds, bytes; "" if none."""
         asked = asked_for(params)
-        return tuple(self.compile(*asked, params.cache_salt)) if asked else ("", 0.0)
+        return tuple(self.compile(*asked, params.cache_salt)) if asked else ("", 0.0, 0)
 
     def _take(self, task: str) -> SideProcess:
         """Return a process that has done `task`; replace one that has died."""
@@ -186,7 +186,7 @@ class SideTokenizer(Tokenizer):
 
     def encode_params(self, params: SamplingParams) -> SamplingParams:
         """Return parameters in ids; raise `ValueError` also for a grammar that does not compile."""
-        text, _ = self.side.measure_grammar(params)
+        text, *_ = self.side.measure_grammar(params)
         params = copy(super().encode_params(params))
         if params.grammar is not None:  # the scheduler must not spend time on a conversion
             object.__setattr__(params, "grammar", text)  # it may be longer than a client's

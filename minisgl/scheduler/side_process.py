@@ -56,8 +56,8 @@ def allocated() -> int:
     return heap.heap_used + heap.mmap_used if heap else 0
 
 
-def try_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> tuple[str, float]:
-    """Return a grammar, converted to Lark's notation, and the seconds of its compilation.
+def try_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> tuple[str, float, int]:
+    """Return a grammar, in Lark's notation if it was in GBNF, and its seconds and bytes.
 
     Raise `InvalidRequestError` for one that takes too much memory or time.
     """
@@ -68,7 +68,7 @@ def try_grammar(tokenizer: LLTokenizer | str, field: str, text: str) -> tuple[st
     if size > (most := MOST + PER_CHARACTER * len(text)) or seconds > COMPILING:
         why = f"takes {size:,} bytes and {seconds:.2g} s to compile, more than {most:,} bytes or"
         raise InvalidRequestError(f"{field}: {why} {COMPILING} s", param=field)
-    return as_lark(text) if field == "grammar" else text, seconds
+    return as_lark(text) if field == "grammar" else text, seconds, size
 
 
 def serve(fd: int) -> None:

@@ -230,11 +230,25 @@ MUTATIONS = [
         TESTS + "test_a_grammar_has_bounded_memory",
     ),
     Mutation(
+        "grammar_takes_no_memory",
+        QUEUE,
+        "max(SMALL, msg.memory)",
+        "SMALL",
+        TESTS + "test_clients_share_the_compiled_grammars",
+    ),
+    Mutation(
+        "grammar_that_nobody_measured_is_free",
+        QUEUE,
+        "max(SMALL, msg.memory)",
+        "msg.memory",
+        TESTS + "test_clients_share_the_compiled_grammars",
+    ),
+    Mutation(
         "grammars_of_two_clients_fill_the_memory",
         QUEUE,
-        "Shares(limit, factor=1)",
+        "Shares(limit, factor=0.25)",
         "Shares(limit)",
-        TESTS + "test_two_clients_with_long_answers_leave_room_for_a_third",
+        TESTS + "test_many_clients_with_long_answers_leave_room_for_another",
     ),
     Mutation(
         "grammar_forces_text",

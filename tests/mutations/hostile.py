@@ -808,7 +808,7 @@ MUTATIONS = [
     Mutation(
         name="grammars: the message brings no cost",
         module="minisgl.server.workers.prompt_threads",
-        old="replace(message, cost=cost)",
+        old="replace(message, cost=cost, memory=memory)",
         new="message",
         test="tests/test_side.py::test_the_cost_of_a_grammar_comes_with_its_request",
     ),

@@ -16,7 +16,7 @@ MUTATIONS = [
     Mutation(
         "side: grammars are not tried before the scheduler compiles them",
         SIDE,
-        "text, _ = self.side.measure_grammar(params)",
+        "text, *_ = self.side.measure_grammar(params)",
         'text = params.grammar or ""',
         TEST + "test_a_grammar_has_a_deadline",
     ),

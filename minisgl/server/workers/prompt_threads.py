@@ -23,6 +23,7 @@ from minisgl.server.workers.text_worker import Encode, PromptQueue
 
 CHARACTERS, LONG = 2**20, 2**17  # of one second of a thread; of a long prompt
 TRY, SLOW = 0.5, 2.0  # seconds: of a job in the last thread; of a slow job
+LARGE = 2**23  # bytes of a grammar that nobody could measure
 CLIENTS, FORGET = 2**10, 60.0  # with a slow job in so many seconds
 
 Encoded = list[tuple[int, Message]]  # by uid
@@ -78,16 +79,16 @@ class PromptThreads(PromptQueue):
         self._state.hurried, self._state.begun = hurried, math.inf
         made = encode_all(encode, same)
         if isinstance(made[0][1], UserMsg):
-            cost = self.cost_of(same[0].sampling_params)
-            made = [(uid, replace(message, cost=cost)) for uid, message in made]
+            cost, memory = self.cost_of(same[0].sampling_params)
+            made = [(uid, replace(message, cost=cost, memory=memory)) for uid, message in made]
         return made, time.monotonic() - self._state.begun
 
-    def cost_of(self, params: SamplingParams) -> float:
-        """Return the seconds that a request's grammar took to compile; 0 if it has none."""
+    def cost_of(self, params: SamplingParams) -> tuple[float, int]:
+        """Return the seconds and bytes that a request's grammar took to compile; 0 without one."""
         try:
-            return self._side.measure_grammar(params)[1] if self._side else 0.0
+            return self._side.measure_grammar(params)[1:] if self._side else (0.0, 0)
         except (ValueError, RuntimeError):  # forgotten since, and now it takes too long
-            return SLOW
+            return SLOW, LARGE
 
     def take(self, encode: Encode) -> list[Message]:
         now = time.monotonic()
