@@ -1455,6 +1455,12 @@ def test_what_answers_share_travels_once() -> None:
         assert found == sent and sent[3].sampling_params is many[3]
         first, last = found[0].sampling_params, found[-1].sampling_params
         assert last.allowed_token_ids is first.allowed_token_ids and type(first) is SamplingParams
+    stop = tuple(f"{number}" + "x" * 1000 for number in range(64))
+    replies: list[Any] = [TokenReply(uid=i, token=i, stop=stop) for i in range(128)]
+    frame = encode([replies[0], AbortMsg(1), *replies[1:]])
+    assert len(frame) < 2 * len(encode(replies[:1]))
+    first, abort, *others = decode(frame)
+    assert [first, *others] == replies and abort == AbortMsg(1) and others[7].stop is first.stop
 
 
 def test_parameters_are_checked_where_they_come_in() -> None:

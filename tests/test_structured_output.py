@@ -365,6 +365,26 @@ def test_a_choice_is_one_item(count: int) -> None:
     assert not start.validate_tokens(tokenizer.tokenize_str("two"))
 
 
+@pytest.mark.parametrize(
+    "pattern", [r"\w+@\w+", r"\w+@\w+\.com", r"\w+(\.\w+)*@\w+(\.\w+)+", r"\w.\.\w"]
+)
+def test_a_letter_of_any_script_may_come_in_bytes(pattern: str) -> None:
+    """The first byte of U+1000 to U+1FFF leaves the lexer many expressions to follow."""
+    tokens = tokenizer()
+    matcher = compile_grammar(tokens, "regex", pattern)
+    [byte] = [i for i in range(tokens.vocab_size) if tokens.decode_bytes([i]) == b"\xe1"]
+    for _ in range(2):
+        assert matcher.consume_token(byte)
+        matcher.compute_bitmask()
+        assert not matcher.is_error(), matcher.get_error()
+        for rest in (b"\xbb", b"\x87"):  # an e with two signs
+            [token] = [i for i in range(tokens.vocab_size) if tokens.decode_bytes([i]) == rest]
+            matcher.consume_token(token)
+            if pattern.startswith(r"\w."):
+                matcher.compute_bitmask()
+        assert not matcher.is_error(), matcher.get_error()
+
+
 CALLS = {"enum": ["<tool_call>"]}
 NESTED = {"type": "object", "properties": {"</tool_call>": {"const": "a<|end|>b"}},
           "required": ["</tool_call>"], "additionalProperties": False}  # fmt: skip

@@ -23,7 +23,7 @@ from minisgl.scheduler.messages import InvalidRequestError
 
 MAX_MULTIPLES = 1000  # states for the `multipleOf`s of a schema
 LIMITS = LLParserLimits(
-    initial_lexer_fuel=200_000, step_lexer_fuel=20_000, step_max_items=1_000,
+    initial_lexer_fuel=200_000, step_lexer_fuel=30_000, step_max_items=1_000,
     max_items_in_row=400, max_lexer_states=10_000, max_grammar_size=20_000, verbose_errors=False,
 )  # fmt: skip
 # Else a model may answer with spaces indefinitely.

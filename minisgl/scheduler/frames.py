@@ -45,11 +45,18 @@ class Tables(msgspec.Struct, omit_defaults=True):
     text: list[str] = []
     messages: list[list[dict[str, Any]]] = []
     template_kwargs: list[dict[str, Any]] = []
+    stop: list[tuple[str, ...]] = []
 
 
 Refs = list[tuple[int, str, int]]  # of a message, by its place: which table, and where in it
 ParamRefs = list[tuple[int, int, int | None]]  # of a message: which parameters, and its seed
-BLANK: dict[str, Any] = {"input_ids": [], "text": None, "messages": None, "template_kwargs": {}}
+BLANK: dict[str, Any] = {
+    "input_ids": [],
+    "text": None,
+    "messages": None,
+    "template_kwargs": {},
+    "stop": (),
+}
 
 
 def pick(table: list[Any], index: int, what: str) -> Any:
@@ -79,17 +86,17 @@ class Codec:
             return places[key]
 
         for at, msg in enumerate(messages):
-            if not hasattr(msg, "sampling_params"):  # a reply, as most messages are
-                continue
-            blank = {}
-            for name in msg.shared:
+            blank = dict[str, Any]()
+            for name in getattr(msg, "shared", ()):
                 if value := getattr(msg, name):
                     refs.append((at, name, place((name, id(value)), name, value)))
                     blank[name] = BLANK[name]
-            given = msg.sampling_params
-            key = tuple(id(v) for name, v in vars(given).items() if name != "seed")
-            params.append((at, place(key, "sampling_params", given), given.seed))
-            wire[at] = msgspec.structs.replace(msg, sampling_params=PLAIN, **blank)
+            if given := getattr(msg, "sampling_params", None):
+                key = tuple(id(v) for name, v in vars(given).items() if name != "seed")
+                params.append((at, place(key, "sampling_params", given), given.seed))
+                blank["sampling_params"] = PLAIN
+            if blank:  # most messages are tokens, which share nothing
+                wire[at] = msgspec.structs.replace(msg, **blank)
         return self._encoder.encode((tables, wire, refs, params))
 
     def decode(self, frame: bytes) -> list[Any]:

@@ -70,6 +70,8 @@ class PromptScores(msgspec.Struct):
 class TokenReply(msgspec.Struct, tag=True, kw_only=True):
     """One token of a request. The last reply of a request, and no other, has `finished` set."""
 
+    shared: ClassVar[tuple[str, ...]] = ("stop",)
+
     uid: int
     token: int | None  # None if it was aborted, or wanted no tokens
     finished: bool = False

@@ -230,6 +230,13 @@ MUTATIONS = [
         TESTS + "test_a_grammar_has_bounded_memory",
     ),
     Mutation(
+        "grammar_lexer_has_too_little_fuel",
+        FORMS,
+        "step_lexer_fuel=30_000",
+        "step_lexer_fuel=20_000",
+        TESTS + "test_a_letter_of_any_script_may_come_in_bytes",
+    ),
+    Mutation(
         "grammar_takes_no_memory",
         QUEUE,
         "max(SMALL, msg.memory)",

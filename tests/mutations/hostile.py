@@ -6,6 +6,13 @@ TEST = "tests/test_hostile.py::"
 
 MUTATIONS = [
     Mutation(
+        name="frames: stop strings travel with each answer",
+        module="minisgl.scheduler.messages",
+        old='shared: ClassVar[tuple[str, ...]] = ("stop",)',
+        new="shared: ClassVar[tuple[str, ...]] = ()",
+        test=TEST + "test_what_answers_share_travels_once",
+    ),
+    Mutation(
         name="tokenizer: a token on which the library panics ends the process",
         module="minisgl.tokenizer",
         old="except BaseException as error:  # the library's panics",
