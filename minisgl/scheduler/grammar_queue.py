@@ -21,7 +21,7 @@ from minisgl.scheduler.queue import Shares
 
 MOST_JOBS = 4  # compilations at once
 QUICK, LEAST = 0.05, 0.001  # seconds of one that may have the last place; of any
-SMALL = 2**20  # bytes that every grammar counts as: following an answer takes memory, too
+SMALL = 2**20  # bytes counted for every grammar, because a matcher grows with its answer
 
 
 class GrammarQueue:

@@ -118,7 +118,7 @@ async def serve(
     """Serve over HTTP until the server stops; return the exit status."""
     limiter = ConcurrencyLimiter(config.max_running_req + operations.max_queue, reason=LOADING)
     app = build_app(frontend, settings, limiter, observers, operations)
-    app.openapi()  # takes 0.2 s, which a first 404, with its list of routes, would cost all streams
+    app.openapi()  # slow and cached: the error of the first 404, which lists the routes, needs it
     server = Server(http_config(app, operations.stall_timeout, operations.trusted_proxies))
 
     def say_ready() -> None:

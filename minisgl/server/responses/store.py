@@ -43,7 +43,7 @@ decode = msgspec.json.Decoder(Turn).decode
 class ResponseStore:
     """The turns that each client used last, each for `seconds` after its last use.
 
-    Clients share `max_bytes`: when they are full, the one with most loses its oldest turn. A use
+    Clients share `max_bytes`: a full store evicts turns of the client that holds the most. A use
     of a response is a use of its whole conversation, from its end back to its beginning, so a turn
     is dropped before the turns that it continues: what stays can be continued. Raises `KeyError`
     with the id of what is not there for this client, or not any more, and `OverflowError` for more
@@ -91,7 +91,7 @@ class ResponseStore:
             del self._own[entry.client], self._held[entry.client]
 
     def put(self, client: str, turn: Turn) -> None:
-        """Keep a turn; while it does not fit, the client with most loses its oldest turn."""
+        """Store a turn; evict the oldest turns of the client that holds the most until it fits."""
         name, previous = turn.response["id"], turn.response["previous_response_id"]
         data, held = msgspec.json.encode(turn), self._held
         with self._lock:

@@ -23,7 +23,7 @@ from minisgl.server.workers.text_worker import Encode, PromptQueue
 
 CHARACTERS, LONG = 2**20, 2**17  # of one second of a thread; of a long prompt
 TRY, SLOW = 0.5, 2.0  # seconds: of a job in the last thread; of a slow job
-LARGE = 2**23  # bytes of a grammar that nobody could measure
+LARGE = 2**23  # bytes assumed for a grammar that could not be measured
 CLIENTS, FORGET = 2**10, 60.0  # with a slow job in so many seconds
 
 Encoded = list[tuple[int, Message]]  # by uid
