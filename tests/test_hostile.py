@@ -523,12 +523,22 @@ def test_greedy_clients_leave_places_for_those_who_hold_little(
     for number in range(7):
         while shares.take(str(number), 1):
             pass
-    few = max(1, limit // 128)
-    large = [held for held in shares.held.values() if held > few]
-    assert shares.taken <= limit and sum(large) <= limit - limit // 16
-    assert limit < 128 or shares.take("new", few)
+    free = limit - shares.taken
+    assert free >= 0 and (limit < 70 or shares.take("new", max(1, free // 11)))
     alone = Shares(limit)
     assert alone.take("a", alone.most) and not alone.take("a", 1) and alone.most > limit * 0.75
+
+
+@pytest.mark.parametrize(("limit", "need", "clients"), [(1280, 1, 40), (2**26, 2**16, 25)])
+def test_it_takes_many_clients_to_fill_all_places(limit: int, need: int, clients: int) -> None:
+    """Each takes the most that it can get; only then is a newcomer refused."""
+    shares = Shares(limit)
+    for client in map(str, range(clients)):
+        for count in (2**k for k in range(26, -1, -1)):
+            while shares.take(client, count):
+                pass
+        assert shares.take("new", need), f"refused after {client}"
+        shares.give_back("new", need)
 
 
 @pytest.mark.parametrize("size", [90_000, 60_000])

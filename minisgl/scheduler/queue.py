@@ -304,8 +304,8 @@ def mixed_prefill_threshold(step_tokens: int) -> int:
 class Shares:
     """Places shared by clients: one may hold at most `factor` times the free places.
 
-    A 16th of the places is free only for clients that hold a 128th at most. Fewer than 4 * `factor`
-    places are not shared: first come, first served.
+    A tenth of the places is kept for clients that hold at most a tenth of the free places. Fewer
+    than 4 * `factor` places are not shared: first come, first served.
     """
 
     def __init__(self, limit: int, factor: float = 8) -> None:
@@ -317,13 +317,13 @@ class Shares:
         """The largest number of places for a client that is alone."""
         if self.limit < 4 * self.factor:
             return self.limit
-        return int((self.limit - self.limit // 16) * self.factor // (self.factor + 1))
+        return int((self.limit - self.limit // 10) * self.factor // (self.factor + 1))
 
     def take(self, client: str, count: int) -> bool:
         """Take places for a client, unless that is more than its share."""
         free, held = self.limit - self.taken - count, self.held[client] + count
-        small = self.limit < 4 * self.factor or held <= max(1, self.limit // 128)
-        if free < 0 or not (small or held <= self.factor * (free - self.limit // 16)):
+        small = self.limit < 4 * self.factor or held <= max(1, free // 10)
+        if free < 0 or not (small or held <= self.factor * (free - self.limit // 10)):
             return False
         self.taken += count
         self.held[client] = held
