@@ -1658,7 +1658,7 @@ def test_whole_answers_share_the_log_probabilities_that_wait(
             if status == 400:
                 assert answer.json()["error"]["code"] == "logprobs_full"
             wait_for(lambda: held.taken == 0, "the log probabilities to be given back")
-        with held_by(held, "address other", 410):
+        with held_by(held, "address other", 400):
             answer = httpx.post(f"{url}/completions", json={**body, "logprobs": 20}, timeout=300)
             assert answer.status_code == 429, answer.text
         live.assert_pages_home()

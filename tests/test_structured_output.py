@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import queue
 import random
 import re
 import subprocess
@@ -1193,12 +1194,37 @@ def test_a_grammar_counts_until_it_is_gone() -> None:
     hold.charge()  # it has ended: now nobody else has the job
     req = make_req(passed[0], limits, grammars.constrain)
     assert not grammars.jobs and hold.pass_on([]) == []
-    hold.begin()
+    hold.pass_on([])
     assert hold.shares.taken == SMALL and req.matcher is not None
     req.matcher = None
     hold.pass_on([ask(2)])
-    hold.begin()
+    hold.pass_on([])
     assert not hold.shares.taken
+
+
+def test_the_memory_of_grammars_goes_back_to_an_idle_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once after they are gone, though no message comes."""
+    trimmed, box, jobs = queue.Queue[int](), Box(), [Future[Any]()]  # of an answer's request
+    monkeypatch.setattr(grammar_queue, "TRIM", 0.0)
+    monkeypatch.setattr(grammar_queue, "give_heap_back", lambda: trimmed.put(1))
+    hold = GrammarQueue()
+    hold.start = lambda uid, params: jobs[0]
+    channel = SchedulerChannel(box, box, hold=hold)  # type: ignore[arg-type]
+    jobs[0].set_result(None)
+    box.messages = [ask(1, "a")]
+    for _ in range(3):
+        channel.recv(False)
+    assert hold.shares.taken and not hold.busy
+    jobs.clear()
+    channel.recv(False)
+    assert not hold.shares.taken
+    trimmed.get(timeout=20)
+    hold.trimmer.join()
+    channel.recv(False)
+    hold.trimmer.join()
+    assert trimmed.empty()
 
 
 def test_messages_without_a_grammar_never_enter_the_queue() -> None:

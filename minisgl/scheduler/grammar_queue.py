@@ -11,16 +11,19 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from threading import Timer
 from typing import Any
 
 from llguidance import LLMatcher
 
 from minisgl.core import SamplingParams
+from minisgl.models.weights import give_heap_back
 from minisgl.scheduler.messages import AbortMsg, UserMsg
 from minisgl.scheduler.queue import Shares
 
 MOST_JOBS = 4  # compilations at once
 QUICK, LEAST = 0.05, 0.001  # seconds of one that may have the last place; of any
+TRIM = 1.0  # seconds from a grammar's end until its memory goes back to the system
 SMALL = 2**20  # bytes counted for every grammar, because a matcher grows with its answer
 
 
@@ -39,6 +42,7 @@ class GrammarQueue:
         self.busy: dict[Future[LLMatcher], tuple[str, float, float]] = {}  # client, begin, cost
         self.ready: list[Future[LLMatcher]] = []  # of the messages just returned; else forgotten
         self.freed = deque[tuple[str, int]]()  # clients and bytes of grammars that are gone
+        self.trimmer = Timer(TRIM, give_heap_back)
 
     def pass_on(self, messages: Sequence[Any]) -> list[Any]:
         """Return the messages that may proceed, in order, and those whose wait is over."""
@@ -56,6 +60,7 @@ class GrammarQueue:
                 for line in self.waiting.values():
                     line.pop(msg.uid, None)
             passed.append(msg)
+        self.settle()
         self.begin()
         done = [self.held.pop(uid) for uid in [*self.held] if self.held[uid][1].done()]
         self.ready = [job for _, job in done]
@@ -71,10 +76,17 @@ class GrammarQueue:
         clocks = self.clocks.items()
         self.clocks = {name: clock for name, clock in clocks if name in active or clock > least}
 
-    def begin(self) -> None:
-        """Start the grammars that fit."""
+    def settle(self) -> None:
+        """Return what grammars held that are gone: their shares now, their memory soon."""
+        if self.freed and not self.trimmer.is_alive():
+            self.trimmer = Timer(TRIM, give_heap_back)
+            self.trimmer.daemon = True
+            self.trimmer.start()
         while self.freed:
             self.shares.give_back(*self.freed.popleft())
+
+    def begin(self) -> None:
+        """Start the grammars that fit."""
         short, held = False, self.shares.held
         self.waiting = {client: line for client, line in self.waiting.items() if line}
         heap = [(self.end(client), place, client) for place, client in enumerate(self.waiting)]

@@ -251,6 +251,20 @@ MUTATIONS = [
         TESTS + "test_clients_share_the_compiled_grammars",
     ),
     Mutation(
+        "grammars_that_are_gone_keep_their_memory",
+        QUEUE,
+        "self.trimmer.start()",
+        "self.trimmer.cancel()",
+        TESTS + "test_the_memory_of_grammars_goes_back_to_an_idle_server",
+    ),
+    Mutation(
+        "grammars_that_are_gone_wait_for_a_message",
+        "minisgl.server.workers.scheduler_process",
+        " or hold.freed)",
+        ")",
+        TESTS + "test_the_memory_of_grammars_goes_back_to_an_idle_server",
+    ),
+    Mutation(
         "grammars_of_two_clients_fill_the_memory",
         QUEUE,
         "Shares(limit, factor=0.25)",

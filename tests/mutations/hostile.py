@@ -353,7 +353,7 @@ MUTATIONS = [
     Mutation(
         name="shares: one client takes all places",
         module="minisgl.scheduler.queue",
-        old="not (small or held <= self.factor * (free - self.limit // 16))",
+        old="not (small or held <= self.factor * (free - self.limit // 10))",
         new="False",
         test=TEST + "test_one_client_cannot_take_all_places",
     ),
@@ -535,14 +535,14 @@ MUTATIONS = [
     Mutation(
         name="shares: nothing is kept for who holds little",
         module="minisgl.scheduler.queue",
-        old="self.factor * (free - self.limit // 16)",
+        old="self.factor * (free - self.limit // 10)",
         new="self.factor * free",
         test=TEST + "test_greedy_clients_leave_places_for_those_who_hold_little",
     ),
     Mutation(
         name="shares: who holds little has no more than others",
         module="minisgl.scheduler.queue",
-        old="held <= max(1, self.limit // 128)",
+        old="held <= max(1, free // 10)",
         new="False",
         test=TEST + "test_greedy_clients_leave_places_for_those_who_hold_little",
     ),

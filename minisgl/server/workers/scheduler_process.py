@@ -65,7 +65,7 @@ class SchedulerChannel:
         hold = self._hold
         if hold is not None:
             hold.ready = []  # those of the last messages have become matchers
-        waits = hold is not None and bool(hold.held or hold.waiting)
+        waits = hold is not None and bool(hold.busy or hold.waiting or hold.freed)
         messages = self._inbox.get_all(min(timeout, 0.005) if waits else timeout)
         self.send([aborted(msg.uid) for msg in messages if isinstance(msg, AbortMsg)])
         params = (msg.sampling_params for msg in messages if isinstance(msg, UserMsg))
