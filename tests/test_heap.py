@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from functools import wraps
@@ -131,7 +132,7 @@ def resident_bytes() -> int:
 @alone
 def test_freed_memory_goes_back_to_the_system() -> None:
     """A piece above the freed ones keeps them all, until the heap is trimmed."""
-    from minisgl.models.weights import give_heap_back
+    from minisgl.trim import give_heap_back
 
     pieces = [bytes(1000) for _ in range(64_000)]
     top, before = bytes(1000), resident_bytes()
@@ -153,6 +154,23 @@ def test_large_blocks_go_back_when_they_are_freed() -> None:
     del blocks
     freed = (before - resident_bytes()) / 2**20
     assert freed > 45 and len(pins) == 50, freed
+
+
+@TRIMS
+@alone
+def test_small_blocks_go_back_now_and_then() -> None:
+    """Also those below others, in a process that is idle."""
+    from unittest import mock
+
+    with mock.patch("minisgl.engine.heap.TRIM", 0.01):
+        return_free_memory()
+        pieces = [bytes(1000) for _ in range(64_000)]
+        top, before = bytes(1000), resident_bytes()
+        del pieces
+        end = time.monotonic() + 30
+        while before - resident_bytes() < 56e6 and time.monotonic() < end:
+            time.sleep(0.01)
+    assert before - resident_bytes() > 56e6 and len(top) == 1000
 
 
 @alone

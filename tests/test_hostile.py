@@ -93,7 +93,9 @@ from minisgl.server.observe.logs import MAX_WAITING, LineWriter, RequestLog
 from minisgl.server.options import Operations
 from minisgl.server.responses.schemas import ResponsesRequest
 from minisgl.server.workers.channels import MOST_MESSAGES, LocalQueue
+from minisgl.server.workers.conversion import convert
 from minisgl.server.workers.messages import (
+    Converted,
     ConvertMsg,
     TokenizeMsg,
     TokenLogprob,
@@ -1714,6 +1716,52 @@ def test_unread_streams_share_a_bound(actions: list[tuple[int, str]]) -> None:
         assert frontend.unread.taken == 0 and not frontend.unread.held
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [300]}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+def test_a_conversion_ends_when_its_client_leaves(
+    path: str, body: dict[str, Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its body would stay in memory until the text worker has read all others."""
+    begun, left = threading.Event(), threading.Event()
+
+    async def wait(*_: Any, **prompt: Any) -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            left.set()
+
+    monkeypatch.setattr(Frontend, "convert", wait)
+    data = json.dumps({"model": "default", **body}).encode()
+    with Live(checkpoint) as live:
+        with socket.create_connection(("127.0.0.1", live.port), timeout=60) as peer:
+            head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            peer.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+            assert begun.wait(60) and not left.is_set()
+        assert left.wait(60)
+        wait_for(lambda: not live.limiter.taken, "its place to be given back")
+
+
+def test_names_of_tokens_travel_only_if_they_are_wanted() -> None:
+    """They take more memory than the text; so does the text of ids without end."""
+    tokenizer = Tokenizer(resolve_model_path(None))
+    ids = tokenizer.encode("a b").tolist()
+    few = convert(tokenizer, ConvertMsg(uid=1, text="a b"), 9)
+    assert few == Converted(uid=1, text="", token_ids=ids)
+    all_of_it = convert(tokenizer, ConvertMsg(uid=1, text="a b", names=True), 9)
+    assert all_of_it.pieces == [tokenizer.backend.id_to_token(token) for token in ids]
+    back = convert(tokenizer, ConvertMsg(uid=1, input_ids=ids * 3), 3 * len(ids))
+    assert back == Converted(uid=1, text="a ba ba b", token_ids=[])
+    with pytest.raises(ValueError, match=f"at most 5 ids of tokens, got 6: {max(ids)}"):
+        convert(tokenizer, ConvertMsg(uid=1, input_ids=[max(ids)] * 6), 5)
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])

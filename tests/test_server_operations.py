@@ -786,7 +786,7 @@ def test_a_worker_that_dies_ends_a_drain(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_what_ends_a_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is, and not only a worker's failure."""
-    done = list[str]()
+    done = list[str | int]()
     monkeypatch.setattr(
         "minisgl.server.observe.lifecycle.return_free_memory", lambda: done.append("returned")
     )
@@ -806,9 +806,10 @@ def test_what_ends_a_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     lifecycle = Lifecycle(
         server, Supervisor([]), nobody, ConcurrencyLimiter(4), drain_timeout=1.0, on_ready=on_ready
     )
+    queue: Any = SimpleNamespace(listen=done.append)  # of connections
     with pytest.raises(ZeroDivisionError, match="a bug"):
-        asyncio.run(lifecycle.run(socket.socket()))
-    assert done == ["returned"]  # a server of texts: freed memory goes back
+        asyncio.run(lifecycle.run(queue))
+    assert done == ["returned", 2048]  # a server of texts: freed memory goes back
 
 
 # Metrics

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Thread
+
+from minisgl.trim import give_heap_back
 
 
 @contextmanager
@@ -33,10 +37,21 @@ def frozen_heap() -> Iterator[None]:
 
 BLOCK = 2**18  # bytes; larger blocks go back to the system when they are freed
 GLIBC = {-8: 2, -3: BLOCK, -1: BLOCK}  # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+TRIM = 5.0  # seconds from one return of the smaller blocks to the next
 
 
 def return_free_memory() -> None:
-    """Make the C library return large blocks to the system, where it can: for text, not tensors."""
+    """Make the C library return freed memory to the system, where it can: for text, not tensors.
+
+    Large blocks go back at once, all others now and then, while the process lives.
+    """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # of glibc
         for option, value in GLIBC.items():
             mallopt(option, value)
+
+    def trim() -> None:
+        while True:
+            time.sleep(TRIM)
+            give_heap_back()
+
+    Thread(target=trim, name="trim", daemon=True).start()

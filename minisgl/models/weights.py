@@ -5,7 +5,6 @@ Generated from notebooks/05b_weights.ipynb: edit there.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import logging
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from minisgl.config.paths import read_json
 from minisgl.layers.attention import QKNorm, RMSNorm
 from minisgl.models.shards import ShardSpec, model_shards
 from minisgl.parallel.comm import Comm
+from minisgl.trim import give_heap_back
 
 INDEX, SINGLE, GGUF = "model.safetensors.index.json", "model.safetensors", "model.gguf"
 
@@ -187,12 +187,6 @@ def materialize(model: nn.Module, device: torch.device | str, dtype: torch.dtype
             setattr(module, name, made[old])
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
-
-
-def give_heap_back() -> None:
-    """Return freed memory to the system, where the C library can."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
-        trim(0)
 
 
 @torch.no_grad()

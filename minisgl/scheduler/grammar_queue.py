@@ -17,9 +17,9 @@ from typing import Any
 from llguidance import LLMatcher
 
 from minisgl.core import SamplingParams
-from minisgl.models.weights import give_heap_back
 from minisgl.scheduler.messages import AbortMsg, UserMsg
 from minisgl.scheduler.queue import Shares
+from minisgl.trim import give_heap_back
 
 MOST_JOBS = 4  # compilations at once
 QUICK, LEAST = 0.05, 0.001  # seconds of one that may have the last place; of any

@@ -62,10 +62,17 @@ MUTATIONS = [
     ),
     Mutation(
         "heap_of_freed_weights_stays",
-        WEIGHTS,
+        "minisgl.trim",
         "        trim(0)\n",
         "        pass\n",
         FROZEN + "test_freed_memory_goes_back_to_the_system",
+    ),
+    Mutation(
+        "heap_of_small_blocks_stays",
+        HEAP,
+        "            give_heap_back()\n",
+        "            pass\n",
+        FROZEN + "test_small_blocks_go_back_now_and_then",
     ),
     Mutation(
         "heap_is_not_trimmed_after_loading",

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from minisgl import __version__
 from minisgl.server.frontend import RequestFailed
 from minisgl.server.http.access import client_of
-from minisgl.server.http.api import Service, as_prompt, check_model
+from minisgl.server.http.api import Service, as_prompt, cancel_on_disconnect, check_model
 from minisgl.server.http.bodies import build, renamed_errors, validator_of
 from minisgl.server.http.calls import ChatAbilities
 from minisgl.server.http.errors import ApiError, api_error
@@ -69,9 +69,13 @@ async def converted(service: Service, request: Request, **prompt: Any) -> Conver
     client = client_of(request)
     try:
         with service.limiter.acquire(1, client):
-            return await service.frontend.convert(client, **prompt)
+            work = service.frontend.convert(client, **prompt)
+            reply = await cancel_on_disconnect(request, work)
     except RequestFailed as failure:
         raise api_error(failure) from failure
+    if reply is None:
+        raise ApiError(499, "request: the client left", code="client_left")
+    return reply
 
 
 def add_token_routes(keyed: APIRouter, service: Service) -> None:
@@ -82,8 +86,9 @@ def add_token_routes(keyed: APIRouter, service: Service) -> None:
     async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         asked, prompt = await build(request, partial(body.asked, settings.can))
         check_model(asked.model, settings)
-        reply = await converted(service, request, **prompt)
-        pieces = reply.pieces if body.return_token_strs else None
+        names = body.return_token_strs is True
+        reply = await converted(service, request, names=names, **prompt)
+        pieces = reply.pieces if names else None
         counts = {"count": len(reply.token_ids), "max_model_len": settings.max_model_len}
         content = {**counts, "tokens": reply.token_ids, "token_strs": pieces}
         return await build(request, partial(Json, content))

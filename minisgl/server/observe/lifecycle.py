@@ -51,7 +51,7 @@ class Lifecycle:
         return_free_memory()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, self.server.handle_exit, signal.SIGHUP, None)
-        states = asyncio.ensure_future(self._states())
+        states = asyncio.ensure_future(self._states(sock))
         try:
             await self.server.serve(sockets=[sock])
         finally:
@@ -61,9 +61,10 @@ class Lifecycle:
             raise failure
         return self.status
 
-    async def _states(self) -> None:
+    async def _states(self, sock: socket.socket) -> None:
         try:
             if await self._load():
+                sock.listen(2048)  # bursts; uvicorn's number is also that of one turn
                 with frozen_heap():
                     self.limiter.reason = None
                     self.on_ready()
@@ -74,11 +75,9 @@ class Lifecycle:
 
     async def _load(self) -> bool:
         """Wait for the workers; False if a signal came first."""
-        while self.group.starting() or not self.server.started:
-            if self.server.asked:
-                return False
+        while not self.server.asked and (self.group.starting() or not self.server.started):
             await asyncio.sleep(0.02)
-        return True
+        return not self.server.asked
 
     async def _serve(self) -> bool:
         """Serve until a signal comes, and return True; or until a worker fails: False."""
