@@ -1,4 +1,4 @@
-"""Freed memory goes back to the system.
+"""Return of freed memory to the operating system.
 
 Generated from notebooks/05b_weights.ipynb: edit there.
 """

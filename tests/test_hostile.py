@@ -1756,11 +1756,11 @@ def test_names_of_tokens_travel_only_if_they_are_wanted() -> None:
     ids = tokenizer.encode("a b").tolist()
     few = convert(tokenizer, ConvertMsg(uid=1, text="a b"), 9)
     assert few == Converted(uid=1, text="", token_ids=ids)
-    all_of_it = convert(tokenizer, ConvertMsg(uid=1, text="a b", names=True), 9)
+    all_of_it = convert(tokenizer, ConvertMsg(uid=1, text="a b", pieces=True), 9)
     assert all_of_it.pieces == [tokenizer.backend.id_to_token(token) for token in ids]
     back = convert(tokenizer, ConvertMsg(uid=1, input_ids=ids * 3), 3 * len(ids))
     assert back == Converted(uid=1, text="a ba ba b", token_ids=[])
-    with pytest.raises(ValueError, match=f"at most 5 ids of tokens, got 6: {max(ids)}"):
+    with pytest.raises(ValueError, match=f"at most 5 valid ids, got 6 up to {max(ids)}"):
         convert(tokenizer, ConvertMsg(uid=1, input_ids=[max(ids)] * 6), 5)
 
 

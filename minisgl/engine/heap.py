@@ -37,13 +37,13 @@ def frozen_heap() -> Iterator[None]:
 
 BLOCK = 2**18  # bytes; larger blocks go back to the system when they are freed
 GLIBC = {-8: 2, -3: BLOCK, -1: BLOCK}  # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-TRIM = 5.0  # seconds from one return of the smaller blocks to the next
+TRIM = 5.0  # seconds between two trims
 
 
 def return_free_memory() -> None:
     """Make the C library return freed memory to the system, where it can: for text, not tensors.
 
-    Large blocks go back at once, all others now and then, while the process lives.
+    Large blocks go back at once. A thread returns the others every `TRIM` seconds.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # of glibc
         for option, value in GLIBC.items():

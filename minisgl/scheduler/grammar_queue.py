@@ -23,7 +23,7 @@ from minisgl.trim import give_heap_back
 
 MOST_JOBS = 4  # compilations at once
 QUICK, LEAST = 0.05, 0.001  # seconds of one that may have the last place; of any
-TRIM = 1.0  # seconds from a grammar's end until its memory goes back to the system
+TRIM = 1.0  # seconds from the end of a grammar to the trim of the heap
 SMALL = 2**20  # bytes counted for every grammar, because a matcher grows with its answer
 
 
@@ -77,7 +77,7 @@ class GrammarQueue:
         self.clocks = {name: clock for name, clock in clocks if name in active or clock > least}
 
     def settle(self) -> None:
-        """Return what grammars held that are gone: their shares now, their memory soon."""
+        """Return the shares of freed grammars, and start the timer that trims the heap."""
         if self.freed and not self.trimmer.is_alive():
             self.trimmer = Timer(TRIM, give_heap_back)
             self.trimmer.daemon = True

@@ -113,7 +113,7 @@ class Side:
         end_all(self._idle)
 
     def measure_grammar(self, params: SamplingParams) -> tuple[str, float, int]:
-        """Return a grammar's text, and what it takes to compile: seconds, bytes; "" if none."""
+        """Return a grammar's text, and the seconds and bytes of its compilation; "" if none."""
         asked = asked_for(params)
         return tuple(self.compile(*asked, params.cache_salt)) if asked else ("", 0.0, 0)
 

@@ -542,7 +542,7 @@ MUTATIONS = [
     Mutation(
         name="conversions: names of tokens always travel",
         module="minisgl.server.workers.conversion",
-        old="ids * msg.names",
+        old="ids * msg.pieces",
         new="ids",
         test=TEST + "test_names_of_tokens_travel_only_if_they_are_wanted",
     ),

@@ -86,11 +86,11 @@ def add_token_routes(keyed: APIRouter, service: Service) -> None:
     async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         asked, prompt = await build(request, partial(body.asked, settings.can))
         check_model(asked.model, settings)
-        names = body.return_token_strs is True
-        reply = await converted(service, request, names=names, **prompt)
-        pieces = reply.pieces if names else None
+        pieces = body.return_token_strs is True
+        reply = await converted(service, request, pieces=pieces, **prompt)
         counts = {"count": len(reply.token_ids), "max_model_len": settings.max_model_len}
-        content = {**counts, "tokens": reply.token_ids, "token_strs": pieces}
+        names = reply.pieces if pieces else None
+        content = {**counts, "tokens": reply.token_ids, "token_strs": names}
         return await build(request, partial(Json, content))
 
     @keyed.post("/detokenize")

@@ -64,7 +64,7 @@ class Lifecycle:
     async def _states(self, sock: socket.socket) -> None:
         try:
             if await self._load():
-                sock.listen(2048)  # bursts; uvicorn's number is also that of one turn
+                sock.listen(2048)  # asyncio has reduced it to the number of one turn
                 with frozen_heap():
                     self.limiter.reason = None
                     self.on_ready()

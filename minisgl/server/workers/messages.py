@@ -67,7 +67,7 @@ class ConvertMsg(TokenizeMsg, tag=True, kw_only=True):
     """Frontend to text worker: convert a prompt to tokens, or `input_ids` to text; no answer."""
 
     add_special_tokens: bool = True
-    names: bool = False  # of the tokens are wanted, too
+    pieces: bool = False  # return them, too
 
 
 class Converted(UserReply, tag=True, kw_only=True):
